@@ -79,18 +79,14 @@ def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, grou
 def rows_of(worlds: Sequence[int], found: Sequence[Sequence[dict[str, int]]]) -> list[Row]:
     """A row per world; the rank that needs most speaks for its world."""
     rows: list[Row] = []
-    for world, everyone in zip(worlds, found, strict=True):
-        highest = max(rank["peak"] for rank in everyone)
-        rows.append(
-            {
-                "world": world,
-                "peak": highest / 1e6,
-                "least rank": min(rank["peak"] for rank in everyone) / 1e6,
-                "after forward": max(rank["forward"] for rank in everyone) / 1e6,
-                "inputs and results": max(rank["kept"] for rank in everyone) / 1e6,
-                "relative": highest / max(rank["peak"] for rank in found[0]),
-            }
-        )
+    for world, ranks in zip(worlds, found, strict=True):
+        most = {name: max(rank[name] for rank in ranks) / 1e6 for name in ("peak", "forward", "kept")}
+        least = min(rank["peak"] for rank in ranks) / 1e6
+        rows.append({
+            "world": world, "peak": most["peak"], "least rank": least, "after forward": most["forward"],
+            "inputs and results": most["kept"],
+            "relative": most["peak"] / (rows[0]["peak"] if rows else most["peak"]),
+        })  # fmt: skip
     return rows
 
 
@@ -133,37 +129,33 @@ def memory(
     from torch import device
 
     from .common.attention import AttentionConfig
-    from .common.memory_table import RingForm
+    from .common.memory import Needs, needs_of_ranks, refuse_too_large
+    from .common.memory_table import OURS, RingForm, candidate_bytes
     from .common.provenance import provenance
 
-    form = RingForm(nodes > 1, slots, wire_dtype, grad_wire_dtype)
-    configs = [
-        AttentionConfig(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
-        for world in worlds
-    ]
-    check_room(configs, form, place)
+    form, cpu, most = RingForm(nodes > 1, slots, wire_dtype, grad_wire_dtype), device("cpu"), max(worlds)
+
+    def config(world: int, tokens: int) -> AttentionConfig:
+        return AttentionConfig(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
+
+    def needed(tokens: int) -> Needs:
+        ranks_here = most if place is None else min(most, place.local_world)
+        return needs_of_ranks(candidate_bytes(OURS, config(most, tokens), form), cpu, ranks_here)
+
+    refuse_too_large("--tokens", tokens, needed, cpu, unit=f"tokens on each of {most} ranks")
     with Console(stderr=True).status("measuring"):
-        found = spawn(max(worlds), measure, configs, form, nodes, chunks)
+        found = spawn(most, measure, [config(world, tokens) for world in worlds], form, nodes, chunks)
     if len(found) < len(worlds):
         return  # a rank of the launcher's that the largest ring leaves out, or that is in some rings only
-    highest = [max(rank["peak"] for rank in everyone) for everyone in found]
+    rows = rows_of(worlds, found)
+    highest = [row["peak"] for row in rows]
     spread = max(highest) / min(highest) - 1
-    title = (
-        f"{'causal' if causal else 'full'} forward and backward, B{batch} H{heads}/{kv_heads} D{head_dim} {dtype}, "
-        f"{tokens:,} tokens per rank, {layout.value}, {nodes} nodes, {slots} slots, {chunks} chunks"
-        + f", K/V as {wire_dtype}" * (wire_dtype is not None)
-        + f", dK/dV as {grad_wire_dtype}" * (grad_wire_dtype is not None)
-    )
+    wires = [f"{what} as {kind}" for what, kind in (("K/V", wire_dtype), ("dK/dV", grad_wire_dtype)) if kind]
+    title = [config(most, tokens).title, f"{nodes} nodes", f"{slots} slots", f"{chunks} chunks", *wires]
     failed = [f"memory per rank differs by {spread:.1%} between worlds, {ALLOWED_SPREAD:.0%} allowed"]
-    finish(
-        Result(
-            "bench memory", UNITS, rows_of(worlds, found), failed if spread > ALLOWED_SPREAD else [],
-            [title, f"peak of a rank: {flags.human(max(highest), 'B')}; largest over smallest world: {spread:+.2%}"],
-            provenance(device("cpu")),
-        ),
-        json,
-        csv,
-    )  # fmt: skip
+    told = f"peak of a rank: {max(highest):.4g} MB; largest over smallest world: {spread:+.2%}"
+    failed = failed if spread > ALLOWED_SPREAD else []
+    finish(Result("bench memory", UNITS, rows, failed, [", ".join(title), told], provenance(cpu)), json, csv)
 
 
 def worlds_of(place: Member | None, given: list[int] | None) -> list[int]:
@@ -177,21 +169,3 @@ def worlds_of(place: Member | None, given: list[int] | None) -> list[int]:
     if given and max(given) > place.world:
         raise typer.BadParameter(f"--world is {max(given)}: the launcher started {place.world} ranks")
     return given or sorted({*(world for world in WORLDS if world < place.world), place.world})
-
-
-def check_room(configs: Sequence[AttentionConfig], form: RingForm, place: Member | None) -> None:
-    """Refuse what does not fit this machine's free memory, with the tokens that do: typer.BadParameter."""
-    from torch import device
-
-    from .common.memory import Needs, needs_of_ranks, refuse_too_large
-    from .common.memory_table import OURS, candidate_bytes
-
-    largest, cpu = max(configs, key=lambda config: config.world), device("cpu")
-    ranks_here = largest.world if place is None else min(largest.world, place.local_world)
-
-    def needed(tokens: int) -> Needs:
-        config = replace(largest, seqlen=tokens * largest.world)
-        return needs_of_ranks(candidate_bytes(OURS, config, form), cpu, ranks_here)
-
-    unit = f"tokens on each of {largest.world} ranks"
-    refuse_too_large("--tokens", largest.seqlen // largest.world, needed, cpu, unit=unit)

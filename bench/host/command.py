@@ -6,7 +6,7 @@ import typer
 
 from ..common import flags
 from ..common.output import prints
-from ..common.result import Result, Row, finish
+from ..common.result import Result, finish
 
 UNITS = {"phase": "", "host": "us", "of it Triton": "us", "Python calls": "", "compute": "us"}
 LOWER_BOUND = "device calls stubbed: a lower bound, not a result"
@@ -39,28 +39,27 @@ def host(
     import torch
 
     from ...comm.transports.lanes import indexed
-    from ..common.attention import DTYPES, AttentionConfig
+    from ..common.attention import AttentionConfig
     from ..common.memory import Needs, needs_of_ranks, refuse_too_large
     from ..common.memory_table import OURS, candidate_bytes
     from ..common.provenance import provenance
     from ..common.timing import Clock
-    from .hop import HOPS, REPEATS, Case, ring_of_one, rows_of
+    from .hop import HOPS, REPEATS, ring_of_one, rows_of, shard_of
 
     where = indexed(torch.device(device))
 
-    def needed(some: int) -> Needs:
-        config = AttentionConfig(HOPS * some, HOPS, batch, heads, kv_heads, head_dim, dtype)
-        return needs_of_ranks(candidate_bytes(OURS, config), where, 1)
+    def problem(tokens: int) -> AttentionConfig:
+        return AttentionConfig(
+            HOPS * tokens, HOPS, batch, heads, kv_heads, head_dim, dtype, causal=False, layout="contiguous"
+        )
+
+    def needed(tokens: int) -> Needs:
+        return needs_of_ranks(candidate_bytes(OURS, problem(tokens)), where, 1)
 
     refuse_too_large("--tokens", tokens, needed, where, unit="tokens per rank")
-    rows: list[Row] = []
     with ring_of_one(where, chunks) as ring:
-        case = Case(ring, (batch, tokens, heads, head_dim), kv_heads, DTYPES[dtype], where)
-        rows += rows_of(case, Clock(where, timer=timer))
-    notes = [
-        f"one rank of {HOPS}, full, B{batch} H{heads}/{kv_heads} D{head_dim} {dtype}, {tokens:,} tokens per rank",
-        f"{chunks} chunks; per hop, median of {REPEATS} passes by {timer}",
-    ]
+        rows = rows_of(shard_of(problem(tokens), ring, where), Clock(where, timer=timer))
+    notes = [problem(tokens).title, f"{chunks} chunks; per hop of one rank, median of {REPEATS} passes by {timer}"]
     failed = []
     if device == "cpu":
         notes.append(LOWER_BOUND)

@@ -7,13 +7,13 @@ left is this package's own Python and Triton's, up to its driver, a lower bound.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
@@ -33,13 +33,14 @@ from ...comm.transports.nccl import NcclTransport
 from ...comm.watchdog import watch
 from ...kernels import launch as launching
 from ...kernels.device.forward import forward_kernel
-from ...ring import Layout, Mask, Ring, loop
+from ...ring import Ring
 from ...ring import ring as ring_module
-from ...ring.backends import backward_backends, forward_backends
-from ...ring.schedule.plan import Plan, plan
+from ...ring.schedule.plan import Plan
+from ..common.attention import AttentionConfig
+from ..common.result import Row
 from ..common.timing import Clock, interleaved
+from ..overlap.runs import PHASES, TOGETHER, Shard
 
-FORWARD, BACKWARD = "forward", "backward"
 HOPS = 8  # and ranks
 PEERS = ("kv_from", "kv_to", "dkv_from", "dkv_to")  # of a hop
 REPEATS = 20
@@ -58,35 +59,11 @@ def to_itself(real: Plan) -> Plan:
     return replace(real, hops=tuple(hops), dkv_returns=comings, edges=(((0, 0),), ()))
 
 
-class Case:
-    """Forward and backward of rank 0 of a full ring, of ``[batch, tokens, heads, head dim]`` per hop."""
-
-    def __init__(
-        self, ring: Ring, shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        batch, tokens, heads, dim = shape
-        draw = torch.empty if device.type == "cpu" else torch.randn  # without a device nothing reads them
-        self.q, self.k, self.v, self.dout, self.out = (
-            draw(batch, tokens, count, dim, device=device, dtype=dtype)
-            for count in (heads, kv_heads, kv_heads, heads, heads)
-        )
-        self.lse = draw(batch, heads, tokens, device=device, dtype=torch.float32)
-        self.ring, self.scale = ring, 1 / math.sqrt(dim)
-        layout = Layout.contiguous(HOPS * tokens, HOPS)
-        real = plan(layout, Mask(causal=False), 0, 1, device, None, ring.slots)
-        self.plan = real if device.type == "cpu" else to_itself(real)
-
-    def forward(self) -> None:
-        with self.ring.call(self.plan, FORWARD, self.q, self.k) as call:
-            works = forward_backends("triton", call.chunks, self.q, softmax_scale=self.scale)
-            loop.forward(call, works, self.k, self.v)
-
-    def backward(self) -> None:
-        dkdv = torch.empty_like(self.k), torch.empty_like(self.v)
-        with self.ring.call(self.plan, BACKWARD, self.q, self.k) as call:
-            given = (self.dout, self.q, self.out, self.lse)
-            works = backward_backends("triton", call.chunks, *given, softmax_scale=self.scale)
-            loop.backward(call, works, self.k, self.v, dkdv)
+def shard_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Shard:
+    """What rank 0 computes with; on a GPU it sends to itself."""
+    if device.type == "cpu":
+        return Shard(problem, ring, device, backend="triton")
+    return Shard(problem, ring, device, backend="triton", revised=to_itself)
 
 
 @contextmanager
@@ -106,23 +83,23 @@ def ring_of_one(device: torch.device, chunks: int = 1) -> Iterator[Ring]:
         yield stack.enter_context(Ring(member, transport="nccl", chunks=chunks))
 
 
-def rows_of(case: Case, clock: Clock) -> list[dict[str, Any]]:
+def rows_of(shard: Shard, clock: Clock) -> list[Row]:
     """Microseconds of the host per hop, and on a GPU what the device takes for it."""
-    device, rows = clock.device, list[dict[str, Any]]()
-    for phase, step in ((FORWARD, case.forward), (BACKWARD, case.backward)):
+    device, rows = clock.device, list[Row]()
+    for phase in PHASES:
+        step = partial(shard.run, phase, TOGETHER)
         host = posting(step, device) / HOPS * 1e6
         with no_launches():
             without = posting(step, device) / HOPS * 1e6
             calls = calls_of(step) / HOPS
-        row: dict[str, Any] = {"phase": phase, "host": host, "of it Triton": host - without, "Python calls": calls}
+        row = {"phase": phase, "host": host, "of it Triton": host - without, "Python calls": calls}
         if device.type == "cuda":
-            taken = interleaved({phase: step}, clock, repeats=REPEATS, warmup=3)[phase].median
-            row["compute"] = taken / HOPS * 1e6
+            row["compute"] = interleaved({phase: step}, clock, repeats=REPEATS, warmup=3)[phase].median / HOPS * 1e6
         rows.append(row)
     return rows
 
 
-def posting(step: Callable[[], None], device: torch.device) -> float:
+def posting(step: Callable[[], object], device: torch.device) -> float:
     """Seconds of the host for one pass, while the device is free to be behind; without one, of this thread alone."""
     now = time.perf_counter if device.type == "cuda" else time.thread_time
     taken = []
@@ -135,7 +112,7 @@ def posting(step: Callable[[], None], device: torch.device) -> float:
     return median(taken[1:])
 
 
-def calls_of(step: Callable[[], None]) -> int:
+def calls_of(step: Callable[[], object]) -> int:
     """Calls of Python functions in a pass, those of the standard library (``contextlib``, named tuples) among them.
 
     By ``sys.setprofile``, which counts every resumption of a generator. Not those of torch, of Triton and of this file,
@@ -210,6 +187,7 @@ def no_device() -> Iterator[None]:
         patch.multiple(torch.cuda, **cuda),
         patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": stub}),
         patch.object(torch.Tensor, "contiguous", _contiguous),
+        patch.object(torch, "cat", _cat),
         patch.object(nccl, "_library", lambda: library),
         patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (_unwarmed(device),)),
         # as if of a GPU: its spans are events; and no thread beside this one
@@ -226,6 +204,13 @@ def no_device() -> Iterator[None]:
 def _contiguous(x: torch.Tensor) -> torch.Tensor:
     """Room for a copy: on a GPU the host does not wait for the bytes."""
     return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _cat(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """The same of what joins them."""
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return parts[0].new_empty(shape)
 
 
 def _unwarmed(device: torch.device) -> NcclTransport:

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
-from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ... import reference
-from ...kernels import Bounds, KernelConfig, default_config
-from ...kernels.config import config_for, is_single_pass
+from ...comm import LocalGroup, LocalWorld
+from ...kernels import KernelConfig
 from ...kernels.experimental.hopper_launch import is_hopper
-from ...ring import Layout, Mask, bounds
-from ...ring.backends import SinglePassBackward, TritonBackward, TritonForward
-from ...ring.cpu.aten import AtenBackward, AtenForward
+from ...ring import Layout, ring_attention
 from ..common.attention import DTYPES
 from ..common.errors import tolerance
 from ..suite.cases import NotHere, Number, poisoned
+from .contender import Variant
 
 NO_DROPOUT = 0.0
 HOPPER = "hopper"
 BACKENDS = {
-    HOPPER: "forward and backward of sm_90",
-    "single_pass": "dQ, dK and dV by one kernel",
-    "single_pass_deterministic": "the same in a fixed order",
+    HOPPER: {"forward_kernel": "hopper", "backward": "hopper"},
+    "single_pass": {"backward": "single_pass"},
+    "single_pass_deterministic": {"backward": "single_pass_deterministic"},
 }
-"""As a backend: Triton kernels in the place of the default ones."""
+"""As a backend: Triton kernels in the place of the default ones, by fields of their config."""
 ANY_ORDER = (HOPPER, "single_pass")  # in which dQ is added: its last bits change from run to run
 
 
@@ -148,65 +144,24 @@ def _lse_of_operator(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor | 
 
 
 def on_shards(given: Inputs, causal: bool, world: int, backend: str) -> Results:
-    """What the ranks of a zigzag ring compute, in the ring's order, with nothing in between."""
-    layout, mask = Layout.zigzag(given.q.shape[1], world), Mask(causal=causal)
-    parts = [_of_rank(given, layout, rank) for rank in range(world)]
+    """What a zigzag ring of virtual ranks computes."""
+    layout, config = Layout.zigzag(given.q.shape[1], world), config_of(backend, given.q)
+    options: dict[str, Any] = {"causal": causal, "return_lse": True, "config": config}
 
-    def limits(rank: int, shard: int) -> Bounds:
-        return bounds(mask, layout.positions(rank), layout.positions(shard)).to(given.q.device)
+    def of_rank(group: LocalGroup) -> Results:
+        rank = group.rank()
+        *leaves, dout = (layout.shard(x, rank).detach() for x in given[:4])
+        leaves = [x.requires_grad_() for x in leaves]
+        name = "aten" if backend == "aten" else "triton"
+        out, lse = ring_attention(*leaves, layout=layout, group=group, backend=name, **options)
+        grads = torch.autograd.grad((out, lse), leaves, (dout, layout.shard(given.dlse, rank, dim=2)))
+        return Results(out.detach(), lse.detach(), *grads)
 
-    outs, lses, works = [], [], []
-    for rank, mine in enumerate(parts):
-        work = _forward(backend, mine.q)
-        for hop in range(world):
-            near = parts[(rank - hop) % world]
-            work.fold(near.k, near.v, limits(rank, (rank - hop) % world), final=hop == world - 1)
-        out, lse = work.result()
-        outs.append(out)
-        lses.append(lse)
-        works.append(_backward(backend, mine, out, lse))
-        works[-1].dq(mine.k, mine.v, limits(rank, rank), local=True, final=world == 1)
-    sums = [tuple(torch.empty_like(x, dtype=torch.float32) for x in (part.k, part.v)) for part in parts]
-    for hop, rank in product(range(1, world), range(world)):
-        shard = (rank - hop) % world
-        near, arrived = parts[shard], partial(sums.__getitem__, shard) if hop > 1 else None
-        works[rank].dkdv(near.k, near.v, limits(rank, shard), local=False, accum=arrived, out=sums[shard])
-        works[rank].dq(near.k, near.v, limits(rank, shard), local=False, final=hop == world - 1)
-    dkdv = [tuple(torch.empty_like(x) for x in (part.k, part.v)) for part in parts]
-    for rank, mine in enumerate(parts):
-        home = partial(sums.__getitem__, rank) if world > 1 else None
-        works[rank].dkdv(mine.k, mine.v, limits(rank, rank), local=True, accum=home, out=dkdv[rank])
-    dk, dv = (layout.unshard([pair[index] for pair in dkdv]) for index in (0, 1))
-    dq = layout.unshard([work.result() for work in works])
-    return Results(layout.unshard(outs), layout.unshard(lses, dim=2), dq, dk, dv)
-
-
-def _of_rank(given: Inputs, layout: Layout, rank: int) -> Inputs:
-    q, k, v, dout = (layout.shard(x, rank) for x in given[:4])
-    return Inputs(q, k, v, dout, layout.shard(given.dlse, rank, dim=2).contiguous())
+    with LocalWorld(world, device=given.q.device) as ranks:
+        out, lse, *grads = zip(*ranks.run(of_rank), strict=True)
+    return Results(layout.unshard(out), layout.unshard(lse, dim=2), *map(layout.unshard, grads))
 
 
 def config_of(backend: str, q: Tensor) -> KernelConfig | None:
     """Which Triton kernels; None for the default."""
-    if backend not in BACKENDS:
-        return None
-    if backend == HOPPER:
-        return replace(config_for(90, q.dtype, q.shape[-1]), forward_kernel="hopper", backward="hopper")
-    tuned = default_config(q, q)
-    return KernelConfig(tuned.forward, tuned.dq, tuned.dkdv, backward=backend)
-
-
-def _forward(backend: str, q: Tensor) -> AtenForward | TritonForward:
-    scale = q.shape[-1] ** -0.5
-    if backend == "aten":
-        return AtenForward(q, softmax_scale=scale)
-    return TritonForward(q, softmax_scale=scale, config=config_of(backend, q))
-
-
-def _backward(backend: str, mine: Inputs, out: Tensor, lse: Tensor) -> AtenBackward | TritonBackward:
-    scale = mine.q.shape[-1] ** -0.5
-    if backend == "aten":
-        return AtenBackward(mine.dout, mine.q, out, lse, mine.dlse, softmax_scale=scale)
-    config = config_of(backend, mine.q)
-    kind = SinglePassBackward if is_single_pass(config) else TritonBackward
-    return kind(mine.dout, mine.q, out, lse, mine.dlse, softmax_scale=scale, config=config)
+    return Variant(backend, BACKENDS.get(backend)).config(q, q, full=False)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ...comm import Limits
+from ..common.timing import Stopwatch
 
 LIMITS = Limits()
 COPY_BLOCKS = LIMITS.blocks
@@ -68,19 +69,9 @@ class Copy:
 
 def bytes_for(device: torch.device, seconds: float, nbytes: int = COPY_BYTES) -> int:
     """How much the copy kernel moves alone in this time: what it does with ``nbytes``, scaled."""
-    copy = Copy(device, nbytes)
-    copy.launch()
-    took = min(_milliseconds(copy.launch) for _ in range(3)) / 1e3
-    return min(max(int(nbytes * seconds / took), nbytes), MOST_BYTES) // 4 * 4
-
-
-def _milliseconds(step: Callable[[], object]) -> float:
-    """Of one run on the current stream."""
-    event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-    begun, done = event(enable_timing=True), event(enable_timing=True)
-    torch.cuda.synchronize()
-    begun.record()
-    step()
-    done.record()
-    torch.cuda.synchronize()
-    return float(begun.elapsed_time(done))
+    copy, watch, taken = Copy(device, nbytes), Stopwatch(device), []
+    for _ in range(4):  # the first one compiles
+        with watch.stretch():
+            copy.launch()
+        taken.append(watch.take())
+    return min(max(int(nbytes * seconds / min(taken)), nbytes), MOST_BYTES) // 4 * 4

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import flags
+from ..common.launching import member
 from ..common.output import prints
 from ..common.result import Result, finish
 
@@ -62,9 +63,10 @@ def kernels(
     from ..common.provenance import provenance
     from ..common.timing import Clock
     from .contender import OURS, contenders
-    from .speed import UNITS, Measured, labels_of, measure
+    from .speed import UNITS, compare, labels_of, measure
 
-    device = _device()
+    place = member()
+    device = flags.device_here() if place is None else place.device
     lengths, dtypes, usual_heads = DEFAULTS[device.type]
     heads = heads or usual_heads
     clock = Clock(device, timer=timer)
@@ -84,31 +86,21 @@ def kernels(
     ours = sum(name.startswith(OURS) for name in names)
     _check_room(configs, ours, len(names) - ours, device)
     torch.manual_seed(seed)
-    found = Measured()
+    result = Result("bench kernels", UNITS, notes=[f"medians of interleaved runs by {clock.timer}"])
     with Console(stderr=True).status("measuring") as status:
         for config in configs:
             status.update(", ".join(f"{name} {value}" for name, value in labels_of(config).items()))
-            one = measure(config, clock, seconds=seconds, by=names)
-            found.rows += one.rows
-            found.failed += one.failed
-            found.products |= one.products
-    products = ", ".join(f"{name} {rate:.4g} TFLOP/s" for name, rate in found.products.items())
-    notes = [f"medians of interleaved runs by {clock.timer}; matrix product in the same runs: {products}"]
-    result = Result("bench kernels", UNITS, found.rows, found.failed, [*notes, found.compare()], provenance(device))
+            found = measure(config, clock, seconds=seconds, by=names)
+            result.rows += found.rows
+            result.failed += found.failed
+            result.notes += found.notes
+    result.notes.append(compare(result.rows))
+    result.provenance = provenance(device)
     finish(result, json, csv)
 
 
 def _tuple(given: Any) -> tuple[int, ...] | None:
     return None if given is None else tuple(given)
-
-
-def _device() -> torch.device:
-    """This process's GPU where there is one, else the CPU."""
-    from ..common.flags import device_here
-    from ..common.launching import member
-
-    place = member()
-    return device_here() if place is None else place.device
 
 
 def _check_room(configs: list[Any], ours: int, theirs: int, device: torch.device) -> None:

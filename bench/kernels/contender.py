@@ -212,19 +212,18 @@ def _fold(work: ForwardBackend, k: Tensor, v: Tensor, parts: Sequence[Bounds], *
 
 def sdpa(backend: SDPBackend, given: Given) -> Ready:
     """One pinned backend of SDPA, on contiguous ``[B, H, S, D]`` tensors, as it likes them."""
-    config, grouped = given.config, given.config.heads != given.config.kv_heads
-    masked: dict[str, Any] = {"is_causal": config.causal}
+    config = given.config
+    how: dict[str, Any] = {"is_causal": True} if config.causal else {}
     if not config.is_plain:
-        masked = {"attn_mask": _dense_mask(backend, given)}
+        how = {"attn_mask": _dense_mask(backend, given)}
     if backend is SDPBackend.MATH:
         _check_square(given, SCORES_KEPT * given.q.element_size() * config.heads, "scores")
-    leaves, dout = _by_head(given)
 
-    def attend() -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], enable_gqa=grouped, **masked)
+            return scaled_dot_product_attention(q, k, v, enable_gqa=config.heads != config.kv_heads, **how)
 
-    return _differentiated(attend, leaves, dout)
+    return _differentiated(attend, given)
 
 
 def _dense_mask(backend: SDPBackend, given: Given) -> Tensor:
@@ -251,15 +250,12 @@ def flex(given: Given) -> Ready:
     config, device = given.config, given.device
     if device.type != "cuda":
         raise Cannot("its backward is compiled for a GPU alone")
-    tiles = None
+    how: dict[str, Any] = {"enable_gqa": config.heads != config.kv_heads}
     if config.causal or not config.is_plain:
         rows = None if config.mask.used is None else config.batch
-        seqlen = config.seqlen
-        tiles = create_block_mask(mask_function(config, device), rows, None, seqlen, seqlen, device=str(device))
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
-    leaves, dout = _by_head(given)
-    grouped = config.heads != config.kv_heads
-    return _differentiated(lambda: compiled(*leaves, block_mask=tiles, enable_gqa=grouped), leaves, dout)
+        sizes = (rows, None, config.seqlen, config.seqlen)
+        how["block_mask"] = create_block_mask(mask_function(config, device), *sizes, device=str(device))
+    return _differentiated(partial(torch.compile(flex_attention, dynamic=False), **how), given)
 
 
 def mask_function(config: AttentionConfig, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -281,18 +277,14 @@ def mask_function(config: AttentionConfig, device: torch.device) -> Callable[[Te
     return seen
 
 
-def _by_head(given: Given) -> tuple[list[Tensor], Tensor]:
-    """q, k and v as leaves, and dout, ``[B, H, S, D]``."""
+def _differentiated(attend: Callable[[Tensor, Tensor, Tensor], Tensor], given: Given) -> Ready:
+    """Forward and backward, ``[B, H, S, D]``, of what autograd differentiates; its error is the reason it cannot."""
     *inputs, dout = (x.transpose(1, 2).contiguous() for x in (given.q, given.k, given.v, given.dout))
-    return [x.requires_grad_() for x in inputs], dout
-
-
-def _differentiated(attend: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> Ready:
-    """Forward and backward of what autograd differentiates; its error is the reason why it cannot."""
+    leaves = [x.requires_grad_() for x in inputs]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            out = attend()
+            out = attend(*leaves)
             grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
         except torch.AcceleratorError:
             raise  # nothing works on this device any more
@@ -302,7 +294,7 @@ def _differentiated(attend: Callable[[], Tensor], leaves: list[Tensor], dout: Te
 
     def forward() -> Tensor:
         with torch.no_grad():
-            return attend()
+            return attend(*leaves)
 
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, leaves, dout, retain_graph=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from ...ring import Layout, Mask, bounds
 from ..common.attention import BACKWARD_FLOPS, DTYPES, AttentionConfig, forward_flops, mask_title
 from ..common.errors import RESULTS, Exact, chosen_heads, exact_results, pytorch_results, tolerances
 from ..common.flags import OF_RINGS
-from ..common.result import Row
+from ..common.result import Result, Row
 from ..common.timing import Clock, Samples, Step, interleaved, nearest, repeats_within
 from ..suite.cases import Number
 from .beside import COPY_BYTES, LEFT, Copy, bytes_for
@@ -30,6 +29,7 @@ from .contender import (
     BACKWARD,
     FORWARD,
     OURS,
+    PARTS,
     PASSES,
     STATE,
     VARIANTS,
@@ -44,43 +44,13 @@ from .contender import (
 AGREE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
 PRODUCT = "matrix product"
 PRODUCT_SIDE = {"cuda": 8192, "cpu": 1024}
-CARRIED = "out over two hops"
+SHAPE = ("dtype", "head_dim", "head_dim_v", "mask", "seqlen", "heads", "batch")
 UNITS = {
     "pass": "", "by": "", "seqlen": "", "head_dim": "", "time": "ms", "rate": "TFLOP/s", "error/allowed": "",
     "of product": "%", "mask": "", "dtype": "", "heads": "", "batch": "", "head_dim_v": "", "spread": "", "error": "",
     "rate by S²/2": "TFLOP/s", "note": "",
 }  # fmt: skip
 """Columns of a row: one pass of one contender on one shape; spread: half the interquartile range over the median."""
-
-
-@dataclass
-class Measured:
-    """Of some shapes: rows, what of ours errs by more than rounding or is not there, the matrix product's rates."""
-
-    rows: list[Row] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    products: dict[str, float] = field(default_factory=dict)
-    """TFLOP/s by dtype, in the same runs: what percentages refer to."""
-
-    def compare(self) -> str:
-        """The line that matters: the best of ours beside the best of the others, pass by pass."""
-        told = []
-        for what in (FORWARD, BACKWARD):
-            ratios = []
-            for shape in {_shape_of(row) for row in self.rows}:
-                rates: dict[bool, list[float]] = {True: [], False: []}
-                for row in self.rows:
-                    if row["pass"] == what and _shape_of(row) == shape:
-                        rates[row["by"].startswith(OURS)].append(row["rate"])
-                if all(rates.values()):
-                    ratios.append(max(rates[True]) / max(rates[False]))
-            if ratios:
-                told.append(f"{what} {' to '.join(dict.fromkeys(f'{one(ratios):.2f}' for one in (min, max)))}")
-        return f"best of ours over best of the others: {', '.join(told)}" if told else "nobody to compare with"
-
-
-def _shape_of(row: Row) -> tuple[object, ...]:
-    return tuple(row.get(name) for name in ("dtype", "head_dim", "head_dim_v", "mask", "seqlen", "heads", "batch"))
 
 
 def labels_of(config: AttentionConfig) -> dict[str, Any]:
@@ -93,106 +63,100 @@ def labels_of(config: AttentionConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequence[str] = ()) -> Measured:
-    """Errors against float64, then times of every pass of every contender, and what a matrix product takes beside."""
-    found, steps, errors = Measured(), dict[str, Step](), dict[tuple[str, str], tuple[float, float]]()
+def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequence[str] = ()) -> Result:
+    """Errors against float64, then times of every pass of every contender, and what a matrix product takes beside.
+
+    What of ours errs by more than rounding, or is not there, has failed; others are noted in their rows.
+    """
+    found, labels = Result("bench kernels", UNITS), labels_of(config)
+    steps, errors = dict[str, Step](), dict[str, dict[str, float]]()
+    side, options = PRODUCT_SIDE[clock.device.type], config.options(clock.device)
     with clock.stage():
         given = Given.drawn(config, clock.device)
-        exact, limits = _exact(given)
+        inputs = (given.q, given.k, given.v, given.dout)
+        heads = chosen_heads(config.batch, config.heads, config.kv_heads, config.seqlen, config.seqlen)
+        exact = exact_results(*inputs, heads, options)
+        limits = tolerances(exact, pytorch_results(*inputs, exact, options))
         for one in contenders(clock.device):
             if by and one.name not in by:
                 continue
             try:
                 ready = one.make(given)
-                ready = replace(ready, steps=captured(clock, ready.steps))
+                steps |= {f"{what}:{one.name}": _captured(clock, step) for what, step in ready.steps.items()}
             except Cannot as reason:
-                found.rows.append({**labels_of(config), "by": one.name, "pass": "", "note": str(reason)})
+                found.rows.append({**labels, "by": one.name, "pass": "", "note": str(reason)})
                 if one.name == OURS:
                     found.failed.append(f"{OURS} is not there: {reason}")
                 continue
-            steps |= {f"{what}:{one.name}": step for what, step in ready.steps.items()}
-            for what, name, error, limit in _errors(ready, exact, limits):
-                if one.ours and not error <= limit:  # NaN fails too
-                    shape = ", ".join(f"{key} {value}" for key, value in labels_of(config).items())
-                    told = f"{name} errs by {error:.3g}, {limit:.3g} allowed"
+            for what, name, error in _errors(ready, exact):
+                if one.ours and not error <= limits[name]:  # NaN fails too
+                    shape = ", ".join(f"{key} {value}" for key, value in labels.items())
+                    told = f"{name} errs by {error:.3g}, {limits[name]:.3g} allowed"
                     found.failed.append(f"{what} by {one.name}: {told}; {shape}")
-                before = errors.get((what, one.name), (0.0, 0.0))
-                errors[what, one.name] = max(before[0], error), max(before[1], error / limit)
-        taken = timed(clock, config.dtype, steps, seconds)
-    product = taken.pop(PRODUCT)
-    ceiling = 2 * PRODUCT_SIDE[clock.device.type] ** 3 / product.median / 1e12
-    found.products[config.dtype] = ceiling
-    found.rows += [_row(name, one, config, ceiling, errors) for name, one in taken.items()]
-    found.rows.sort(key=lambda row: PASSES.index(row["pass"]) if row["pass"] in PASSES else len(PASSES))
+                worst = errors.setdefault(f"{what}:{one.name}", {"error": 0.0, "error/allowed": 0.0})
+                worst["error"] = max(worst["error"], error)
+                worst["error/allowed"] = max(worst["error/allowed"], error / limits[name])
+        a, b = (torch.randn(side, side, device=clock.device).to(DTYPES[config.dtype]) for _ in range(2))
+        steps[PRODUCT] = clock.prepared(lambda: a @ b)
+        for step in steps.values():
+            step()  # compiles, and lets cuDNN choose its plan
+        one_round = sum(clock(step) for step in steps.values())
+        times = interleaved(steps, clock, warmup=1, repeats=repeats_within(seconds, one_round))
+    ceiling = 2 * side**3 / times.pop(PRODUCT).median / 1e12
+    rows = [_row(name, samples, config, ceiling) | errors.get(name, {}) for name, samples in times.items()]
+    found.rows += sorted(rows, key=lambda row: [*PASSES, *PARTS].index(row["pass"]))
+    found.notes.append(f"matrix product in the same runs: {config.dtype} {ceiling:.4g} TFLOP/s")
     return found
 
 
-def _exact(given: Given) -> tuple[Exact, dict[str, float]]:
-    """float64 of the heads that are looked at, and what each of our results may err by."""
-    config, inputs = given.config, (given.q, given.k, given.v, given.dout)
-    options = config.options(given.device)
-    exact = exact_results(
-        *inputs, chosen_heads(config.batch, config.heads, config.kv_heads, config.seqlen, config.seqlen), options
-    )
-    return exact, tolerances(exact, pytorch_results(*inputs, exact, options))
-
-
-def _errors(ready: Ready, exact: Exact, limits: Mapping[str, float]) -> Iterator[tuple[str, str, float, float]]:
-    """The pass, the result, its largest difference from float64, and what is allowed."""
+def _errors(ready: Ready, exact: Exact) -> Iterator[tuple[str, str, float]]:
+    """The pass, the result, and its largest difference from float64."""
     for name, error in exact.errors(ready.results).items():
-        yield FORWARD if name == RESULTS[0] else BACKWARD, name, error, limits[name]
+        yield FORWARD if name == RESULTS[0] else BACKWARD, name, error
     if ready.carried is not None:
-        yield STATE, CARRIED, exact.errors([ready.carried])["out"], limits["out"]
+        yield STATE, RESULTS[0], exact.errors([ready.carried])[RESULTS[0]]
 
 
-def captured(clock: Clock, steps: Mapping[str, Step]) -> dict[str, Step]:
-    """What to time in the place of each step: by graph its replay, else itself.
+def _captured(clock: Clock, step: Step) -> Step:
+    """What to time in the place of a step: by graph its replay, else itself.
 
     Raises:
-        Cannot: no graph can be made of one.
+        Cannot: no graph can be made of it.
     """
-    if clock.timer != "graph":
-        return dict(steps)
     try:
-        return {what: clock.prepared(step) for what, step in steps.items()}
+        return clock.prepared(step)
     except torch.AcceleratorError:
         raise
     except RuntimeError as refused:
         raise Cannot(f"no CUDA graph of it: {str(refused).splitlines()[0]}") from None
 
 
-def timed(clock: Clock, dtype: str, steps: Mapping[str, Step], seconds: float) -> dict[str, Samples]:
-    """Times of the steps in turns, and of a large matrix product through PyTorch, on random data."""
-    side = PRODUCT_SIDE[clock.device.type]
-    a, b = (torch.randn(side, side, device=clock.device).to(DTYPES[dtype]) for _ in range(2))
-    everything = {**steps, PRODUCT: clock.prepared(lambda: a @ b)}
-    for step in everything.values():
-        step()  # compiles, and lets cuDNN choose its plan
-    one_round = sum(clock(step) for step in everything.values())
-    return interleaved(everything, clock, warmup=1, repeats=repeats_within(seconds, one_round))
-
-
-def _row(
-    name: str,
-    samples: Samples,
-    config: AttentionConfig,
-    ceiling: float,
-    errors: Mapping[tuple[str, str], tuple[float, float]],
-) -> Row:
+def _row(name: str, samples: Samples, config: AttentionConfig, ceiling: float) -> dict[str, Any]:
     """One pass, or one kernel of a backward, which has a time alone."""
     what, _, who = name.partition(":")
-    row: dict[str, Any] = {**labels_of(config), "pass": what, "by": who, "time": samples.median * 1e3}
-    row["spread"] = samples.spread
-    if what not in PASSES:
-        return row
-    times = BACKWARD_FLOPS if what == BACKWARD else 1.0
-    row["rate"] = times * config.flops / samples.median / 1e12
-    row["of product"] = 100 * row["rate"] / ceiling
-    if config.flash_flops is not None:
-        row["rate by S²/2"] = times * config.flash_flops / samples.median / 1e12
-    if (what, who) in errors:
-        row["error"], row["error/allowed"] = errors[what, who]
+    row = {**labels_of(config), "pass": what, "by": who, "time": samples.median * 1e3, "spread": samples.spread}
+    if what in PASSES:
+        per_second = (BACKWARD_FLOPS if what == BACKWARD else 1.0) / samples.median / 1e12
+        row["rate"] = per_second * config.flops
+        row["of product"] = 100 * row["rate"] / ceiling
+        if config.flash_flops is not None:
+            row["rate by S²/2"] = per_second * config.flash_flops
     return row
+
+
+def compare(rows: Sequence[Row]) -> str:
+    """The line that matters: the best of ours over the best of the others, pass by pass."""
+    told = []
+    for what in (FORWARD, BACKWARD):
+        best: dict[str, list[float]] = {}  # by shape: of ours and of the others
+        for row in rows:
+            if row["pass"] == what:
+                rates = best.setdefault(str([row.get(name) for name in SHAPE]), [0.0, 0.0])
+                theirs = not row["by"].startswith(OURS)
+                rates[theirs] = max(rates[theirs], row["rate"])
+        if ratios := [ours / others for ours, others in best.values() if ours and others]:
+            told.append(f"{what} {' to '.join(dict.fromkeys(f'{one(ratios):.2f}' for one in (min, max)))}")
+    return f"best of ours over best of the others: {', '.join(told)}" if told else "nobody to compare with"
 
 
 def causal_bounds(q: Tensor, k: Tensor) -> Bounds:
@@ -213,38 +177,30 @@ BESIDE = [*(one for one in VARIANTS if one.name in FORWARDS), WITH_MARGIN]
 FULL128, CAUSAL128, FULL64, STATE128, BESIDE128 = "full D128", "causal D128", "full D64", "8k keys", "beside"
 
 
-class Bar(NamedTuple):
-    """At least so many times what ``over`` reaches, or so many TFLOP/s."""
-
-    over: str
-    least: float
-
-
 class Target(NamedTuple):
-    """One row: what is measured, by whom of ours (the best of them counts), the floor and the goals."""
+    """One row: what is measured, by whom of ours (the best of them counts), and what it is to reach."""
 
     what: str
     group: str  # which measurement it is read from
     passes: str
     by: tuple[str, ...]
-    floor: Bar
-    goals: tuple[Bar, ...]
+    bars: tuple[tuple[str, str, float], ...]
+    """Floor or goal; over what; at least so many times that, or so many TFLOP/s."""
 
 
 TARGETS = (
-    Target("forward D128, full", FULL128, FORWARD, FORWARDS, Bar(FLASH, 1.25), (Bar(CUDNN, 1.05), Bar(RATE, 650))),
-    Target("forward D128, causal", CAUSAL128, FORWARD, FORWARDS, Bar(FLASH, 1.2), (Bar(CUDNN, 1.05), Bar(RATE, 600))),
-    Target("forward D64, full", FULL64, FORWARD, FORWARDS, Bar(FLASH, 1.2), (Bar(CUDNN, 1.05),)),
-    Target("backward D128, two passes", FULL128, BACKWARD, TWO_PASSES, Bar(FLASH, 0.9), (Bar(FLASH, 1.15),)),
-    Target(
-        "backward D128, single pass", FULL128, BACKWARD, SINGLE_PASSES, Bar(FLASH, 1.2),
-        (Bar(CUDNN, 1.0), Bar(RATE, 500)),
-    ),
-    Target("carried state, 8k keys per hop", STATE128, STATE, FORWARDS, Bar(FORWARD, 0.93), (Bar(FORWARD, 0.97),)),
-    Target(
-        "forward beside a transfer", BESIDE128, FORWARD, (*FORWARDS, WITH_MARGIN.name), Bar(ALONE, 0.85),
-        (Bar(ALONE, 0.92),),
-    ),
+    Target("forward D128, full", FULL128, FORWARD, FORWARDS,
+           (("floor", FLASH, 1.25), ("goal", CUDNN, 1.05), ("goal", RATE, 650))),
+    Target("forward D128, causal", CAUSAL128, FORWARD, FORWARDS,
+           (("floor", FLASH, 1.2), ("goal", CUDNN, 1.05), ("goal", RATE, 600))),
+    Target("forward D64, full", FULL64, FORWARD, FORWARDS, (("floor", FLASH, 1.2), ("goal", CUDNN, 1.05))),
+    Target("backward D128, two passes", FULL128, BACKWARD, TWO_PASSES, (("floor", FLASH, 0.9), ("goal", FLASH, 1.15))),
+    Target("backward D128, single pass", FULL128, BACKWARD, SINGLE_PASSES,
+           (("floor", FLASH, 1.2), ("goal", CUDNN, 1.0), ("goal", RATE, 500))),
+    Target("carried state, 8k keys per hop", STATE128, STATE, FORWARDS,
+           (("floor", FORWARD, 0.93), ("goal", FORWARD, 0.97))),
+    Target("forward beside a transfer", BESIDE128, FORWARD, (*FORWARDS, WITH_MARGIN.name),
+           (("floor", ALONE, 0.85), ("goal", ALONE, 0.92))),
 )  # fmt: skip
 
 
@@ -291,23 +247,22 @@ def judged(target: Target, rates: Mapping[str, float]) -> Iterator[Number]:
     """The floor, then the goals: what is reached, and in a word whether that is enough."""
     ours = {who: rates[f"{target.passes}:{who}"] for who in target.by if f"{target.passes}:{who}" in rates}
     who = max(ours, key=ours.__getitem__, default=target.by[0])
-    for kind, bar in (("floor", target.floor), *(("goal", goal) for goal in target.goals)):
-        reached = _reaches(bar, target.passes, who, rates) if ours else None
-        verdict = "not measured" if reached is None else "reached" if reached >= bar.least else "missed"
-        labels = {"by": who, "over": bar.over, "bar": kind, "at least": bar.least, "verdict": verdict}
-        yield Number(target.what, reached, RATE if bar.over == RATE else "times", labels)
+    for kind, over, least in target.bars:
+        other = _rate_of(over, target.passes, who, rates)
+        reached = ours[who] / other if ours and other else None
+        verdict = "not measured" if reached is None else "reached" if reached >= least else "missed"
+        labels = {"by": who, "over": over, "bar": kind, "at least": least, "verdict": verdict}
+        yield Number(target.what, reached, RATE if over == RATE else "times", labels)
 
 
-def _reaches(bar: Bar, what: str, who: str, rates: Mapping[str, float]) -> float | None:
-    """A rate as the bar counts it; None where the other one was not measured."""
-    if bar.over == RATE:
-        return rates[f"{what}:{who}"]
-    if bar.over == ALONE:
+def _rate_of(over: str, what: str, who: str, rates: Mapping[str, float]) -> float | None:
+    """What a rate of ours is divided by; None where it was not measured."""
+    if over == RATE:
+        return 1.0
+    if over == ALONE:
         # of all: one that leaves room to a transfer is slow without it, and would seem to lose nothing beside it
-        alone = [rate for name, rate in rates.items() if name.startswith(f"{ALONE}:")]
-        return rates[f"{what}:{who}"] / max(alone) if alone else None
-    other = f"{FORWARD}:{who}" if bar.over == FORWARD else f"{what}:{bar.over}"
-    return rates[f"{what}:{who}"] / rates[other] if rates.get(other) else None
+        return max((rate for name, rate in rates.items() if name.startswith(f"{ALONE}:")), default=None)
+    return rates.get(f"{FORWARD}:{who}" if over == FORWARD else f"{what}:{over}")
 
 
 def _shape(clock: Clock, sizes: Sizes, seqlen: int, head_dim: int, causal: bool, seconds: float) -> Iterator[Number]:

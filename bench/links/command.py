@@ -10,10 +10,10 @@ from rich.console import Console
 
 from ..common import flags
 from ..common.launching import member, world_of
-from ..common.result import Result, finish
+from ..common.result import finish
 
 if TYPE_CHECKING:
-    from .runs import LinksConfig
+    from ..common.result import Result
 
 IN_PROCESS = "local"
 FORWARD, MATMUL = "forward", "matmul"
@@ -140,7 +140,7 @@ def links(
     import torch
 
     from ..common.provenance import provenance
-    from .runs import LinksConfig, check_room
+    from .runs import LinksConfig, check_room, everywhere
 
     device, place = flags.device_name(device), member()
     if device == "cpu":
@@ -174,31 +174,6 @@ def links(
     finish(result, json, csv)
 
 
-def everywhere(world: int, config: LinksConfig) -> Result:
-    """In processes and, where no launcher started them, for ``local`` between virtual ranks; with what failed."""
-    from .runs import UNITS, between_processes, in_process
-
-    result = Result("bench links", UNITS)
-    between = tuple(name for name in config.transports if name != IN_PROCESS or member() is not None)
-    parts = []
-    if between:
-        parts.append(between_processes(world, config, between))
-    if between != config.transports:
-        parts.append(in_process(world, config))
-    for part in parts:
-        result.rows += part.rows
-        result.notes += part.notes
-        result.failed += part.failed
-    for row in result.rows:
-        if row["#wrong"]:
-            result.failed.append(
-                f"{row['transport']}, {row['edge']}: {row['#wrong']} bytes did not arrive as they left"
-            )
-    if not result.rows:
-        result.failed.append("no transport opens here")
-    return result
-
-
 def settings(timer: str, graphs: int) -> list[str]:
     """What is not in the rows: the timer, and what the environment says to NCCL, which it reads once."""
     given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
@@ -213,4 +188,6 @@ def best(result: Result) -> list[str]:
         return []
     row = max(rows, key=lambda row: (row["size"], row["algbw"]))
     channels = "" if row["channels"] is None else f", {row['channels']} channels"
-    return [f"best: {row['transport']}{channels}, {flags.binary(row['size'])}B, {row['way']}: {row['algbw']:.4g} GB/s"]
+    return [
+        f"best: {row['transport']}{channels}, {flags.binary(row['size'])} bytes, {row['way']}: {row['algbw']:.4g} GB/s"
+    ]

@@ -6,27 +6,27 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm import Fence, Group, Limits, LocalGroup, LocalWorld, Message, Transport, TransportError, open_transports
+from ...comm import Fence, Group, Limits, LocalGroup, LocalWorld, Message, Transport, open_transports
 from ...comm.control import control_of
 from ...kernels import attention_forward
 from ..common.flags import timer_on
-from ..common.launching import Member, spawn, threads
+from ..common.launching import Member, member, spawn, threads
 from ..common.memory import Needs, needs_of_ranks, refuse_too_large
-from ..common.result import Result
-from ..common.timing import HOST_AHEAD_CYCLES
-from .command import FORWARD, SWEPT
+from ..common.result import Result, Row
+from ..common.timing import HOST_AHEAD_CYCLES, Step
+from .command import FORWARD, IN_PROCESS, SWEPT
 
 PERIOD = 65537  # of the pattern, a prime: no block of any power of two repeats within it
 STRIDE = 167
-REGISTERED = ", registered"  # behind the transport's name
 ONE_WAY, BOTH_WAYS, RING = "one way", "both ways", "ring"
 BUFFERS = 2  # what leaves and what arrives
 CHECKED = {"cpu": 2, "cuda": 10}
@@ -46,8 +46,6 @@ UNITS = {
 """The columns: those of nccl-tests by its names, and what compute beside the largest transfer costs and is cost."""
 
 Edge = tuple[int, int]
-Step = Callable[[], object]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -184,42 +182,23 @@ def seconds_of(enqueue: Callable[[], None], device: torch.device, timer: str) ->
     return float(start.elapsed_time(end)) / 1e3
 
 
-def measured(
-    transport: Transport, limits: Limits, config: LinksConfig, device: torch.device, variant: str = ""
-) -> Iterator[Row]:
-    """A row for every way and size; every rank of the transport runs it, and every rank gets the rows.
-
-    Raises:
-        TransportError: on every rank, where buffers are to be registered and one of them cannot.
-    """
+def measured(transport: Transport, limits: Limits, config: LinksConfig, device: torch.device) -> list[Row]:
+    """A row for every way and size, of the largest beside compute, too; every rank of the transport gets the rows."""
+    rows: list[Row] = []
     every_way = ways(transport.size)
     transport.warm_up(sorted({pair for way in every_way for pair in way.pairs}))
     for way in every_way:
         for nbytes in config.sizes:
-            ends = Ends(transport, way, nbytes, device)
-            with registered(ends, transport) if variant == REGISTERED else nullcontext():
-                seconds, wrong = _timed(transport, ends, config, device)
+            seconds, wrong = _timed(transport, Ends(transport, way, nbytes, device), config, device)
             rate = nbytes / seconds / 1e9  # per direction; nothing moves twice, so that busbw is the same
-            yield {
-                "transport": transport.name + variant, "channels": limits.channels, "ctas": limits.ctas,
+            rows.append({
+                "transport": transport.name, "channels": limits.channels, "ctas": limits.ctas,
                 "way": way.name, "edge": way.edge, "size": nbytes, "time": seconds * 1e6, "algbw": rate,
                 "busbw": rate, "#wrong": wrong,
-            }  # fmt: skip
-
-
-@contextmanager
-def registered(ends: Ends, transport: Any) -> Iterator[None]:
-    """The buffers of all ends known to NCCL; none where one rank cannot: a message takes both ends or neither."""
-    with ExitStack() as stack:
-        problem = ""
-        try:
-            stack.enter_context(transport.registered([message.tensor for message in (*ends.sends, *ends.receives)]))
-        except TransportError as error:
-            problem = str(error)
-        problems = [str(reason) for reason in transport.gather(problem) if reason]
-        if problems:
-            raise TransportError(problems[0])
-        yield
+            })  # fmt: skip
+        if config.beside != "none":
+            rows[-1] = {**rows[-1], **beside(transport, way, config, device)}
+    return rows
 
 
 def _timed(transport: Transport, ends: Ends, config: LinksConfig, device: torch.device) -> tuple[float, int | None]:
@@ -268,7 +247,7 @@ def step_of(kind: str, device: torch.device) -> Step:
 
 def beside(transport: Transport, way: Way, config: LinksConfig, device: torch.device) -> Row:
     """Columns of the row of the largest size over one way: of the end that suffers most, the same on every rank."""
-    if transport.name == "local" and device.type == "cpu":
+    if transport.name == IN_PROCESS and device.type == "cpu":
         return {"compute": config.beside, "compute note": "copies inside the post: nothing runs beside it"}
     ends = Ends(transport, way, config.sizes[-1], device)
     step = step_of(config.beside, device) if ends.takes_part else None
@@ -351,22 +330,6 @@ def _on_gpu(ends: Ends, posts: int, step: Step, device: torch.device, steps: int
 # every transport
 
 
-def of_transport(transport: Transport, config: LinksConfig, device: torch.device, limits: Limits) -> Result:
-    """Rows of one open transport: plain, with registered buffers, beside compute."""
-    rows = list(measured(transport, limits, config, device))
-    if config.beside != "none":
-        largest = [row for row in rows if row["size"] == config.sizes[-1]]
-        for way, row in zip(ways(transport.size), largest, strict=True):
-            row |= beside(transport, way, config, device)
-    found = Result("bench links", UNITS, [*rows])
-    if transport.name in SWEPT and limits == Limits():
-        try:
-            found.rows += measured(transport, limits, config, device, REGISTERED)
-        except TransportError as error:
-            found.notes.append(f"{transport.name}{REGISTERED} does not open here: {error}")
-    return found
-
-
 def of_group(group: Group, config: LinksConfig, device: torch.device) -> Result:
     """Every transport with every limit, one after the other; every rank has the rows."""
     found = Result("bench links", UNITS)
@@ -381,12 +344,8 @@ def of_group(group: Group, config: LinksConfig, device: torch.device) -> Result:
                 if limits == Limits():
                     break  # nor does it with limits
                 continue
-            try:
-                more = of_transport(transport, config, device, limits)
-            finally:
-                transport.close()
-            found.rows += more.rows
-            found.notes += more.notes
+            with closing(transport):
+                found.rows += measured(transport, limits, config, device)
     return found
 
 
@@ -422,9 +381,25 @@ def opening(group: Group, name: str, device: torch.device, limits: Limits) -> Tr
 # where ranks are
 
 
-def between_processes(world: int, config: LinksConfig, transports: tuple[str, ...]) -> Result:
-    """In new processes, or those of a launcher."""
-    return spawn(world, measure, replace(config, transports=transports), device=config.device)
+def everywhere(world: int, config: LinksConfig) -> Result:
+    """In processes and, where no launcher started them, for ``local`` between virtual ranks; with what failed."""
+    found = Result("bench links", UNITS)
+    between = tuple(name for name in config.transports if name != IN_PROCESS or member() is not None)
+    if between:
+        found = spawn(world, measure, replace(config, transports=between), device=config.device)
+    if between != config.transports:
+        with threads(1), LocalWorld(world, device=config.device) as ranks:
+            here = ranks.run(partial(_of_virtual_rank, replace(config, transports=(IN_PROCESS,)), ranks.device))[0]
+        found.rows += here.rows
+        found.notes += here.notes
+        found.failed += here.failed
+    for row in found.rows:
+        if row["#wrong"]:
+            lost = f"{row['#wrong']} bytes did not arrive as they left"
+            found.failed.append(f"{row['transport']}, {row['edge']}: {lost}")
+    if not found.rows:
+        found.failed.append("no transport opens here")
+    return found
 
 
 def measure(place: Member, device: torch.device, config: LinksConfig) -> Result:
@@ -434,15 +409,9 @@ def measure(place: Member, device: torch.device, config: LinksConfig) -> Result:
     return of_group(dist.group.WORLD, config, device)
 
 
-def in_process(world: int, config: LinksConfig) -> Result:
-    """The same between virtual ranks."""
-    with threads(1), LocalWorld(world, device=config.device) as ranks:
-
-        def run(group: LocalGroup) -> Result:
-            torch.set_num_threads(1)
-            return of_group(group, replace(config, transports=("local",)), ranks.device)
-
-        return ranks.run(run)[0]
+def _of_virtual_rank(config: LinksConfig, device: torch.device, group: LocalGroup) -> Result:
+    torch.set_num_threads(1)
+    return of_group(group, config, device)
 
 
 def check_room(config: LinksConfig, ranks_here: int, *, launched: bool) -> None:
@@ -453,7 +422,7 @@ def check_room(config: LinksConfig, ranks_here: int, *, launched: bool) -> None:
     """
     device = torch.device(config.device)
     messages = BUFFERS + (CHECKED[config.device] if config.checks else 0)
-    virtual = "local" in config.transports and not launched
+    virtual = IN_PROCESS in config.transports and not launched
 
     def needed(nbytes: int) -> Needs:
         shared = needs_of_ranks(messages * nbytes, device, ranks_here)

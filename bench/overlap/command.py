@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..common import flags
 from ..common.launching import cores, member, spawn, world_of
 from ..common.result import finish
+
+if TYPE_CHECKING:
+    from ..common.memory import Needs
+    from .runs import Setting
 
 LINK_SHARE = 0.8
 
@@ -49,8 +54,10 @@ def overlap(
     import torch
 
     from ..common.attention import AttentionConfig
+    from ..common.memory import needs_of_ranks, refuse_too_large
+    from ..common.memory_table import settings_bytes
     from ..common.provenance import provenance
-    from .runs import OverlapConfig, check, measure
+    from .runs import OverlapConfig, measure
 
     device = flags.device_name(device)
     on_gpu = device == "cuda"
@@ -61,23 +68,48 @@ def overlap(
     ranks_here = world if place is None else place.local_world
     kv_heads = flags.kv_heads_of(heads, kv_heads)
     flags.check_chunks(chunks, kv_heads)
-    dtype = dtype or ("bfloat16" if on_gpu else "float32")
     transport = transport or ("auto" if on_gpu else "process_group")
     flags.check_transport(transport, device, world)
-    problem = AttentionConfig(
-        world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value,
-        threads or max(1, cores() // ranks_here), seed, device, transport,
-    )  # fmt: skip
-    config = OverlapConfig(
-        problem,
-        slots=tuple(slots),
-        prefetch=tuple(prefetch),
-        chunks=tuple(chunks),
-        repeats=repeats,
-        link_share=None if on_gpu else link_share,
-        timer=flags.timer_of_rings(device, timer),
-    )
-    check(config, ranks_here)
+    settings, reasons = rings_of(slots, prefetch, chunks, world)
+    timer = flags.timer_of_rings(device, timer)
+
+    def problem(tokens: int) -> AttentionConfig:
+        return AttentionConfig(
+            world * tokens, world, batch, heads, kv_heads, head_dim, dtype or ("bfloat16" if on_gpu else "float32"),
+            causal, layout.value, threads or max(1, cores() // ranks_here), seed, device, transport,
+        )  # fmt: skip
+
+    def needed(tokens: int) -> Needs:
+        nbytes = settings_bytes(problem(tokens), [slots for slots, _, _ in settings])
+        return needs_of_ranks(nbytes, torch.device(device), ranks_here)
+
+    unit = f"tokens on each of {world} ranks"
+    refuse_too_large("--tokens", tokens, needed, torch.device(device), unit=unit)
+    config = OverlapConfig(problem(tokens), settings, repeats, None if on_gpu else link_share, timer)
     result = spawn(world, measure, config, device=device)
+    result.notes = [*(f"no ring: {reason}" for reason in reasons), *result.notes]
     result.provenance = provenance(torch.device(device))
     finish(result, json, csv)
+
+
+def rings_of(
+    slots: list[int], prefetch: list[int], chunks: list[int], world: int
+) -> tuple[tuple[Setting, ...], list[str]]:
+    """Slots, prefetch and chunks of every ring that there is, and why there are no others.
+
+    Raises:
+        typer.BadParameter: there is none.
+    """
+    from ...ring.ring import depth_of
+
+    pairs, reasons = [], []
+    for pair in product(slots, prefetch):
+        try:
+            depth_of(*pair, world)
+            pairs.append(pair)
+        except ValueError as error:
+            reasons.append(str(error))
+    if not pairs:
+        why = "; ".join(dict.fromkeys(reasons))
+        raise typer.BadParameter(f"no ring can be made with these --slots and --prefetch: {why}")
+    return tuple((*pair, count) for count in chunks for pair in pairs), reasons

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import Bounds
 from ...ring import Layout, Mask, bounds
 from ...ring.backends import backward_backends, forward_backends, resolve_backend
 from ...ring.buffers import chunks_of
@@ -78,8 +77,20 @@ class Part:
 class _BaselineRing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, waits: Stopwatch) -> Tensor:
-        out, lse = _forward(q, k, v, causal, waits)
-        out = out.to(q.dtype)
+        world, held = dist.get_world_size(), [k, v]
+        state: tuple[Tensor, Tensor] | None = None
+        for step in range(world):
+            coming = Transfer(held, waits) if step + 1 < world else None
+            part = Part(step, q.shape[1], causal)
+            near_k, near_v = (x[:, part.keys] for x in held)
+            block, block_lse = _attention(q[:, part.rows], near_k, near_v, part.causal)
+            if state is None:
+                state = block.float(), block_lse
+            else:
+                _merge(state[0][:, part.rows], state[1][:, part.rows], block, block_lse)
+            held = coming.wait() if coming else held
+        assert state is not None
+        out, lse = state[0].to(q.dtype), state[1]
         ctx.causal, ctx.waits = causal, waits
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -87,24 +98,26 @@ class _BaselineRing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return (*_backward(dout, q, k, v, out, lse, ctx.causal, ctx.waits), None, None)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, waits: Stopwatch) -> tuple[Tensor, Tensor]:
-    world, held = dist.get_world_size(), [k, v]
-    state: tuple[Tensor, Tensor] | None = None
-    for step in range(world):
-        coming = Transfer(held, waits) if step + 1 < world else None
-        part = Part(step, q.shape[1], causal)
-        near_k, near_v = (x[:, part.keys] for x in held)
-        block, block_lse = _attention(q[:, part.rows], near_k, near_v, part.causal)
-        if state is None:
-            state = block.float(), block_lse
-        else:
-            _merge(state[0][:, part.rows], state[1][:, part.rows], block, block_lse)
-        held = coming.wait() if coming else held
-    assert state is not None
-    return state
+        world, held = dist.get_world_size(), [k, v]
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        dkv: list[Tensor] = []
+        coming_dkv: Transfer | None = None
+        for step in range(world):
+            coming = Transfer(held, ctx.waits) if step + 1 < world else None
+            part = Part(step, q.shape[1], ctx.causal)
+            mine = tuple(x[:, part.rows] for x in (dout, q, out, lse))
+            block_dq, *block_dkv = _attention_backward(mine, [x[:, part.keys] for x in held], part.causal)
+            dq[:, part.rows] += block_dq
+            if coming_dkv is None:
+                dkv = [x.float() for x in block_dkv]
+            else:
+                dkv = coming_dkv.wait()
+                for total, grad in zip(dkv, block_dkv, strict=True):
+                    total[:, part.keys] += grad
+            held = coming.wait() if coming else held
+            coming_dkv = Transfer(dkv, ctx.waits) if world > 1 else None
+        dk, dv = coming_dkv.wait() if coming_dkv is not None else dkv
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def _merge(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
@@ -113,33 +126,6 @@ def _merge(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
     merged_lse = lse - F.logsigmoid(lse - block_lse)
     out.copy_(merged)
     lse.copy_(merged_lse)
-
-
-def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, waits: Stopwatch
-) -> list[Tensor]:
-    world, held = dist.get_world_size(), [k, v]
-    dq = torch.zeros_like(q, dtype=torch.float32)
-    dkv: list[Tensor] = []
-    coming: Transfer | None = None
-    coming_dkv: Transfer | None = None
-    for step in range(world):
-        coming = Transfer(held, waits) if step + 1 < world else None
-        part = Part(step, q.shape[1], causal)
-        mine = tuple(x[:, part.rows] for x in (dout, q, out, lse))
-        block_dq, *block_dkv = _attention_backward(mine, [x[:, part.keys] for x in held], part.causal)
-        dq[:, part.rows] += block_dq
-        if coming_dkv is None:
-            dkv = [x.float() for x in block_dkv]
-        else:
-            dkv = coming_dkv.wait()
-            for total, grad in zip(dkv, block_dkv, strict=True):
-                total[:, part.keys] += grad
-        held = coming.wait() if coming else held
-        coming_dkv = Transfer(dkv, waits) if world > 1 else None
-    if coming_dkv is not None:
-        dkv = coming_dkv.wait()
-    return [dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)]
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -158,119 +144,77 @@ def _attention_backward(mine: Sequence[Tensor], held: Sequence[Tensor], causal: 
     return [x.transpose(1, 2) for x in grads]
 
 
-# one launch of the kernels per pass
+# by exchanges before and after attention
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, limits: Bounds) -> tuple[Tensor, Tensor]:
-    """Out and lse of one shard of queries on any keys."""
-    (work,) = forward_backends(backend_of(q), one_chunk(q, k), q, softmax_scale=q.shape[-1] ** -0.5)
-    work.fold(k, v, limits, final=True)
-    return work.result()
+class Exchange:
+    """What moves before and after one launch of the kernels per pass, between equal shards, and the time that it takes.
 
+    ``queries`` makes of a shard of q or dout what this rank computes with, ``keys`` of k or v; ``results`` and
+    ``gradients`` make of what it computed its shard of out and dq, and of dk and dv, which are fp32 before.
+    """
 
-def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, limits: Bounds) -> list[Tensor]:
-    """dq in q's dtype; dk and dv in fp32, as sums over ranks want them."""
-    tensors = (dout, q, out, lse)
-    (work,) = backward_backends(backend_of(q), one_chunk(q, k), *tensors, softmax_scale=q.shape[-1] ** -0.5)
-    sums = tuple(torch.empty(x.shape, device=x.device, dtype=torch.float32) for x in (k, v))
-    work.dq(k, v, limits, local=True, final=True)
-    work.dkdv(k, v, limits, local=True, accum=None, out=sums)
-    return [work.result(), *sums]
-
-
-def backend_of(q: Tensor) -> str:
-    return resolve_backend("auto", q.device)
-
-
-def one_chunk(q: Tensor, k: Tensor) -> Any:
-    """All heads at once."""
-    return chunks_of(1, q.shape[2], k.shape[2])
-
-
-def visible_keys(layout: Layout, rank: int, causal: bool, device: torch.device) -> Bounds:
-    """What a rank's queries see of all keys."""
-    keys = torch.arange(layout.seqlen)
-    return bounds(Mask(causal=causal), layout.positions(rank), keys).to(device)
-
-
-# all-gather
-
-
-class AllGather:
-    """Where the tokens of all ranks belong, and the network between them; equal shards."""
-
-    def __init__(self, layout: Layout, causal: bool, device: torch.device) -> None:
+    def __init__(self, layout: Layout, positions: Tensor, causal: bool, device: torch.device) -> None:
         self.world, self.waits = layout.world, Stopwatch(device)
-        self.limits = visible_keys(layout, dist.get_rank(), causal, device)
-        self._order = torch.cat([layout.positions(rank) for rank in range(layout.world)]).to(device)
+        self.bounds = bounds(Mask(causal=causal), positions, torch.arange(layout.seqlen)).to(device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of this rank's queries, with gradients."""
-        out: Tensor = _AllGatherAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _ExchangedAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         return out
 
-    def whole(self, shard: Tensor) -> Tensor:
-        """``[B, S, H, D]`` in the order of positions."""
+
+class AllGather(Exchange):
+    """K/V of all ranks on every rank, in the order of positions; dK/dV reduced and scattered."""
+
+    def __init__(self, layout: Layout, causal: bool, device: torch.device) -> None:
+        super().__init__(layout, layout.positions(dist.get_rank()), causal, device)
+        self._order = torch.cat([layout.positions(rank) for rank in range(layout.world)]).to(device)
+
+    def queries(self, shard: Tensor) -> Tensor:
+        return shard
+
+    def keys(self, shard: Tensor) -> Tensor:
         parts = torch.empty((self.world, *shard.shape), device=shard.device, dtype=shard.dtype)
         with self.waits.stretch():
             ALL_GATHER(parts.flatten(0, 1), shard.contiguous())
         rows = parts.transpose(0, 1).flatten(1, 2)
         return torch.empty_like(rows).index_copy_(1, self._order, rows)
 
-    def summed(self, whole: Tensor) -> Tensor:
-        """This rank's part of the sum over ranks."""
-        batch, tokens, heads, dim = whole.shape
-        parts = whole[:, self._order].view(batch, self.world, tokens // self.world, heads, dim)
+    def results(self, computed: Tensor) -> Tensor:
+        return computed
+
+    def gradients(self, computed: Tensor, dtype: torch.dtype) -> Tensor:
+        batch, tokens, heads, dim = computed.shape
+        parts = computed[:, self._order].view(batch, self.world, tokens // self.world, heads, dim)
         parts = parts.transpose(0, 1).contiguous()
         mine = torch.empty_like(parts[0])
         with self.waits.stretch():
             REDUCE_SCATTER(mine, parts.flatten(0, 1))
-        return mine
+        return mine.to(dtype)
 
 
-class _AllGatherAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, net: AllGather) -> Tensor:
-        keys, values = net.whole(k), net.whole(v)
-        out, lse = attended(q, keys, values, net.limits)
-        ctx.net = net
-        ctx.save_for_backward(q, keys, values, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, keys, values, out, lse = ctx.saved_tensors
-        dq, dk, dv = gradients(dout, q, keys, values, out, lse, ctx.net.limits)
-        return dq, ctx.net.summed(dk).to(keys.dtype), ctx.net.summed(dv).to(values.dtype), None
-
-
-# Ulysses
-
-
-class Ulysses:
-    """Heads for tokens and back, between equal shards in rank order."""
+class Ulysses(Exchange):
+    """Heads for tokens and back, in rank order."""
 
     def __init__(self, layout: Layout, causal: bool, device: torch.device) -> None:
-        self.world, self.waits = layout.world, Stopwatch(device)
-        positions = torch.arange(layout.seqlen)
-        self.limits = bounds(Mask(causal=causal), positions, positions).to(device)
+        super().__init__(layout, torch.arange(layout.seqlen), causal, device)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of this rank's queries, with gradients."""
-        out: Tensor = _UlyssesAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
-        return out
-
-    def by_head(self, shard: Tensor) -> Tensor:
+    def queries(self, shard: Tensor) -> Tensor:
         """``[B, S / P, H, D]`` -> ``[B, S, H / P, D]``."""
         batch, tokens, heads, dim = shard.shape
-        parts = shard.view(batch, tokens, self.world, heads // self.world, dim).permute(2, 0, 1, 3, 4).contiguous()
-        return self._exchanged(parts).transpose(0, 1).flatten(1, 2)
+        parts = shard.contiguous().view(batch, tokens, self.world, heads // self.world, dim)
+        return self._exchanged(parts.permute(2, 0, 1, 3, 4).contiguous()).transpose(0, 1).flatten(1, 2)
 
-    def by_token(self, whole: Tensor) -> Tensor:
-        """Back again."""
-        batch, tokens, heads, dim = whole.shape
-        parts = whole.view(batch, self.world, tokens // self.world, heads, dim).transpose(0, 1).contiguous()
-        return self._exchanged(parts).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    keys = queries
+
+    def results(self, computed: Tensor) -> Tensor:
+        batch, tokens, heads, dim = computed.shape
+        parts = computed.contiguous().view(batch, self.world, tokens // self.world, heads, dim)
+        return self._exchanged(parts.transpose(0, 1).contiguous()).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def gradients(self, computed: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.results(computed.to(dtype))
 
     def _exchanged(self, parts: Tensor) -> Tensor:
         arrived = torch.empty_like(parts)
@@ -279,19 +223,25 @@ class Ulysses:
         return arrived
 
 
-class _UlyssesAttention(torch.autograd.Function):
+class _ExchangedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, net: Ulysses) -> Tensor:
-        mine = [net.by_head(x.contiguous()) for x in (q, k, v)]
-        out, lse = attended(mine[0], mine[1], mine[2], net.limits)
-        ctx.net = net
-        ctx.save_for_backward(*mine, out, lse)
-        return net.by_token(out.contiguous())
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, net: AllGather | Ulysses) -> Tensor:
+        q, k, v = net.queries(q), net.keys(k), net.keys(v)
+        ctx.net, ctx.scale, ctx.chunks = net, q.shape[-1] ** -0.5, chunks_of(1, q.shape[2], k.shape[2])
+        ctx.backend = resolve_backend("auto", q.device)
+        (backend,) = forward_backends(ctx.backend, ctx.chunks, q, softmax_scale=ctx.scale)
+        backend.fold(k, v, net.bounds, final=True)
+        out, lse = backend.result()
+        ctx.save_for_backward(q, k, v, out, lse)
+        return net.results(out)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        net = ctx.net
+        net: AllGather | Ulysses = ctx.net
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = gradients(net.by_head(dout.contiguous()), q, k, v, out, lse, net.limits)
-        back = [net.by_token(x.to(like.dtype).contiguous()) for x, like in zip((dq, dk, dv), (q, k, v), strict=True)]
-        return (*back, None)
+        tensors = (net.queries(dout), q, out, lse)
+        (backend,) = backward_backends(ctx.backend, ctx.chunks, *tensors, softmax_scale=ctx.scale)
+        dkv = tuple(torch.empty_like(x, dtype=torch.float32) for x in (k, v))
+        backend.dq(k, v, net.bounds, local=True, final=True)
+        backend.dkdv(k, v, net.bounds, local=True, accum=None, out=dkv)
+        return net.results(backend.result()), *(net.gradients(x, k.dtype) for x in dkv), None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ring import Layout, Mask, Ring, ring_attention
+from ...ring import Mask, Ring, ring_attention
 from ...ring.schedule.schedule import schedule
 from ..common.attention import DTYPES, AttentionConfig
 from ..common.launching import cores
@@ -36,9 +35,8 @@ from .baselines import AllGather, Ulysses, baseline_ring_attention
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Tensors = tuple[Tensor, ...]
 
-ZHUZILIN, YUNCHANG = "ring-flash-attn", "yunchang"
+ZHUZILIN = "ring-flash-attn"
 CONTEXT_PARALLEL = "PyTorch context_parallel"
-LUCIDRAINS_RUNS = 2  # it takes several times as long as the others
 
 
 class Refused(Exception):
@@ -64,16 +62,16 @@ class Setting:
         """Of this rank."""
         return self.problem.named(layout).positions(dist.get_rank())
 
-    def equal_shards(self, name: str, each: int = 1) -> None:
-        """Refuse what needs shards of one length, made of so many pieces."""
-        seqlen, world = self.problem.seqlen, self.problem.world
-        if seqlen % (each * world):
-            raise Refused(f"{seqlen} tokens are not {each * world} equal pieces, which {name} needs")
-
-    def collectives(self, name: str) -> None:
-        """Refuse what talks over NCCL where ranks share a GPU."""
+    def require(self, name: str, *modules: str, pieces: int = 1) -> None:
+        """Refuse where a module is missing, ranks share a GPU, or shards are not so many pieces of one length."""
+        for module in modules:
+            if importlib.util.find_spec(module) is None:
+                raise Refused(f"{module} is not installed (pip install {name})")
         if self.shared:
             raise Refused(f"ranks share a GPU here, and {name} talks over NCCL, which takes one rank per GPU")
+        seqlen, pieces = self.problem.seqlen, pieces * self.problem.world
+        if seqlen % pieces:
+            raise Refused(f"{seqlen} tokens are not {pieces} equal pieces, which {name} needs")
 
 
 @dataclass(frozen=True)
@@ -84,31 +82,22 @@ class Candidate:
     positions: Tensor | None
     attend: Attend
     threads: int = 1
-    runs: int | None = None  # at most; None: as many as asked for
-    kind: str = ""  # what it is, whatever its layout; its name where empty
     around: Callable[[], AbstractContextManager[object]] = nullcontext  # each forward and backward
     sent: int | None = None  # bytes that a rank sends in one forward and backward; None: not known
     waits: Stopwatch | None = None  # what it spends in the network; None: not known
     ring: Ring | None = None  # ours, which records its waits itself
-    trusted: bool = True  # a wrong result ends the command
-    query_heads: tuple[int, ...] | None = None  # which of ours its query heads are; None: the same
+
+    @property
+    def kind(self) -> str:
+        """What it is, whatever its layout."""
+        return self.name if self.ring is None else OURS
 
     def shards(self, whole: Tensors, device: torch.device) -> Tensors:
-        """This rank's part of q, k, v and dout, in memory of its own, with query heads in the candidate's order."""
-        if self.positions is None:
-            return ()
-        q, k, v, dout = whole
-        parts = self._queries(q), k[:, self.positions], v[:, self.positions], self._queries(dout)
-        return tuple(x.contiguous().to(device) for x in parts)
-
-    def _queries(self, whole: Tensor) -> Tensor:
-        if self.query_heads is None:
-            return whole[:, self.positions]
-        assert self.positions is not None
-        return whole[:, self.positions[:, None], list(self.query_heads)]
+        """This rank's part of q, k, v and dout, in memory of its own."""
+        return () if self.positions is None else tuple(x[:, self.positions].contiguous().to(device) for x in whole)
 
     def run(self, shards: Tensors) -> Tensors:
-        """Forward and backward: out, dq, dk and dv of this rank's tokens; query heads in the candidate's order."""
+        """Forward and backward: out, dq, dk and dv of this rank's tokens."""
         if self.positions is None:
             return ()
         torch.set_num_threads(self.threads)
@@ -148,21 +137,14 @@ def all_cores(setting: Setting) -> Candidate:
 
 
 def ours(layout: str, setting: Setting) -> Candidate:
-    """``ring_attention``, one shard per rank."""
+    """``ring_attention``, one shard per rank; sent is what the rank sends that sends most, by the schedule."""
     problem, held, ring = setting.problem, setting.problem.named(layout), setting.ring()
     attend: Any = partial(ring_attention, layout=held, ring=ring, causal=problem.causal)
-    return Candidate(
-        f"{OURS} {layout}", setting.positions(layout), attend, problem.threads, kind=OURS,
-        sent=ring_bytes(problem, held, ring), ring=ring,
-    )  # fmt: skip
-
-
-def ring_bytes(problem: AttentionConfig, held: Layout, ring: Ring) -> int:
-    """What the rank that sends most sends in a forward and a backward, by the schedule."""
     plan = schedule(held, Mask(causal=problem.causal), direction=ring.direction, topology=ring.topology)
     kv, dkv = kv_bytes(problem)
-    both = zip(plan.bytes(kv), plan.bytes(kv, dkv), strict=True)
-    return max(forward + backward for forward, backward in both)
+    sent = max(map(sum, zip(plan.bytes(kv), plan.bytes(kv, dkv), strict=True)))
+    positions = setting.positions(layout)
+    return Candidate(f"{OURS} {layout}", positions, attend, problem.threads, sent=sent, ring=ring)
 
 
 def kv_bytes(problem: AttentionConfig) -> tuple[int, int]:
@@ -175,8 +157,8 @@ def baseline_ring(setting: Setting) -> Candidate:
     """A ring as it is usually written, in the layout that it is made for."""
     problem = setting.problem
     if setting.device.type != "cpu":
-        raise Refused("it is written on the CPU's operator; on a GPU ring-flash-attn is the baseline ring")
-    setting.equal_shards(BASELINE, 2)
+        raise Refused(f"it is written on the CPU's operator; on a GPU {ZHUZILIN} is the baseline ring")
+    setting.require(BASELINE, pieces=2)
     waits = Stopwatch(setting.device)
     attend = partial(baseline_ring_attention, causal=problem.causal, waits=waits)
     kv, dkv = kv_bytes(problem)
@@ -188,13 +170,11 @@ def baseline_ring(setting: Setting) -> Candidate:
 
 def all_gather(setting: Setting) -> Candidate:
     """K/V of all ranks on every rank, dK/dV reduced and scattered; balanced by a zigzag where the mask is causal."""
-    problem = setting.problem
-    setting.equal_shards(ALL_GATHER)
-    setting.collectives(ALL_GATHER)
-    net = AllGather(problem.named(balanced(problem)), problem.causal, setting.device)
-    kv, dkv = kv_bytes(problem)
-    sent = (problem.world - 1) * problem.seqlen // problem.world * (kv + dkv)
-    return Candidate(ALL_GATHER, setting.positions(balanced(problem)), net, problem.threads, sent=sent, waits=net.waits)
+    problem, layout = setting.problem, balanced(setting.problem)
+    setting.require(ALL_GATHER)
+    net = AllGather(problem.named(layout), problem.causal, setting.device)
+    sent = (problem.world - 1) * problem.seqlen // problem.world * sum(kv_bytes(problem))
+    return Candidate(ALL_GATHER, setting.positions(layout), net, problem.threads, sent=sent, waits=net.waits)
 
 
 def ulysses(setting: Setting) -> Candidate:
@@ -203,8 +183,7 @@ def ulysses(setting: Setting) -> Candidate:
     for name, count in (("heads", problem.heads), ("kv_heads", problem.kv_heads)):
         if count % world:
             raise Refused(f"{name} is {count}: {world} ranks need a multiple of {world}")
-    setting.equal_shards(ULYSSES)
-    setting.collectives(ULYSSES)
+    setting.require(ULYSSES)
     net = Ulysses(problem.named("contiguous"), problem.causal, setting.device)
     kv, _ = kv_bytes(problem)
     queries = problem.batch * problem.heads * problem.head_dim * DTYPES[problem.dtype].itemsize
@@ -216,21 +195,6 @@ def ulysses(setting: Setting) -> Candidate:
 # other people's rings, where they are installed and run here
 
 
-def installed(package: str, *modules: str) -> None:
-    """Refuse where a module of a package is missing."""
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if missing:
-        raise Refused(f"{missing[0]} is not installed (pip install {package})")
-
-
-def on_gpu(setting: Setting, name: str, dtypes: tuple[str, ...] = ("float16", "bfloat16")) -> None:
-    """Refuse what is made of FlashAttention's kernels where these do not run."""
-    if setting.device.type != "cuda":
-        raise Refused(f"{name} computes with FlashAttention's CUDA kernels: it needs a GPU")
-    if setting.problem.dtype not in dtypes:
-        raise Refused(f"{name} takes {' and '.join(dtypes)}, the problem is {setting.problem.dtype}")
-
-
 def lucidrains(setting: Setting) -> Candidate:
     """``ring-attention-pytorch`` in its own balanced order (striped by buckets) and its own order of query heads.
 
@@ -238,9 +202,7 @@ def lucidrains(setting: Setting) -> Candidate:
     sends to its neighbours, which gloo does not do with oneself: it takes two ranks.
     """
     problem = setting.problem
-    installed(LUCIDRAINS, "ring_attention_pytorch")
-    setting.collectives(LUCIDRAINS)
-    setting.equal_shards(LUCIDRAINS)
+    setting.require(LUCIDRAINS, "ring_attention_pytorch")
     shard = problem.seqlen // problem.world
     bucket = min(BUCKET, shard)
     if shard % bucket or problem.world == 1:
@@ -249,26 +211,26 @@ def lucidrains(setting: Setting) -> Candidate:
         warnings.simplefilter("ignore")
         from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 
+    heads = repeated_heads(problem.heads, problem.kv_heads)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = ring_flash_attn(
+            q[:, :, heads], k, v, causal=problem.causal, bucket_size=bucket, ring_reduce_col=True,
+            striped_ring_attn=problem.causal, ring_size=problem.world,
+        )  # fmt: skip
+        return out[:, :, heads.argsort()]
+
     order = torch.arange(problem.seqlen).view(bucket, -1).t().reshape(-1)
-
-    attend = partial(
-        ring_flash_attn, causal=problem.causal, bucket_size=bucket, ring_reduce_col=True,
-        striped_ring_attn=problem.causal, ring_size=problem.world,
-    )  # fmt: skip
     positions = order.chunk(problem.world)[dist.get_rank()]
-    return Candidate(
-        LUCIDRAINS, positions, attend, problem.threads, runs=LUCIDRAINS_RUNS, trusted=False,
-        query_heads=repeated_heads(problem.heads, problem.kv_heads),
-    )  # fmt: skip
+    return Candidate(LUCIDRAINS, positions, attend, problem.threads)
 
 
-def repeated_heads(heads: int, kv_heads: int) -> tuple[int, ...] | None:
-    """The order of our query heads for who repeats all heads of K/V, ``(g h)``; None: ours, as nothing is grouped.
+def repeated_heads(heads: int, kv_heads: int) -> Tensor:
+    """The order of our query heads for who repeats all heads of K/V, ``(g h)``.
 
     There query head ``i`` reads head ``i % kv_heads`` of K/V, and ours reads ``i // (heads / kv_heads)``.
     """
-    group = heads // kv_heads
-    return None if group == 1 else tuple(i % kv_heads * group + i // kv_heads for i in range(heads))
+    return torch.arange(heads).view(kv_heads, -1).t().reshape(-1)
 
 
 def context_parallel(setting: Setting) -> Candidate:
@@ -280,8 +242,7 @@ def context_parallel(setting: Setting) -> Candidate:
     problem = setting.problem
     if setting.device.type != "cuda":
         raise Refused("it has no sharding strategy for the CPU's SDPA operator (torch 2.13): it needs a GPU")
-    setting.collectives(CONTEXT_PARALLEL)
-    setting.equal_shards(CONTEXT_PARALLEL, 2)
+    setting.require(CONTEXT_PARALLEL, pieces=2)
     if problem.heads != problem.kv_heads:
         raise Refused("its SDPA operators take as many heads of K/V as of queries")
     from torch.distributed.device_mesh import init_device_mesh
@@ -297,53 +258,28 @@ def context_parallel(setting: Setting) -> Candidate:
         return made
 
     attend = partial(sdpa, causal=problem.causal)
-    positions = setting.positions(balanced(problem))
-    return Candidate(CONTEXT_PARALLEL, positions, attend, problem.threads, around=around, trusted=False)
+    return Candidate(CONTEXT_PARALLEL, setting.positions(balanced(problem)), attend, problem.threads, around=around)
 
 
 def zhuzilin(setting: Setting) -> Candidate:
     """``ring-flash-attn``: its zigzag where the mask is causal, else its plain ring."""
     problem = setting.problem
-    on_gpu(setting, ZHUZILIN)
-    installed(ZHUZILIN, "ring_flash_attn", "flash_attn")
-    setting.collectives(ZHUZILIN)
-    setting.equal_shards(ZHUZILIN, 2)
+    if setting.device.type != "cuda" or problem.dtype == "float32":
+        raise Refused("it computes with FlashAttention's CUDA kernels: it needs a GPU, and float16 or bfloat16")
+    setting.require(ZHUZILIN, "ring_flash_attn", "flash_attn", pieces=2)
     import ring_flash_attn
 
     name = "zigzag_ring_flash_attn_func" if problem.causal else "ring_flash_attn_func"
     attend = partial(getattr(ring_flash_attn, name), causal=problem.causal)
-    return Candidate(ZHUZILIN, setting.positions(balanced(problem)), attend, problem.threads, trusted=False)
-
-
-def yunchang(setting: Setting) -> Candidate:
-    """``yunchang`` (USP): as many ranks as the heads allow exchange heads, rings of the others, zigzag where causal."""
-    problem = setting.problem
-    on_gpu(setting, YUNCHANG)
-    installed(YUNCHANG, "yunchang", "flash_attn")
-    setting.collectives(YUNCHANG)
-    setting.equal_shards(YUNCHANG, 2)
-    import yunchang as usp
-
-    heads = math.gcd(problem.kv_heads, problem.world)
-    rank, rings = dist.get_rank(), problem.world // heads
-    usp.set_seq_parallel_pg(heads, rings, rank, problem.world)
-    kind = "zigzag" if problem.causal else "basic"
-    layer = usp.LongContextAttention(ring_impl_type=kind)
-    numbers = torch.arange(problem.seqlen).view(1, -1, 1, 1)
-    positions = usp.EXTRACT_FUNC_DICT[kind](numbers, rank, world_size=problem.world, rd=rings, ud=heads).flatten()
-    return Candidate(YUNCHANG, positions, partial(layer, causal=problem.causal), problem.threads, trusted=False)
+    return Candidate(ZHUZILIN, setting.positions(balanced(problem)), attend, problem.threads)
 
 
 # all of them
 
 
 BASELINES: dict[str, Maker] = {BASELINE: baseline_ring, ALL_GATHER: all_gather, ULYSSES: ulysses}
-PEERS: dict[str, Maker] = {
-    CONTEXT_PARALLEL: context_parallel,
-    LUCIDRAINS: lucidrains,
-    ZHUZILIN: zhuzilin,
-    YUNCHANG: yunchang,
-}
+PEERS: dict[str, Maker] = {CONTEXT_PARALLEL: context_parallel, LUCIDRAINS: lucidrains, ZHUZILIN: zhuzilin}
+"""Other people's: a wrong result of theirs is noted, and fails nothing."""
 
 
 def makers(layouts: Sequence[str]) -> dict[str, Maker]:

@@ -76,7 +76,7 @@ def ring(
     if min(seqlen) < max(worlds):
         raise typer.BadParameter(f"--seqlen is {min(seqlen)}: {max(worlds)} processes need a token each")
     flags.check_transport(transport, device, max(worlds))
-    prefixes = prefixes_of(layout, by)
+    names, prefixes = chosen_names(layout, by)
     configs = []
     for ranks in worlds:
         ranks_here = place.local_world if place is not None else ranks
@@ -88,7 +88,7 @@ def ring(
             )
             for tokens in sorted(seqlen)
         )  # fmt: skip
-        check_room(problems[-1], layout, prefixes, ranks_here)
+        check_room(problems[-1], layout, names, ranks_here)
         configs.append(runs.RingConfig(problems, tuple(layout), repeats, prefixes, flags.timer_of_rings(device, timer)))
     result = Result("bench ring", runs.UNITS)
     for config in configs:
@@ -101,36 +101,33 @@ def ring(
     finish(result, json, csv)
 
 
-def prefixes_of(layouts: list[str], by: str | None) -> tuple[str, ...]:
-    """What ``--by`` says that names begin with.
+def chosen_names(layouts: list[str], by: str | None) -> tuple[list[str], tuple[str, ...]]:
+    """The candidates that ``--by`` leaves, and what their names begin with.
 
     Raises:
-        typer.BadParameter: no name does.
+        typer.BadParameter: a beginning of no name.
     """
-    from .candidates import makers
+    from .candidates import chosen
 
-    known, prefixes = list(makers(layouts)), tuple(by.split(",")) if by else ()
+    known, prefixes = list(chosen(layouts, ())), tuple(by.split(",")) if by else ()
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in known):
             raise typer.BadParameter(f"--by has {prefix!r}: there are {', '.join(known)}")
-    return prefixes
+    return list(chosen(layouts, prefixes)), prefixes
 
 
-def check_room(problem: AttentionConfig, layouts: list[str], by: tuple[str, ...], ranks_here: int) -> None:
+def check_room(problem: AttentionConfig, layouts: list[str], names: list[str], ranks_here: int) -> None:
     """Stop before anything starts where this machine's memory does not hold it: typer.BadParameter."""
     import torch
 
     from ..common.memory import Needs, refuse_too_large
-    from ..common.memory_table import ALL_CORES, OURS
-    from .candidates import chosen
+    from ..common.memory_table import OURS
     from .runs import needs
 
-    kinds = {OURS if name.startswith(f"{OURS} ") else name for name in chosen(layouts, by)}
-    if problem.device != "cpu":
-        kinds -= {ALL_CORES}
+    kinds = list({OURS if name.startswith(f"{OURS} ") else name for name in names})
 
     def needed(tokens: int) -> Needs:
-        return needs(replace(problem, seqlen=tokens), layouts, [*kinds], ranks_here)
+        return needs(replace(problem, seqlen=tokens), layouts, kinds, ranks_here)
 
     unit = f"tokens over {problem.world} ranks"
     refuse_too_large("--seqlen", problem.seqlen, needed, torch.device(problem.device), unit=unit)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor
 from ...reference.masks import Masks
 from ...ring import Ring
 from ..common.attention import BACKWARD_FLOPS, AttentionConfig
-from ..common.errors import RESULTS, Exact, chosen_heads, exact_results, pytorch_results, tolerances
+from ..common.errors import Exact, chosen_heads, exact_results, pytorch_results, tolerances
 from ..common.flags import binary
 from ..common.launching import Member
 from ..common.memory import PROCESS_BYTES, Needs, PeakMemory, freed_at_once, gpus_of
@@ -36,19 +36,17 @@ from ..common.memory_table import (
     ring_slots,
     shard,
 )
-from ..common.result import Result
+from ..common.result import Result, Row
 from ..common.timing import Clock, Ranks, Samples, interleaved
-from .candidates import Candidate, Setting, Tensors, candidates, ours
+from .candidates import PEERS, Candidate, Setting, Tensors, candidates, ours
 
 WARM_TOKENS = 64
 UNITS = {
     "candidate": "", "world": "", "tokens": "", "time": "ms", "spread": "%", "of ideal": "%", "exposed": "ms",
     "throughput": "tokens/s", "rate of a rank": "TFLOP/s", "sent": "MB", "peak": "MB", "counted peak": "MB",
-    "compute": "ms", "error": "", "disagrees": "",
+    "compute": "ms", "error": "", "over tolerance": "",
 }  # fmt: skip
 """``bench/README.md`` has the formula of every column."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,15 @@ class RingConfig:
     timer: str = ""  # one of OF_RINGS; empty: the device's own
 
 
+class Checked(NamedTuple):
+    """What the first run of a candidate told."""
+
+    shards: Tensors
+    peak: int
+    errors: Mapping[str, float]  # of each result; on rank 0 alone
+    wrong: Sequence[str]  # results that err by more than is allowed
+
+
 def measure(place: Member, device: torch.device, config: RingConfig) -> Result:
     """One rank of the measurement; rank 0 alone knows of errors."""
     shared = device.type == "cuda" and place.local_world > torch.cuda.device_count()
@@ -69,15 +76,17 @@ def measure(place: Member, device: torch.device, config: RingConfig) -> Result:
     warm_up(config, device)
     for problem in config.problems:
         with ExitStack() as rings:
-
-            def ring(rings: ExitStack = rings, transport: str = problem.transport) -> Ring:
-                return rings.enter_context(Ring(transport=transport))
-
-            part = Measurement(Setting(problem, config.layouts, device, ring, shared), config, place)()
+            setting = Setting(problem, config.layouts, device, partial(opened, rings, problem.transport), shared)
+            part = measured(setting, config, place.rank)
         result.rows += part.rows
         result.notes += [note for note in part.notes if note not in result.notes]
         result.failed += part.failed
     return result
+
+
+def opened(rings: ExitStack, transport: str) -> Ring:
+    """A ring that stays open with the others."""
+    return rings.enter_context(Ring(transport=transport))
 
 
 def warm_up(config: RingConfig, device: torch.device) -> None:
@@ -88,105 +97,86 @@ def warm_up(config: RingConfig, device: torch.device) -> None:
         candidate.run(candidate.shards(small.tensors(), device))
 
 
-@dataclass
-class Measurement:
+def measured(setting: Setting, config: RingConfig, rank: int) -> Result:
     """All candidates of one problem on this rank."""
+    able, absent = candidates(setting, config.by)
+    problem, repeats = setting.problem, config.repeats
+    with Progress(console=Console(stderr=True), disable=rank != 0, transient=True) as bar:
+        task = bar.add_task(f"{problem.seqlen:,} tokens", total=len(able) * (1 + repeats))
+        found = checked(able, problem, setting.device, rank, lambda: bar.advance(task))
+        steps = {name: partial(candidate.run, found[name].shards) for name, candidate in able.items()}
+        clock = Clock(setting.device, Ranks(), config.timer)
+        # the check was the warm-up
+        times = interleaved(steps, clock, repeats=repeats, warmup=0, progress=lambda: bar.advance(task))
+    result = Result("bench ring", UNITS)
+    ideal = times[WHOLE].median / problem.world if WHOLE in times else None
+    for name, candidate in able.items():
+        result.rows.append(row_of(problem, candidate, found[name], times[name], ideal))
+        if wrong := found[name].wrong:
+            told = result.notes if name in PEERS else result.failed
+            told.append(f"{problem.title}: {name}: {', '.join(wrong)} errs by more than rounding explains")
+    transports = [candidate.ring.transport for candidate in able.values() if candidate.ring is not None]
+    threads = f", {problem.threads} threads each" if problem.device == "cpu" else ""
+    over = f" over {transports[0]}" if transports else ""
+    title = problem.title.replace(problem.layout, "/".join(config.layouts), 1)
+    result.notes.append(f"{title}, {problem.device}{over}{threads}, medians of {repeats} interleaved runs")
+    result.notes += [f"not there: {name}: {why}" for name, why in absent.items()]
+    return result
 
-    setting: Setting
-    config: RingConfig
-    place: Member
-    shards: dict[str, Tensors] = field(default_factory=dict)
-    peaks: dict[str, int] = field(default_factory=dict)
-    errors: dict[str, dict[str, float]] = field(default_factory=dict)
-    disagrees: dict[str, list[str]] = field(default_factory=dict)
 
-    def __call__(self) -> Result:
-        able, absent = candidates(self.setting, self.config.by)
-        repeats, problem = self.config.repeats, self.setting.problem
-        total = len(able) + sum(min(candidate.runs or repeats, repeats) for candidate in able.values())
-        with Progress(console=Console(stderr=True), disable=self.place.rank != 0, transient=True) as bar:
-            task = bar.add_task(f"{problem.seqlen:,} tokens: checking", total=total)
-            for _ in self._checked(able):
-                bar.advance(task)
-            bar.update(task, description=f"{problem.seqlen:,} tokens: timing")
-            times = interleaved(
-                {name: partial(candidate.run, self.shards[name]) for name, candidate in able.items()},
-                Clock(self.setting.device, Ranks(), self.config.timer),
-                repeats=repeats,
-                warmup=0,  # the check was one
-                limits={name: candidate.runs for name, candidate in able.items() if candidate.runs is not None},
-                progress=lambda: bar.advance(task),
-            )
-        result = Result("bench ring", UNITS)
-        ideal = times[WHOLE].median / problem.world if WHOLE in times else None
-        for name, candidate in able.items():
-            result.rows.append(self._row(candidate, times[name], ideal))
-            if wrong := self.disagrees.get(name):
-                told = result.failed if candidate.trusted else result.notes
-                told.append(f"{problem.title}: {name}: {', '.join(wrong)} errs by more than rounding explains")
-        transports = [candidate.ring.transport for candidate in able.values() if candidate.ring is not None]
-        threads = f", {problem.threads} threads each" if problem.device == "cpu" else ""
-        over = f" over {transports[0]}" if transports else ""
-        title = problem.title.replace(problem.layout, "/".join(self.config.layouts), 1)
-        result.notes.append(f"{title}, {problem.device}{over}{threads}, medians of {repeats} interleaved runs")
-        result.notes += [f"not there: {name}: {why}" for name, why in absent.items()]
-        return result
+def checked(
+    able: Mapping[str, Candidate],
+    problem: AttentionConfig,
+    device: torch.device,
+    rank: int,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Checked]:
+    """Run each once: its errors against float64, the memory that its first run takes."""
+    tensors, found = problem.tensors(), dict[str, Checked]()
+    heads = chosen_heads(problem.batch, problem.heads, problem.kv_heads, problem.seqlen, problem.seqlen)
+    exact, allowed = (None, {}) if rank else judged(problem, tensors, heads, device)
+    held: list[tuple[Tensor, Tensors]] = []  # whose tokens somebody has already: kept once
+    for name, candidate in able.items():
+        with freed_at_once(device):
+            memory = PeakMemory(device)
+            shards = candidate.shards(tensors, device)
+            mine = candidate.run(shards)
+            peak = memory.bytes
+        results = gathered(candidate, mine, problem, heads)
+        del mine
+        errors = {} if exact is None else exact.differences(results)
+        wrong = [what for what, error in errors.items() if not error <= allowed[what]]  # a NaN fails too
+        if candidate.positions is not None:
+            tokens = candidate.positions
+            shards = next((same for other, same in held if torch.equal(tokens, other)), shards)
+            held.append((tokens, shards))
+        found[name] = Checked(shards, peak, errors, wrong)
+        progress()
+    return found
 
-    def _checked(self, able: Mapping[str, Candidate]) -> Iterator[None]:
-        """Run each once: its errors against float64, the memory that its first run takes. A line of work each."""
-        problem, device = self.setting.problem, self.setting.device
-        tensors = problem.tensors()
-        heads = chosen_heads(problem.batch, problem.heads, problem.kv_heads, problem.seqlen, problem.seqlen)
-        exact, tolerance = (None, {}) if self.place.rank else judged(problem, tensors, heads, device)
-        for name, candidate in able.items():
-            with freed_at_once(device):
-                measured = PeakMemory(device)
-                self.shards[name] = candidate.shards(tensors, device)
-                mine = candidate.run(self.shards[name])
-                self.peaks[name] = measured.bytes
-            self.shards[name] = self._shared(name, able)
-            whole = gathered(candidate, mine, problem, heads)
-            del mine
-            if exact is not None:
-                self.errors[name] = exact.differences(whole)
-                # a NaN fails too
-                wrong = [what for what in RESULTS if not self.errors[name][what] <= tolerance[what]]
-                self.disagrees[name] = wrong
-            yield
 
-    def _shared(self, name: str, able: Mapping[str, Candidate]) -> Tensors:
-        """The shards of an earlier candidate that holds the same tokens and heads, in place of a copy of them."""
-        mine = able[name]
-        for other, shards in self.shards.items():
-            theirs = able[other]
-            if mine.positions is None or theirs.positions is None or mine.query_heads != theirs.query_heads:
-                continue
-            if torch.equal(mine.positions, theirs.positions):
-                return shards
-        return self.shards[name]
-
-    def _row(self, candidate: Candidate, times: Samples, ideal: float | None) -> Row:
-        problem, seconds = self.setting.problem, times.median
-        name, kind = candidate.name, candidate.kind or candidate.name
-        exposed, compute = where_time_goes(candidate, self.shards[name])
-        ranks = 1 if kind in (WHOLE, ALL_CORES) else problem.world
-        return {
-            "candidate": name,
-            "world": problem.world,
-            "tokens": problem.seqlen,
-            "time": seconds * 1e3,
-            "spread": 100 * times.spread,
-            "of ideal": None if ideal is None else 100 * ideal / seconds,
-            "exposed": None if exposed is None else exposed * 1e3,
-            "throughput": problem.batch * problem.seqlen / seconds,
-            "rate of a rank": problem.flops * (1 + BACKWARD_FLOPS) / seconds / ranks / 1e12,
-            "sent": None if candidate.sent is None else candidate.sent / 1e6,
-            "peak": Ranks().slowest(self.peaks[name]) / 1e6,
-            "counted peak": candidate_bytes(kind, problem) / 1e6,
-            "compute": None if compute is None else compute * 1e3,
-            "error": max(self.errors.get(name, {}).values(), default=None),
-            "disagrees": ", ".join(self.disagrees.get(name, ())),
-        }
+def row_of(problem: AttentionConfig, candidate: Candidate, of: Checked, times: Samples, ideal: float | None) -> Row:
+    """One candidate's columns; ``ideal`` is the time of one device over the number of ranks."""
+    seconds, kind = times.median, candidate.kind
+    exposed, compute = where_time_goes(candidate, of.shards)
+    ranks = 1 if kind in (WHOLE, ALL_CORES) else problem.world
+    return {
+        "candidate": candidate.name,
+        "world": problem.world,
+        "tokens": problem.seqlen,
+        "time": seconds * 1e3,
+        "spread": 100 * times.spread,
+        "of ideal": None if ideal is None else 100 * ideal / seconds,
+        "exposed": None if exposed is None else exposed * 1e3,
+        "throughput": problem.batch * problem.seqlen / seconds,
+        "rate of a rank": problem.flops * (1 + BACKWARD_FLOPS) / seconds / ranks / 1e12,
+        "sent": None if candidate.sent is None else candidate.sent / 1e6,
+        "peak": Ranks().slowest(of.peak) / 1e6,
+        "counted peak": candidate_bytes(kind, problem) / 1e6,
+        "compute": None if compute is None else compute * 1e3,
+        "error": max(of.errors.values(), default=None),
+        "over tolerance": ", ".join(of.wrong),
+    }
 
 
 def judged(
@@ -201,14 +191,11 @@ def judged(
 
 
 def gathered(candidate: Candidate, mine: Tensors, problem: AttentionConfig, kv_heads: Sequence[int]) -> list[Tensor]:
-    """Some heads of the results of all ranks, in the order of positions and of our heads, float64, on every rank."""
+    """Some heads of the results of all ranks, in the order of positions, float64, on every rank."""
     group = problem.heads // problem.kv_heads
     heads = [head * group + member for head in kv_heads for member in range(group)]
-    order = candidate.query_heads
-    theirs = heads if order is None else [order.index(head) for head in heads]
-    chosen = (theirs, theirs, list(kv_heads), list(kv_heads))
-    shapes = [(problem.batch, problem.seqlen, len(some), problem.head_dim) for some in chosen]
-    full = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+    chosen = (heads, heads, list(kv_heads), list(kv_heads))
+    full = [torch.zeros(problem.batch, problem.seqlen, len(some), problem.head_dim).double() for some in chosen]
     for target, part, some in zip(full, mine, chosen, strict=False):
         target[:, candidate.positions] = part[:, :, some].to("cpu", torch.float64)
     for target in full:
@@ -232,11 +219,11 @@ def where_time_goes(candidate: Candidate, shards: Tensors) -> tuple[float | None
     return everyone.slowest(candidate.waits.take()), None
 
 
-# where a way around the ring stops winning
+# what follows from the rows
 
 
-def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of every world and every way around the ring: its time over the best of our layouts', by length."""
+def crossovers(rows: Sequence[Row]) -> list[str]:
+    """Of every world, all-gather and Ulysses: the time over that of the best of our layouts, by length."""
     texts = []
     for world, by in itertools.product(dict.fromkeys(row["world"] for row in rows), (ALL_GATHER, ULYSSES)):
         ratios = []
@@ -251,7 +238,7 @@ def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return texts
 
 
-def best(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def best(rows: Sequence[Row]) -> list[str]:
     """The fastest of all ranks together, at the largest world and length."""
     sharded = [row for row in rows if row["candidate"] not in (WHOLE, ALL_CORES)]
     if not sharded:
@@ -275,8 +262,7 @@ def needs(problem: AttentionConfig, layouts: Sequence[str], kinds: Sequence[str]
     slots = ring_slots(problem) if OURS in kinds else 0
     kept = (len(layouts) + 2) * shard(problem) * inputs(problem) + len(layouts) * slots
     peaks = {kind: candidate_bytes(kind, problem) - (slots if kind == OURS else 0) for kind in kinds}
-    alone = max((size for kind, size in peaks.items() if kind in (WHOLE, ALL_CORES)), default=0)
-    shared = max((size for kind, size in peaks.items() if kind not in (WHOLE, ALL_CORES)), default=0)
+    alone, shared = peaks.pop(WHOLE, 0), max((size for kind, size in peaks.items() if kind != ALL_CORES), default=0)
     host = ranks_here * (drawn + PROCESS_BYTES)
     if problem.device == "cpu":
         return Needs(host + ranks_here * kept + max(ranks_here * shared, alone + whole, judged_bytes(problem)))

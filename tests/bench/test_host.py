@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.common import flags
+from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.result import read
 from ringattn.bench.common.timing import Clock
 from ringattn.bench.host import command, hop
-from ringattn.bench.host.hop import BACKWARD, FORWARD, HOPS
+from ringattn.bench.host.hop import HOPS
+from ringattn.bench.overlap.runs import BACKWARD, FORWARD, PHASES, TOGETHER
 from ringattn.comm.transports.nccl import NcclTransport
 from ringattn.kernels.device.forward import forward_kernel
 
@@ -26,18 +28,22 @@ from ..support.cuda.device import FakeCuda
 pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
-SMALL = ["bench", "host", "--tokens", "256", "--heads", "4", "--head-dim", "16", "--chunks", "2", "--device", "cpu"]
+
+
+def problem(tokens: int, heads: int, head_dim: int) -> AttentionConfig:
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": 2, "head_dim": head_dim, "dtype": "bfloat16"}
+    return AttentionConfig(HOPS * tokens, HOPS, causal=False, layout="contiguous", **sizes)
 
 
 def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
-    target = tmp_path / "h.json"
-    before = torch.cuda.Event, torch.cuda.Stream
-    result = CliRunner().invoke(cli.app, [*SMALL, "--json", str(target)])
+    target, before = tmp_path / "h.json", (torch.cuda.Event, torch.cuda.Stream, torch.cat)
+    asked = "bench host --tokens 256 --heads 4 --head-dim 16 --chunks 2 --device cpu"
+    result = CliRunner().invoke(cli.app, [*asked.split(), "--json", str(target)])
     assert result.exit_code == 0, result.output
     told = read(target)
-    assert [row["phase"] for row in told.rows] == [FORWARD, BACKWARD] and told.notes[-1] == command.LOWER_BOUND
+    assert [row["phase"] for row in told.rows] == [*PHASES] and told.notes[-1] == command.LOWER_BOUND
     assert all(0 < row["host"] < 1e5 and "compute" not in row for row in told.rows)
-    assert before == (torch.cuda.Event, torch.cuda.Stream)
+    assert before == (torch.cuda.Event, torch.cuda.Stream, torch.cat)
 
 
 @pytest.mark.parametrize(
@@ -54,19 +60,17 @@ def test_the_host_must_be_ahead(timer: str, host: float, note: str, code: int, m
     monkeypatch.setattr("ringattn.bench.common.memory.free_memory", lambda device: 1 << 40)
     monkeypatch.setattr("ringattn.bench.common.provenance.provenance", lambda device: {})
     monkeypatch.setattr(hop, "ring_of_one", lambda *given: nullcontext())
-    monkeypatch.setattr(hop, "Case", lambda *given: None)
+    monkeypatch.setattr(hop, "shard_of", lambda *given: None)
     monkeypatch.setattr(hop, "rows_of", lambda *given: [{"phase": FORWARD, "host": host, "compute": 100.0}])
     ran = CliRunner().invoke(cli.app, ["bench", "host", "--tokens", "64", "--timer", timer])
     assert ran.exit_code == code and note in ran.stdout, ran.output
 
 
-@pytest.mark.parametrize("timer", ["", "clock"])
-def test_compute_is_timed_on_a_device(timer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_is_timed_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
-    clock = Clock(torch.device("cuda"), timer=timer, _flush=torch.ones(4))
-    steps: Any = SimpleNamespace(forward=lambda: None, backward=lambda: None)
-    rows = hop.rows_of(steps, clock)
-    assert [row["phase"] for row in rows] == [FORWARD, BACKWARD]
+    shard: Any = SimpleNamespace(run=lambda phase, kind: None)
+    rows = hop.rows_of(shard, Clock(torch.device("cuda"), _flush=torch.ones(4)))
+    assert [row["phase"] for row in rows] == [*PHASES]
     assert all(row.keys() <= command.UNITS.keys() and 0 < row["compute"] < 1e5 for row in rows)
 
 
@@ -87,21 +91,19 @@ def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> No
 
     # not monkeypatch: undone after the block, it would put the stand-in of no_device back for good
     with hop.ring_of_one(CPU) as ring, patch.object(type(forward_kernel), "run", run):
-        case = hop.Case(ring, (1, 32, 2, 16), 2, torch.bfloat16, CPU)
-        case.forward()
+        shard = hop.shard_of(problem(32, 2, 16), ring, CPU)  # which runs a forward
         assert posts == [(2, 2)] * (HOPS - 1) and launches == ["forward_kernel"] * HOPS
         posts.clear()
         launches.clear()
-        case.backward()
+        shard.run(BACKWARD, TOGETHER)
         assert ring._watch is not None and str(ring._watch._posts.last) == "backward hop 7: sums, chunk 0"
     assert len(posts) == 2 * (HOPS - 1) and set(posts) == {(2, 2)}
     assert sorted(launches) == ["delta_kernel", *["dkdv_kernel"] * HOPS, *["dq_kernel"] * HOPS]
 
 
-@pytest.mark.parametrize(("phase", "most"), [(FORWARD, 110), (BACKWARD, 260)])
-def test_python_calls_of_a_hop(phase: str, most: int) -> None:
+def test_python_calls_of_a_hop() -> None:
     """What ``calls_of`` counts: functions of this package and of the standard library; a count, so that it is exact."""
     with hop.ring_of_one(CPU) as ring:
-        case = hop.Case(ring, (1, 256, 4, 64), 2, torch.bfloat16, CPU)
-        calls = hop.calls_of(getattr(case, phase)) / HOPS
-    assert calls <= most
+        shard = hop.shard_of(problem(256, 4, 64), ring, CPU)
+        calls = [hop.calls_of(lambda phase=phase: shard.run(phase, TOGETHER)) / HOPS for phase in PHASES]  # type: ignore[misc]
+    assert calls[0] <= 110 and calls[1] <= 260

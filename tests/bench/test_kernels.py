@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from functools import partial
 from pathlib import Path
@@ -17,15 +16,14 @@ from ringattn.bench import cli
 from ringattn.bench.common import errors, timing
 from ringattn.bench.common.attention import AttentionConfig, mask_title
 from ringattn.bench.common.flags import Pattern
-from ringattn.bench.common.result import read
+from ringattn.bench.common.result import Result, read
 from ringattn.bench.common.timing import Clock, Samples
 from ringattn.bench.kernels import accuracy, contender, speed
-from ringattn.bench.kernels.contender import OURS, VARIANTS, Cannot, Contender, Given, Ready
+from ringattn.bench.kernels.contender import OURS, PASSES, VARIANTS, Cannot, Contender, Given, Ready
 from ringattn.bench.suite.cases import NotHere
 from ringattn.kernels import KernelConfig, Tile, attention_forward
 from ringattn.reference.masks import by_batch
 from ringattn.ring import backends
-from ringattn.ring.cpu.aten import AtenForward
 
 from ..support.cuda.device import FakeCuda
 
@@ -39,21 +37,11 @@ SIZES = speed.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return FakeCuda(monkeypatch)
-
-
-@pytest.fixture
-def on_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """The contenders of a GPU, played by the interpreter; quick."""
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run of each contender, beside a small matrix product."""
     monkeypatch.setattr(timing, "LEAST", 1)
     monkeypatch.setattr(timing, "MOST", 1)
     monkeypatch.setattr(speed, "PRODUCT_SIDE", {"cpu": 16})
-    ours = [Contender(one.name, partial(contender.triton_kernels, one)) for one in VARIANTS]
-    theirs = [Contender(name, partial(contender.sdpa, backend)) for name, backend in contender.GPU_SDPA.items()]
-    everyone = [*ours, *theirs, Contender("flex_attention", contender.flex)]
-    monkeypatch.setattr(speed, "contenders", lambda device: everyone)
-    return cuda
 
 
 def config(seqlen: int = 64, heads: int = 4, kv_heads: int = 2, **more: Any) -> AttentionConfig:
@@ -66,29 +54,20 @@ def longformer(window: int, tokens: int) -> Pattern:
 
 
 STRIDED = Pattern("strided", {"block": 8, "stride": 16})
-PADDED = [
-    config(causal=False, batch=3, seqused_k=(20, 64, 47)),
+MASKS = [
+    config(),
+    config(causal=False),
+    config(prefix_length=11),
     config(causal=False, batch=2, seqused_k=(0, 33)),
     config(batch=2, seqused_k=(64, 31), window=(9, 0)),  # rows behind a window see nothing
     config(batch=2, seqused_k=(50, 9), block_mask=STRIDED),
-]
-IN_PARTS = [
-    config(causal=False, block_mask=longformer(8, 5)),
     config(batch=2, block_mask=longformer(8, 3), seqused_k=(64, 2)),
     config(causal=False, batch=2, block_mask=longformer(6, 40), cu_seqlens=(0, 20, 64)),
 ]
-PLAIN = [config(), config(causal=False)]
-OTHERS = [config(window=(9, 0)), config(cu_seqlens=(0, 20, 64)), config(prefix_length=11), config(block_mask=STRIDED)]
 
 
 def named(one: AttentionConfig) -> str:
     return f"{mask_title(one.mask)}, batch {one.batch}"
-
-
-def visible(one: AttentionConfig) -> torch.Tensor:
-    """``[1 or B, 1, S, S]``."""
-    positions = torch.arange(one.seqlen)
-    return by_batch(reference.visible(positions, positions, **one.options(CPU)))
 
 
 def exact(given: Given) -> errors.Exact:
@@ -99,9 +78,10 @@ def exact(given: Given) -> errors.Exact:
 # what is computed
 
 
-@pytest.mark.parametrize("one", [*PLAIN, *OTHERS, *PADDED, *IN_PARTS], ids=named)
+@pytest.mark.parametrize("one", MASKS, ids=named)
 def test_every_mask_is_counted_computed_and_told(one: AttentionConfig) -> None:
-    seen = visible(one).expand(one.batch, 1, 64, 64)
+    positions = torch.arange(64)
+    seen = by_batch(reference.visible(positions, positions, **one.options(CPU))).expand(one.batch, 1, 64, 64)
     assert one.pairs == int(seen.sum()) and one.flops == 4 * one.pairs * 16 * 4
     assert one.is_plain == (mask_title(one.mask) in ("causal", "full")) == (one.flash_flops is not None)
     function = contender.mask_function(one, CPU)
@@ -117,25 +97,21 @@ def test_every_mask_is_counted_computed_and_told(one: AttentionConfig) -> None:
     for step in ready.steps.values():
         step()
     assert torch.equal(ready.results[0], before)  # no step writes into what is judged
-    if one not in PLAIN:
+    if not one.is_plain:
         theirs = contender.sdpa(contender.CPU_SDPA["math"], given)
         assert max(judge.errors(theirs.results).values()) < 1e-4
         with pytest.raises(Cannot, match="full and causal"):
             contender.sdpa(contender.CPU_SDPA["ATen operator"], given)
 
 
-@pytest.mark.parametrize("number", range(len(VARIANTS)))
+@pytest.mark.parametrize("number", [number for number, one in enumerate(VARIANTS) if one.name not in NOT_HERE])
 def test_every_variant_computes_padding_and_parts(number: int) -> None:
-    """One of the masks each, in turn; those that are not here say so."""
+    """One of the masks each, in turn."""
     variant, shapes = VARIANTS[number], [
         config(40, 2, 1, batch=2, seqused_k=(40, 17), window=(9, 0)),
         config(40, 2, 1, batch=2, block_mask=longformer(8, 3), seqused_k=(40, 2)),
     ]  # fmt: skip
     given = Given.drawn(shapes[number % 2], CPU)
-    if variant.name in NOT_HERE:
-        with pytest.raises(Cannot, match=r"9\.0|descriptors"):
-            contender.triton_kernels(variant, given)
-        return
     ready, judge = contender.triton_kernels(variant, given), exact(given)
     assert max(judge.errors(ready.results).values()) < 1e-4
     assert ready.carried is not None and judge.errors([ready.carried])["out"] < 1e-5
@@ -154,32 +130,44 @@ def test_what_does_not_compute_says_why(monkeypatch: pytest.MonkeyPatch) -> None
 # rows
 
 
-def test_every_pass_is_timed_and_judged(on_gpu: FakeCuda) -> None:
+@pytest.mark.usefixtures("quick")
+def test_every_pass_is_timed_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contenders of a GPU, played by the interpreter."""
+    FakeCuda(monkeypatch)
+    everyone = contender.contenders(torch.device("cuda"))
+    monkeypatch.setattr(speed, "contenders", lambda device: everyone)
     found = speed.measure(config(32, 1, 1, head_dim_v=16), Clock(CPU), seconds=0.0)
     assert found.failed == [] and all(row.keys() <= speed.UNITS.keys() for row in found.rows)
     by = {(row["by"], row["pass"]): row for row in found.rows}
     assert {what for who, what in by if who == OURS} == {*contender.PASSES, *contender.PARTS}
     assert {what for who, what in by if who == "flash"} == {"forward", "backward"}
     assert all(0 < by[OURS, what]["error/allowed"] <= 1 for what in contender.PASSES)
-    absent = {row["by"] for row in found.rows if row["pass"] == ""}
-    assert NOT_HERE | {"cudnn", "efficient", "flex_attention"} == absent
-    assert all(row["note"] for row in found.rows if row["pass"] == "")
-    assert found.compare().startswith("best of ours over best of the others: forward ")
+    absent = {row["by"]: row["note"] for row in found.rows if row["pass"] == ""}
+    assert NOT_HERE | {"cudnn", "efficient", "flex_attention"} == {*absent} and all(absent.values())
+    assert speed.compare(found.rows).startswith("best of ours over best of the others: forward ")
+
+
+def test_the_best_of_ours_is_compared_shape_by_shape() -> None:
+    def row(by: str, seqlen: int, rate: float) -> dict[str, Any]:
+        return {"pass": "forward", "by": by, "seqlen": seqlen, "rate": rate}
+
+    rows = [row(f"{OURS} hopper", 1, 30), row(OURS, 1, 10), row("flash", 1, 20), row(OURS, 2, 10), row("flash", 2, 20)]
+    assert speed.compare([*rows, row(OURS, 3, 1)]).endswith(": forward 0.50 to 1.50")
+    assert speed.compare(rows[:2]) == "nobody to compare with"
 
 
 def test_rates_are_of_the_visible_area() -> None:
     one = config(4096, 16, 16, head_dim=64, causal=False)
-    row = speed._row("backward:x", Samples((2.5e-3,)), one, 100.0, {})
+    row = speed._row("backward:x", Samples((2.5e-3,)), one, 100.0)
     rate = 4 * 4096**2 * 64 * 16 / 1e-3 / 1e12
     assert row["rate"] == row["rate by S²/2"] == pytest.approx(rate) and row["of product"] == pytest.approx(rate)
-    causal = config(64, 2, 2)
-    assert causal.flash_flops == 4 * 64 * 64 // 2 * 16 * 2
+    assert speed._row("forward:x", Samples((1e-3,)), one, 100.0)["rate"] == pytest.approx(rate)
+    assert config(64, 2, 2).flash_flops == 4 * 64 * 64 // 2 * 16 * 2
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("wrong", [1 + 1e-3, math.nan])
 def test_a_wrong_result_fails(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "LEAST", 1)
-
     def make(given: Given) -> Ready:
         ready = contender.by_hops("aten", given)
         ready.results[1] = ready.results[1] * wrong
@@ -191,55 +179,59 @@ def test_a_wrong_result_fails(wrong: float, monkeypatch: pytest.MonkeyPatch) -> 
     assert why.startswith("backward by ringattn: dq errs by ")
 
 
-def test_what_no_graph_can_be_made_of_is_told(on_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Clock, step: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+@pytest.mark.usefixtures("quick")
+def test_ours_must_be_there_also_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = Clock.prepared
+
+    def refuse(clock: Clock, step: Any) -> Any:
+        if step.__name__ == "forward":
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return prepared(clock, step)
 
     monkeypatch.setattr(Clock, "prepared", refuse)
-    clock = Clock(CPU)
-    clock.timer = "graph"
-    with pytest.raises(Cannot, match=r"^no CUDA graph of it: operation not permitted when stream is capturing$"):
-        speed.captured(clock, {"forward": lambda: None})
+    found = speed.measure(config(40, 1, 1), Clock(CPU), seconds=0, by=[OURS])
+    why = "no CUDA graph of it: operation not permitted when stream is capturing"
+    assert found.failed == [f"{OURS} is not there: {why}"] and [row["note"] for row in found.rows] == [why]
 
 
 # targets
 
 
-def test_targets_run_and_are_judged(on_gpu: FakeCuda) -> None:
-    found = list(speed.targets(CPU, seconds=0, sizes=SIZES))
-    assert not any(number.fails for number in found)
-    verdicts = {(number.name, number.labels["over"]): number for number in found if "verdict" in number.labels}
-    assert {name for name, _ in verdicts} == {target.what for target in speed.TARGETS}
-    missing = {over for (_, over), number in verdicts.items() if number.value is None}
-    assert missing == {"cudnn"} and verdicts["forward D128, full", "cudnn"].labels["verdict"] == "not measured"
-    assert "stream of priority -1" in on_gpu.calls
-    beside_copy = [number.labels["by"] for number in found if number.name == speed.ALONE]
-    assert beside_copy == ["ringattn", "ringattn longest first", "ringattn persistent with margin"]
-
-
-def test_targets_are_captured_but_for_the_transfer(on_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("quick")
+def test_targets_are_captured_but_for_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of a forward beside a copy would end with the copy. What refuses costs its own row alone."""
+    on_gpu = FakeCuda(monkeypatch)
     monkeypatch.setattr(timing, "timer_on", lambda kind, timer: timer or "events")  # as on a GPU
     asked = list[str]()
 
-    def measure(config: AttentionConfig, clock: Clock, **more: object) -> speed.Measured:
+    def measure(config: AttentionConfig, clock: Clock, **more: Any) -> Result:
         asked.append(clock.timer)
-        return speed.Measured(failed=["wrong"])
+        rates = {OURS: 130.0, "ringattn single pass": 130.0, "flash": 100.0}
+        rows = [
+            {"by": by, "pass": what, "rate": rate, "spread": 0.0} for by, rate in rates.items() for what in PASSES
+        ]  # fmt: skip
+        return Result("", {}, [*rows, {"by": "cudnn", "pass": "", "note": "no cuDNN"}], failed=["wrong"])
 
     def refuse(*given: Any, **more: Any) -> Any:
-        if more["config"] is not None:
+        if more["config"] is not None and not more["config"].persistent:
             raise NotImplementedError("not on this GPU")
         return attention_forward(*given, **more)
 
     monkeypatch.setattr(speed, "measure", measure)
     monkeypatch.setattr(speed, "attention_forward", refuse)
     found = list(speed.targets(CPU, seconds=0, sizes=SIZES, timer="graph"))
-    assert asked == ["graph"] * 4 and "capture" not in on_gpu.calls
+    assert asked == ["graph"] * 4 and "capture" not in on_gpu.calls and "stream of priority -1" in on_gpu.calls
     assert [number.name for number in found if number.fails] == ["wrong results"] * 4
-    assert sum(number.note == "not on this GPU" for number in found) == len(speed.BESIDE) - 1
+    assert sum(number.note == "not on this GPU" for number in found) == len(speed.BESIDE) - 2
+    verdicts = {(number.name, number.labels["over"]): number for number in found if "verdict" in number.labels}
+    assert {name for name, _ in verdicts} == {target.what for target in speed.TARGETS}
+    assert {over for (_, over), number in verdicts.items() if number.value is None} == {"cudnn"}
+    assert verdicts["forward D128, full", "flash"].value == 1.3
+    beside_copy = [number.labels["by"] for number in found if number.name == speed.ALONE]
+    assert beside_copy == [OURS, speed.WITH_MARGIN.name]
 
 
-HOPPER, MARGIN, DESCRIBED = "ringattn hopper", "ringattn persistent with margin", "ringattn dkdv by descriptors"
+HOPPER, MARGIN = "ringattn hopper", "ringattn persistent with margin"
 SINGLE, HOPPER_SINGLE = speed.SINGLE_PASSES
 
 
@@ -249,8 +241,6 @@ SINGLE, HOPPER_SINGLE = speed.SINGLE_PASSES
         (0, {"forward:ringattn": 100, f"forward:{HOPPER}": 500, "forward:flash": 400, "forward:cudnn": 600}, HOPPER,
          [1.25, 500 / 600, 500], ["reached", "missed", "missed"]),
         (0, {}, OURS, [None] * 3, ["not measured"] * 3),
-        (3, {"backward:ringattn": 90, f"backward:{DESCRIBED}": 100, "backward:flash": 100}, DESCRIBED, [1, 1],
-         ["reached", "missed"]),
         (4, {f"backward:{SINGLE}": 400, f"backward:{HOPPER_SINGLE}": 600, "backward:flash": 400, "backward:cudnn": 500},
          HOPPER_SINGLE, [1.5, 1.2, 600], ["reached"] * 3),
         (5, {"forward with state:ringattn": 95, "forward:ringattn": 100, f"forward:{HOPPER}": 1}, OURS, [0.95, 0.95],
@@ -280,13 +270,13 @@ def test_accuracy_holds(backend: str, dtype: str, dims: tuple[int, int]) -> None
     assert [number for number in found if number.fails] == []
 
 
-def test_accuracy_of_the_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a portable single pass in their place: carried over hops, and dQ is asked for the same bits of nobody."""
+def test_only_hoppers_dq_may_change_in_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a portable single pass in the place of the kernels of sm_90, carried over hops."""
     case = partial(accuracy.accuracy, CPU, backend=accuracy.HOPPER, dtype="float16", head_dim=16, **TINY)
     with pytest.raises(NotHere, match=r"compute capability 9\.0"):
         next(case())
     monkeypatch.setattr(accuracy, "is_hopper", lambda device: True)
-    with pytest.raises(ValueError, match="forward_kernel='hopper' takes"):
+    with pytest.raises(ValueError, match="hopper"):
         next(case())
     tile = Tile(16, 16, 4, 1)
     stand_in = KernelConfig(tile, tile, tile, backward="single_pass")
@@ -297,36 +287,23 @@ def test_accuracy_of_the_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     assert failing == {"error of dq"}
 
 
-def test_accuracy_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = AtenForward.result
-
-    def off_by_a_little(self: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = right(self)
-        return out * (1 + 1e-4), lse
-
-    monkeypatch.setattr(AtenForward, "result", off_by_a_little)
-    found = accuracy.accuracy(CPU, backend="aten", dtype="float32", head_dim=16, **TINY)
-    assert "error of out" in {number.name for number in found if number.fails}
-
-
 # the command
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_command(tmp_path: Path) -> None:
-    files = ["--json", str(tmp_path / "k.json"), "--csv", str(tmp_path / "k.csv")]
     flags = ["--seqlen", "64,96", "--heads", "2", "--head-dim", "16", "--seconds", "0", "--dtype", "fp32,bf16"]
-    result = CliRunner().invoke(cli.app, ["bench", "kernels", *flags, *files])
+    result = CliRunner().invoke(cli.app, ["bench", "kernels", *flags, "--json", str(tmp_path / "k.json")])
     assert result.exit_code == 0, result.output
     told = read(tmp_path / "k.json")
     assert {row["dtype"] for row in told.rows} == {"float32", "bfloat16"} and len(told.rows) == 4 * 7
     assert {row["by"] for row in told.rows} == {OURS, "ATen operator", "math"}
-    with (tmp_path / "k.csv").open() as file:
-        assert [row["by"] for row in csv.DictReader(file)] == [row["by"] for row in told.rows]
-    assert "matrix product in the same runs" in told.notes[0] and result.stdout.splitlines()[-1] == told.notes[-1]
+    assert "interleaved runs by clock" in told.notes[0] and "matrix product in the same runs" in told.notes[1]
+    assert result.stdout.splitlines()[-1] == told.notes[-1]
 
 
 def test_a_failure_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = speed.Measured([{"pass": "", "by": OURS, "note": "no such GPU"}], ["ringattn is not there: no such GPU"])
+    found = Result("", {}, [{"pass": "", "by": OURS, "note": "no such GPU"}], ["ringattn is not there: no such GPU"])
     monkeypatch.setattr(speed, "measure", lambda *given, **more: found)
     result = CliRunner().invoke(cli.app, ["bench", "kernels", "--seqlen", "64"])
     assert result.exit_code == 1 and "FAILED: ringattn is not there: no such GPU" in result.stdout

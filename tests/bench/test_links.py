@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +18,11 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.common import flags, memory
-from ringattn.bench.common.result import Result, read
+from ringattn.bench.common.result import Result, Row, read
 from ringattn.bench.links import command as links
 from ringattn.bench.links import runs
-from ringattn.bench.links.runs import BOTH_WAYS, ONE_WAY, RING, Ends, LinksConfig, Row, measured, pattern, ways
-from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, LocalWorld, Message, NcclTransport
-from ringattn.comm.control import control_of
+from ringattn.bench.links.runs import BOTH_WAYS, ONE_WAY, RING, Ends, LinksConfig, measured, pattern, ways
+from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, LocalWorld, Message
 from ringattn.comm.transports.local import solo_group
 
 from ..support.cuda.device import Event as FakeEvent
@@ -34,15 +32,6 @@ from ..support.cuda.nccl import Fabric, install_nccl
 pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
-WIDE = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
-
-
-def result(**changed: Any) -> Result:
-    row = {
-        "transport": "nccl", "channels": 4, "edge": "0->1", "size": 2**25, "time": 100.0, "algbw": 335.5,
-        "#wrong": 0, "way": ONE_WAY,
-    }  # fmt: skip
-    return Result("bench links", runs.UNITS, [row | changed])
 
 
 # which bytes move
@@ -82,70 +71,28 @@ class Spoiling(LocalTransport):
         return fence
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_rows_of_a_world(size: int) -> None:
-    config = LinksConfig(("local",), sizes=(5, 1000), iters=3, warmup=1, checks=2)
+def test_rows_of_a_world_where_a_byte_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LinksConfig(("local",), sizes=(5, 1000), iters=2, warmup=0, checks=3)
+    monkeypatch.setattr(Spoiling, "warm_up", lambda transport, edges: None)
 
     def run(group: LocalGroup) -> list[Row]:
-        return list(measured(LocalTransport(group, CPU), Limits(), config, CPU))
+        return measured(Spoiling(group, CPU), Limits(), config, CPU)
 
-    with LocalWorld(size, device="cpu") as world:
+    with LocalWorld(3, device="cpu") as world:
         everyone = world.run(run)
     assert all(rows == everyone[0] for rows in everyone)
     columns = [(row["way"], row["edge"], row["size"]) for row in everyone[0]]
-    assert columns == [(way.name, way.edge, nbytes) for way in ways(size) for nbytes in config.sizes]
+    assert columns == [(way.name, way.edge, nbytes) for way in ways(3) for nbytes in config.sizes]
     for row in everyone[0]:
-        assert row["time"] > 0 and row["#wrong"] == 0 and set(row) < set(runs.UNITS)
+        assert row["time"] > 0 and set(row) < set(runs.UNITS)
         assert row["algbw"] == row["busbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
-
-
-def test_a_lost_byte_is_counted() -> None:
-    config = LinksConfig(("local",), sizes=(64,), iters=1, warmup=0, checks=3)
-
-    def run(group: LocalGroup) -> list[Row]:
-        return list(measured(Spoiling(group, CPU), Limits(), config, CPU))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Spoiling, "warm_up", lambda transport, edges: None)
-        with LocalWorld(3, device="cpu") as world:
-            rows = world.run(run)[0]
-    wrong = {row["edge"]: row["#wrong"] for row in rows}
+    wrong = {row["edge"]: row["#wrong"] for row in everyone[0] if row["size"] == 1000}
     assert wrong == {"0->1": 3, "1->2": 0, "2->0": 0, "0<->1": 3, "1<->2": 3, "0<->2": 0, "all": 3}
-
-
-@pytest.mark.parametrize("refuses", [set(), {1}])
-def test_buffers_of_both_ends_are_registered_or_none(refuses: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    fabric = Fabric(install_streams(monkeypatch))
-    install_nccl(monkeypatch, fabric)
-    fabric.refuses = refuses
-    config = LinksConfig(("nccl",), sizes=(8, 64), iters=2, timer="clock")
-
-    def run(group: LocalGroup) -> Result:
-        more: dict[str, Any] = {"device": CPU, "control": control_of(group), "timeout": 5}
-        with closing(NcclTransport(rank=group.rank(), size=group.size(), **more)) as transport:
-            return runs.of_transport(transport, config, CPU, Limits())
-
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        found = world.run(run)[0]
-    plain, more = ([row for row in found.rows if row["transport"] == name] for name in ("nccl", "nccl, registered"))
-    moves = [[(row["way"], row["edge"], row["size"]) for row in rows] for rows in (plain, more)]
-    assert moves[1] == ([] if refuses else moves[0])
-    assert all(row["#wrong"] == 0 for row in found.rows)
-    assert found.notes == (["nccl, registered does not open here: NCCL: no such memory"] if refuses else [])
-    log = [op for op in fabric.device.log if op.kind in ("register", "deregister")]
-    assert sum(op.kind == "register" for op in log) == len(log) / 2 > 0
-    assert {op.detail[0] for op in log if op.kind == "register"} == {op.detail for op in log if op.kind == "deregister"}
 
 
 def test_settings_of_nccl_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_USE_CUDA_MEMCPY", "1")
     assert links.settings("clock", 2) == ["timed by clock, 2 replays of a CUDA graph", "NCCL_P2P_USE_CUDA_MEMCPY=1"]
-
-
-def test_unchecked_bytes_have_no_count() -> None:
-    config = LinksConfig(("local",), sizes=(8,), iters=1, checks=0)
-    (row,) = measured(LocalTransport(solo_group(), CPU), Limits(), config, CPU)
-    assert row["#wrong"] is None
 
 
 @pytest.mark.parametrize(("timer", "graphs"), [("events", 0), ("events", 2), ("clock", 0)])
@@ -178,6 +125,7 @@ def test_timers_of_a_gpu_time_its_transfers(timer: str, graphs: int, monkeypatch
     monkeypatch.setattr(runs, "timer_on", lambda kind, timer: flags.timer_on("cuda", timer))
     config = LinksConfig(("local",), sizes=(8,), iters=4, warmup=1, checks=0, timer=timer, graphs=graphs)
     (row,) = measured(LocalTransport(solo_group(), CPU), Limits(), config, CPU)
+    assert row["#wrong"] is None
     captured = ["capture", *["post"] * 4, "captured"] if graphs else []
     warm = ["post", "replay"] if graphs else ["post"]
     timed = ["replay"] * 2 if graphs else ["post"] * 4
@@ -231,21 +179,15 @@ class Slow:
         self._ends = max(self._ends, time.perf_counter()) + self._seconds
         over = threading.Event()
         threading.Timer(self._ends - time.perf_counter(), over.set).start()
-        return SimpleNamespace(wait=over.wait, done=over.is_set)  # type: ignore[return-value]
+        return SimpleNamespace(wait=over.wait, done=over.is_set)
 
 
 def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "step_of", lambda kind, device: lambda: time.sleep(0.02))
     config = LinksConfig((), sizes=(8,), beside="matmul")
     columns = runs.beside(Slow(0.1), ways(1)[0], config, CPU)  # type: ignore[arg-type]
-    assert columns["compute alone"] == pytest.approx(20, rel=0.8)
+    assert columns["compute alone"] >= 20
     assert 0.3 < columns["compute slowed"] < 3 and 0.5 < columns["transfer slowed"] < 3
-
-
-def test_nothing_runs_beside_copies_of_the_host() -> None:
-    config = LinksConfig((), sizes=(8,), beside="matmul")
-    columns = runs.beside(LocalTransport(solo_group(), CPU), ways(1)[0], config, CPU)
-    assert "compute slowed" not in columns and "inside the post" in columns["compute note"]
 
 
 def test_steps_on_a_gpu_count_if_they_end_before_the_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +214,6 @@ def test_steps_on_a_gpu_count_if_they_end_before_the_transfers(monkeypatch: pyte
     ("given", "sizes"),
     [
         ((8, 64, 2, None), (8, 16, 32, 64)),
-        ((8, 63, 2, None), (8, 16, 32)),
         ((8, 30, None, 10), (8, 18, 28)),
         ((1 << 20, 3 << 20, None, None), (1 << 20, 2 << 20, 3 << 20)),
         ((32 << 20, 32 << 20, None, None), (32 << 20,)),
@@ -294,13 +235,13 @@ def test_transports_without_a_graph_are_left_out() -> None:
 
 def test_messages_are_counted_as_they_are_kept() -> None:
     nbytes, transport = 16 << 20, LocalTransport(solo_group(), CPU)
-    list(measured(transport, Limits(), LinksConfig(("local",), sizes=(64,), iters=1), CPU))  # loads what loads once
-    for checks, messages in ((1, runs.BUFFERS + runs.CHECKED["cpu"]),):
-        config = LinksConfig(("local",), sizes=(nbytes,), iters=1, warmup=0, checks=checks)
-        with memory.freed_at_once(CPU):
-            peak = memory.PeakMemory(CPU)
-            assert len(list(measured(transport, Limits(), config, CPU))) == 1
-            assert 0.9 * messages * nbytes < peak.bytes < 1.1 * messages * nbytes
+    measured(transport, Limits(), LinksConfig(("local",), sizes=(64,), iters=1), CPU)  # loads what loads once
+    config = LinksConfig(("local",), sizes=(nbytes,), iters=1, warmup=0)
+    messages = runs.BUFFERS + runs.CHECKED["cpu"]
+    with memory.freed_at_once(CPU):
+        peak = memory.PeakMemory(CPU)
+        assert len(measured(transport, Limits(), config, CPU)) == 1
+        assert 0.9 * messages * nbytes < peak.bytes < 1.1 * messages * nbytes
 
 
 def test_virtual_ranks_are_counted_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,9 +257,9 @@ def test_virtual_ranks_are_counted_where_there_are_some(monkeypatch: pytest.Monk
 
 
 def test_links_of_real_processes(tmp_path: Path) -> None:
-    target, rows = tmp_path / "l.json", tmp_path / "l.csv"
-    asked = ["-b", "1k", "-e", "4k", "-f", "4", "-n", "2", "-w", "1", "--transport", "process_group,local"]
-    ran = CliRunner().invoke(cli.app, ["bench", "links", *asked, "--json", str(target), "--csv", str(rows)])
+    target = tmp_path / "l.json"
+    asked = "-b 1k -e 4k -f 4 -n 2 -w 1 --transport process_group,local"
+    ran = CliRunner().invoke(cli.app, ["bench", "links", *asked.split(), "--json", str(target)])
     assert ran.exit_code == 0, ran.output
     assert max(map(len, ran.stdout.splitlines()[:17])) <= 80
     assert ran.stdout.splitlines()[-1].startswith("best: process_group, ")
@@ -328,24 +269,38 @@ def test_links_of_real_processes(tmp_path: Path) -> None:
     assert not found.failed and found.provenance["versions"] and "timed by clock" in found.notes
     beside = [row for row in found.rows if row.get("compute")]
     assert {row["size"] for row in beside} == {4096} and len(beside) == 2 * 4
+    assert all((row["transport"] == "local") == ("inside the post" in row.get("compute note", "")) for row in beside)
     assert all(row["compute alone"] > 0 for row in beside if row["transport"] == "process_group")
-    with rows.open() as file:
-        assert len(list(csv.DictReader(file))) == len(found.rows)
 
 
 @pytest.mark.parametrize(
-    ("part", "message"),
+    ("rows", "message"),
     [
-        (result(**{"#wrong": 3}), "nccl, 0->1: 3 bytes did not arrive as they left"),
-        (Result("bench links", runs.UNITS), "no transport opens here"),
+        ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}], "nccl, 0->1: 3 bytes did not arrive as they left"),
+        ([], "no transport opens here"),
         (None, "process_group does not open here"),
     ],
 )
-def test_failures(part: Result | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def between(world: int, config: LinksConfig, transports: object) -> Result:
-        return part or runs.of_group(solo_group(), config, CPU)
+def test_failures(rows: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn(world: int, measure: object, config: LinksConfig, **more: object) -> Result:
+        found = Result("bench links", runs.UNITS, rows)
+        return runs.of_group(solo_group(), config, CPU) if rows is None else found
 
-    monkeypatch.setattr(runs, "between_processes", between)
-    asked = ["--transport", "process_group", "--device", "cpu", "--json", "-"]
-    ran = CliRunner().invoke(cli.app, ["bench", "links", *asked], env=WIDE)
+    monkeypatch.setattr(runs, "spawn", spawn)
+    monkeypatch.setattr(links, "best", lambda result: [])
+    asked = "bench links --transport process_group --device cpu --json -"
+    ran = CliRunner().invoke(cli.app, asked.split())
     assert ran.exit_code == 1 and any(message in text for text in json.loads(ran.stdout)["failed"]), ran.output
+
+
+def test_best_is_the_fastest_of_all_edges_between_processes() -> None:
+    """At the largest size; a single edge, or copies between virtual ranks, say less."""
+    rows = [
+        {"transport": transport, "edge": edge, "size": size, "algbw": rate, "channels": 4, "way": "ring"}
+        for transport, edge, size, rate in [
+            ("nccl", "all", 1 << 20, 9.0), ("nccl", "all", 1 << 25, 3.0), ("copy_engine", "all", 1 << 25, 2.0),
+            ("nccl", "0->1", 1 << 25, 5.0), ("local", "all", 1 << 25, 7.0),
+        ]
+    ]  # fmt: skip
+    assert links.best(Result("", {}, [*rows])) == ["best: nccl, 4 channels, 32m bytes, ring: 3 GB/s"]
+    assert links.best(Result("", {})) == []
