@@ -24,7 +24,7 @@ from ringattn.autotune.compile import (
     select,
 )
 from ringattn.autotune.measure import DeviceTrials, checked_sides
-from ringattn.autotune.model import Shape
+from ringattn.autotune.space import Shape
 from ringattn.bench.kernels.accuracy import Inputs, Results
 from ringattn.kernels import KernelConfig, Tile, attention_backward, attention_forward
 from ringattn.kernels.config import config_for, single_pass_tile
@@ -68,7 +68,7 @@ def test_numbers_are_what_triton_makes_constants_and_assumptions_of() -> None:
         ("hopper", {"dtype": "fp32"}, "takes float16 and bfloat16"),
         ("hopper", {"head_dim": 96, "head_dim_v": 96}, "takes one of 64, 128, 256"),
         ("hopper", {"features": ("softcap",)}, "scores have a softcap"),
-        ("hopper", {"features": ("used",)}, "is launched as forward_kernel, not as hopper_kernel"),
+        ("hopper", {"features": ("seqused_k",)}, "is launched as forward_kernel, not as hopper_kernel"),
         ("hopper", {"tile": Tile(64, 64, 4, 2)}, "config.forward has 64 rows and 4 warps"),
         ("hopper_backward", {"head_dim": 256, "head_dim_v": 256}, "takes one of 64, 128"),
         ("hopper_backward", {"features": ("softcap",)}, "scores have a softcap"),
@@ -204,8 +204,8 @@ def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str
         ("80:bf16:128:dkdv_epilogue=descriptors", "sm_80 has no copy engine; it takes sm_90 or higher"),
         ("90:bf16:128/96:dkdv_epilogue=descriptors", "head dims are 128/96; it takes powers of two of at least 16"),
         ("90:bf16:128:forward:dkdv_epilogue=descriptors", "it is of dkdv, not of forward"),
-        ("90:bf16:128:delta:order=longest", "kernel delta takes no tile, feature or option"),
-        ("90:bf16:256:single_pass", "no kernel with these words has a default tile at its head dim"),
+        ("90:bf16:128:delta:order=longest", "no kernel takes all of these words, or it has no default tile"),
+        ("90:bf16:256:single_pass", "no kernel takes all of these words, or it has no default tile"),
     ],
 )  # fmt: skip
 def test_a_spec_that_names_nothing_says_why(spec: str, told: str) -> None:

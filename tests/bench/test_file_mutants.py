@@ -14,7 +14,6 @@ import pytest
 from ringattn.autotune.inspect import result_of, row_of
 
 from ..autotune.test_inspect import COMPILED, VARIANT
-from ..autotune.test_space import LLAMA
 from ..support import report_cases
 from ..support.nightly import rest_nightly
 from .test_files import run, told
@@ -58,7 +57,6 @@ FILES = report_cases.everything()
 ASKED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "predict --kernels": (FILES["kernels"], ("predict", "--tokens", "1k", "--world", "2", "--kernels", "FILE")),
     "predict --link": (FILES["links"], ("predict", "--tokens", "1k", "--world", "2", "--link", "FILE")),
-    "tune --from-config": (LLAMA, ("tune", "--list", "--from-config", "FILE")),
     "inspect --diff": (INSPECTED, ("inspect", "--gate", "--diff", "FILE", "SOUND")),
 }
 
