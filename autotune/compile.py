@@ -309,7 +309,7 @@ def bounds_of(variant: Variant, queries: int, keys: int, batch: int) -> Bounds:
     if "block_sparse" in variant.features:
         blocks = (-(-length // BLOCK) for length in (queries, keys))
         sparse = BlockSparseIndex(torch.ones(*blocks, dtype=torch.bool), BLOCK, META)
-    return FULL if lo is seqused_k is sparse is None else Bounds(lo, hi, seqused_k, sparse)
+    return FULL if (lo, seqused_k, sparse) == (None,) * 3 else Bounds(lo, hi, seqused_k, sparse)
 
 
 def scores_of(features: Sequence[str], queries: int, keys: int, heads: int) -> Scores:
@@ -359,10 +359,11 @@ def select(spec: str) -> list[Variant]:
     features = tuple(word for word in plain if word in FEATURES)
     tiles = [word for word in plain if word[:1].isdecimal()]
     tile = tile_of(tiles[-1]) if tiles else None
+    own_tile = hopper_tile(dims[0]) if tile is None and ("backward", "hopper") in options else tile
     asked = {*plain} - {*features, *tiles}
     found: list[Variant] = []
     reasons: list[str] = []
-    for one in launchable(arch, dtype, *dims, tile=tile or _hopper_tile(options, dims[0])):
+    for one in launchable(arch, dtype, *dims, tile=own_tile):
         flags = {one.role, one.kernel, "full" if one.full else "bounded", "gqa" if one.grouped else "mha"}
         if not flags >= asked:
             continue
@@ -478,9 +479,7 @@ def default_tile(kernel: str, arch: int, dtype: str, head_dim: int) -> Tile | No
     return tile
 
 
-def _hopper_tile(options: Options, head_dim: int) -> Tile | None:
-    """Of the Hopper backward, which has its own; any at a head dim that it does not take, as it then says so."""
-    if dict(options).get("backward") != "hopper":
-        return None
+def hopper_tile(head_dim: int) -> Tile:
+    """Of the Hopper backward; any at a head dim that it does not take, as it then says so."""
     known = hopper_backward_launch.HEAD_DIMS
     return hopper_backward_launch.default_tile(head_dim if head_dim in known else known[-1])

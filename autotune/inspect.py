@@ -123,7 +123,7 @@ def pairs(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row]]:
     def by(keys: Sequence[str], rows: Sequence[Row]) -> dict[tuple[object, ...], Row]:
         return {tuple(row.get(key) for key in keys): row for row in rows}
 
-    keys = IDENTITY
+    keys: tuple[str, ...] = IDENTITY
     if any(len(by(keys, rows)) < len(rows) for rows in (before, after)):
         keys += ("tile", "options")
     one, other = by(keys, before), by(keys, after)

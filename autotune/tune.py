@@ -125,7 +125,7 @@ class PointResult:
         row: dict[str, Any] = {
             "kernel": self.point.kernel, "mask": self.point.mask, "tokens": self.point.length,
             "tile": "none" if tile is None else tile_text(tile), "default": tile_text(self.default),
-            "bound": ranked.results[tile].bound if tile in ranked.results else None,
+            "bound": ranked.results[tile].bound if tile is not None and tile in ranked.results else None,
             "tried": len({*ranked.dropped, *ranked.results}), "failed": len(ranked.dropped), "left": self.left,
             "wrong": 0 if self.measured is None else len(self.measured.wrong),
         }  # fmt: skip
