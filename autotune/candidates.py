@@ -164,6 +164,10 @@ def rank_candidates(
         schedules_of: so many of the best without options are also kept in every other tile schedule.
     """
 
+    def promise(tile: Tile, result: CompileResult) -> tuple[float, int, str]:
+        """By bound; of equals the deeper pipeline, whose loads have longer, then by name: two runs agree."""
+        return -(result.bound or 0.0), -tile.num_stages, tile_text(tile)
+
     def best_of(tried: Sequence[Tile], count: int) -> Ranked:
         jobs = {tile: job_of(point, tile, arch, heads) for tile in tried}
         found = compiler(jobs.values())
@@ -171,7 +175,7 @@ def rank_candidates(
         dropped = {tile: result.problems[0] for tile, result in results.items() if result.problems}
         passed = {tile: result for tile, result in results.items() if not result.problems}
         kept: list[Tile] = []
-        waiting = in_order(passed)
+        waiting = sorted(passed, key=lambda tile: promise(tile, passed[tile]))
         while batch := waiting[: count - len(kept)]:  # the compiler is asked about no more than it takes
             del waiting[: len(batch)]
             roles = {tile: [job_of(point, tile, arch, heads, role) for role in OTHER_ROLES] for tile in batch}
@@ -188,13 +192,3 @@ def rank_candidates(
     others = [other for tile in bases for other in schedules(tile, point, arch)]
     more = best_of(others, len(others))
     return Ranked(first.tiles + more.tiles, {**first.dropped, **more.dropped}, {**first.results, **more.results})
-
-
-def in_order(results: Mapping[Tile, CompileResult]) -> list[Tile]:
-    """By bound; of equals the deeper pipeline, whose loads have longer, then by name: two runs agree."""
-
-    def rank(tile: Tile) -> tuple[float, int, str]:
-        bound = results[tile].bound
-        return -(-math.inf if bound is None else bound), -tile.num_stages, tile_text(tile)
-
-    return sorted(results, key=rank)

@@ -419,11 +419,11 @@ def lacking(variant: Variant, options: Options) -> str | None:
             return f"{told}: it is of {', '.join(having)}, not of {variant.kernel}"
         if name in OF_GROUPS and not variant.grouped:
             return f"{told}: it is of several query heads per key head, gqa"
-        if name == "dkdv_epilogue" and variant.arch < COPY_ENGINE_ARCH:
-            return f"{told}: sm_{variant.arch} has no copy engine; it takes sm_{COPY_ENGINE_ARCH} or higher"
-        if name == "dkdv_epilogue" and not all(map(fills_boxes, (variant.head_dim, variant.head_dim_v))):
-            dims = f"{variant.head_dim}/{variant.head_dim_v}"
-            return f"{told}: head dims are {dims}; it takes powers of two of at least {LEAST_SIDE}"
+        boxes = variant.arch >= COPY_ENGINE_ARCH and all(map(fills_boxes, (variant.head_dim, variant.head_dim_v)))
+        if name == "dkdv_epilogue" and not boxes:
+            return (
+                f"{told}: it takes sm_{COPY_ENGINE_ARCH} or higher, head dims of powers of two, at least {LEAST_SIDE}"
+            )
     return None
 
 

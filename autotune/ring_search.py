@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -17,6 +17,7 @@ import triton
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ..bench.common.attention import AttentionConfig
+from ..bench.common.errors import Exact
 from ..bench.common.launching import Member, cores, member, spawn, world_of
 from ..bench.common.memory import Needs, needs_of_ranks, refuse_too_large
 from ..bench.common.memory_table import tuned_bytes
@@ -138,18 +139,21 @@ def search_ring(place: Member, device: torch.device, problem: AttentionConfig, b
         return replace(mine, throttled=tuple(dict.fromkeys(chain(*reasons))))
 
     with ExitStack() as stack:
-        errors, shards = Errors(replace(problem, seqlen=CHECKED * problem.world), device), inputs(problem, device)
+        small, shards = replace(problem, seqlen=CHECKED * problem.world), inputs(problem, device)
+        # twice the error of PyTorch's attention in the same dtype, plus rounding: the rule of the tests
+        exact, limits = judged(small, small.tensors(), range(small.kv_heads), torch.device("cpu"))
         tried = settings(point, problem.device)
 
         def check(one: RingSetting) -> str | None:
             try:
                 rings[one] = stack.enter_context(Ring(**one.arguments))
-                if (problem_found := errors.of(rings[one])) is None:
-                    steps[one] = candidate_of(problem, rings[one], device)
-                    steps[one].run(shards)  # compiles
+                if (wrong := error_of(small, rings[one], device, exact, limits)) is not None:
+                    return wrong
+                steps[one] = candidate_of(problem, rings[one], device)
+                steps[one].run(shards)  # compiles
             except (ValueError, RuntimeError, ImportError) as error:  # on every rank alike: what cannot run here
                 return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            return problem_found
+            return None
 
         step = stack.enter_context(progress()) if place.rank == 0 else lambda part, more: None
         part = f"measuring {point.length} tokens"
@@ -160,22 +164,16 @@ def search_ring(place: Member, device: torch.device, problem: AttentionConfig, b
     return result_of(point, found, entry, path)
 
 
-class Errors:
-    """What rings are judged by: twice the error of PyTorch's attention in the same dtype, plus rounding."""
-
-    def __init__(self, problem: AttentionConfig, device: torch.device) -> None:
-        self.problem, self.device, self.tensors = problem, device, problem.tensors()
-        self.exact, self.limits = judged(problem, self.tensors, range(problem.kv_heads), torch.device("cpu"))
-
-    def of(self, ring: Ring) -> str | None:
-        """The result that errs by more than is allowed; the same on every rank."""
-        candidate = candidate_of(self.problem, ring, self.device)
-        mine = candidate.run(candidate.shards(self.tensors, self.device))
-        results = gathered(candidate, mine, self.problem, range(self.problem.kv_heads))
-        for name, error in self.exact.differences(results).items():
-            if not error <= self.limits[name]:  # also NaN
-                return f"{name} errs by {error:.2g}, allowed are {self.limits[name]:.2g}"
-        return None
+def error_of(
+    problem: AttentionConfig, ring: Ring, device: torch.device, exact: Exact, limits: Mapping[str, float]
+) -> str | None:
+    """The result that errs by more than is allowed; the same on every rank."""
+    candidate, heads = candidate_of(problem, ring, device), range(problem.kv_heads)
+    results = gathered(candidate, candidate.run(candidate.shards(problem.tensors(), device)), problem, heads)
+    for name, error in exact.differences(results).items():
+        if not error <= limits[name]:  # also NaN
+            return f"{name} errs by {error:.2g}, allowed are {limits[name]:.2g}"
+    return None
 
 
 def candidate_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:

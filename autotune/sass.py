@@ -64,13 +64,15 @@ def basic_blocks(listing: str) -> list[Block]:
     return blocks
 
 
-def reachable_from(blocks: list[Block]) -> set[int]:
-    """The blocks that some way from the entry leads to."""
-    reachable, work = {0}, [0]
+def reachable_from(blocks: list[Block], without: int | None = None) -> set[int]:
+    """The blocks that some way from the entry leads to, past one of them."""
+    reachable: set[int] = set()
+    work = [0]
     while work:
-        new = set(blocks[work.pop()].successors) - reachable
-        reachable |= new
-        work.extend(new)
+        node = work.pop()
+        if node != without and node not in reachable:
+            reachable.add(node)
+            work.extend(blocks[node].successors)
     return reachable
 
 
@@ -80,36 +82,21 @@ def natural_loops(blocks: list[Block]) -> list[set[int]]:
     By control flow, not by position: waits spin in blocks behind the end of the kernel, and branch back into the middle
     of its loop. (Aho, Lam, Sethi, Ullman, Compilers, section 9.6.6.)
     """
-    dominators = dominators_of(blocks)
-    predecessors: dict[int, list[int]] = {i: [] for i in dominators}
-    for i in dominators:
-        for j in blocks[i].successors:
-            predecessors[j].append(i)
-    bodies: dict[int, set[int]] = {}
-    for i in dominators:
-        for header in set(blocks[i].successors) & dominators[i]:  # a back edge
-            body, work = bodies.setdefault(header, {header}), [i]
-            while work:
-                if (node := work.pop()) not in body:
-                    body.add(node)
-                    work.extend(predecessors[node])
-    return list(bodies.values())
-
-
-def dominators_of(blocks: list[Block]) -> dict[int, set[int]]:
-    """For every reachable block, the blocks that lie on all ways to it."""
     reachable = reachable_from(blocks)
-    dominators = {i: set(reachable) for i in reachable}
-    dominators[0] = {0}
-    changed = True
-    while changed:
-        changed = False
-        for i in sorted(reachable - {0}):
-            before = [dominators[j] for j in reachable if i in blocks[j].successors]
-            now = {i} | set.intersection(*before)
-            changed |= now != dominators[i]
-            dominators[i] = now
-    return dominators
+    predecessors = {i: [j for j in reachable if i in blocks[j].successors] for i in reachable}
+    loops = []
+    for header in reachable:
+        dominated = reachable - reachable_from(blocks, without=header)  # by it, itself too
+        work = [i for i in predecessors[header] if i in dominated]  # the back edges
+        if not work:
+            continue
+        body = {header}
+        while work:
+            if (node := work.pop()) not in body:
+                body.add(node)
+                work.extend(predecessors[node])
+        loops.append(body)
+    return loops
 
 
 def matrix_loops(listing: str) -> Iterator[Loop]:

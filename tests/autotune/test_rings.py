@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,24 +173,15 @@ def test_two_processes_choose_as_one(tmp_path: Path) -> None:
 def test_a_ring_that_errs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, whose ring is told to err by more than PyTorch's error explains, or by less."""
     x = torch.randn(4, 1, 8, 2, 16, dtype=torch.float64)
-    exact = Exact((0,), (0,), tuple(x))
-    monkeypatch.setattr(ring_search, "judged", lambda *args: (exact, dict.fromkeys(exact.sizes(), 1e-6)))
-
-    class Erring:
-        def __init__(self, factor: float) -> None:
-            self.factor = factor
-
-        def shards(self, tensors: object, device: object) -> tuple[torch.Tensor, ...]:
-            return ()
-
-        def run(self, shards: object) -> tuple[torch.Tensor, ...]:
-            return tuple(x * self.factor)
-
-    monkeypatch.setattr(ring_search, "candidate_of", lambda problem, ring, device: Erring(ring))
+    exact, problem = Exact((0,), (0,), tuple(x)), AttentionConfig(16, 2)
+    monkeypatch.setattr(ring_search, "candidate_of", lambda problem, factor, device: SimpleNamespace(
+        shards=lambda tensors, device: (), run=lambda shards: tuple(x * factor)
+    ))  # fmt: skip
     monkeypatch.setattr(ring_search, "gathered", lambda one, mine, problem, heads: mine)
-    errors = ring_search.Errors(AttentionConfig(16, 2), torch.device("cpu"))
-    told = [errors.of(factor) for factor in (1.0, 1.01, torch.nan)]  # type: ignore[arg-type]
-    assert told[0] is None and str(told[1]).startswith("out errs by") and "errs by nan" in str(told[2])
+    for factor, told in ((1.0, None), (1.01, "out errs by"), (torch.nan, "out errs by nan")):
+        limits = dict.fromkeys(exact.sizes(), 1e-6)
+        found = ring_search.error_of(problem, factor, torch.device("cpu"), exact, limits)  # type: ignore[arg-type]
+        assert found is None if told is None else str(found).startswith(told)
 
 
 def test_what_a_search_says() -> None:
