@@ -421,9 +421,7 @@ def lacking(variant: Variant, options: Options) -> str | None:
             return f"{told}: it is of several query heads per key head, gqa"
         boxes = variant.arch >= COPY_ENGINE_ARCH and all(map(fills_boxes, (variant.head_dim, variant.head_dim_v)))
         if name == "dkdv_epilogue" and not boxes:
-            return (
-                f"{told}: it takes sm_{COPY_ENGINE_ARCH} or higher, head dims of powers of two, at least {LEAST_SIDE}"
-            )
+            return f"{told}: it takes sm_{COPY_ENGINE_ARCH} or higher, head dims of powers of two from {LEAST_SIDE} on"
     return None
 
 

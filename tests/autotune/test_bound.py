@@ -99,9 +99,7 @@ def test_a_loop_in_a_loop_is_the_main_loop() -> None:
     )
     assert len([body for body in natural_loops(basic_blocks(nested)) if len(body) > 1]) == 2
     assert len(list(matrix_loops(nested))) == 1
-
-
-def test_one_wait_per_product_is_serialised() -> None:
+    # one wait per product is serialised
     wait = "        /*0034*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
     (loop,) = matrix_loops(LISTING.replace("        /*0040*/", wait + "        /*0040*/"))
     assert loop.serialised and loop.waits == 2
