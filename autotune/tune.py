@@ -144,8 +144,7 @@ UNITS = {
 
 def journal_of(config: TuneConfig) -> Journal:
     """Of what was compiled: in Triton's cache, where the binaries lie, so that it is emptied with them."""
-    folder = Path(triton.knobs.cache.dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = private_folder(Path(triton.knobs.cache.dir).absolute())
     return Journal(folder / f"ringattn_sm_{config.gpu.arch}.jsonl", digest())
 
 
@@ -187,13 +186,11 @@ def measure_part(
     *,
     trials_of: Callable[[Point], Any] | None = None,
     budget: Budget | None = None,
-    **how: Any,
 ) -> list[PointResult]:
     """Search every point on the GPU; each is in the table as soon as it is known.
 
     Args:
         trials_of: makes what checks and runs tiles at a point, as :class:`DeviceTrials`.
-        how: for :func:`search`.
     """
     device = config.device or torch.device("cpu")
     make = trials_of or (lambda point: DeviceTrials(point, config.shape, device))
@@ -204,7 +201,7 @@ def measure_part(
         trials = make(one.point)
         best = search(
             one.ranked.tiles, one.default, partial(check, trials, one.point, config.gpu, journal), trials.run,
-            spent.share(len(found) - number).left, done=partial(step, "measuring", None), **how,
+            spent.share(len(found) - number).left, done=partial(step, "measuring", None),
         )  # fmt: skip
         answers.append(replace(one, measured=best))
         if best.best is not None:

@@ -27,7 +27,7 @@ from ringattn.bench.common.errors import Exact
 from ringattn.bench.common.launching import Member
 from ringattn.comm import Limits
 from ringattn.kernels import choice, default_config
-from ringattn.kernels.tables import RefusedTable, Table, parse, read
+from ringattn.kernels.tables import RefusedTable, Table, read
 
 from ..support.tile_tables import DATE, H200, entry, folders
 
@@ -128,13 +128,6 @@ def test_a_damaged_table_is_told_and_passed_over(folders: Folders) -> None:
     for add in (lambda: known(user, H200), lambda: save(user, H200, rings=[made()])):  # it is left as it is
         with pytest.raises(RefusedTable, match=reason):
             add()
-
-
-def test_a_section_of_another_kind_is_refused() -> None:
-    text = {"schema": "ringattn tiles", "version": 1, "gpu": "NVIDIA H200", "arch": 90, "triton": "3.7", "entries": []}
-    assert parse(json.dumps({**text, "rings": []})).rings == ()
-    with pytest.raises(ValueError, match=r"rings is \{\}: it must be a list"):
-        parse(json.dumps({**text, "rings": {}}))
 
 
 # the command
