@@ -58,9 +58,9 @@ class Case:
 
     def expected(self) -> dict[str, Tensor]:
         """What torch has for the results."""
-        leaves = [self.tensors[name].float().transpose(1, 2).requires_grad_() for name in ("q", "k", "v")]
-        out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-        grads = torch.autograd.grad(out, leaves, self.tensors["dout"].float().transpose(1, 2))
+        q, k, v = (self.tensors[name].float().transpose(1, 2).requires_grad_() for name in ("q", "k", "v"))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        grads = torch.autograd.grad(out, (q, k, v), self.tensors["dout"].float().transpose(1, 2))
         named = {"out": out.detach()} | dict(zip(("dq_out", "dk_out", "dv_out"), grads, strict=True))
         return {name: x.transpose(1, 2) for name, x in named.items()}
 
