@@ -179,17 +179,17 @@ def test_a_ring_that_errs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_search_says() -> None:
     readings = {
-        DEFAULT: [Reading(2e-3, ("power brake",), {"sm_mhz": 1200.0})] * 5,
+        DEFAULT: [Reading(4e-3, ("power brake",), {"sm_mhz": 1200.0})] * 5,
         CHUNKED: [Reading(1e-3, ("power cap",), {"sm_mhz": 1300.0})] * 5,
     }
     found = Measured(CHUNKED, readings, {RingSetting("copy_engine"): "no such link"}, False)
     kept = entry_of(POINT, found, "nccl")
-    assert (kept.setting, kept.seconds, kept.baseline) == (CHUNKED, 1e-3, 2e-3)
+    assert (kept.setting, kept.seconds, kept.baseline) == (CHUNKED, 1e-3, 4e-3)
     assert kept.clocks == {"sm_mhz": 1300.0, "throttled": "power cap"}
     told = result_of(POINT, found, kept, Path("x.json"))
     assert [(row["transport"], row["runs"], row["note"]) for row in told.rows] == [
         ("auto", 5, "what a ring takes by itself"), ("nccl", 5, ""), ("copy_engine", 0, "no such link")
     ]  # fmt: skip
-    assert "cut short" in told.notes[0] and "50.0% less than a ring takes by itself" in told.notes[-1]
+    assert "cut short" in told.notes[0] and "75.0% less than a ring takes by itself" in told.notes[-1]
     nothing = result_of(POINT, Measured(None, {}, {DEFAULT: "no such link"}, True), None, None)
     assert nothing.failed == ["1024 tokens: no setting runs here: see the notes of the rows"]
