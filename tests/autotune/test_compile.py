@@ -149,6 +149,7 @@ def test_launchable_covers_every_kernel_role_and_flag_once() -> None:
         ("90:bf16:128:middle:order=longest:persistent=True", {"forward", "dq", "dkdv"}, 12,
          "order=longest persistent=True"),
         ("90:bf16:128:pack_gqa=True", {"forward", "dq"}, 16, "pack_gqa=True"),
+        ("90:bf16:128:middle:forward:order=heads", {"forward"}, 4, ""),  # which is the default
         ("90:bf16:128:middle:dkdv_splits=2", {"dkdv"}, 2, "dkdv_splits=2"),
         ("90:bf16:128/64:dkdv_epilogue=descriptors", {"dkdv"}, 16, "dkdv_epilogue=descriptors"),
         ("90:bf16:128:hopper", {"forward"}, 16, "forward_kernel=hopper"),
