@@ -23,7 +23,7 @@ from ringattn.autotune import cli_tune, ring_search, tune
 from ringattn.autotune import compile as compile_
 from ringattn.autotune.candidates import CompileResult, job_of
 from ringattn.autotune.compile import Variant
-from ringattn.autotune.measure import DeviceTrials
+from ringattn.autotune.measure import DeviceTrials, checked_sides
 from ringattn.autotune.search import Budget
 from ringattn.autotune.space import Shape, gpu_of_arch, space
 from ringattn.autotune.tune import TuneConfig, built_in, compile_part, estimated_entry, journal_of, measure_part
@@ -194,6 +194,12 @@ def test_without_a_gpu_as_much_is_compiled_as_with_one(folders: Folders) -> None
     config = config_of(folders[0], device=None, kernels=("forward", "dkdv"), causal=True)
     without = compiled_for(config)
     assert any(dict(job.options).get("order") for job in without)
+    there = {job.launch.signature for job in without}
+    for point in config.points:  # also the shards that a result is checked by
+        default = built_in(point, 90)
+        assert default is not None
+        checks = [job_of(point, default, 90, 2, role, checked_sides(point)) for role in ("first", "middle", "last")]
+        assert {job.launch.signature for job in checks} <= there
     assert compiled_for(replace(config, device=CPU)) == []
     journal_of(config).path.unlink()
     assert compiled_for(replace(config, device=CPU)) == without
