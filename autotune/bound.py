@@ -10,7 +10,7 @@ one. So the bound is
 
 with ``beside`` and ``exposed`` the longest unit of the softmax over the instructions under products, and over the
 others. A warp-specialised block counts as many as it has partitions with a loop of their own; what its loading warp
-moves is told (``tma``), but takes no time here. Latencies, clocks that drop under load, cache misses and a loop's ends
+moves takes no time here. Latencies, clocks that drop under load, cache misses and a loop's ends
 are left out. The ceiling is arithmetic. That warps move in step is a model, which no measured time has confirmed.
 
 Sources of what one SM does per clock and of what fits into it, all by NVIDIA:
@@ -32,7 +32,6 @@ conversions, and does not say which unit packs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .gate import Compiled
@@ -89,19 +88,17 @@ CHIPS = {
 """By compute capability without the dot."""
 
 
-def blocks_per_sm(arch: int, registers: int, shared: int, tensor_memory: int, threads: int) -> int:
-    """How many blocks an SM holds: 0 where one is too much.
-
-    ``registers`` per thread, ``shared`` in bytes and ``tensor_memory`` in columns per block.
-    """
-    chip, warps = CHIPS[arch], -(-threads // 32)
-    if shared > chip.shared_block or tensor_memory > TENSOR_MEMORY:
+def blocks_of(compiled: Compiled) -> int:
+    """How many blocks of a compiled kernel an SM holds: 0 where one is too much."""
+    chip, warps = CHIPS[compiled.arch], -(-compiled.threads // 32)
+    if compiled.shared > chip.shared_block or compiled.tensor_memory > TENSOR_MEMORY:
         return 0
-    per_warp = -(-registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    per_warp = -(-compiled.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
     # an SM's registers lie in four parts, one per scheduler, and a warp's in one of them
     warps_held = REGISTERS // SCHEDULERS // max(per_warp, 1) * SCHEDULERS
-    limits = [chip.blocks, chip.warps // warps, warps_held // warps, chip.shared // (shared + RESERVED_SHARED)]
-    return min([*limits, TENSOR_MEMORY // tensor_memory] if tensor_memory else limits)
+    shared_by = chip.shared // (compiled.shared + RESERVED_SHARED)
+    limits = [chip.blocks, chip.warps // warps, warps_held // warps, shared_by]
+    return min([*limits, TENSOR_MEMORY // compiled.tensor_memory] if compiled.tensor_memory else limits)
 
 
 # the bound of a loop
@@ -120,7 +117,6 @@ class Bound:
     percent: float  # of the tensor cores' peak
     limiter: str
     ceiling: float  # percent, if everything overlapped
-    ceiling_limiter: str
     clocks: dict[str, float]  # by unit, per iteration of one block
     mix: Mix
     loop: Loop
@@ -140,11 +136,11 @@ def clocks(mix: Mix, arch: int) -> dict[str, float]:
     }
 
 
-def bound_of(mix: Mix, arch: int, blocks: int, loop: Loop | None = None) -> Bound:
+def bound_of(loop: Loop, warps: int, arch: int, blocks: int) -> Bound:
     """The bound of a loop of which ``blocks`` blocks run on an SM at a time (one that does not fit counts as one)."""
-    busy = clocks(mix, arch)
+    mix, exposed = mix_of(loop, warps)
+    busy, alone = clocks(mix, arch), clocks(exposed, arch)
     longest = max(busy, key=lambda unit: busy[unit])
-    alone = clocks(mix.exposed, arch) if mix.exposed else busy
     softmax = max(SOFTMAX, key=lambda unit: alone[unit])
     beside = max(busy[unit] - alone[unit] for unit in SOFTMAX)
     run = max(busy[TENSOR], busy[SHARED], beside)
@@ -154,45 +150,20 @@ def bound_of(mix: Mix, arch: int, blocks: int, loop: Loop | None = None) -> Boun
         percent=100 * busy[TENSOR] / max(busy[longest], in_step),
         limiter=limiter,
         ceiling=100 * busy[TENSOR] / busy[longest],
-        ceiling_limiter=longest,
         clocks=busy,
         mix=mix,
-        loop=loop or Loop(mix.matrix, 0, mix.waits, False),
+        loop=loop,
     )
 
 
-def blocks_of(compiled: Compiled) -> int:
-    """Blocks of a compiled kernel that an SM holds; 0 where one is too much for it."""
-    return blocks_per_sm(compiled.arch, compiled.registers, compiled.shared, compiled.tensor_memory, compiled.threads)
-
-
 def bounds_of(compiled: Compiled) -> list[Bound]:
-    """The bound of each loop that holds matrix instructions, in the order of the listing.
-
-    Raises:
-        ValueError: what was compiled does not say for which GPU or how many threads.
-    """
-    if compiled.arch not in CHIPS or not compiled.threads:
-        raise ValueError(
-            f"compiled for arch {compiled.arch} and {compiled.threads} threads: arch must be one of "
-            f"{', '.join(map(str, CHIPS))}, threads at least 1"
-        )
+    """The bound of each loop that holds matrix instructions, in the order of the listing."""
     # partitions that run a loop each move in step within themselves alone, as blocks do
     warps = (compiled.loop_threads or compiled.threads) // LANES
     blocks = blocks_of(compiled) * compiled.partitions
-    return [bound_of(mix_of(loop, warps), compiled.arch, blocks, loop) for loop in compiled.loops]
+    return [bound_of(loop, warps, compiled.arch, blocks) for loop in compiled.loops]
 
 
-def main_bound(bounds: Iterable[Bound]) -> Bound | None:
+def main_bound(compiled: Compiled) -> Bound | None:
     """The bound that counts: of the loop with the fewest instructions per product, which masks nothing."""
-    return min(bounds, key=lambda bound: bound.mix.issued / bound.mix.products, default=None)
-
-
-def loop_bound(compiled: Compiled) -> float:
-    """What an autotuner ranks by: percent of the tensor cores' peak; 0 if it has no products or does not fit.
-
-    Raises:
-        ValueError: see :func:`bounds_of`.
-    """
-    main = main_bound(bounds_of(compiled))
-    return main.percent if main is not None and blocks_of(compiled) else 0.0
+    return min(bounds_of(compiled), key=lambda bound: bound.mix.issued / bound.mix.products, default=None)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import triton
 
 from ..kernels import Tile
 from ..kernels.tables import Point, options_of
-from .bound import bounds_of, loop_bound, main_bound
+from .bound import main_bound
 from .compile import OF_LAUNCHES, Sizes, Variant
 from .gate import compile_variant
 from .pool import Failure, Pool
-from .space import schedules, space, tile_text
+from .space import schedules, tile_text
 from .store import Journal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +45,7 @@ def job_of(
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CompileResult:
     """What became of a job."""
 
     problems: tuple[str, ...]
@@ -55,32 +54,20 @@ class Verdict:
     """How fast its loop can be at best, in any unit that compares candidates of one point: larger is better."""
     bound_by: str = ""
     """In which unit that is, and what of the chip sets it."""
-    folder: str = ""
-    """Of Triton's cache, where the binary lies; empty where there is none to launch."""
-
-    @classmethod
-    def of(cls, kept: Mapping[str, Any]) -> Verdict:
-        """Of what a journal has."""
-        return cls(tuple(map(str, kept["problems"])), kept["bound"], str(kept["bound_by"]), str(kept["folder"]))
 
 
-def compile_job(job: Variant) -> Verdict:
+def compile_job(job: Variant) -> CompileResult:
     """Compile a job and read what came out; runs in a worker process, which Triton's interpreter is off in."""
-    compiled, found = compile_variant(job)
-    if found:
-        return Verdict(tuple(found))
-    best = main_bound(bounds_of(compiled))
+    compiled, problems = compile_variant(job)
+    if problems:
+        return CompileResult(tuple(problems))
+    best = main_bound(compiled)
     assert best is not None, "the gate asks for a loop with matrix products"
-    return Verdict((), round(loop_bound(compiled), 2), f"{UNIT}, limited by {best.limiter}", compiled.folder)
-
-
-def in_cache(verdict: Verdict) -> bool:
-    """Whether Triton's cache still has the binary: a launch would compile it again, while the GPU waits."""
-    return not verdict.folder or any((Path(triton.knobs.cache.dir) / verdict.folder).glob("*.cubin"))
+    return CompileResult((), round(best.percent, 2), f"{UNIT}, limited by {best.limiter}")
 
 
 def digest() -> str:
-    """Of all that decides a verdict: kernels, what compiles and reads them, Triton."""
+    """Of all that decides what becomes of a job: kernels, what compiles and reads them, Triton."""
     made = hashlib.sha256(triton.__version__.encode())
     for path in sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "autotune").glob("*.py")]):
         made.update(path.read_bytes())
@@ -96,41 +83,27 @@ class Compiler:
 
     Args:
         journal: of earlier runs.
-        workers: processes at a time.
+        pool: whose work is :func:`compile_job`.
         done: called with the number of new jobs of every batch, and with None for each that is compiled.
         left: seconds that may still be spent.
-        work: called in the workers: pickled, so a function of a module.
-        holds: whether what an earlier run compiled is still there: of what is to be launched, which else is compiled
-            again; to rank the others, what is known of them is enough.
     """
 
     def __init__(
         self,
         journal: Journal,
-        workers: int,
-        *,
+        pool: Pool,
         done: Callable[[int | None], None] = lambda batch: None,
         left: Callable[[], float] = lambda: math.inf,
-        work: Callable[[Variant], Verdict] = compile_job,
-        holds: Callable[[Verdict], bool] = in_cache,
     ) -> None:
-        self._journal, self._done, self._left, self._holds = journal, done, left, holds
-        self._pool: Pool[Variant, Verdict] = Pool(work, workers)
-        self._new: set[str] = set()
+        self._journal, self._pool, self._done, self._left = journal, pool, done, left
 
-    def __enter__(self) -> Compiler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.__exit__()
-
-    def __call__(self, jobs: Iterable[Variant], *, to_launch: bool = False) -> dict[Variant, Verdict]:
-        """The verdict of every job, of those ``to_launch`` with the binary that it is about.
+    def __call__(self, jobs: Iterable[Variant]) -> dict[Variant, CompileResult]:
+        """What becomes of every job.
 
         Raises:
             OutOfBudget: some are not compiled.
         """
-        found: dict[str, Verdict] = {}
+        found: dict[str, CompileResult] = {}
         new: dict[str, Variant] = {}
         keys: dict[Variant, str] = {}
         for job in jobs:
@@ -138,23 +111,19 @@ class Compiler:
                 key = keys[job] = _key(job)
             except ValueError as error:  # the entry refuses it
                 key = keys[job] = str(job)
-                found[key] = Verdict((str(error),))
+                found[key] = CompileResult((str(error),))
             if key in found or key in new:
                 continue
-            kept = self._journal.last(key)
-            known = None if kept is None else Verdict.of(kept)
-            if known is None or (to_launch and key not in self._new and not self._holds(known)):
-                new[key] = job
+            if (known := self._journal.get(key)) is not None:
+                found[key] = CompileResult(**known | {"problems": tuple(known["problems"])})
             else:
-                found[key] = known
+                new[key] = job
         self._done(len(new))
-        names = {id(job): key for key, job in new.items()}
 
-        def done(job: Variant, result: Verdict | Failure) -> None:
-            key = names[id(job)]
-            found[key] = Verdict((result.reason,)) if isinstance(result, Failure) else result
+        def done(job: Variant, result: CompileResult | Failure) -> None:
+            key = keys[job]
+            found[key] = CompileResult((result.reason,)) if isinstance(result, Failure) else result
             self._journal.put(key, asdict(found[key]))
-            self._new.add(key)
             self._done(None)
 
         self._pool.run([*new.values()], done, self._left)
@@ -168,41 +137,45 @@ def _key(job: Variant) -> str:
     return f"{job} | {hashlib.sha256(job.launch.signature.encode()).hexdigest()[:16]}"
 
 
-class Ranked(NamedTuple):
+@dataclass(frozen=True)
+class Ranked:
     """The candidates of a point that passed, the most promising first, and what the others failed at."""
 
-    tiles: tuple[Tile, ...]
-    dropped: dict[Tile, str]
-    verdicts: Mapping[Tile, Verdict] = {}
+    tiles: tuple[Tile, ...] = ()
+    dropped: Mapping[Tile, str] = field(default_factory=dict)
+    results: Mapping[Tile, CompileResult] = field(default_factory=dict)
     """Of all that passed in the role that candidates are ranked by."""
 
 
 def rank_candidates(
     point: Point,
     arch: int,
-    compiler: Callable[[Iterable[Variant]], Mapping[Variant, Verdict]],
+    compiler: Callable[[Iterable[Variant]], Mapping[Variant, CompileResult]],
+    tiles: Sequence[Tile],
     *,
     heads: int,
     count: int,
     schedules_of: int = 0,
-    tiles: Sequence[Tile] | None = None,
 ) -> Ranked:
-    """Compile the whole space of a point and keep the ``count`` best by their bounds that compile in every role.
+    """Compile candidates of a point and keep the ``count`` best by their bounds that compile in every role.
 
     Args:
         heads: of the queries.
         schedules_of: so many of the best without options are also kept in every other tile schedule.
-        tiles: what is compiled, in place of the whole space.
     """
+
+    def promise(tile: Tile, result: CompileResult) -> tuple[float, int, str]:
+        """By bound; of equals the deeper pipeline, whose loads have longer, then by name: two runs agree."""
+        return -(result.bound or 0.0), -tile.num_stages, tile_text(tile)
 
     def best_of(tried: Sequence[Tile], count: int) -> Ranked:
         jobs = {tile: job_of(point, tile, arch, heads) for tile in tried}
         found = compiler(jobs.values())
-        verdicts = {tile: found[job] for tile, job in jobs.items()}
-        dropped = {tile: verdict.problems[0] for tile, verdict in verdicts.items() if verdict.problems}
-        passed = {tile: verdict for tile, verdict in verdicts.items() if not verdict.problems}
+        results = {tile: found[job] for tile, job in jobs.items()}
+        dropped = {tile: result.problems[0] for tile, result in results.items() if result.problems}
+        passed = {tile: result for tile, result in results.items() if not result.problems}
         kept: list[Tile] = []
-        waiting = in_order(passed)
+        waiting = sorted(passed, key=lambda tile: promise(tile, passed[tile]))
         while batch := waiting[: count - len(kept)]:  # the compiler is asked about no more than it takes
             del waiting[: len(batch)]
             roles = {tile: [job_of(point, tile, arch, heads, role) for role in OTHER_ROLES] for tile in batch}
@@ -214,20 +187,8 @@ def rank_candidates(
                     kept.append(tile)
         return Ranked(tuple(kept), dropped, passed)
 
-    first = best_of(space(point, arch) if tiles is None else tiles, count)
+    first = best_of(tiles, count)
     bases = [tile for tile in first.tiles if not options_of(tile)][:schedules_of]
     others = [other for tile in bases for other in schedules(tile, point, arch)]
     more = best_of(others, len(others))
-    return Ranked(
-        first.tiles + more.tiles, {**first.dropped, **more.dropped}, {**first.verdicts, **more.verdicts}
-    )  # fmt: skip
-
-
-def in_order(verdicts: Mapping[Tile, Verdict]) -> list[Tile]:
-    """By bound; of equals the deeper pipeline, whose loads have longer, then by name: two runs agree."""
-
-    def rank(tile: Tile) -> tuple[float, int, str]:
-        bound = verdicts[tile].bound
-        return -(-math.inf if bound is None else bound), -tile.num_stages, tile_text(tile)
-
-    return sorted(verdicts, key=rank)
+    return Ranked(first.tiles + more.tiles, {**first.dropped, **more.dropped}, {**first.results, **more.results})

@@ -160,7 +160,7 @@ ROLES = {
     "middle": Role(carried=True, in_place=True, final=False),
     "last": Role(carried=True, in_place=False, final=True),
 }
-FEATURES = ("softcap", "alibi", "dropout", "used", "runs")
+FEATURES = ("softcap", "alibi", "dropout", "seqused_k", "block_sparse")
 """What a launch may have beside bounds."""
 
 ATTENTION = ("forward", "dq", "dkdv", *SINGLE_PASS)
@@ -174,7 +174,7 @@ HOPPER = {
 }
 """In a name and as a kernel: the two that ``KernelConfig`` selects so; which kernel each takes the place of."""
 
-RUNS_BLOCK = 256  # of a block mask: a multiple of every side of a tile
+BLOCK = 256  # of a block mask: a multiple of every side of a tile
 
 
 class Sizes(NamedTuple):
@@ -304,12 +304,12 @@ def call(variant: Variant, make: Make = empty, bounds: Bounds | None = None) -> 
 def bounds_of(variant: Variant, queries: int, keys: int, batch: int) -> Bounds:
     """Of the mask that a variant has."""
     lo, hi = (None if variant.full else empty(name, queries, dtype=torch.int32) for name in ("lo", "hi"))
-    used = empty("used", batch, dtype=torch.int32) if "used" in variant.features else None
-    runs = None
-    if "runs" in variant.features:
-        blocks = (-(-length // RUNS_BLOCK) for length in (queries, keys))
-        runs = BlockSparseIndex(torch.ones(*blocks, dtype=torch.bool), RUNS_BLOCK, META)
-    return FULL if (lo, used, runs) == (None,) * 3 else Bounds(lo, hi, used, runs)
+    seqused_k = empty("seqused_k", batch, dtype=torch.int32) if "seqused_k" in variant.features else None
+    sparse = None
+    if "block_sparse" in variant.features:
+        blocks = (-(-length // BLOCK) for length in (queries, keys))
+        sparse = BlockSparseIndex(torch.ones(*blocks, dtype=torch.bool), BLOCK, META)
+    return FULL if (lo, seqused_k, sparse) == (None,) * 3 else Bounds(lo, hi, seqused_k, sparse)
 
 
 def scores_of(features: Sequence[str], queries: int, keys: int, heads: int) -> Scores:
@@ -337,8 +337,7 @@ CHECKS = {**OPTIONS, "single_pass": {**OPTIONS["single_pass"], "backward": one_o
 """By kernel, the options that a compiler may be asked for. No table has the last one: it is no tuned kernel."""
 
 DEFAULTS = {one.name: one.default for one in fields(KernelConfig)}
-MASKS = {"full": True, "bounded": False}
-HEADS = {"gqa": True, "mha": False}
+MASKS, HEADS = ("full", "bounded"), ("gqa", "mha")
 TILE = "QxKxWARPSxSTAGES"
 
 
@@ -360,24 +359,23 @@ def select(spec: str) -> list[Variant]:
     features = tuple(word for word in plain if word in FEATURES)
     tiles = [word for word in plain if word[:1].isdecimal()]
     tile = tile_of(tiles[-1]) if tiles else None
-    own_tile = tile or _hopper_tile(options, dims[0])
+    own_tile = hopper_tile(dims[0]) if tile is None and ("backward", "hopper") in options else tile
     asked = {*plain} - {*features, *tiles}
-    found, reason = [], f"no kernel with these words has a default tile at its head dim: a tile is one, {TILE}"
+    found: list[Variant] = []
+    reasons: list[str] = []
     for one in launchable(arch, dtype, *dims, tile=own_tile):
         flags = {one.role, one.kernel, "full" if one.full else "bounded", "gqa" if one.grouped else "mha"}
         if not flags >= asked:
             continue
-        if one.kernel not in ATTENTION or (one.options and not options):
-            if not (options or features or tile):
-                found.append(one)
-            elif one.kernel in plain and one.kernel not in ATTENTION:
-                reason = f"kernel {one.kernel} takes no tile, feature or option"
-        elif not one.options and (why := lacking(one, options)) is None:
+        if one.kernel in MEMORY_BOUND or one.options:  # which is what it is
+            found += [] if options or features or tile else [one]
+        elif (why := lacking(one, options)) is None:
             found.append(replace(one, features=features, options=options))
-        elif not one.options and (" not of " not in str(why) or reason.startswith("no kernel")):
-            reason = str(why)
+        else:
+            reasons.append(why)
     if not found:
-        raise ValueError(f"spec is {spec!r}: {reason}")
+        reasons = reasons or [f"no kernel takes all of these words, or it has no default tile: a tile is one, {TILE}"]
+        raise ValueError(f"spec is {spec!r}: {min(reasons, key=lambda why: ' not of ' in why)}")
     return found
 
 
@@ -389,7 +387,10 @@ def _parsed(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
             f"spec is {spec!r}: it must be ARCH:DTYPE:D or ARCH:DTYPE:D/Dv, as 90:bf16:128, with head dims of 1 to "
             "256, and words that narrow it"
         )
-    words = [part for word in words for part in (_spelled_out(word) if word in HOPPER else (word,))]
+    for word, (kernel, options) in HOPPER.items():
+        if word in words:
+            words += [kernel, *(f"{name}={value}" for name, value in options)]
+    words = [word for word in words if word not in HOPPER]
     known = [*ROLES, *KERNELS, *HOPPER, *FEATURES, *MASKS, *HEADS]
     for what, got, takes in (
         ("arch", arch, [*map(str, SHARED_LIMIT)]),
@@ -399,12 +400,6 @@ def _parsed(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
         if got not in takes:
             raise ValueError(f"{what} is {got!r}: it must be one of {', '.join(takes)}")
     return int(arch), dtype, (int(parts[0]), int(parts[-1])), words
-
-
-def _spelled_out(word: str) -> tuple[str, ...]:
-    """``hopper`` as ``forward`` and ``forward_kernel=hopper``."""
-    kernel, options = HOPPER[word]
-    return kernel, *(f"{name}={value}" for name, value in options)
 
 
 def tile_of(word: str) -> Tile:
@@ -424,11 +419,9 @@ def lacking(variant: Variant, options: Options) -> str | None:
             return f"{told}: it is of {', '.join(having)}, not of {variant.kernel}"
         if name in OF_GROUPS and not variant.grouped:
             return f"{told}: it is of several query heads per key head, gqa"
-        if name == "dkdv_epilogue" and variant.arch < COPY_ENGINE_ARCH:
-            return f"{told}: sm_{variant.arch} has no copy engine; it takes sm_{COPY_ENGINE_ARCH} or higher"
-        if name == "dkdv_epilogue" and not all(map(fills_boxes, (variant.head_dim, variant.head_dim_v))):
-            dims = f"{variant.head_dim}/{variant.head_dim_v}"
-            return f"{told}: head dims are {dims}; it takes powers of two of at least {LEAST_SIDE}"
+        boxes = variant.arch >= COPY_ENGINE_ARCH and all(map(fills_boxes, (variant.head_dim, variant.head_dim_v)))
+        if name == "dkdv_epilogue" and not boxes:
+            return f"{told}: it takes sm_{COPY_ENGINE_ARCH} or higher, head dims of powers of two from {LEAST_SIDE} on"
     return None
 
 
@@ -484,9 +477,7 @@ def default_tile(kernel: str, arch: int, dtype: str, head_dim: int) -> Tile | No
     return tile
 
 
-def _hopper_tile(options: Options, head_dim: int) -> Tile | None:
-    """Of the Hopper backward, which has its own; any at a head dim that it does not take, as it then says so."""
-    if dict(options).get("backward") != "hopper":
-        return None
+def hopper_tile(head_dim: int) -> Tile:
+    """Of the Hopper backward; any at a head dim that it does not take, as it then says so."""
     known = hopper_backward_launch.HEAD_DIMS
     return hopper_backward_launch.default_tile(head_dim if head_dim in known else known[-1])

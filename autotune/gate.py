@@ -17,7 +17,7 @@ from ..kernels.config import SHARED_LIMIT
 from ..kernels.experimental import hopper_backward_launch
 from ..kernels.experimental.steps import CONSUMERS, ROWS
 from .compile import MEMORY_BOUND, Launch, Variant, compiled
-from .sass import Loop, matrix_loops, tma_loads
+from .sass import Loop, matrix_loops
 
 TENSOR_MEMORY_LIMIT = 512
 """Columns of tensor memory of an SM of sm_100; ptxas turns a kernel that asks for more into a trap without an error."""
@@ -43,8 +43,6 @@ class Compiled:
     threads: int = 0  # of a block
     partitions: int = 1  # of a block that each run a main loop of their own at the same time: warp specialisation
     loop_threads: int = 0  # of one of them; 0: all of the block
-    tma: int = 0  # loads by TMA, in an iteration of the warps that load for all others
-    folder: str = ""  # of Triton's cache, where it lies
 
 
 def problems(variant: Variant, compiled: Compiled) -> list[str]:
@@ -106,8 +104,6 @@ def read_compiled(launch: Launch, arch: int) -> Compiled:
         ".ftz" in kernel.asm["ptx"],
         arch,
         threads_of(kernel.asm["ptx"]),
-        tma=tma_loads(listing),
-        folder=Path(next(iter(kernel.metadata_group.values()))).parent.name,
         **specialised,
     )
 
@@ -154,7 +150,8 @@ def hopper_problems(variant: Variant, compiled: Compiled, ptx: str) -> list[str]
         # `problems` lets spills pass beyond head dim 128, as the portable kernels have them there; this one has none
         found += [f"{loop.local} local-memory instructions in a main loop" for loop in compiled.loops if loop.local]
         found += ["serialised wgmma in a main loop" for loop in compiled.loops if loop.serialised]
-        found += order_problems(listing_of(compiled), loops, variant.tile.block_k) + handing_problems(ptx)
+        listing = "\n".join(line for loop in compiled.loops for line in loop.lines)
+        found += order_problems(listing, loops, variant.tile.block_k) + handing_problems(ptx)
     else:  # S and dP over the head dim, dV and dK over the queries, dQ over the keys
         wanted = 2 * (variant.head_dim + variant.tile.block_q) // 16 + CONSUMERS * ROWS // 16
         told = hopper_backward_launch.shared_bytes(variant.head_dim, variant.tile)
@@ -168,48 +165,23 @@ def hopper_problems(variant: Variant, compiled: Compiled, ptx: str) -> list[str]
     ]
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """What one main loop does under the product with V."""
-
-    exponentials: int
-    hidden: int
-    """Of these, between the start of the product and the wait for it."""
-
-
-def listing_of(compiled: Compiled) -> str:
-    """The main loops, one after the other."""
-    return "\n".join(line for loop in compiled.loops for line in loop.lines)
-
-
-def overlaps(listing: str) -> list[Overlap]:
-    """Of every main loop, in the order of the listing.
+def order_problems(listing: str, loops: int, block_k: int) -> list[str]:
+    """Of the order of a listing of that many main loops: exponentials under a product.
 
     A step is: products start (HGMMA), ``DEPBAR gsb0, 1`` waits for the first of the two, ``DEPBAR gsb0, 0`` for the
     other; straight code but for spins on barriers, so that the order of lines is that of execution.
     """
+    steps = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", listing)[1:]
     found = []
-    for part in re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", listing)[1:]:
+    if len(steps) != loops:
+        found.append(f"{len(steps)} of {loops} main loops start a product before the wait for the scores")
+    for part in steps:
         under, _, after = part.partition("WARPGROUP.DEPBAR.LE gsb0, 0x0")
-        after = re.split(r"HGMMA", after)[0]
-        hidden, left = under.count("MUFU.EX2"), before_branch_back(after).count("MUFU.EX2")
-        found.append(Overlap(hidden + left, hidden))
+        rest = re.split(r"HGMMA|\bBRA\b", after)[0]  # to the next product, or to the end of the loop's body
+        hidden, late = under.count("MUFU.EX2"), rest.count("MUFU.EX2")
+        if hidden < ROWS * block_k // WARPGROUP:
+            found.append(f"{hidden} of {hidden + late} exponentials run under the product with V")
     return found
-
-
-def before_branch_back(text: str) -> str:
-    """What is left of a loop's body: up to the first branch."""
-    return re.split(r"\bBRA\b", text)[0]
-
-
-def order_problems(listing: str, loops: int, block_k: int) -> list[str]:
-    """Of the order of a listing of that many main loops: exponentials under a product."""
-    found, overlapped = [], overlaps(listing)
-    if len(overlapped) != loops:
-        found.append(f"{len(overlapped)} of {loops} main loops start a product before the wait for the scores")
-    least = ROWS * block_k // 128  # a warpgroup has 128 threads
-    late = [one for one in overlapped if one.hidden < least]
-    return found + [f"{one.hidden} of {one.exponentials} exponentials run under the product with V" for one in late]
 
 
 def handing_problems(ptx: str) -> list[str]:

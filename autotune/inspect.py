@@ -9,33 +9,20 @@ from typing import Any
 import triton
 
 from ..bench.common.result import Result, Row, read
-from .bound import TENSOR, Bound, blocks_of, bounds_of, main_bound
+from .bound import TENSOR, blocks_of, bounds_of, main_bound
 from .compile import Variant, select
 from .gate import Compiled, compile_variant
 
-IDENTITY = {
-    "kernel": "", "arch": "", "dtype": "", "head_dim": "", "head_dim_v": "", "role": "", "full": "", "grouped": "",
-    "features": "",
-}  # fmt: skip
+IDENTITY = ("kernel", "arch", "dtype", "head_dim", "head_dim_v", "role", "full", "grouped", "features")
 """What two rows must share to be compared: all of the variant but its tile and the options that are chosen with it."""
 
 FIGURES = {
     "bound": "%", "regs": "", "spills": "", "blocks": "", "limiter": "", "shared": "B", "ceiling": "%", "stack": "B",
-    "threads": "", "instructions": "", "matrix": "", "waits": "", "tma": "", "exponentials": "", "products": "clocks",
+    "threads": "", "instructions": "", "matrix": "", "exponentials": "", "products": "clocks",
 }  # fmt: skip
 """Blocks of an SM; instructions, spills and what follows of the main loop, products on the tensor cores."""
 
-UNITS = {
-    "bound": "%",
-    "variant": "",
-    **FIGURES,
-    "problems": "",
-    "loops": "",
-    "triton": "",
-    **IDENTITY,
-    "options": "",
-    "tile": "",
-}
+UNITS = {"bound": "%", "variant": ""} | FIGURES | dict.fromkeys(("problems", "loops", *IDENTITY, "options", "tile"), "")
 
 
 def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> dict[str, Any]:
@@ -43,46 +30,33 @@ def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> dic
 
     ``problems`` are those of its gate.
     """
-    bounds, blocks = bounds_of(compiled), blocks_of(compiled)
-    tile, main = variant.tile, main_bound(bounds)
-    row = {
+    main, blocks, tile = main_bound(compiled), blocks_of(compiled), variant.tile
+    row: dict[str, Any] = {
         "variant": str(variant),
-        **(dict.fromkeys(FIGURES) if main is None else _of_loop(main, compiled)),
+        **dict.fromkeys(FIGURES),
         "regs": compiled.registers,  # per thread
         "stack": compiled.stack,
         "shared": compiled.shared,
         "threads": compiled.threads,
         "blocks": blocks,
         "problems": "; ".join(problems),
-        "loops": " ".join(str(one.loop.matrix) for one in bounds),  # matrix instructions of each
-        "triton": triton.__version__,
-        "kernel": variant.kernel,
+        "loops": " ".join(str(one.loop.matrix) for one in bounds_of(compiled)),  # matrix instructions of each
+        **{name: getattr(variant, name) for name in IDENTITY},
         "arch": f"sm_{variant.arch}",
-        **{name: getattr(variant, name) for name in ("dtype", "head_dim", "head_dim_v", "role", "full", "grouped")},
         "features": " ".join(variant.features),
         "options": " ".join(f"{name}={value}" for name, value in variant.options),
         "tile": f"{tile.block_q}x{tile.block_k}x{tile.num_warps}x{tile.num_stages}",
     }
+    if main is not None:
+        row |= {
+            "bound": main.percent, "limiter": main.limiter, "ceiling": main.ceiling, "spills": main.loop.local,
+            "instructions": main.mix.issued, "matrix": main.loop.matrix, "exponentials": main.mix.exponentials,
+            "products": main.clocks[TENSOR],
+        }  # fmt: skip
     if not blocks:
         row |= {"bound": 0.0, "limiter": "does not fit", "ceiling": 0.0}
         row["problems"] = "; ".join([*problems, f"does not fit an SM of sm_{variant.arch}"])
     return row
-
-
-def _of_loop(bound: Bound, compiled: Compiled) -> dict[str, Any]:
-    mix = bound.mix
-    return {
-        "bound": bound.percent,
-        "limiter": bound.limiter,
-        "ceiling": bound.ceiling,
-        "instructions": bound.loop.instructions,
-        "spills": bound.loop.local,  # instructions on local memory
-        "matrix": mix.matrix,
-        "waits": mix.waits,
-        "tma": mix.tma + compiled.tma,  # those of its own iteration, and those that other warps issue for it
-        "exponentials": mix.exponentials,
-        "products": bound.clocks[TENSOR],
-    }
 
 
 def inspect_variant(variant: Variant) -> dict[str, Any]:
@@ -133,7 +107,7 @@ def read_rows(path: str) -> list[Row]:
         raise ValueError(f"{path} is of `{found.case[:80]}`: it must be what `ringattn inspect --json` writes")
     for place, row in enumerate(found.rows):
         for name in FIGURES:
-            kind = str if name.endswith("limiter") else int | float
+            kind = str if name == "limiter" else int | float
             if not isinstance(row.get(name), kind | None):
                 raise ValueError(f"{path}: rows[{place}].{name} is {str(row[name])[:80]!r}: it must be a {kind}")
     return found.rows
@@ -145,19 +119,18 @@ def pairs(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row]]:
     Raises:
         ValueError: there are none.
     """
-    keys: tuple[str, ...] = (*IDENTITY,)
-    if any(len({_key(row, keys) for row in rows}) < len(rows) for rows in (before, after)):
-        keys = (*keys, "tile", "options")
-    others = {_key(row, keys): row for row in after}
-    found = [(row, others[_key(row, keys)]) for row in before if _key(row, keys) in others]
-    if not found:
+
+    def by(keys: Sequence[str], rows: Sequence[Row]) -> dict[tuple[object, ...], Row]:
+        return {tuple(row.get(key) for key in keys): row for row in rows}
+
+    keys: tuple[str, ...] = IDENTITY
+    if any(len(by(keys, rows)) < len(rows) for rows in (before, after)):
+        keys += ("tile", "options")
+    one, other = by(keys, before), by(keys, after)
+    if not {*one} & {*other}:
         held = (", ".join(sorted({str(row.get("variant")) for row in rows})) for rows in (before, after))
         raise ValueError("the two have no variant in common: {} and {}".format(*held))
-    return found
-
-
-def _key(row: Row, keys: Sequence[str]) -> tuple[object, ...]:
-    return tuple(row.get(key) for key in keys)
+    return [(row, other[key]) for key, row in one.items() if key in other]
 
 
 def differences(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
@@ -166,9 +139,8 @@ def differences(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
     for a, b in pairs(before, after):
         for key in FIGURES:
             one, other = a.get(key), b.get(key)
-            numbers = isinstance(one, int | float) and isinstance(other, int | float)
+            change = other - one if isinstance(one, int | float) and isinstance(other, int | float) else None
             if one is not None or other is not None:
-                change = other - one if numbers else None  # type: ignore[operator]
                 rows.append({"figure": key, "A": one, "B": other, "change": change, "of A": a["variant"],
                              "of B": b["variant"]})  # fmt: skip
     return rows

@@ -16,18 +16,13 @@ from ..bench.kernels.accuracy import Inputs, Results, by_pytorch, draw, exactly,
 from ..bench.kernels.beside import Copy, bytes_for
 from ..comm.topology import nvml
 from ..comm.transports.lanes import HIGH_PRIORITY, new_stream
-from ..kernels import (
-    FULL,
-    Bounds,
-    Tile,
-    attention_delta,
-)
+from ..kernels import FULL, Bounds, Tile, attention_delta
 from ..kernels.tables import DTYPES, SINGLE_PASS, Point
 from ..ring import Mask, bounds
 from .candidates import job_of
 from .compile import call
-from .model import Shape
 from .search import Reading
+from .space import Shape
 
 CHECKED_ROLES = ("first", "middle", "last")  # of a hop per shard
 # What is checked is launched as what is timed, of one sequence with the same heads, so that its binaries are those that
@@ -35,14 +30,7 @@ CHECKED_ROLES = ("first", "middle", "last")  # of a hop per shard
 # and, where dK/dV is split, `reduce`: a second each, once for all candidates of a point that share their sides.
 CHECKED = 1008  # tokens: of shards that 16 divides, as launches are compiled for, and no side of 32 or more
 CHECKED_WHOLE = 1024  # of single passes without a mask, which have another binary where a side does not divide the keys
-MOST_SCORES = 128 << 20  # bytes of float64 scores at a time; the reference and its gradients keep about eight such
 COPY_LASTS = 2.0  # times the kernel alone: it is beside the kernel to its end
-SLOWING = {
-    "power cap", "hardware slowdown", "sync boost", "software thermal slowdown", "hardware thermal slowdown",
-    "power brake",
-}  # fmt: skip
-"""Throttle reasons that make a run slower than the next one; an idle GPU and clocks that the user set do not."""
-
 OF_DEVICE = 0
 """In the place of a compute capability: what is launched here is compiled for this device."""
 
@@ -53,34 +41,6 @@ CONTINUED = {"out": "state", "lse": "lse", "dq": "dq_in", "dk": "dk_in", "dv": "
 """As what the next hop takes a result."""
 
 
-def reading_of(seconds: float, clocks: Mapping[str, Any], beside: float | None = None) -> Reading:
-    """A run with what NVML said after it."""
-    throttled = tuple(reason for reason in clocks.get("throttled", ()) if reason in SLOWING)
-    return Reading(
-        seconds, throttled, {name: float(clocks[name]) for name in clocks if name != "throttled"}, beside
-    )  # fmt: skip
-
-
-def in_parts(of: Callable[[Inputs, bool], Results], given: Inputs, causal: bool) -> Results:
-    """``of`` of so many key heads at a time that their float64 scores take no more than they may, or of one."""
-    batch, tokens, heads, _ = given.q.shape
-    kv_heads = given.k.shape[2]
-    group = heads // kv_heads
-    step = max(1, MOST_SCORES // (8 * batch * group * tokens * tokens))
-    parts = [
-        of(heads_of(given, slice(first, first + step), slice(first * group, (first + step) * group)), causal)
-        for first in range(0, kv_heads, step)
-    ]
-    dims = {"out": 2, "lse": 1, "dq": 2, "dk": 2, "dv": 2}
-    return Results(**{name: torch.cat([getattr(part, name) for part in parts], dim) for name, dim in dims.items()})
-
-
-def heads_of(given: Inputs, keys: slice, queries: slice) -> Inputs:
-    """Of the inputs the heads of keys and those of the queries that see them."""
-    q, k, v, dout, dlse = given
-    return Inputs(q[:, :, queries], k[:, :, keys], v[:, :, keys], dout[:, :, queries], dlse[:, queries])
-
-
 def checked_sides(point: Point) -> tuple[int, int]:
     """Of a check: tokens of the side that programs are cut from, and of the one that they walk."""
     whole = point.kernel in SINGLE_PASS and point.mask == "full"
@@ -88,7 +48,7 @@ def checked_sides(point: Point) -> tuple[int, int]:
 
 
 class DeviceTrials:
-    """Checks and times tiles at one point on one device: :class:`~ringattn.autotune.search.Trials`.
+    """Checks and times tiles at one point on one device.
 
     Args:
         point: what for.
@@ -120,19 +80,16 @@ class DeviceTrials:
         return None
 
     def run(self, tile: Tile) -> Reading:
-        seconds, beside = self._seconds(tile), None
-        if self._device.type == "cuda":
-            if self._copy is None:  # of one size for all tiles, longer than the kernel by the first that is timed
-                nbytes = bytes_for(self._device, COPY_LASTS * seconds)
-                self._copy = Copy(self._device, nbytes)
-            beside = self._timed(self._copy.beside(lambda: self._launch(tile), self._stream))
-        return reading_of(seconds, self._reader(), beside)
-
-    def _seconds(self, tile: Tile) -> float:
+        """One run on fresh inputs with nothing beside it, and on a GPU another one beside a transfer."""
         if tile not in self._warm:  # compiles, or takes what the compile-only part left in Triton's cache
             self._launch(tile)
             self._warm.add(tile)
-        return self._timed(lambda: self._launch(tile))
+        seconds, beside = self._timed(lambda: self._launch(tile)), None
+        if self._device.type == "cuda":
+            if self._copy is None:  # of one size for all tiles, longer than the kernel by the first that is timed
+                self._copy = Copy(self._device, bytes_for(self._device, COPY_LASTS * seconds))
+            beside = self._timed(self._copy.beside(lambda: self._launch(tile), self._stream))
+        return Reading.of(seconds, self._reader(), beside)
 
     def _timed(self, step: Callable[[], None]) -> float:
         self._renew()
@@ -191,7 +148,7 @@ class DeviceTrials:
     @cached_property
     def _right(self) -> tuple[Results, Results]:
         causal = self.point.mask == "bounded"
-        return in_parts(exactly, self._given, causal), in_parts(by_pytorch, self._given, causal)
+        return exactly(self._given, causal), by_pytorch(self._given, causal)
 
     def _shards(self) -> list[slice]:
         count = len(CHECKED_ROLES)

@@ -6,16 +6,12 @@ import math
 import multiprocessing
 import os
 import signal
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from typing import Any, Generic, TypeVar
-
-J = TypeVar("J")
-T = TypeVar("T")
+from multiprocessing.connection import Connection
+from typing import Any
 
 SECONDS = 120.0
 """For one job: a backward kernel compiles in 3 to 10, and some candidates never."""
@@ -30,101 +26,78 @@ class Failure:
     reason: str
 
 
-class Pool(Generic[J, T]):
+class Pool:
     """Calls ``work(job)`` in worker processes, ``workers`` at a time, which last until it is closed.
 
-    ``work`` and jobs are pickled. Interrupted, it ends its processes and passes the interruption on.
+    A thread per process hands it jobs and ends it where it hangs. ``work`` and jobs are pickled.
 
     Args:
         seconds: for one job.
     """
 
-    def __init__(self, work: Callable[[J], T], workers: int, seconds: float = SECONDS) -> None:
-        self._work, self._workers, self._seconds = work, workers, seconds
-        self._crew: list[_Worker[J, T]] = []
+    def __init__(self, work: Callable[[Any], Any], workers: int, seconds: float = SECONDS) -> None:
+        self._work, self._seconds = work, seconds
+        self._threads, self._own = ThreadPoolExecutor(workers), threading.local()
+        self._lock, self._closed = threading.Lock(), False
+        self._started: list[multiprocessing.process.BaseProcess] = []
 
-    def __enter__(self) -> Pool[J, T]:
+    def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._crew:
-            worker.end()
-        self._crew.clear()
+        with self._lock:
+            self._closed = True
+            for process in self._started:
+                process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._started:
+            process.join()
 
     def run(
-        self, jobs: Sequence[J], done: Callable[[J, T | Failure], None], left: Callable[[], float] = lambda: math.inf
+        self, jobs: Sequence[Any], done: Callable[[Any, Any], None], left: Callable[[], float] = lambda: math.inf
     ) -> None:
-        """Call ``done`` with each job's result as it comes; once no seconds are ``left`` no job is begun."""
-        pending = deque(jobs)
-        while pending or any(worker.busy for worker in self._crew):
-            while pending and left() > 0 and (worker := self._idle()) is not None:
-                worker.start(pending.popleft(), self._seconds)
-            if not any(worker.busy for worker in self._crew):
-                return
-            for worker in self._ready():
-                job, result = worker.take()
-                if not worker.alive:
-                    self._crew.remove(worker)
-                done(job, result)
+        """Call ``done`` with each job and its result or :class:`Failure`, as they come; without seconds ``left`` no
+        job is begun."""
+        waiting = {self._threads.submit(self._result, job, left): job for job in jobs}
+        for future in as_completed(waiting):
+            if (result := future.result()) is not None:
+                done(waiting[future], result)
 
-    def _idle(self) -> _Worker[J, T] | None:
-        for worker in self._crew:
-            if not worker.busy:
-                return worker
-        if len(self._crew) < self._workers:
-            self._crew.append(_Worker(self._work))
-            return self._crew[-1]
-        return None
+    def _result(self, job: Any, left: Callable[[], float]) -> Any:
+        """What the worker of this thread makes of a job; None where it is not begun."""
+        if left() <= 0 or self._closed:
+            return None
+        process, connection = getattr(self._own, "worker", None) or self._start()
+        try:
+            connection.send(job)
+            if connection.poll(self._seconds):
+                return connection.recv()
+            process.kill()
+            failed = Failure("it did not end in time, and was ended")
+        except (EOFError, ConnectionError):
+            process.join()
+            failed = Failure(f"its process died with exit code {process.exitcode}")
+        self._own.worker = None
+        return failed
 
-    def _ready(self) -> list[_Worker[J, T]]:
-        """Busy workers that have answered, died or run out of time; waits for the first."""
-        busy = [worker for worker in self._crew if worker.busy]
-        left = max(0.0, min(worker.ends for worker in busy) - time.monotonic())
-        answered = {*wait([worker.connection for worker in busy], left)}
-        now = time.monotonic()
-        return [worker for worker in busy if worker.connection in answered or now >= worker.ends]
-
-
-class _Worker(Generic[J, T]):
-    def __init__(self, work: Callable[[J], T]) -> None:
+    def _start(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
         # not forked: the parent has threads, and an interpreter of Triton that a compiler must not have
         context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, work), daemon=True)
-        with _compiling():
-            self._process.start()
+        ours, theirs = context.Pipe()
+        with self._lock:
+            interpret = os.environ.pop(INTERPRET, None)  # Triton reads it when kernels are defined
+            try:
+                process = context.Process(target=_serve, args=(theirs, self._work), daemon=True)
+                process.start()
+            finally:
+                if interpret is not None:
+                    os.environ[INTERPRET] = interpret
+            self._started.append(process)
+            if self._closed:
+                process.kill()
         theirs.close()
-        self._job: J | None = None
-        self.busy = False
-        self.ends = 0.0
-        self.alive = True
-
-    def start(self, job: J, seconds: float) -> None:
-        self._job, self.busy, self.ends = job, True, time.monotonic() + seconds
-        with suppress(ConnectionError):  # it died between two jobs: `take` says so
-            self.connection.send(job)
-
-    def take(self) -> tuple[J, T | Failure]:
-        """What became of the job that it had."""
-        job, self._job, self.busy = self._job, None, False
-        assert job is not None
-        try:
-            if self.connection.poll():
-                result: T | Failure = self.connection.recv()
-                return job, result
-            self.end()
-            return job, Failure("it did not end in time, and was ended")
-        except (EOFError, ConnectionError):
-            self._process.join()
-            self.end()
-            return job, Failure(f"its process died with exit code {self._process.exitcode}")
-
-    def end(self) -> None:
-        """End the process, whatever it does."""
-        self.alive = False
-        self._process.kill()
-        self._process.join()
-        self.connection.close()
+        self._own.worker = process, ours
+        return process, ours
 
 
 def _serve(connection: Connection, work: Callable[[Any], Any]) -> None:
@@ -139,14 +112,3 @@ def _serve(connection: Connection, work: Callable[[Any], Any]) -> None:
         except Exception as error:
             result = Failure(f"{type(error).__name__}: {error}".splitlines()[0][:300])
         connection.send(result)
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """The environment of a process that compiles: Triton reads this one when kernels are defined."""
-    before = os.environ.pop(INTERPRET, None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[INTERPRET] = before

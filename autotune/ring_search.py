@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,118 +17,67 @@ import triton
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ..bench.common.attention import AttentionConfig
+from ..bench.common.errors import Exact
 from ..bench.common.launching import Member, cores, member, spawn, world_of
 from ..bench.common.memory import Needs, needs_of_ranks, refuse_too_large
 from ..bench.common.memory_table import tuned_bytes
 from ..bench.common.output import prints
 from ..bench.common.provenance import provenance
-from ..bench.common.result import Result, Row
+from ..bench.common.result import Result
 from ..bench.common.timing import Clock, Ranks
 from ..bench.ring.candidates import Candidate, Setting, ours
 from ..bench.ring.runs import gathered, judged
 from ..comm import resolve_group
-from ..comm.control import Control, control_of
+from ..comm.control import control_of
 from ..comm.topology import nvml
-from ..kernels.tables import Gpu, gpu_of
+from ..kernels.tables import gpu_of
 from ..ring import Ring
-from .measure import reading_of
-from .model import SHORT, Shape
-from .rings import CPU, DEFAULT, WIRES, RingEntry, RingPoint, RingSetting, settings
-from .search import LEAST_TURNS, Reading, clocks_of, halving, median, planned, spread, unthrottled
+from .rings import CPU, DEFAULT, RingEntry, RingPoint, RingSetting, settings
+from .search import Budget, Measured, Reading, clocks_of, planned, samples, search
+from .space import SHORT, Shape
 from .store import known, private_folder, save
 from .tune import driver, progress, short_command
 
-T = TypeVar("T")
-
 CHECKED = 192  # tokens per rank of the check: several tiles, and float64 scores that are quick
-WIRE_ERRORS = {None: 0.0, "bf16": 2**-7, "fp8": 2**-3}
-"""What a wire may add, over the largest magnitude: a rounding of K/V by that dtype's spacing."""
-
 LONG = {short: name for name, short in SHORT.items()}
+UNITS = {
+    "tokens": "", "transport": "", "chunks": "", "channels": "", "time": "ms", "spread": "%", "runs": "", "note": "",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class RingConfig:
-    """What the command was asked for; the same on every rank."""
-
-    point: RingPoint
-    device: str  # cpu or cuda
-    wires: tuple[str, ...]
-    budget: float  # seconds of timed runs
-    folder: Path
-    threads: int = 1  # per process
-    seed: int = 0
-
-    def attention(self, tokens: int) -> AttentionConfig:
-        point = self.point
-        return AttentionConfig(
-            tokens * point.world, point.world, 1, point.heads, point.kv_heads, point.head_dim, LONG[point.dtype],
-            point.mask == "bounded", "zigzag", self.threads, self.seed, self.device,
-        )  # fmt: skip
-
-    @property
-    def settings(self) -> list[RingSetting]:
-        """All that are tried, the default first."""
-        return settings(self.point, self.device, self.wires)
-
-
-@dataclass
-class RingReport:
-    """What every rank knows after a search."""
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    entry: RingEntry | None = None
-    gpu: Gpu = CPU
-    path: Path | None = None
-    complete: bool = True  # not ended by its budget
-
-
-# the command
-
-
-def configs_of(
-    shape: Shape, lengths: Sequence[int], causal: bool, device: str, world: int | None, wire: str, budget: float,
-    folder: Path,
-) -> list[RingConfig]:  # fmt: skip
-    """One per length.
+def problems_of(
+    shape: Shape, lengths: Sequence[int], causal: bool, device: str, world: int | None
+) -> list[AttentionConfig]:
+    """One per number of tokens on a rank.
 
     Raises:
         typer.BadParameter: not as many ranks as the launcher started.
-        ValueError: an attention or a wire that a ring here is not tuned for, or one rank alone.
+        ValueError: an attention that a ring here is not tuned for, or one rank alone.
     """
-    wires = tuple(wire.split(",")) if wire else ()
-    if unknown := {*wires} - {*WIRES}:
-        raise ValueError(f"--wire is {', '.join(sorted(unknown))}: it takes some of {', '.join(WIRES)}")
     if shape.value_dim != shape.head_dim:
         raise ValueError(f"--value-dim is {shape.value_dim}: rings are tuned with values of --head-dim")
     place = member()
     if place is not None and place.world < 2:
         raise ValueError("the launcher started 1 rank: a ring to tune takes at least 2")
     ranks = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
-    share = max(1, cores() // (place.local_world if place is not None else ranks))
-    mask = "bounded" if causal else "full"
-    points = [
-        RingPoint(ranks, shape.heads, shape.kv_heads, shape.head_dim, shape.dtype, mask, tokens) for tokens in lengths
-    ]
-    return [RingConfig(point, device, wires, budget / len(points), folder, share) for point in points]
+    threads = max(1, cores() // (place.local_world if place is not None else ranks))
+    whole = AttentionConfig(
+        ranks, ranks, 1, shape.heads, shape.kv_heads, shape.head_dim, LONG[shape.dtype], causal, "zigzag", threads, 0,
+        device,
+    )  # fmt: skip
+    return [replace(whole, seqlen=tokens * ranks) for tokens in lengths]
 
 
-def candidates(configs: Sequence[RingConfig]) -> Result:
-    """``--list``: a row per length and setting."""
-    rows: list[Row] = [{"tokens": config.point.length, **asdict(one)} for config in configs for one in config.settings]
-    first = configs[0]
-    words = f"{len(rows)} candidates for rings of {first.point.world} ranks on {first.device}"
-    return Result("tune --ring", dict.fromkeys(rows[0], ""), rows, notes=[words])
+def point_of(problem: AttentionConfig) -> RingPoint:
+    """What a table has settings for."""
+    return RingPoint(
+        problem.world, problem.heads, problem.kv_heads, problem.head_dim, SHORT[problem.dtype],
+        "bounded" if problem.causal else "full", problem.seqlen // problem.world,
+    )  # fmt: skip
 
 
-UNITS = {
-    "tokens": "", "transport": "", "chunks": "", "channels": "", "wire_dtype": "", "time": "ms", "spread": "%",
-    "runs": "", "note": "",
-}  # fmt: skip
-
-
-def tune_rings(configs: Sequence[RingConfig]) -> Result:
-    """A search per length; failed are those where no setting runs.
+def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path) -> Result:
+    """A search per length, with even parts of ``budget`` seconds; failed are those where no setting runs.
 
     Raises:
         RefusedTable: the folder has a table of this GPU that cannot be read.
@@ -138,147 +86,97 @@ def tune_rings(configs: Sequence[RingConfig]) -> Result:
         typer.Exit: a rank failed.
         KeyboardInterrupt: by the user, or who else ends processes.
     """
-    first, place = configs[0], member()
-    device = torch.device(first.device, 0) if place is None else place.shared_device(first.device)
+    kind, place = problems[0].device, member()
+    device = torch.device(kind, 0) if place is None else place.shared_device(kind)
     if prints():
-        known(private_folder(first.folder), gpu_of(device) or CPU)  # what could not be added to is refused early
-    for config in configs:
-        check_room(config)
+        known(private_folder(folder), gpu_of(device) or CPU)  # what could not be added to is refused early
+    for problem in problems:
+        check_room(problem)
+    found = Result("tune --ring", UNITS, provenance=provenance(torch.device(kind)))
     try:
-        reports = [spawn(config.point.world, search_ring, config, device=config.device) for config in configs]
+        for problem in problems:
+            one = spawn(problem.world, search_ring, problem, budget / len(problems), folder, device=kind)
+            found.rows += one.rows
+            found.failed += one.failed
+            found.notes += one.notes
     except SignalException:  # what torch's launcher makes of Ctrl-C
         raise KeyboardInterrupt from None
-    pairs = [*zip(configs, reports, strict=True)]
-    return Result(
-        "tune --ring",
-        UNITS,
-        [{"tokens": config.point.length, **row} for config, one in pairs for row in one.rows],
-        [f"{config.point.length} tokens: no setting runs here: see the notes of the rows" for config, one in pairs
-         if one.entry is None],
-        [f"{config.point.length} tokens: {line}" for config, one in pairs for line in notes_of(one)],
-        provenance(torch.device(first.device)),
-    )  # fmt: skip
+    return found
 
 
-def check_room(config: RingConfig) -> None:
+def check_room(problem: AttentionConfig) -> None:
     """Refuse what does not fit this machine's free memory, with the tokens that do: typer.BadParameter."""
-    place, device = member(), torch.device(config.device)
-    ranks_here = config.point.world if place is None else place.local_world
+    place, device, point = member(), torch.device(problem.device), point_of(problem)
+    count = len(settings(point, problem.device))
 
     def needed(tokens: int) -> Needs:
-        return needs_of_ranks(tuned_bytes(config.attention(tokens), len(config.settings)), device, ranks_here)
+        whole = replace(problem, seqlen=tokens * problem.world)
+        return needs_of_ranks(tuned_bytes(whole, count), device, place.local_world if place else problem.world)
 
-    unit = f"tokens on each of {config.point.world} ranks"
-    refuse_too_large("--seqlen", config.point.length, needed, device, unit=unit)
-
-
-def notes_of(report: RingReport) -> list[str]:
-    """The choice in words."""
-    if report.entry is None:
-        return []
-    one = report.entry
-    gain = 1 - one.seconds / one.baseline
-    against = f"{gain:.1%} less than a ring takes by itself" if gain > 0 else "as a ring does by itself"
-    cut = [] if report.complete else ["cut short by --budget"]
-    written = f"written: {report.path}; autotune.shared_ring_settings looks it up"
-    return [*cut, written, f"best: {one.setting}, {one.seconds * 1e3:.4g} ms ± {one.spread:.1%} a step, {against}"]
+    refuse_too_large("--seqlen", point.length, needed, device, unit=f"tokens on each of {problem.world} ranks")
 
 
 # one rank of a search
 
 
-def search_ring(place: Member, device: torch.device, config: RingConfig) -> RingReport:
-    """One rank of the search."""
-    torch.set_num_threads(config.threads)
-    report = RingReport(gpu=gpu_of(device) or CPU)
-    with ExitStack() as stack:
-        rings, why = opened(config, stack)
-        problem, small = config.attention(config.point.length), config.attention(CHECKED)
-        why |= wrong(small, rings, device)
-        shards = inputs(problem, device)
-        right = {one: ring_candidate(problem, ring, device) for one, ring in rings.items() if one not in why}
-        taken, report.complete = timed(config, right, shards, device, stack)
-        report.rows = [row_of(one, taken.get(one, []), why.get(one)) for one in (*taken, *why)]
-        if any(taken.values()):
-            chosen = RingSetting(**of_rank_0(asdict(best_of(taken))))
-            report.entry = entry_of(config.point, resolved(chosen, rings[chosen]), taken[chosen], taken.get(DEFAULT))
-            if place.rank == 0:
-                report.path = save(config.folder, report.gpu, rings=[report.entry])
-        return report
-
-
-def timed(
-    config: RingConfig,
-    candidates: Mapping[RingSetting, Candidate],
-    shards: tuple[torch.Tensor, ...],
-    device: torch.device,
-    stack: ExitStack,
-) -> tuple[dict[RingSetting, list[Reading]], bool]:
-    """The search itself, with a bar on rank 0: the same on all ranks, whose clocks differ."""
-    clock, reader = Clock(device, Ranks()), nvml.Reader(device)
-    step = stack.enter_context(progress()) if dist.get_rank() == 0 else lambda part, more: None
-    part = f"measuring {config.point.length} tokens"
-    step(part, planned(len({*candidates} - {DEFAULT})))
-    for candidate in candidates.values():
-        candidate.run(shards)  # compiles
-    # of the timed runs alone; at least one of each
-    ends, runs = time.monotonic() + config.budget, 0
+def search_ring(place: Member, device: torch.device, problem: AttentionConfig, budget: float, folder: Path) -> Result:
+    """One rank of the search, which is the same on all; rank 0 writes what it finds."""
+    torch.set_num_threads(problem.threads)
+    point, gpu = point_of(problem), gpu_of(device) or CPU
+    control = control_of(resolve_group()).scope("tune")
+    clock, reader, seconds = Clock(device, Ranks()), nvml.Reader(device), Budget(budget)
+    rings: dict[RingSetting, Ring] = {}
+    steps: dict[RingSetting, Candidate] = {}
 
     def left() -> float:
-        return 1.0 if runs < len(candidates) else of_rank_0(ends - time.monotonic())
+        """By the clock of rank 0."""
+        found: Any = control.merged(seconds.left(), lambda values: values[0], what="the seconds left")
+        return float(found)
 
     def run(one: RingSetting) -> Reading:
-        nonlocal runs
-        runs += 1
-        found = unthrottled(partial(reading, one), left)
-        step(part, None)
-        return found
-
-    def reading(one: RingSetting) -> Reading:
-        mine = reading_of(clock(partial(candidates[one].run, shards)), reader())
-        reasons: list[Any] = ranks().gather(mine.throttled, what="why clocks are low")
+        mine = Reading.of(clock(partial(steps[one].run, shards)), reader())
+        reasons: list[Any] = control.gather(mine.throttled, what="why clocks are low")
         return replace(mine, throttled=tuple(dict.fromkeys(chain(*reasons))))
 
-    return halving(candidates, DEFAULT, run, left)
+    with ExitStack() as stack:
+        small, shards = replace(problem, seqlen=CHECKED * problem.world), inputs(problem, device)
+        # twice the error of PyTorch's attention in the same dtype, plus rounding: the rule of the tests
+        exact, limits = judged(small, small.tensors(), range(small.kv_heads), torch.device("cpu"))
+        tried = settings(point, problem.device)
+
+        def check(one: RingSetting) -> str | None:
+            try:
+                rings[one] = stack.enter_context(Ring(**one.arguments))
+                if (wrong := error_of(small, rings[one], device, exact, limits)) is not None:
+                    return wrong
+                steps[one] = candidate_of(problem, rings[one], device)
+                steps[one].run(shards)  # compiles
+            except (ValueError, RuntimeError, ImportError) as error:  # on every rank alike: what cannot run here
+                return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            return None
+
+        step = stack.enter_context(progress()) if place.rank == 0 else lambda part, more: None
+        part = f"measuring {point.length} tokens"
+        step(part, planned(len(tried) - 1))
+        found = search(tried, DEFAULT, check, run, left, done=lambda: step(part, None))
+        entry = None if found.best is None else entry_of(point, found, rings[found.best].transport)
+        path = save(folder, gpu, rings=[entry]) if entry is not None and place.rank == 0 else None
+    return result_of(point, found, entry, path)
 
 
-def opened(config: RingConfig, stack: ExitStack) -> tuple[dict[RingSetting, Ring], dict[RingSetting, str]]:
-    """A ring for every setting, and why the others cannot be."""
-    rings: dict[RingSetting, Ring] = {}
-    why: dict[RingSetting, str] = {}
-    for one in config.settings:
-        try:
-            rings[one] = stack.enter_context(Ring(**one.arguments))
-        except ValueError as error:
-            why[one] = str(error)
-    return rings, why
+def error_of(
+    problem: AttentionConfig, ring: Ring, device: torch.device, exact: Exact, limits: Mapping[str, float]
+) -> str | None:
+    """The result that errs by more than is allowed; the same on every rank."""
+    candidate, heads = candidate_of(problem, ring, device), range(problem.kv_heads)
+    results = gathered(candidate, candidate.run(candidate.shards(problem.tensors(), device)), problem, heads)
+    for name, error in exact.differences(results).items():
+        if not error <= limits[name]:  # also NaN
+            return f"{name} errs by {error:.2g}, allowed are {limits[name]:.2g}"
+    return None
 
 
-def wrong(problem: AttentionConfig, rings: dict[RingSetting, Ring], device: torch.device) -> dict[RingSetting, str]:
-    """What cannot run here, or whose results err by more than rounding explains; the same on every rank.
-
-    Allowed is twice the error of PyTorch's attention in the same dtype plus rounding, the rule of the tests; with
-    narrower K/V on the wire also what their rounding explains.
-    """
-    tensors, heads = problem.tensors(), range(problem.kv_heads)
-    reference, limits = judged(problem, tensors, heads, torch.device("cpu"))
-    sizes = reference.sizes()
-    found: dict[RingSetting, str] = {}
-    for one, ring in rings.items():
-        try:
-            candidate = ring_candidate(problem, ring, device)
-            results = gathered(candidate, candidate.run(candidate.shards(tensors, device)), problem, heads)
-        except (ValueError, RuntimeError, ImportError) as error:  # on every rank alike: what a transport cannot do here
-            found[one] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            continue
-        for name, error_ in reference.differences(results).items():
-            tolerance = limits[name] + WIRE_ERRORS[one.wire_dtype] * sizes[name]
-            if not error_ <= tolerance:  # also NaN
-                found.setdefault(one, f"{name} errs by {error_:.2g}, allowed are {tolerance:.2g}")
-    return found
-
-
-def ring_candidate(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:
+def candidate_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:
     """``ring_attention`` through one of the rings."""
     return ours(problem.layout, Setting(problem, (problem.layout,), device, lambda: ring))
 
@@ -293,48 +191,35 @@ def inputs(problem: AttentionConfig, device: torch.device) -> tuple[torch.Tensor
     )
 
 
-def of_rank_0(value: T) -> T:
-    """Rank 0's, on every rank; tuples as lists."""
-    return ranks().merged(value, lambda values: values[0], what="what rank 0 says")  # type: ignore[return-value]
-
-
-def ranks() -> Control:
-    """What all ranks tell each other."""
-    return control_of(resolve_group()).scope("tune")
-
-
-def best_of(known: Mapping[RingSetting, Sequence[Reading]]) -> RingSetting:
-    """The least median among those that ran to the end; the default, where none is faster by more than the spread."""
-    most = max(map(len, known.values()))
-    final = {one: median(runs) for one, runs in known.items() if len(runs) == most}
-    best = min(final, key=final.__getitem__)
-    if DEFAULT not in final:
-        return best
-    noise = max(spread(known[one]) for one in (best, DEFAULT))
-    return best if most >= LEAST_TURNS and final[best] < (1 - noise) * final[DEFAULT] else DEFAULT
-
-
-def resolved(setting: RingSetting, ring: Ring) -> RingSetting:
-    """With the transport that ``auto`` was."""
-    return replace(setting, transport=ring.transport) if setting.transport == "auto" else setting
-
-
-def entry_of(
-    point: RingPoint, setting: RingSetting, runs: Sequence[Reading], baseline: Sequence[Reading] | None
-) -> RingEntry:
-    """Medians in seconds."""
+def entry_of(point: RingPoint, found: Measured[RingSetting], transport: str) -> RingEntry:
+    """Medians in seconds, of the best, with the transport that it was."""
+    assert found.best is not None
+    runs = samples(found.readings[found.best])
     return RingEntry(
-        point, setting, datetime.now(UTC).isoformat(timespec="seconds"), median(runs), spread(runs),
-        median(baseline or runs), {"triton": triton.__version__, "torch": torch.__version__}, driver(),
-        clocks_of(runs), short_command(),
+        point, replace(found.best, transport=transport), datetime.now(UTC).isoformat(timespec="seconds"), runs.median,
+        runs.spread, samples(found.readings.get(DEFAULT, found.readings[found.best])).median,
+        {"triton": triton.__version__, "torch": torch.__version__}, driver(), clocks_of(found.readings[found.best]),
+        short_command(),
     )  # fmt: skip
 
 
-def row_of(setting: RingSetting, runs: Sequence[Reading], why: str | None) -> dict[str, Any]:
-    return {
-        **asdict(setting),
-        "time": median(runs) * 1e3 if runs else None,
-        "spread": 100 * spread(runs) if runs else None,
-        "runs": len(runs),
-        "note": why or ("what a ring takes by itself" if setting == DEFAULT else ""),
-    }
+def result_of(point: RingPoint, found: Measured[RingSetting], entry: RingEntry | None, path: Path | None) -> Result:
+    """A row per setting, and the choice in words."""
+    result, where = Result("tune --ring", UNITS), f"{point.length} tokens"
+    for one, readings in found.readings.items():
+        runs, note = samples(readings), "what a ring takes by itself" if one == DEFAULT else ""
+        figures = {"time": runs.median * 1e3, "spread": 100 * runs.spread, "runs": len(readings)}
+        result.rows.append({"tokens": point.length, **asdict(one), **figures, "note": note})
+    result.rows += [{"tokens": point.length, **asdict(one), "runs": 0, "note": why} for one, why in found.wrong.items()]
+    if not found.complete:
+        result.notes.append(f"{where}: cut short: a longer --budget tells more")
+    if entry is not None:
+        gain = 1 - entry.seconds / entry.baseline
+        against = f"{gain:.1%} less than a ring takes by itself" if gain > 0 else "as a ring does by itself"
+        result.notes += [
+            f"{where}: written: {path}; autotune.shared_ring_settings looks it up",
+            f"{where}: best: {entry.setting}, {entry.seconds * 1e3:.4g} ms ± {entry.spread:.1%} a step, {against}",
+        ]
+    elif found.complete:
+        result.failed.append(f"{where}: no setting runs here: see the notes of the rows")
+    return result

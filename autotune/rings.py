@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -26,9 +26,6 @@ TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU t
 CHUNKS = (1, 2, 4, 8)
 CHANNELS = (None, 2, 4, 8, 16)
 """Of NCCL's point-to-point transfers; each takes a multiprocessor from the kernels. None: NCCL's choice, at most 8."""
-
-WIRES = ("bf16", "fp8")
-"""In which K/V may travel beside their own dtype. It changes results, so that only who asks is given one."""
 
 CPU = Gpu("CPU", NO_GPU)
 MOST_RANKS = 1 << 20
@@ -53,21 +50,16 @@ class RingSetting:
     transport: str = "auto"
     chunks: int = 1
     channels: int | None = None
-    wire_dtype: str | None = None  # one of WIRES
 
     @property
     def arguments(self) -> dict[str, Any]:
         """``Ring(**setting.arguments)``."""
-        names = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
-        wire = None if self.wire_dtype is None else names[self.wire_dtype]
-        limits = Limits(channels=self.channels)
-        return {"transport": self.transport, "chunks": self.chunks, "wire_dtype": wire, "limits": limits}
+        return {"transport": self.transport, "chunks": self.chunks, "limits": Limits(channels=self.channels)}
 
     def __str__(self) -> str:
         """As it is written in a program."""
-        told = [f"{name}={value!r}" for name, value in self.arguments.items() if name != "limits" and value is not None]
-        told += [] if self.channels is None else [f"limits=Limits(channels={self.channels})"]
-        return f"Ring({', '.join(told)})"
+        limits = "" if self.channels is None else f", limits=Limits(channels={self.channels})"
+        return f"Ring(transport={self.transport!r}, chunks={self.chunks}{limits})"
 
 
 DEFAULT = RingSetting()
@@ -99,7 +91,6 @@ _SETTING: dict[str, Check] = {
     "transport": one_of("auto", "nccl", "copy_engine", "process_group"),
     "chunks": whole(1, 1024),
     "channels": optional(one_of(1, 2, 4, 8, 16, 32, 64)),
-    "wire_dtype": optional(one_of(*WIRES)),
 }
 _RING: dict[str, Check] = {
     "world": whole(2, MOST_RANKS),
@@ -207,14 +198,12 @@ def _serving(table: Table) -> tuple[RingEntry, ...]:
         return ()
 
 
-def settings(point: RingPoint, device: str, wires: Sequence[str] = ()) -> list[RingSetting]:
+def settings(point: RingPoint, device: str) -> list[RingSetting]:
     """All that are tried on a ``cuda`` or ``cpu`` device, the default first."""
-    found = [DEFAULT]
     chunks = [count for count in CHUNKS if count <= point.kv_heads]
-    narrow = [wire for wire in wires if not (wire == "bf16" and point.dtype != "fp32")]  # which is no other dtype
-    for wire, transport, count in product((None, *narrow), TRANSPORTS[device], chunks):
-        one = RingSetting(transport, count, wire_dtype=wire)
-        if one == DEFAULT:
-            continue
-        found += [replace(one, channels=channels) for channels in (CHANNELS if transport == "nccl" else (None,))]
-    return found
+    others = [
+        RingSetting(transport, count, channels)
+        for transport, count in product(TRANSPORTS[device], chunks)
+        for channels in (CHANNELS if transport == "nccl" else (None,))
+    ]
+    return [*dict.fromkeys([DEFAULT, *others])]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,10 @@ class Loop:
     local: int  # loads and stores of local memory: spills
     waits: int  # waits for wgmma (HGMMA) in flight
     serialised: bool  # every wgmma waits for itself
-    instructions: int = 0  # of all kinds
     lines: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
 
 MATRIX = re.compile(r"\b([HIQ]G?MMA|UTC\w*MMA)\b")
-TMA = re.compile(r"\b(UTMALDG|UBLKCP)\b")
 LOCAL = re.compile(r"\b(LDL|STL)\b")
 
 
@@ -66,13 +64,15 @@ def basic_blocks(listing: str) -> list[Block]:
     return blocks
 
 
-def reachable_from(blocks: list[Block]) -> set[int]:
-    """The blocks that some way from the entry leads to."""
-    reachable, work = {0}, [0]
+def reachable_from(blocks: list[Block], without: int | None = None) -> set[int]:
+    """The blocks that some way from the entry leads to, past one of them."""
+    reachable: set[int] = set()
+    work = [0]
     while work:
-        new = set(blocks[work.pop()].successors) - reachable
-        reachable |= new
-        work.extend(new)
+        node = work.pop()
+        if node != without and node not in reachable:
+            reachable.add(node)
+            work.extend(blocks[node].successors)
     return reachable
 
 
@@ -82,63 +82,31 @@ def natural_loops(blocks: list[Block]) -> list[set[int]]:
     By control flow, not by position: waits spin in blocks behind the end of the kernel, and branch back into the middle
     of its loop. (Aho, Lam, Sethi, Ullman, Compilers, section 9.6.6.)
     """
-    dominators = dominators_of(blocks)
-    predecessors: dict[int, list[int]] = {i: [] for i in dominators}
-    for i in dominators:
-        for j in blocks[i].successors:
-            predecessors[j].append(i)
-    bodies: dict[int, set[int]] = {}
-    for i in dominators:
-        for header in set(blocks[i].successors) & dominators[i]:  # a back edge
-            body, work = bodies.setdefault(header, {header}), [i]
-            while work:
-                if (node := work.pop()) not in body:
-                    body.add(node)
-                    work.extend(predecessors[node])
-    return list(bodies.values())
-
-
-def dominators_of(blocks: list[Block]) -> dict[int, set[int]]:
-    """For every reachable block, the blocks that lie on all ways to it."""
     reachable = reachable_from(blocks)
-    dominators = {i: set(reachable) for i in reachable}
-    dominators[0] = {0}
-    changed = True
-    while changed:
-        changed = False
-        for i in sorted(reachable - {0}):
-            before = [dominators[j] for j in reachable if i in blocks[j].successors]
-            now = {i} | set.intersection(*before)
-            changed |= now != dominators[i]
-            dominators[i] = now
-    return dominators
+    predecessors = {i: [j for j in reachable if i in blocks[j].successors] for i in reachable}
+    loops = []
+    for header in reachable:
+        dominated = reachable - reachable_from(blocks, without=header)  # by it, itself too
+        work = [i for i in predecessors[header] if i in dominated]  # the back edges
+        if not work:
+            continue
+        body = {header}
+        while work:
+            if (node := work.pop()) not in body:
+                body.add(node)
+                work.extend(predecessors[node])
+        loops.append(body)
+    return loops
 
 
 def matrix_loops(listing: str) -> Iterator[Loop]:
     """The innermost loops of a SASS listing that hold matrix instructions."""
-    yield from map(read_loop, innermost(listing, lambda lines: any(map(MATRIX.search, lines))))
-
-
-def tma_loads(listing: str) -> int:
-    """Loads by TMA in an iteration of the warps that load for others: of the innermost loops without products."""
-
-    def loads(lines: list[str]) -> int:
-        return sum(bool(TMA.search(line)) for line in lines)
-
-    if not TMA.search(listing):
-        return 0
-    alone = innermost(listing, lambda lines: loads(lines) > 0 and not any(map(MATRIX.search, lines)))
-    return max(map(loads, alone), default=0)
-
-
-def innermost(listing: str, wanted: Callable[[list[str]], bool]) -> Iterator[list[str]]:
-    """The lines of every wanted loop that holds no other wanted one."""
     blocks = basic_blocks(listing)
     lines = {
         frozenset(body): [line for i in sorted(body) for line in blocks[i].lines] for body in natural_loops(blocks)
     }
-    bodies = [body for body in lines if wanted(lines[body])]
-    yield from (lines[body] for body in bodies if not any(other < body for other in bodies))
+    bodies = [body for body in lines if any(map(MATRIX.search, lines[body]))]
+    yield from (read_loop(lines[body]) for body in bodies if not any(other < body for other in bodies))
 
 
 def read_loop(lines: list[str]) -> Loop:
@@ -147,7 +115,7 @@ def read_loop(lines: list[str]) -> Loop:
     hopper = any("HGMMA" in line for line in lines)
     local = sum(bool(LOCAL.search(line)) for line in lines)
     # a chain of k-steps needs one wait; nearly as many waits as products means that none overlaps another
-    return Loop(matrix, local, waits, hopper and waits > matrix // 2, len(lines), tuple(lines))
+    return Loop(matrix, local, waits, hopper and waits > matrix // 2, tuple(lines))
 
 
 # what an iteration asks for
@@ -173,8 +141,6 @@ UNITS = {
     ),
     "shuffles": re.compile(r"SHFL"),
     "barriers": re.compile(r"BAR\."),
-    "waits": re.compile(r"(WARPGROUP\.DEPBAR|SYNCS\.PHASECHK)"),
-    "tma": TMA,
 }
 """By the unit that executes them, or by purpose. The uniform datapath (``UIADD3`` and its like) only takes issue."""
 
@@ -184,7 +150,6 @@ class Mix:
     """One iteration of a block. Instructions are counted as one warp executes them; products and bytes are of all."""
 
     warps: int
-    matrix: int  # instructions
     products: float  # multiply-adds of the tensor cores, in those of 16 bits (one of TF32 is two of them, of fp8 half)
     exponentials: int
     special: int  # all of their unit
@@ -196,66 +161,35 @@ class Mix:
     shuffles: int
     issued: int
     barriers: int  # of the whole block
-    waits: int  # for matrix products, or for what a barrier in shared memory counts
-    tma: int  # loads by TMA
     shared_bytes: int  # loaded, stored, and read by matrix instructions
     global_bytes: int  # loaded, as if no two lanes had an address in common
-    hidden: int  # exponentials that issue while a product of the same warps runs
-    exposed: Mix | None = None  # all that issues while none of them does
 
 
-@dataclass(frozen=True)
-class Product:
-    """One matrix instruction, ``rows x columns`` summed over ``depth``, by ``copies`` warps or warpgroups."""
-
-    rows: int
-    columns: int
-    depth: int
-    copies: float
-    weight: float  # multiply-adds of 16 bits that take as long as one of these
-    shared_rows: int = 0  # of its operands, those that lie in shared memory
-
-    @property
-    def multiply_adds(self) -> float:
-        return self.rows * self.columns * self.depth * self.copies * self.weight
-
-    @property
-    def shared_bytes(self) -> float:
-        return self.shared_rows * ROW_BYTES * self.copies
-
-
-def mix_of(loop: Loop, warps: int) -> Mix:
-    """Count one loop of a block of ``warps`` warps.
+def mix_of(loop: Loop, warps: int) -> tuple[Mix, Mix]:
+    """Of one loop of a block of ``warps`` warps all, and what issues while no product of the same warps runs.
 
     Raises:
-        ValueError: the loop has no lines, or one does not tell the shape of its matrix product.
+        ValueError: a matrix product does not tell its shape.
     """
-    if not loop.lines:
-        raise ValueError("the loop has no lines: take one that `sass.matrix_loops` read")
     found = list(instructions(loop.lines))
-    under = flying(found)
-    exposed = [one for one, hides in zip(found, under, strict=True) if not hides]
-    hidden = sum(name.startswith("MUFU.EX2") for (name, _), hides in zip(found, under, strict=True) if hides)
-    return replace(counted(found, warps), hidden=hidden, exposed=counted(exposed, warps, tell_products=False))
+    exposed = [one for one, hides in zip(found, flying(found), strict=True) if not hides]
+    return counted(found, warps, [*products(found, warps)]), counted(exposed, warps, [])
 
 
-def counted(found: Sequence[tuple[str, str]], warps: int, *, tell_products: bool = True) -> Mix:
-    """The mix of instructions alone, wherever they stand."""
+def counted(found: Sequence[tuple[str, str]], warps: int, done: Sequence[tuple[float, float]]) -> Mix:
+    """The mix of instructions, wherever they stand, with the products that are done by them."""
     counts = {unit: sum(bool(kind.match(name)) for name, _ in found) for unit, kind in UNITS.items()}
     fma = counts.pop("fma") + 2 * counts.pop("packed")
-    done = list(products(found, warps)) if tell_products else []
     moved = sum(width(name, ("LDS", "STS", "LDSM", "STSM", "LDGSTS")) for name, _ in found)
     loaded = tma_bytes(found)
     return Mix(
-        **counts,  # type: ignore[arg-type]
+        **counts,
         warps=warps,
-        matrix=len(done),
-        products=sum(one.multiply_adds for one in done),
+        products=sum(multiply_adds for multiply_adds, _ in done),
         fma=fma,
         issued=len(found),
-        shared_bytes=int(warps * moved + loaded + sum(one.shared_bytes for one in done)),
+        shared_bytes=int(warps * moved + loaded + sum(nbytes for _, nbytes in done)),
         global_bytes=warps * sum(width(name, ("LDG", "LDGSTS", "LDL")) for name, _ in found) + loaded,
-        hidden=0,
     )
 
 
@@ -288,10 +222,10 @@ def tma_bytes(found: Sequence[tuple[str, str]]) -> int:
             constants[first] = int(last, 16)
         else:
             constants.pop(first, None)
-    return expected if any(UNITS["tma"].match(name) for name, _ in found) else 0
+    return expected if any(name.startswith(("UTMALDG", "UBLKCP")) for name, _ in found) else 0
 
 
-def products(found: Sequence[tuple[str, str]], warps: int) -> Iterator[Product]:
+def products(found: Sequence[tuple[str, str]], warps: int) -> Iterator[tuple[float, float]]:
     """The matrix products; those of sm_100 tell their shape by a constant that a register was set to before."""
     constants: dict[str, int] = {}
     for last in (False, True):  # what the end of an iteration sets holds at the start of the next
@@ -302,29 +236,32 @@ def products(found: Sequence[tuple[str, str]], warps: int) -> Iterator[Product]:
                 yield product(name, operands, constants, warps)
 
 
-def product(name: str, operands: str, constants: dict[str, int], warps: int) -> Product:
-    """One matrix instruction by its name: ``HMMA.16816…``, ``HGMMA.64x128x16…``, ``UTCHMMA``."""
+def product(name: str, operands: str, constants: Mapping[str, int], warps: int) -> tuple[float, float]:
+    """(multiply-adds of 16 bits that take as long, bytes of operands in shared memory) of one matrix instruction.
+
+    By its name, ``HMMA.16816…``, ``HGMMA.64x128x16…``; that of sm_100 by its instruction descriptor (PTX ISA, tcgen05).
+    """
     weight = 2.0 if "TF32" in name else 0.5 if name.startswith(("QGMMA", "QMMA", "UTCQMMA")) else 1.0
+    copies: float  # warps or warpgroups that do one each
+    register = re.search(r"idesc\[(UR\d+)\]", operands)
     if shape := re.search(r"\.(\d+)x(\d+)x(\d+)", name):
         rows, columns, depth = map(int, shape.groups())
         from_shared = re.match(r"R\d+,\s*gdesc", operands) is not None  # else the left operand lies in registers
-        return Product(rows, columns, depth, warps / WARPGROUP, weight, columns + rows * from_shared)
-    if fragment := re.search(r"\.(16)(8)(4|8|16|32)\b", name):
+        copies, shared_rows = warps / WARPGROUP, columns + rows * from_shared
+    elif fragment := re.search(r"\.(16)(8)(4|8|16|32)\b", name):
         rows, columns, depth = map(int, fragment.groups())
-        return Product(rows, columns, depth, warps, weight)
-    register = re.search(r"idesc\[(UR\d+)\]", operands)
-    if register is None or register[1] not in constants:
+        copies, shared_rows = warps, 0
+    elif register is not None and register[1] in constants:
+        descriptor = constants[register[1]]
+        rows, columns = (descriptor >> 24 & 31) * 16, (descriptor >> 17 & 63) * 8
+        tf32 = name.startswith("UTCHMMA") and descriptor >> 7 & 7 == 2
+        depth = 32 if name.startswith("UTCQMMA") else 8 if tf32 else 16
+        weight = 2.0 if tf32 else weight
+        # one for the whole block; else the left operand lies in tensor memory
+        copies, shared_rows = 1, columns + rows * operands.startswith("gdesc")
+    else:
         raise ValueError(f"{name} {operands} does not tell the shape of its product")
-    return by_descriptor(name, operands, constants[register[1]], weight)
-
-
-def by_descriptor(name: str, operands: str, descriptor: int, weight: float) -> Product:
-    """One for a whole block, by its instruction descriptor (PTX ISA, tcgen05, "instruction descriptor")."""
-    rows, columns = (descriptor >> 24 & 31) * 16, (descriptor >> 17 & 63) * 8
-    tf32 = name.startswith("UTCHMMA") and descriptor >> 7 & 7 == 2
-    depth = 32 if name.startswith("UTCQMMA") else 8 if tf32 else 16
-    from_shared = operands.startswith("gdesc")  # else the left operand lies in tensor memory
-    return Product(rows, columns, depth, 1, 2.0 if tf32 else weight, columns + rows * from_shared)
+    return rows * columns * depth * copies * weight, shared_rows * ROW_BYTES * copies
 
 
 def flying(found: Sequence[tuple[str, str]]) -> list[bool]:

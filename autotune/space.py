@@ -1,4 +1,4 @@
-"""The candidates that may be tried at a point, and why the others are not: pure, and fast enough to list.
+"""What is tuned, a model's attention on a GPU, and the candidates that are worth compiling for it: pure, and fast.
 
 A candidate is a tile, or a tile with fields of ``KernelConfig`` that are chosen with it (``kernels.tables.Chosen``).
 Which kernel, is tried with every tile; in what order programs take its tiles, with the best few alone.
@@ -6,18 +6,90 @@ Which kernel, is tried with every tile; in what order programs take its tiles, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import product
 from math import log2
 from typing import Any
 
 from ..kernels import KernelConfig, Tile
-from ..kernels.config import EPILOGUES, FORWARD_KERNELS, ORDERS
+from ..kernels.config import EPILOGUES, FORWARD_KERNELS, ORDERS, SHARED_LIMIT
 from ..kernels.experimental.hopper_launch import HEAD_DIMS, check_tile
 from ..kernels.launch import COPY_ENGINE_ARCH, fills_boxes
 from ..kernels.order import MARGIN
-from ..kernels.tables import SINGLE_PASS, TUNED, Option, Point, least_shared, options_of, shared_limit, with_options
+from ..kernels.tables import (
+    DTYPES,
+    SINGLE_PASS,
+    TUNED,
+    Gpu,
+    Option,
+    Point,
+    least_shared,
+    options_of,
+    shared_limit,
+    with_options,
+)
+
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention of a model, as one GPU computes it.
+
+    Raises:
+        ValueError: heads that are not a multiple of the key heads, a head dim or dtype that no kernel has.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"heads is {self.heads}: it must be a multiple of the {self.kv_heads} heads of keys")
+        for name in ("head_dim", "value_dim"):
+            if not 1 <= getattr(self, name) <= 256:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be 1 to 256")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.kv_heads
+
+
+def gpu_of_arch(name: str) -> Gpu:
+    """What a table without a GPU is for, ``sm_90``: a compute capability, not a product.
+
+    Raises:
+        ValueError: not the name of a supported compute capability.
+    """
+    known = {f"sm_{arch}": arch for arch in SHARED_LIMIT}
+    if name not in known:
+        raise ValueError(f"arch is {name!r}: it must be one of {', '.join(known)}")
+    return Gpu(name, known[name])
+
+
+def points_of(shape: Shape, lengths: Sequence[int], *, causal: bool, kernels: Iterable[str] = TUNED) -> list[Point]:
+    """Every kernel at every length; with ``causal`` also with bounds: most hops of a causal ring have none.
+
+    Raises:
+        ValueError: no length, or one that is not positive.
+    """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"seqlen is {[*lengths]}: it takes at least one length, and each at least 1")
+    masks = ("full", "bounded") if causal else ("full",)
+    return [
+        Point(kernel, shape.dtype, shape.head_dim, shape.value_dim, shape.group, mask, length)
+        for kernel, mask, length in product(kernels, masks, sorted({*lengths}))
+    ]
+
+
+# candidates
 
 KEPT = (32, 64, 128)
 """Rows that a program keeps: queries of forward and dQ, keys of dK/dV. What it streams is loaded once per so many."""
@@ -32,7 +104,7 @@ Fields = Mapping[str, Sequence[Option | None]]
 """Values by name, the default among them."""
 
 # What is tried beside the four numbers of a tile, by kernel. Another field is one line here and one in
-# `kernels/tables.py`; where not every tile or point takes its values, a rule in `RULES`.
+# `kernels/tables.py`; where not every tile or point takes its values, a line in `_takes`.
 CONFIG_FIELDS: dict[str, Fields] = {**{kernel: {} for kernel in TUNED}, "forward": {"forward_kernel": FORWARD_KERNELS}}
 """Fields of ``KernelConfig`` that are tried with every tile."""
 
@@ -64,7 +136,8 @@ TENSOR_MEMORY = (100, 103)
 
 def space(point: Point, arch: int) -> list[Tile]:
     """The candidates worth compiling."""
-    return [tile for tile in grid(point) if why_not(tile, point, arch) is None]
+    every = (with_options(tile, chosen) for chosen in _choices(CONFIG_FIELDS[point.kernel]) for tile in _tiles(point))
+    return [tile for tile in every if is_worth_compiling(tile, point, arch)]
 
 
 def nearest(tiles: Sequence[Tile], tile: Tile, count: int) -> list[Tile]:
@@ -77,13 +150,7 @@ def nearest(tiles: Sequence[Tile], tile: Tile, count: int) -> list[Tile]:
         doubled = [(other.block_q, tile.block_q), (other.block_k, tile.block_k), (other.num_warps, tile.num_warps)]
         return sum(abs(log2(one / its)) for one, its in doubled) + abs(other.num_stages - tile.num_stages)
 
-    plain = [other for other in tiles if not options_of(other)]
-    return sorted(plain, key=steps)[:count]
-
-
-def grid(point: Point) -> list[Tile]:
-    """All combinations, whether they fit or not."""
-    return [with_options(tile, options) for options in _choices(CONFIG_FIELDS[point.kernel]) for tile in _sides(point)]
+    return sorted((other for other in tiles if not options_of(other)), key=steps)[:count]
 
 
 def schedules(tile: Tile, point: Point, arch: int) -> list[Tile]:
@@ -91,83 +158,56 @@ def schedules(tile: Tile, point: Point, arch: int) -> list[Tile]:
     if options_of(tile):
         return []
     others = [with_options(tile, options) for options in _choices(SCHEDULE_FIELDS[point.kernel]) if options]
-    return [other for other in others if why_not(other, point, arch) is None]
+    return [other for other in others if is_worth_compiling(other, point, arch)]
 
 
 def _choices(tried: Fields) -> Iterator[dict[str, Any]]:
     """Every combination of the values; what is the default is left out."""
     for values in product(*tried.values()):
-        chosen = zip(tried, values, strict=True)
-        yield {name: value for name, value in chosen if name not in DEFAULTS or value != DEFAULTS[name]}
+        yield {name: value for name, value in zip(tried, values, strict=True) if value != DEFAULTS[name]}
 
 
-def _sides(point: Point) -> list[Tile]:
-    small = point.dtype == "fp32"
-    kept, streamed = (FLOAT32_SIDES, FLOAT32_SIDES) if small else (KEPT, STREAMED)
+def _tiles(point: Point) -> list[Tile]:
+    kept, streamed = (FLOAT32_SIDES, FLOAT32_SIDES) if point.dtype == "fp32" else (KEPT, STREAMED)
     queries, keys = (kept, streamed) if point.kernel in ("forward", "dq") else (streamed, kept)
     return [Tile(*sizes) for sizes in product(queries, keys, WARPS, STAGES)]
 
 
-def why_not(tile: Tile, point: Point, arch: int) -> str | None:
-    """What is wrong with a candidate as far as arithmetic tells; None where it is worth compiling."""
+def is_worth_compiling(tile: Tile, point: Point, arch: int) -> bool:
+    """Whether arithmetic leaves a candidate: its options are of this point, it fits, and no thread has too little."""
     options = options_of(tile)
-    for name in options:
-        if name in RULES and (reason := RULES[name](tile, point, arch)) is not None:
-            return reason
+    if not _takes(options, tile, point, arch):
+        return False
     if options.get("forward_kernel") == "hopper":
-        return None  # its registers and shared memory are what it was written for: nothing else is to be asked
-    if (shared := least_shared(point, tile)) > (limit := shared_limit(arch)):
-        return f"takes at least {shared} bytes of shared memory, a block of sm_{arch} has {limit}"
+        return True  # its registers and shared memory are what it was written for: nothing else is to be asked
     longest = max(min(KEPT), 1 << (point.length - 1).bit_length())
-    if max(tile.block_q, tile.block_k) > longest:
-        return f"a side is longer than {point.length} tokens"
     scores, threads = tile.block_q * tile.block_k, 32 * tile.num_warps
-    if scores < min(LEAST_VALUES * threads, longest * longest):  # a short shard has no larger tile
-        return f"{scores / threads:g} scores per thread, fewer than {LEAST_VALUES}"
-    values = values_kept(tile, point) / threads
-    if arch not in TENSOR_MEMORY and values > MOST_VALUES:
-        return f"{values:g} fp32 values per thread, more than {MOST_VALUES}"
-    return None
+    return (
+        least_shared(point, tile) <= shared_limit(arch)
+        and max(tile.block_q, tile.block_k) <= longest
+        and scores >= min(LEAST_VALUES * threads, longest * longest)  # a short shard has no larger tile
+        and (arch in TENSOR_MEMORY or values_kept(tile, point) <= MOST_VALUES * threads)
+    )
 
 
-def _not_hopper(tile: Tile, point: Point, arch: int) -> str | None:
-    if arch != 90 or point.dtype == "fp32" or point.head_dim not in HEAD_DIMS or point.head_dim_v != point.head_dim:
-        dims = "/".join(map(str, HEAD_DIMS))
-        return f"the Hopper forward takes sm_90, 16 bits and head dims {dims}: not this point"
-    try:
-        check_tile(point.head_dim, tile)
-    except ValueError as error:
-        return f"the Hopper forward does not take it: {error}"
-    return None
-
-
-def _not_packed(tile: Tile, point: Point, arch: int) -> str | None:
-    return None if point.group > 1 else "no query heads share a key head: there is nothing to pack"
-
-
-def _not_split(tile: Tile, point: Point, arch: int) -> str | None:
-    splits = options_of(tile)["dkdv_splits"]
-    return f"{splits} splits do not divide {point.group} query heads" if point.group % int(splits) else None
-
-
-def _not_described(tile: Tile, point: Point, arch: int) -> str | None:
-    if arch >= COPY_ENGINE_ARCH and fills_boxes(point.head_dim) and fills_boxes(point.head_dim_v):
-        return None
-    return "descriptors take compute capability 9.0 on and head dims that are powers of two: not this point"
-
-
-def _no_margin(tile: Tile, point: Point, arch: int) -> str | None:
-    return None if options_of(tile).get("persistent") else "sm_margin is of persistent kernels"
-
-
-RULES: dict[str, Callable[[Tile, Point, int], str | None]] = {
-    "forward_kernel": _not_hopper,
-    "pack_gqa": _not_packed,
-    "dkdv_splits": _not_split,
-    "dkdv_epilogue": _not_described,
-    "sm_margin": _no_margin,
-}
-"""By a field that does not have its default: what is wrong with a candidate."""
+def _takes(options: Mapping[str, Any], tile: Tile, point: Point, arch: int) -> bool:
+    """Whether a point takes what is not the default."""
+    if options.get("forward_kernel") == "hopper":
+        if arch != 90 or point.dtype == "fp32" or point.head_dim not in HEAD_DIMS or point.head_dim_v != point.head_dim:
+            return False
+        try:
+            check_tile(point.head_dim, tile)
+        except ValueError:
+            return False
+    if options.get("pack_gqa") and point.group == 1:
+        return False
+    if point.group % int(options.get("dkdv_splits", 1)):
+        return False
+    if "dkdv_epilogue" in options and arch < COPY_ENGINE_ARCH:
+        return False
+    if "dkdv_epilogue" in options and not (fills_boxes(point.head_dim) and fills_boxes(point.head_dim_v)):
+        return False
+    return "sm_margin" not in options or bool(options.get("persistent"))
 
 
 def values_kept(tile: Tile, point: Point) -> int:

@@ -1,4 +1,4 @@
-"""What tuning keeps: tables, written whole or not at all and only as a reader takes them, and journals of runs."""
+"""What tuning keeps: tables, written whole or not at all and only as a reader takes them, and what was compiled."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..kernels import tables
-from ..kernels.strict import load_json, read_text, regular_file
+from ..kernels.strict import load_json, regular_file
 from ..kernels.tables import Entry, Gpu, Table, as_json, file_name, parse, read
 from .rings import RingEntry, rings_of
 
 PRIVATE = 0o700
-MOST_JOURNAL = 64 << 20  # bytes
 
 
 def private_folder(folder: Path) -> Path:
@@ -41,12 +40,11 @@ def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[
         RefusedTable: there is one that cannot be read: it is left as it is.
         ValueError: the folder cannot be made, or an entry is not what a reader takes.
     """
-    version = tables.triton_version()
-    before, before_rings = _there(folder, gpu)
-    path = private_folder(folder) / file_name(gpu.name, version)
-    kept = {one.point: one for one in (*before_rings, *rings)}
+    before = known(folder, gpu)
+    path = private_folder(folder) / file_name(gpu.name, before.triton)
+    kept = {one.point: one for one in (*rings_of(before), *rings)}
     told = tuple(one.as_json() for one in kept.values())
-    table = Table(gpu.name, gpu.arch, version, tuple(merged(before.entries, entries)), told)
+    table = Table(gpu.name, gpu.arch, before.triton, tuple(merged(before.entries, entries)), told)
     written = json.dumps(as_json(table), indent=1) + "\n"
     rings_of(replace(parse(written), path=path))  # what is written is what is read
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{path.name}.", delete=False) as draft:  # 0600
@@ -62,23 +60,19 @@ def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[
     return path
 
 
-def known(folder: Path, gpu: Gpu) -> tuple[Entry, ...]:
-    """What the table of a GPU and this Triton version in ``folder`` has; nothing where there is none.
+def known(folder: Path, gpu: Gpu) -> Table:
+    """The table of a GPU and this Triton version in ``folder``; an empty one where there is none.
 
     Raises:
         RefusedTable: it cannot be read.
     """
-    return _there(folder, gpu)[0].entries
-
-
-def _there(folder: Path, gpu: Gpu) -> tuple[Table, tuple[RingEntry, ...]]:
     version = tables.triton_version()
-    path = folder / file_name(gpu.name, version)
     try:
-        table = read(path)
+        table = read(folder / file_name(gpu.name, version))
     except (FileNotFoundError, NotADirectoryError):
-        table = Table(gpu.name, gpu.arch, version, ())
-    return table, rings_of(table)
+        return Table(gpu.name, gpu.arch, version, ())
+    rings_of(table)
+    return table
 
 
 def merged(before: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
@@ -99,56 +93,23 @@ class Journal:
     """
 
     def __init__(self, path: Path, digest: str) -> None:
-        """Read it.
+        self.path, self._digest = path, digest
+        self._found: dict[str, dict[str, Any]] = {}
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+            try:
+                told = load_json(line)
+                if told["digest"] == digest:
+                    self._found[str(told["key"])] = dict(told["value"])
+            except (ValueError, TypeError, KeyError):
+                continue
 
-        Raises:
-            ValueError: it is no regular file, or a larger one than was written here.
-        """
-        self.path = path
-        self._digest = digest
-        self._found: dict[str, list[dict[str, Any]]] = {}
-        for line in _lines(path):
-            self._take_in(line)
-
-    def _take_in(self, line: str) -> None:
-        try:
-            told = load_json(line)
-        except ValueError:
-            return
-        if isinstance(told, dict) and {*told} == {"digest", "key", "value"} and told["digest"] == self._digest:
-            key, value = told["key"], told["value"]
-            if isinstance(key, str) and isinstance(value, dict):
-                self._found.setdefault(key, []).append(value)
-
-    def all(self, key: str) -> list[dict[str, Any]]:
-        """Every value of a key, in the order they were put."""
-        return self._found.get(key, [])
-
-    def last(self, key: str) -> dict[str, Any] | None:
-        return found[-1] if (found := self.all(key)) else None
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The last value of a key."""
+        return self._found.get(key)
 
     def put(self, key: str, value: dict[str, Any]) -> None:
         """Keep a value, also across the end of this process."""
         line = json.dumps({"digest": self._digest, "key": key, "value": value}, allow_nan=False)
-        # a line that an interrupted write has begun ends here
-        with regular_file(self.path, "r+b", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600) as file:
-            size = file.seek(0, os.SEEK_END)
-            torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
-            file.write((b"\n" if torn else b"") + line.encode() + b"\n")
-        self._found.setdefault(key, []).append(value)
-
-    def forget(self) -> None:
-        """The run is over and its answers are in a table."""
-        self.path.unlink(missing_ok=True)
-        self._found.clear()
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        if path.is_symlink():
-            raise ValueError("it is a symbolic link, and what it points to is not written")
-        return read_text(path, MOST_JOURNAL, errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no journal: {error}; move it away") from None
+        with regular_file(self.path, "ab", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) as file:
+            file.write(f"\n{line}\n".encode())  # a line that an interrupted write has begun ends here
+        self._found[key] = value

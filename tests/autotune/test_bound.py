@@ -8,22 +8,11 @@ from typing import Any
 
 import pytest
 
-from ringattn.autotune.bound import (
-    CHIPS,
-    Bound,
-    blocks_of,
-    blocks_per_sm,
-    bound_of,
-    bounds_of,
-    clocks,
-    loop_bound,
-    main_bound,
-)
+from ringattn.autotune.bound import CHIPS, Bound, blocks_of, bound_of, bounds_of, clocks, main_bound
 from ringattn.autotune.compile import Variant
 from ringattn.autotune.gate import Compiled, problems
 from ringattn.autotune.sass import Loop, Mix, basic_blocks, matrix_loops, mix_of, natural_loops, read_loop
 from ringattn.kernels import Tile
-from ringattn.kernels.tables import Options
 
 # the gate
 
@@ -50,27 +39,27 @@ def test_the_gate_names_what_is_wrong(kernel: str, change: dict[str, Any], told:
     assert told in problem
 
 
-def test_spills_are_tolerated_where_the_gate_does_not_ask_for_clean_loops() -> None:
-    spilled = replace(CLEAN, loops=(Loop(16, 3, 1, False),))
-    assert problems(replace(VARIANT, features=("dropout",)), spilled) == []
-    assert problems(replace(VARIANT, head_dim=256), spilled) == []
-    assert problems(replace(VARIANT, dtype="fp32"), spilled) == []
+FEW, MANY = 16, 17
 
 
 @pytest.mark.parametrize(
-    ("kernel", "options", "passes"),
+    ("changed", "most"),
     [
-        ("dkdv", (("persistent", True),), True),
-        ("forward", (("persistent", True),), False),
-        ("dkdv", (("order", "longest"),), False),
-        ("single_pass_deterministic", (), True),
-        ("single_pass", (), False),
+        ({}, 0),
+        ({"features": ("dropout",)}, MANY),
+        ({"head_dim": 256}, MANY),
+        ({"dtype": "fp32"}, MANY),
+        ({"options": (("persistent", True),)}, 0),
+        ({"kernel": "dkdv", "options": (("persistent", True),)}, FEW),  # which walks from tile to tile
+        ({"kernel": "dkdv", "options": (("order", "longest"),)}, 0),
+        ({"kernel": "single_pass_deterministic"}, FEW),  # which waits for its turn
+        ({"kernel": "single_pass"}, 0),
     ],
 )
-def test_few_spills_are_tolerated_where_a_program_waits_or_walks(kernel: str, options: Options, passes: bool) -> None:
-    variant = replace(VARIANT, kernel=kernel, options=options)
-    assert (problems(variant, replace(CLEAN, loops=(Loop(16, 16, 1, False),))) == []) is passes
-    assert problems(variant, replace(CLEAN, loops=(Loop(16, 17, 1, False),)))
+def test_spills_are_tolerated_where_the_gate_does_not_ask_for_clean_loops(changed: dict[str, Any], most: int) -> None:
+    for spills in (FEW, MANY):
+        found = problems(replace(VARIANT, **changed), replace(CLEAN, loops=(Loop(16, spills, 1, False),)))
+        assert (found == []) is (spills <= most)
 
 
 LISTING = """
@@ -101,7 +90,7 @@ LISTING = """
 def test_the_main_loop_is_found_by_control_flow() -> None:
     # the spin behind EXIT branches back into the loop: the epilogue's two LDL lie between, and are not in the loop
     (loop,) = matrix_loops(LISTING)
-    assert loop == Loop(matrix=2, local=1, waits=1, serialised=False, instructions=9)
+    assert loop == Loop(matrix=2, local=1, waits=1, serialised=False) and len(loop.lines) == 9
 
 
 def test_a_loop_in_a_loop_is_the_main_loop() -> None:
@@ -110,9 +99,7 @@ def test_a_loop_in_a_loop_is_the_main_loop() -> None:
     )
     assert len([body for body in natural_loops(basic_blocks(nested)) if len(body) > 1]) == 2
     assert len(list(matrix_loops(nested))) == 1
-
-
-def test_one_wait_per_product_is_serialised() -> None:
+    # one wait per product is serialised
     wait = "        /*0034*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
     (loop,) = matrix_loops(LISTING.replace("        /*0040*/", wait + "        /*0040*/"))
     assert loop.serialised and loop.waits == 2
@@ -129,30 +116,29 @@ def loop_of(*instructions: str) -> Loop:
 
 
 def mix(*instructions: str, warps: int = WARPS) -> Mix:
-    return mix_of(loop_of(*instructions), warps)
+    return mix_of(loop_of(*instructions), warps)[0]
 
 
-@pytest.fixture(scope="module")
-def listed() -> Mix:
-    (loop,) = matrix_loops(COUNTED)
-    return mix_of(loop, WARPS)
+def bound(*instructions: str, arch: int = 90) -> Bound:
+    return bound_of(loop_of(*instructions), WARPS, arch, blocks=1)
 
 
-def test_counts_are_those_made_by_hand(listed: Mix) -> None:
+(LISTED,) = matrix_loops(COUNTED)
+
+
+def test_counts_and_clocks_are_those_made_by_hand() -> None:
     # Read line by line. MUFU: 8 scores per thread (64 x 16 over 128 threads) and 2 rows' rescaling. FFMA 10, FMUL 10,
     # FADD 12. FMNMX 12. IADD3 4. F2FP 4 and PLOP3 1. IMAD.MOV 5. SHFL 8. BAR 4. Two HGMMA of 64x16x16.
     counted = {
-        "issued": 100, "matrix": 2, "exponentials": 10, "special": 10, "fma": 10 + 10 + 12, "integer_multiply": 5,
-        "add": 4, "minmax": 12, "logic": 4 + 1, "shuffles": 8, "barriers": 4, "waits": 2, "tma": 0, "hidden": 0,
+        "issued": 100, "exponentials": 10, "special": 10, "fma": 10 + 10 + 12, "integer_multiply": 5, "add": 4,
+        "minmax": 12, "logic": 4 + 1, "shuffles": 8, "barriers": 4, "products": 2 * 64 * 16 * 16,
     }  # fmt: skip
+    listed, exposed = mix_of(LISTED, WARPS)
     assert {name: getattr(listed, name) for name in counted} == counted
-    assert listed.products == 2 * 64 * 16 * 16
+    assert exposed.exponentials == 10 and exposed.products == 0
     # STSM of one 8 x 8 matrix twice by each of 4 warps; A (64 rows) and B (16) of the first product, B of the second
     assert listed.shared_bytes == 2 * 128 * 4 + 32 * (64 + 16) + 32 * 16
     assert listed.global_bytes == 2 * 4 * 32 * 4  # two LDG of 4 bytes a lane
-
-
-def test_clocks_are_those_made_by_hand(listed: Mix) -> None:
     assert clocks(listed, 90) == {
         "tensor cores": 32768 / 2048,
         "exponentials": 10 * 128 / 16,
@@ -164,22 +150,22 @@ def test_clocks_are_those_made_by_hand(listed: Mix) -> None:
     }
 
 
-def test_the_bound_is_that_made_by_hand(listed: Mix) -> None:
+def test_the_bound_is_that_made_by_hand() -> None:
     # Many blocks fill each other's gaps: 16 clocks of products in 100 of issue.
-    packed = bound_of(listed, 90, blocks=2)
+    packed = bound_of(LISTED, WARPS, 90, blocks=2)
     assert (packed.percent, packed.limiter) == (16.0, "issue")
     # One block: under its products (7 instructions from the first HGMMA to its wait, 1 from the second) issue 8; the
     # other 92 wait, after the 64 clocks that shared memory takes.
-    alone = bound_of(listed, 90, blocks=1)
+    alone = bound_of(LISTED, WARPS, 90, blocks=1)
     assert alone.percent == pytest.approx(100 * 16 / (64 + 92))
-    assert alone.limiter == "issue in step"
-    assert (alone.ceiling, alone.ceiling_limiter) == (16.0, "issue")
+    assert (alone.limiter, alone.ceiling) == ("issue in step", 16.0)
+    assert all(
+        0 < bound_of(LISTED, WARPS, arch, 1).percent <= bound_of(LISTED, WARPS, arch, 1).ceiling for arch in CHIPS
+    )
 
 
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], R24, gsb0"
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
-
-
 EX2, ONE_LEFT = "MUFU.EX2 R4, R4", WAIT.replace("0x0", "0x1")
 ARRIVE, LOAD = "SYNCS.ARRIVE.TRANS64 RZ, [UR7+0x10000], R9", "UTMALDG.2D [UR12], [UR18]"
 SHORT = "HMMA.16816.F32.BF16 R4, R8, R12, R4"
@@ -206,20 +192,29 @@ SHORT = "HMMA.16816.F32.BF16 R4, R8, R12, R4"
         (["LDGSTS.E.BYPASS.128 [R8], desc[UR4][R2.64]", "LDG.E.64 R4, desc[UR4][R2.64]"],
          {"shared_bytes": WARPS * 512, "global_bytes": WARPS * (512 + 256)}),
         # loads by TMA are what their barrier expects
-        (["MOV R9, 0x4000", ARRIVE, LOAD], {"tma": 1, "shared_bytes": 0x4000, "global_bytes": 0x4000}),
+        (["MOV R9, 0x4000", ARRIVE, LOAD], {"shared_bytes": 0x4000, "global_bytes": 0x4000}),
         (["MOV R9, 0x4000", "IADD3 R9, R9, R4, RZ", ARRIVE, LOAD], {"global_bytes": 0}),
         (["MOV R9, 0x4000", ARRIVE], {"global_bytes": 0}),
         (["FFMA2 R4, R4, R4, R4", "FADD R4, R4, R4"], {"fma": 3}),
-        # exponentials under a product, also of one in flight from one iteration to the next; a short one hides few
-        ([PRODUCT, EX2, ONE_LEFT, EX2, WAIT, EX2], {"exponentials": 3, "hidden": 2}),
-        ([EX2, WAIT, EX2, PRODUCT], {"hidden": 1}),
-        ([SHORT, *[EX2] * 20], {"hidden": 8 - 1}),
     ],
 )  # fmt: skip
 def test_what_is_counted(instructions: list[str], counted: dict[str, float]) -> None:
     found = mix(*instructions)
     assert {name: getattr(found, name) for name in counted} == counted
     assert mix(*instructions, warps=8).products == 2 * found.products
+
+
+@pytest.mark.parametrize(
+    ("instructions", "exposed"),
+    [
+        # under a product, also of one in flight from one iteration to the next; a short one hides few
+        ([PRODUCT, EX2, ONE_LEFT, EX2, WAIT, EX2], 1),
+        ([EX2, WAIT, EX2, PRODUCT], 1),
+        ([SHORT, *[EX2] * 20], 20 - (8 - 1)),
+    ],
+)
+def test_exponentials_that_no_product_hides(instructions: list[str], exposed: int) -> None:
+    assert mix_of(loop_of(*instructions), WARPS)[1].exponentials == exposed
 
 
 def test_products_of_sm_100_by_their_descriptor() -> None:
@@ -235,21 +230,16 @@ def test_products_of_sm_100_by_their_descriptor() -> None:
 
 def test_a_guard_that_always_skips_takes_only_its_issue() -> None:
     lines = ["        /*0000*/              @!PT LDS RZ, [RZ] ;", "        /*0010*/               @P0 LDS R4, [R8] ;"]
-    found = mix_of(read_loop(lines), WARPS)
+    found, _ = mix_of(read_loop(lines), WARPS)
     assert (found.issued, found.shared_bytes) == (2, WARPS * 128)
 
 
 def test_what_is_hidden_does_not_bind() -> None:
-    work = ["MUFU.EX2 R4, R4"] * 32
-    hides = bound_of(mix("BAR.SYNC 0x0", *[PRODUCT] * 16, *work, WAIT), 90, blocks=1)
-    waits = bound_of(mix("BAR.SYNC 0x0", *[PRODUCT] * 16, WAIT, *work), 90, blocks=1)
+    work, products = [EX2] * 32, [PRODUCT] * 16
+    hides, waits = bound("BAR.SYNC 0x0", *products, *work, WAIT), bound("BAR.SYNC 0x0", *products, WAIT, *work)
     assert waits.percent < hides.percent and waits.ceiling == hides.ceiling
     assert waits.limiter == "exponentials in step"
-
-
-def test_warps_that_never_meet_are_not_in_step() -> None:
-    work = [*[PRODUCT] * 16, WAIT, *["MUFU.EX2 R4, R4"] * 8]
-    free = bound_of(mix(*work), 90, blocks=1)
+    free = bound(*products, WAIT, *work)  # warps that never meet are not in step
     assert free.percent == free.ceiling
 
 
@@ -257,7 +247,7 @@ def test_warps_that_never_meet_are_not_in_step() -> None:
     ("extra", "limiter"),
     [
         ([], "tensor cores"),
-        (["MUFU.EX2 R4, R4"] * 200, "exponentials"),
+        ([EX2] * 200, "exponentials"),
         (["FFMA R4, R4, R4, R4"] * 1500, "issue"),  # 128 lanes take no longer than the issue
         (["FSEL R4, R4, R4, P0"] * 800, "ALU"),
         (["LDS.128 R4, [R8]"] * 100, "shared memory"),
@@ -265,14 +255,14 @@ def test_warps_that_never_meet_are_not_in_step() -> None:
     ],
 )
 def test_the_limiter_is_named(extra: list[str], limiter: str) -> None:
-    found = bound_of(mix(*[PRODUCT] * 16, WAIT, *extra), 90, blocks=1)
+    found = bound(*[PRODUCT] * 16, WAIT, *extra)
     assert found.limiter == limiter
     assert (found.percent == 100) == (limiter == "tensor cores")
+    # of half the lanes
+    assert bound(*[SHORT] * 16, *["FFMA R4, R4, R4, R4"] * 200, arch=80).limiter == "FMA"
 
 
-def test_fma_binds_where_half_the_lanes_are() -> None:
-    fma = [*["HMMA.16816.F32.BF16 R4, R8, R12, R4"] * 16, *["FFMA R4, R4, R4, R4"] * 200]
-    assert bound_of(mix(*fma), 80, blocks=1).limiter == "FMA"
+COMPILED = Compiled(64, 0, 2560, 0, (LISTED,), arch=90, threads=128)
 
 
 @pytest.mark.parametrize(
@@ -291,21 +281,9 @@ def test_fma_binds_where_half_the_lanes_are() -> None:
         (86, 128, 120_000, 0, 256, 0),  # does not fit
     ],
 )
-def test_blocks_per_sm(arch: int, registers: int, shared: int, tensor_memory: int, threads: int, blocks: int) -> None:
-    assert blocks_per_sm(arch, registers, shared, tensor_memory, threads) == blocks
-
-
-COMPILED = Compiled(64, 0, 2560, 0, tuple(matrix_loops(COUNTED)), arch=90, threads=128)
-
-
-def test_loop_bound_ranks() -> None:
-    assert loop_bound(COMPILED) == 16.0
-    alone = replace(COMPILED, shared=200_000)
-    assert loop_bound(alone) == pytest.approx(100 * 16 / 156)
-    assert loop_bound(replace(COMPILED, shared=300_000)) == 0.0
-    assert loop_bound(replace(COMPILED, loops=())) == 0.0
-    with pytest.raises(ValueError, match="arch must be one of 80, 86, 89, 90, 100, 120"):
-        loop_bound(replace(COMPILED, arch=75))
+def test_blocks_of_an_sm(arch: int, registers: int, shared: int, tensor_memory: int, threads: int, blocks: int) -> None:
+    made = Compiled(registers, 0, shared, tensor_memory, (), arch=arch, threads=threads)
+    assert blocks_of(made) == blocks
 
 
 def test_partitions_of_a_block_fill_each_others_gaps_as_blocks_do() -> None:
@@ -317,12 +295,9 @@ def test_partitions_of_a_block_fill_each_others_gaps_as_blocks_do() -> None:
 
 
 def test_the_main_loop_is_the_one_that_masks_nothing() -> None:
-    masked = read_loop([*COMPILED.loops[0].lines, "        /*2000*/                   FSEL R4, R4, R4, P0 ;"])
-    found = bounds_of(replace(COMPILED, loops=(masked, *COMPILED.loops, masked)))
-    assert main_bound(found) is found[1]
-
-
-@pytest.mark.parametrize("arch", CHIPS)
-def test_no_bound_is_above_its_ceiling(arch: int, listed: Mix) -> None:
-    found: Bound = bound_of(listed, arch, blocks=1)
-    assert 0 < found.percent <= found.ceiling <= 100
+    masked = read_loop([*LISTED.lines, "        /*2000*/                   FSEL R4, R4, R4, P0 ;"])
+    made = replace(COMPILED, loops=(masked, LISTED, masked))
+    assert main_bound(made) == bounds_of(made)[1] and main_bound(replace(made, loops=())) is None
+    assert [main_bound(replace(made, shared=shared)).percent for shared in (0, 200_000)] == [  # type: ignore[union-attr]
+        16.0, pytest.approx(100 * 16 / 156)
+    ]  # fmt: skip

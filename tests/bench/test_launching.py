@@ -240,8 +240,8 @@ LAUNCHED = {
     "bench suite --only ceilings --budget 300 --out {folder}/suite": "ceilings  done",
     "demo --seqlen 64 --steps 1 --layers 1": "AGREE",
     "doctor --seqlen 256 --bytes 1k": "all well",
-    "tune --ring --heads 1 --head-dim 16 --seqlen 128,256 --budget 2 --save-dir {folder}": "256 tokens: best",
-    "tune --arch sm_90 --heads 1 --head-dim 64 --seqlen 1k --list": "candidates for sm_90",
+    "tune --ring --heads 1 --head-dim 16 --seqlen 128,256 --budget 60 --save-dir {folder}": "256 tokens: best",
+    "tune --heads 1 --head-dim 64 --seqlen 1k --near 1 --kernels dq --compile-only --save-dir {folder}": "written",
     "show --seqlen 16 --world 2 --causal": "dK/dV sums",
     "bench memory --tokens 2k --heads 4": "largest over smallest world",
 }

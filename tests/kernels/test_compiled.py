@@ -89,7 +89,7 @@ def test_head_dims_in_two_parts_multiply_less(rows: list[dict[str, Any]]) -> Non
 @pytest.mark.compiles("90:bf16:128:middle:dkdv:dkdv_epilogue=descriptors")
 def test_descriptors_in_the_epilogue_end_the_spills() -> None:
     """Of the default tile in the middle of a ring, which by pointers has 120 bytes of stack outside of its loop."""
-    (told,) = gate("--kernel", "dkdv", "--arch", "sm_90", "--option", "dkdv_epilogue=descriptors")
+    (told,) = gate("90:bf16:128:middle:bounded:mha:dkdv:dkdv_epilogue=descriptors")
     assert (told["head_dim"], told["role"], told["options"]) == (128, "middle", "dkdv_epilogue=descriptors")
     assert told["stack"] == 0 and told["regs"] <= 214
 
@@ -136,7 +136,7 @@ def test_everything_that_can_be_launched_passes_the_gate(what: str, arch: int) -
 
 @pytest.mark.nightly
 def test_a_pass_that_waits_for_its_turn_fits() -> None:
-    (told,) = gate("--kernel", "single_pass_deterministic", "--arch", "sm_80")
+    (told,) = gate("80:bf16:128:middle:bounded:mha:single_pass_deterministic")
     assert told["spills"] <= 16
 
 

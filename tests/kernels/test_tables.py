@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.autotune.candidates import Verdict
-from ringattn.autotune.model import Shape
 from ringattn.autotune.rings import rings_of
 from ringattn.autotune.search import Budget
-from ringattn.autotune.tune import TuneConfig, compile_part, journals, measure_part
+from ringattn.autotune.space import Shape
+from ringattn.autotune.store import Journal
+from ringattn.autotune.tune import TuneConfig, compile_part, measure_part
 from ringattn.kernels import Tile, config, tables
 from ringattn.kernels.tables import (
     KERNELS,
@@ -39,7 +39,7 @@ from ringattn.kernels.tables import (
 )
 
 from ..support.tile_tables import H200, HOPPER, POINT, TILE, entry, estimate, folders, save
-from ..support.tune_cases import StandIn, no_progress, without_processes
+from ..support.tune_cases import AtOnce, StandIn, no_progress
 from ..test_house import ROOT, run
 
 __all__ = ["folders"]
@@ -288,18 +288,17 @@ def test_a_refused_table_is_told_once_and_the_default_serves(damage: str, folder
     assert len(told) == 1 and str(path) in str(told[0].message)
 
 
-def test_a_vendors_copy_takes_what_tune_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vendors_copy_takes_what_tune_wrote(tmp_path: Path) -> None:
     """The file of a tuning run, moved into `tuned/` of a copy deep in another package: measured there, used here."""
-    without_processes(monkeypatch)
-    wish = TuneConfig(Shape(2, 1, 16, 16, "fp32"), (64,), False, H200, torch.device("cpu"), tmp_path / "runs", 1e9, 1)
-    journal, measured = journals(wish)
-    found = compile_part(wish, journal, no_progress, work=lambda job: Verdict((), 1.0, "percent"))
+    wish = TuneConfig(Shape(2, 1, 16, 16, "fp32"), (64,), False, H200, torch.device("cpu"), tmp_path / "runs", 1e9)
+    journal = Journal(tmp_path / "journal", "")
+    found = compile_part(wish, journal, AtOnce(), no_progress)  # type: ignore[arg-type]
 
     def at_random(point: Point) -> StandIn:
         slow = 9.0 * (point.kernel in SINGLE_PASS)  # so that two passes are the backward
-        return StandIn(lambda tile, run: slow + Random(f"{point.kernel} {tile}").random())
+        return StandIn(lambda tile: slow + Random(f"{point.kernel} {tile}").random())
 
-    measure_part(wish, found, measured, no_progress, trials_of=at_random, budget=Budget(1e9))
+    measure_part(wish, found, journal, no_progress, trials_of=at_random, budget=Budget(1e9))
     (written,) = (tmp_path / "runs").glob("nvidia-h200_triton-*.json")
     tiles = {one.point.kernel: one.tile for one in read(written).entries}
     assert len({*tiles.values()}) > 1 and tiles["forward"] != config.config_for(90, torch.float32, 16).forward

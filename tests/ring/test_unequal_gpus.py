@@ -26,7 +26,7 @@ SEQLEN = 70
 TILES = {H200: Tile(32, 16, 4, 1), RTX: Tile(16, 32, 4, 1)}
 
 RING = RingPoint(len(GPUS), 8, 4, 16, "fp32", "bounded", SEQLEN)
-CHOSEN = {H200: RingSetting(chunks=2), RTX: RingSetting(chunks=4, wire_dtype="bf16")}
+CHOSEN = {H200: RingSetting(chunks=2), RTX: RingSetting(chunks=4, channels=2)}
 
 
 def point(kernel: str, mask: str) -> Point:

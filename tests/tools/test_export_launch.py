@@ -58,15 +58,11 @@ class Case:
 
     def expected(self) -> dict[str, Tensor]:
         """What torch has for the results."""
-        q, k, v, dout = (self.tensors[name].float() for name in ("q", "k", "v", "dout"))
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        group = HEADS // KEY_HEADS
-        heads = [q.transpose(1, 2), *(x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))]
-        scores = torch.einsum("bhqd,bhkd->bhqk", heads[0], heads[1]) * SCALE
-        scores = scores.masked_fill(torch.ones(ROWS, ROWS, device=q.device).triu(1).bool(), -torch.inf)
-        out = (scores.softmax(-1) @ heads[2]).transpose(1, 2)
-        grads = dict(zip(("dq_out", "dk_out", "dv_out"), torch.autograd.grad(out, leaves, dout), strict=True))
-        return {"out": out.detach(), "lse": scores.logsumexp(-1).detach(), **grads}
+        q, k, v = (self.tensors[name].float().transpose(1, 2).requires_grad_() for name in ("q", "k", "v"))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        grads = torch.autograd.grad(out, (q, k, v), self.tensors["dout"].float().transpose(1, 2))
+        named = {"out": out.detach()} | dict(zip(("dq_out", "dk_out", "dv_out"), grads, strict=True))
+        return {name: x.transpose(1, 2) for name, x in named.items()}
 
 
 FLAGS = [
@@ -103,6 +99,7 @@ def test_the_same_calls_without_a_gpu(name: str, tmp_path_factory: pytest.TempPa
     """That the launches above are complete, where there is nothing to launch on."""
     export, case = exported(name, tmp_path_factory), Case("cpu")
     library, record = export.recording()
+    assert case.expected()["out"].shape == case.tensors["out"].shape
     for kernel in export.kernels.values():
         layout, before = parameter_layout((export.folder / kernel["cubin"]).read_bytes()), record.launches
         record.expect([size for _, size in layout.parameters])
@@ -110,11 +107,3 @@ def test_the_same_calls_without_a_gpu(name: str, tmp_path_factory: pytest.TempPa
         assert record.launches == before + 1
         first = kernel["arguments"][0]["name"]
         assert record.passed()[0][:8] == case.tensors[first].data_ptr().to_bytes(8, "little")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the launches themselves are compared")
-def test_the_case_is_attention() -> None:
-    case = Case("cpu")
-    q, k, v = (case.tensors[name].float().transpose(1, 2) for name in ("q", "k", "v"))
-    truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(case.expected()["out"], truth.transpose(1, 2), rtol=1e-5, atol=1e-5)

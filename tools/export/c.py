@@ -36,17 +36,8 @@ OF_KEYS = ("Sk", "Sq", "Hkv", "query of each key")
 OF_QUERIES = ("Sq", "Sk", "H", "key of each query")
 
 
-def header(config: ExportConfig, kernels: Sequence[Exported]) -> str:
-    """``<prefix>.h``."""
-    return _rendered("header.h.j2", config, kernels)
-
-
-def launcher(config: ExportConfig, kernels: Sequence[Exported]) -> str:
-    """``<prefix>.c``."""
-    return _rendered("launcher.c.j2", config, kernels)
-
-
-def _rendered(template: str, config: ExportConfig, kernels: Sequence[Exported]) -> str:
+def rendered(template: str, config: ExportConfig, kernels: Sequence[Exported]) -> str:
+    """``<prefix>.h`` or ``<prefix>.c``."""
     import jinja2
 
     environment = jinja2.Environment(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...bench.common.flags import Json, dtype_name, size
+from ...bench.common.flags import Json, check_needs, dtype_name
 
 if TYPE_CHECKING:
     from .config import ExportConfig
@@ -21,12 +21,12 @@ def write(config: ExportConfig, kernels: list[Exported], folder: Path) -> dict[s
     import hashlib
 
     from ...bench.common.output import write_file, write_json
-    from .c import header, launcher
+    from .c import rendered
     from .kernels import manifest
 
     files = {f"{config.prefix}_{kernel.name}.cubin": kernel.cubin for kernel in kernels}
-    files[f"{config.prefix}.h"] = header(config, kernels).encode()
-    files[f"{config.prefix}.c"] = launcher(config, kernels).encode()
+    files[f"{config.prefix}.h"] = rendered("header.h.j2", config, kernels).encode()
+    files[f"{config.prefix}.c"] = rendered("launcher.c.j2", config, kernels).encode()
     files["LICENSE"] = (Path(__file__).parents[2] / "kernels" / "LICENSE").read_bytes()
     for name, content in files.items():
         write_file(folder / name, content)
@@ -37,11 +37,11 @@ def write(config: ExportConfig, kernels: list[Exported], folder: Path) -> dict[s
 
 @app.command()
 def main(
+    context: typer.Context,
     arch: Annotated[str, typer.Option(metavar="sm_NN", help="The GPU to compile for.")],
+    # from 2 on: the stride of heads of one element is 1, which Triton makes a constant
     head_dim: Annotated[int, typer.Option(min=2, max=256, help="Of queries and keys.")] = 128,
-    value_dim: Annotated[
-        int | None, typer.Option("--value-dim", "--head-dim-v", min=2, max=256, help="Of values; default: the same.")
-    ] = None,
+    value_dim: Annotated[int | None, typer.Option(min=2, max=256, help="Of values; default: the same.")] = None,
     dtype: Annotated[
         str, typer.Option(parser=dtype_name, metavar="DTYPE", help="Of q, k, v and out: bf16, fp16 or fp32.")
     ] = "bfloat16",
@@ -52,52 +52,38 @@ def main(
     role: Annotated[
         str, typer.Option(help="What a launch continues and leaves, in a ring: only, first, middle or last.")
     ] = "only",
-    forward_kernel: Annotated[
-        str | None, typer.Option(help="portable or hopper; default: the tuned table's, else portable.")
-    ] = None,
+    forward_kernel: Annotated[str, typer.Option(help="portable or hopper.")] = "portable",
     backward: Annotated[
         str, typer.Option(help="two_pass (dq and dkdv); or at once: single_pass, single_pass_deterministic, hopper.")
     ] = "two_pass",
-    config_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Tiles of a table that `ringattn tune` wrote there; default: $RINGATTN_CONFIG_DIR."
-        ),
-    ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Tiles of this GPU's table, 'NVIDIA H200'; default: the only one in DIR, else built-in ones.",
-        ),
+        typer.Option(metavar="NAME", help="Tiles of this GPU's tuned table, 'NVIDIA H200'; default: built-in ones."),
     ] = None,
-    group: Annotated[
-        int | None, typer.Option(min=1, help="Query heads per key head that the tiles were tuned for.")
+    config_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where `ringattn tune` wrote that table; default: $RINGATTN_CONFIG_DIR."),
     ] = None,
-    seqlen: Annotated[
-        Any, typer.Option(parser=size, metavar="SIZE", help="Tokens that the tiles were tuned for; default: the most.")
-    ] = None,
-    estimated: Annotated[bool, typer.Option("--estimated", help="Also tiles that were never timed.")] = False,
     out_dir: Annotated[Path, typer.Option(file_okay=False, help="Folder for the files.")] = Path("ringattn-export"),
     json: Json = None,
 ) -> None:
     """Write cubins, a C header and launcher, and a manifest of attention kernels, forward and backward."""
-    from ...autotune.model import SHORT, gpu_of_arch
+    check_needs(context, {"config_dir": "gpu"})
+
+    from ...autotune.space import SHORT, gpu_of_arch
     from ...bench.common.output import prints, write_json
-    from .config import ExportConfig, Source, chosen_tiles, resolved
+    from .config import ExportConfig, chosen_tiles
     from .kernels import export
 
     kernels = []
     try:
-        source = Source(gpu, config_dir, group, seqlen, estimated)
-        config = resolved(ExportConfig(
+        config = ExportConfig(
             gpu_of_arch(f"sm_{arch.removeprefix('sm_')}").arch, SHORT[dtype], head_dim, value_dim or head_dim, causal,
-            grouped, role, source, forward_kernel, backward,
-        ))  # fmt: skip
+            grouped, role, forward_kernel, backward, gpu, config_dir,
+        )  # fmt: skip
         for name in config.kernels:
-            kernels.append(export(config, name))
+            kernels.append(one := export(config, name))
             if prints() and json != "-":
-                one = kernels[-1]
                 whence = chosen_tiles(config)[name][1]
                 print(f"{name:<9} {len(one.arguments)} arguments, {one.shared} bytes of shared memory; tile: {whence}")
     except ValueError as error:

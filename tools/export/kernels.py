@@ -115,11 +115,10 @@ class Exported:
     arguments: tuple[Argument, ...]  # in the order of the binary
     asked: tuple[Argument, ...]  # what a caller says
     maps: tuple[TensorMap, ...]
-    layout: tuple[tuple[int, int], ...]  # (offset, bytes) of every parameter, those of `scratch` last
+    layout: tuple[tuple[int, int], ...]  # (offset, bytes) of every parameter, those of SCRATCH last
     threads: int  # per program
     tile: Tile
     shared: int  # bytes
-    scratch: int = 2  # pointers that Triton appends, which these kernels do not use
 
     def asks_for(self, name: str) -> bool:
         """Whether a caller says it."""
@@ -132,10 +131,10 @@ class Exported:
 
 
 def export(config: ExportConfig, name: str) -> Exported:
-    """Compile one kernel of a config that is ``resolved``.
+    """Compile one kernel of a config.
 
     Raises:
-        ValueError: a tile that does not fit the chip.
+        ValueError: a tile that does not fit the chip, or what the kernel does not take.
         RuntimeError: a binary that these launchers would not launch as Triton does.
     """
     tile, launch = chosen_tiles(config)[name][0], compiled_launch(config, name)
@@ -152,7 +151,7 @@ def export(config: ExportConfig, name: str) -> Exported:
     )
     if metadata.global_scratch_size or metadata.profile_scratch_size or getattr(metadata, "num_ctas", 1) != 1:
         raise RuntimeError(f"the {name} kernel wants scratch memory or a cluster, which its launcher does not give")
-    expected = offsets(passed, exported.scratch, layout.base)
+    expected = offsets(passed, layout.base)
     if layout.parameters != expected:
         raise RuntimeError(
             f"the {name} kernel takes parameters of (offset, bytes) {layout.parameters}, its launcher passes {expected}"
@@ -181,9 +180,9 @@ def variant_of(config: ExportConfig, name: str, sizes: Sizes) -> Variant:
     """One kernel but delta."""
     options: Options = ()
     kernel = config.backward if name == "gradients" else name
-    if (config.forward_kernel, name) == ("hopper", "forward"):
+    if (name, config.forward_kernel) == ("forward", "hopper"):
         kernel, options = HOPPER["hopper"]
-    if (config.backward, name) == ("hopper", "gradients"):
+    elif kernel == "hopper":
         kernel, options = HOPPER["hopper_backward"]
     return Variant(
         kernel, config.arch, config.dtype, config.head_dim, config.head_dim_v, chosen_tiles(config)[name][0],
@@ -274,13 +273,13 @@ def field_name(name: str, field: str) -> str:
     return field if name in ("shape", "bounds") else f"{name}_{field}"
 
 
-def offsets(arguments: tuple[Argument, ...], scratch: int, base: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of every parameter, ``scratch`` pointers after them, as the compiler lays them out.
+def offsets(arguments: tuple[Argument, ...], base: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of every parameter, those of SCRATCH after them, as the compiler lays them out.
 
     ``base`` is where parameters begin in their constant bank: a map is aligned there, and not from the first parameter.
     """
     found, end = [], base
-    for alignment, size in [*((one.alignment, one.size) for one in arguments), *[(8, 8)] * scratch]:
+    for alignment, size in [*((one.alignment, one.size) for one in arguments), *[(8, 8)] * len(SCRATCH)]:
         begin = -(-end // alignment) * alignment
         found.append((begin - base, size))
         end = begin + size
@@ -315,7 +314,7 @@ def parameter_layout(cubin: bytes) -> Layout:
 
 SCHEMA = 2  # 1 had no tensor maps: all parameters that were not repeated were asked for
 LICENCE = "MIT"
-SCRATCH = {"name": "scratch", "size": 8, "value": 0}  # what Triton appends
+SCRATCH = [{"name": "scratch", "size": 8, "value": 0}] * 2  # pointers that Triton appends, which no kernel here uses
 
 DATA_TYPES = {
     "bf16": "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
@@ -350,7 +349,7 @@ def manifest(config: ExportConfig, kernels: list[Exported], hashes: dict[str, st
 
 def _entry(config: ExportConfig, kernel: Exported) -> dict[str, Any]:
     tile, whence = chosen_tiles(config)[kernel.name]
-    parameters = [*map(_parameter, kernel.arguments), *[SCRATCH] * kernel.scratch]
+    parameters = [*map(_parameter, kernel.arguments), *SCRATCH]
     maps = {f"{one.tensor}_map": _map(one) for one in kernel.maps}
     return {
         "name": kernel.name,

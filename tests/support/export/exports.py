@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,10 +42,10 @@ EXPORTED = pytest.mark.compiles("kernels/attention.py", "tools/export", "autotun
 STREAM = 77
 MOST = 96  # parameters, as the driver that records has room for
 
-OF_TABLE = "--no-grouped --role last --config-dir {tables}"
+OF_TABLE = f"--no-grouped --role last --gpu '{A100.name}' --config-dir {{tables}}"
 CONFIGS = {
     "causal": "--arch sm_90 --head-dim 128 --causal",
-    "last": f"--arch 80 --head-dim 40 --head-dim-v 16 --dtype float16 {OF_TABLE}",
+    "last": f"--arch 80 --head-dim 40 --value-dim 16 --dtype float16 {OF_TABLE}",
     "described": "--arch sm_90 --head-dim 128 --causal --forward-kernel hopper --backward single_pass_deterministic",
 }
 HOPPER_FIRST = "--arch sm_90 --head-dim 64 --dtype float16 --no-grouped --role first --forward-kernel hopper"
@@ -88,7 +89,7 @@ class Export:
     def __init__(self, config: str, folder: Path, name: str = "") -> None:
         self.folder, self.config_name = folder, name
         save(tables := folder.parent / f"{folder.name}-tables", *(entry(*one) for one in TUNED.values()), gpu=A100)
-        flags = config.format(tables=tables).split()
+        flags = shlex.split(config.format(tables=tables))
         self.config_dir = str(tables) if "--config-dir" in flags else None
         told = command("ringattn", "export", *flags, "--out-dir", str(folder), "--json", "-")
         self.manifest: dict[str, Any] = json.loads(told.stdout)
@@ -125,11 +126,12 @@ class Export:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Fields of a ``ExportConfig``, and the folder of its tuned tables."""
+        """Fields of its ``ExportConfig``."""
         told, (head_dim, head_dim_v) = self.manifest, self.manifest["head_dim"]
         same = ("dtype", "bounded", "grouped", "role", "forward_kernel", "backward")
         dims = {"arch": int(told["arch"][3:]), "head_dim": head_dim, "head_dim_v": head_dim_v}
-        return dims | {name: told[name] for name in same} | {"config_dir": self.config_dir}
+        table = {"gpu": A100.name, "config_dir": self.config_dir} if self.config_dir else {}
+        return dims | {name: told[name] for name in same} | table
 
 
 _EXPORTED: dict[str, Export] = {}

@@ -23,7 +23,7 @@ from ringattn.autotune.compile import Sizes, call
 from ringattn.kernels import FULL, Bounds, attention
 from ringattn.kernels.experimental import hopper_backward_launch, hopper_launch, single_pass
 from ringattn.kernels.tables import DTYPES, Gpu
-from ringattn.tools.export.config import ExportConfig, Source, resolved
+from ringattn.tools.export.config import ExportConfig
 from ringattn.tools.export.kernels import compiled_launch, field_name, parameter_layout, variant_of
 
 from .exports import STREAM, Record
@@ -119,7 +119,7 @@ def main() -> None:
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)  # the driver that records has but the functions that are called
     library = ctypes.CDLL(str(folder / "libcuda.so.1"))
-    configs = {name: config_of(**fields) for name, fields in told["configs"].items()}
+    configs = {name: ExportConfig(**fields) for name, fields in told["configs"].items()}
     kernels = {
         name: {one: compiled_launch(config, one).binary for one in config.kernels} for name, config in configs.items()
     }
@@ -130,10 +130,6 @@ def main() -> None:
         for name, config in configs.items()
     }
     print(json.dumps(found))
-
-
-def config_of(config_dir: str | None, **fields: Any) -> ExportConfig:
-    return resolved(ExportConfig(**fields, source=Source(config_dir=Path(config_dir) if config_dir else None)))
 
 
 def called(library: ctypes.CDLL, config: ExportConfig, case: dict[str, int], kernels: dict[str, Any]) -> dict[str, Any]:
