@@ -26,8 +26,7 @@ from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, Local
 from ringattn.comm.transports.local import solo_group
 
 from ..support.cuda.device import Event as FakeEvent
-from ..support.cuda.device import FakeCuda, install_streams
-from ..support.cuda.nccl import Fabric, install_nccl
+from ..support.cuda.device import FakeCuda
 
 pytestmark = pytest.mark.usefixtures("alone")
 
