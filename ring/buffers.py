@@ -35,6 +35,9 @@ class Kind(IntEnum):
     RETURN = 4
 
 
+KEY_VALUES = (Kind.RAIL, Kind.KV, Kind.PREFETCH)
+
+
 class Key(NamedTuple):
     """The place of a group of transfers in the one order in which every rank posts.
 

@@ -21,7 +21,7 @@ from ..comm import Fence
 from ..comm.cuda_threads import on_device
 from ..comm.transports.lanes import StreamOrdered
 from ..comm.transports.process_group import HostFence
-from .buffers import Call, Key, Kind, Load
+from .buffers import KEY_VALUES, Call, Key, Kind, Load
 from .schedule.plan import Plan
 from .schedule.schedule import Hop
 
@@ -56,9 +56,6 @@ class Moved(NamedTuple):
     end: float
     sent: int
     received: int
-
-
-KEY_VALUES = (Kind.RAIL, Kind.KV, Kind.PREFETCH)
 
 
 def slot_trace(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ TRANSFERS = {
     Kind.RAIL: "K/V by rail",
     Kind.KV: "K/V",
     Kind.DKV: "dK/dV accumulators",
+    Kind.PREFETCH: "K/V",
     Kind.RETURN: "a node's accumulators",
 }
 
@@ -120,7 +121,7 @@ class _Recorder:
     def loop_call(self, plan: Plan, phase: str) -> LoopCall:
         call = self.call
         wires = wire_of(call.wire_dtype, DTYPES[call.dtype]), grad_wire_of(call.grad_wire_dtype)
-        wire, grad_wire = (None if one is None else _RecordedWire(one, self) for one in wires)
+        wire, grad_wire = (cast(Any, one and _RecordedWire(one, self)) for one in wires)
         transports: Any = (_Transport(self, INSIDE), _Transport(self, BETWEEN))
         return LoopCall(
             plan=plan,

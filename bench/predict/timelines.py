@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...ring.buffers import Key, Kind
+from ...ring.buffers import KEY_VALUES, Key, Kind
 from ...ring.schedule.plan import Plan
 from ...ring.trace import Moved, Stretch, slot_trace
 from ..common.attention import mask_data
@@ -74,7 +74,7 @@ def _transfers(op: Op, key: Key, plan: Plan, begin: float, end: float) -> Iterat
 
 def _moved(key: Key, plan: Plan, lane: str) -> int:
     """The hop whose shard a group sends, or receives."""
-    if key.kind in (Kind.KV, Kind.RAIL):
+    if key.kind in KEY_VALUES:
         return key.brings if lane == "receive" else key.brings - (plan.inner if key.kind is Kind.RAIL else 1)
     if key.kind is Kind.RETURN:
         return key.hop // plan.inner * plan.inner if lane == "send" else 0

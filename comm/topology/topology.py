@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate, islice, pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, combinations, islice, pairwise, permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from ..checked import NODES, RANKS, shown
 from ..control import Control
 from .nvml import DeviceInfo, Link, Nic, device_info, link_between, nearest_nics, network
 
+EXACT = 8  # ranks of a node up to which all cycles are looked at
 PRINTED = 16  # nodes, rails and ranks of a line: what is longer is printed with its middle left out
 
 
@@ -129,10 +130,12 @@ class Topology:
 def ring_topology(devices: Sequence[DeviceInfo]) -> Topology:
     """The ring through ranks at ``devices`` (by rank): fast links first, as few slow ones as possible.
 
-    A node is a host, or an NVLink fabric of several. Inside it the next rank is the one with the best link to the
-    last: NVLink before PCIe, the most links first, then the fewest PCIe ancestors away; of equals, in the order of
-    PCIe. Nodes follow in the order of their lowest ranks, which is how schedulers number neighbours. Where the links
-    leave a choice, the other nodes are turned so that the same rail leaves every node by the NIC of the same name.
+    A node is a host, or an NVLink fabric of several. Inside it the cycle has the fewest links of the worst kind, then
+    of the second worst, and so on (NVLink before PCIe, the most links first, then the fewest PCIe ancestors away),
+    found among all cycles of up to 8 ranks; of more, the next rank is the one with the best link to the last. Of
+    equals, in the order of PCIe. Nodes follow in the order of their lowest ranks, which is how schedulers number
+    neighbours. Where the links leave a choice, the other nodes are turned so that the same rail leaves every node by
+    the NIC of the same name.
 
     Pure: ranks that pass the same devices get the same topology.
 
@@ -181,17 +184,34 @@ def _node(
         device, rail = devices[rank], rails.get(_name(nics[rank]), len(pattern))
         return rail, first[device.host], device.pcie, -1 if device.index is None else device.index, rank
 
-    left = sorted(ranks, key=natural)
-    order = [left.pop(0)]
-    while left:
-        order.append(min(left, key=lambda rank: link_between(devices[order[-1]], devices[rank]).rank))
-        left.remove(order[-1])
+    held = sorted(ranks, key=natural)
+    links = [[link_between(devices[a], devices[b]).rank if a != b else None for b in held] for a in held]
+    kinds = {kind: number for number, kind in enumerate(sorted({kind for row in links for kind in row if kind}))}
+    order = [held[at] for at in _cycle(tuple(tuple(kinds[kind] if kind else 0 for kind in row) for row in links))]
     if len(pattern) != len(order):
         return tuple(order)
     # The same cycle from every start. Backwards is not tried: ties go to the direction of the rails.
     turned = [(*order[start:], *order[:start]) for start in range(len(order))]
     names = [_name(nic) for nic in nics]
     return max(turned, key=lambda cycle: sum(names[a] == name for a, name in zip(cycle, pattern, strict=True)))
+
+
+@lru_cache(maxsize=64)  # the nodes of a cluster are alike
+def _cycle(grades: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """A cycle from 0 through everyone, by how bad each link is; of equals the one nearest to 0, 1, 2, …"""
+    count = len(grades)
+    if count < 4 or len({grades[a][b] for a, b in combinations(range(count), 2)}) == 1:
+        return tuple(range(count))
+    if count <= EXACT:
+        return min(
+            ((0, *rest) for rest in permutations(range(1, count))),
+            key=lambda order: sorted((grades[a][b] for a, b in _around(order)), reverse=True),
+        )
+    order, left = [0], [*range(1, count)]
+    while left:
+        order.append(min(left, key=lambda one: grades[order[-1]][one]))
+        left.remove(order[-1])
+    return tuple(order)
 
 
 def _nics(devices: Sequence[DeviceInfo]) -> tuple[Nic | None, ...]:
