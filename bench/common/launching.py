@@ -22,6 +22,7 @@ from functools import cache
 from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -48,6 +49,7 @@ LAUNCHERS = (
 # what tells one job's ranks from another's: OpenMPI's (and Slurm's PMIx's) name of it, or Slurm's two numbers
 JOBS = (("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"))
 SHARED_CTAS = "4"  # of a rank, where more than two share a GPU: NCCL's documentation asks for a bound there
+STARTING = "start_processes"  # of torch.multiprocessing
 USUAL_PORT = 29500  # torchrun's: where a launcher does not name the job
 PORTS = range(10_000, 30_000)  # below those that the system gives to outgoing connections
 
@@ -282,8 +284,7 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # the agent would open a TCP server on every interface for the ranks to meet at
-    named = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGHUP,SIGQUIT"}
-    inside = _environment(**named, **sharing(world, torch.cuda.device_count()))
+    inside = _environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **sharing(world, torch.cuda.device_count()))
     with TemporaryDirectory(prefix="ringattn-") as folder, inside:
         config = LaunchConfig(
             min_nodes=1,
@@ -296,6 +297,7 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
             local_addr=LOOPBACK,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # of SIGINT see below
         )
         with _interrupted_alone():
             results: dict[int, T] = elastic_launch(config, entry)(str(Path(folder, "store")), *arguments)
@@ -313,14 +315,19 @@ def _interrupted_alone() -> Iterator[None]:
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    def end(number: int, frame: object) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_name == STARTING:  # nobody would end the processes that are there already: soon
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                return
+            frame = frame.f_back
         raise SignalException("interrupted", signal.SIGTERM)  # what the agent sends them
 
     quiet, over = logging.root.manager.disable, threading.Event()
     logging.disable(logging.ERROR)  # what torch's agent tells of a rank that failed is in the error as well
     threading.Thread(target=over.wait, daemon=True).start()
     resource_tracker.ensure_running()  # multiprocessing's, which unblocks the signal when it starts
-    before = signal.signal(signal.SIGINT, end)
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGALRM)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -328,7 +335,9 @@ def _interrupted_alone() -> Iterator[None]:
         raise KeyboardInterrupt from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         over.set()
         logging.disable(quiet)
 

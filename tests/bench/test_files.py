@@ -149,11 +149,9 @@ VALUES: tuple[Any, ...] = (
     "x" * 10_000, [], {}, [[]], [None], [0], {"a": 1}, {"median": "x"},
 )  # fmt: skip
 FILES = report_cases.everything()
-LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "max_position_embeddings": 8192}
 ASKED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "predict --kernels": (FILES["kernels"], ("predict", "--tokens", "1k", "--world", "2", "--kernels", "FILE")),
     "predict --link": (FILES["links"], ("predict", "--tokens", "1k", "--world", "2", "--link", "FILE")),
-    "tune --from-config": (LLAMA, ("tune", "--list", "--from-config", "FILE")),
 }
 
 

@@ -96,7 +96,7 @@ def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> No
         posts.clear()
         launches.clear()
         shard.run(BACKWARD, TOGETHER)
-        assert ring._watch is not None and str(ring._watch._posts.last) == "backward hop 7: sums, chunk 0"
+        assert ring._watch is not None and str(ring._watch._posts.last) == "backward hop 7: dK/dV, chunk 0"
     assert len(posts) == 2 * (HOPS - 1) and set(posts) == {(2, 2)}
     assert sorted(launches) == ["delta_kernel", *["dkdv_kernel"] * HOPS, *["dq_kernel"] * HOPS]
 

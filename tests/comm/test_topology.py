@@ -142,7 +142,7 @@ TRAYS = [replace(device, fabric="c/1") for host in range(18) for device in hgx(f
     ("devices", "order", "links"),
     [
         (meshed("a", DGX1, 8), (0, 3, 2, 1, 5, 6, 7, 4), {"NVLink 2 x2": 8}),
-        (meshed("a", QUADS, 8), (0, 1, 3, 4, 6, 7, 5, 2), {"NVLink 2 x2": 6, "PCIe, one switch": 1}),
+        (meshed("a", QUADS, 8), (0, 1, 3, 4, 6, 7, 2, 5), {"NVLink 2 x2": 6, "PCIe, one switch": 1}),
         (PAIRS, (0, 1, 3, 2), {"NVLink 3 x4": 2, "PCIe, one switch": 2}),
         (BLIND, (0, 1, 3, 2), {"NVLink ? x4": 2}),  # of an unknown generation, and first all the same
         (SHUFFLED, (1, 4, 7, 2, 5, 0, 3, 6), {"PCIe, between sockets": 2}),  # PCIe alone follows the tree

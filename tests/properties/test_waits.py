@@ -160,10 +160,10 @@ def far_first(self: Any, *, sends: Any, receives: Any, after: Any = (), post: An
     return self._inside.post(sends=near[0], receives=near[1])
 
 
-def backwards(self: Any, now: Any, advance: Any = KeyValues.advance) -> None:
+def backwards(self: Any, *hop: Any, advance: Any = KeyValues.advance) -> None:
     """Chunks the wrong way round on every rank: no race and no deadlock, but not the one order."""
     object.__setattr__(self.call, "chunks", self.call.chunks[::-1])
-    advance(self, now)
+    advance(self, *hop)
     object.__setattr__(self.call, "chunks", self.call.chunks[::-1])
 
 

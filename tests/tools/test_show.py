@@ -232,7 +232,7 @@ def test_pictures(flags: str, name: str, begins: bytes, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(("flags", "message"), [
     ("--seqlen 100g --world 100000", "107,374,182,400 tokens over 100,000 ranks are too many to count one by one"),
     ("--lengths 1k,x", "'x' is not a size"),
-    ("--lengths 1k --world 2", "--lengths and --world are both given: pass one of them"),
+    ("--lengths 1k --world 2", "--world and --lengths are both given: pass one of them"),
     ("--direction 3", "direction is 3: it must be 1"),
     ("--world 8 --nodes 3", "nodes is 3: it must cut 8 ranks into equal nodes of at least 2"),
     ("--seqlen 0", "there are 0 tokens: a call has at least one"),
