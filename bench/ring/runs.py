@@ -73,7 +73,8 @@ def measure(place: Member, device: torch.device, config: RingConfig) -> Result:
     """One rank of the measurement; rank 0 alone knows of errors."""
     shared = device.type == "cuda" and place.local_world > torch.cuda.device_count()
     result = Result("bench ring", UNITS)
-    warm_up(config, device)
+    with freed_at_once(device):
+        warm_up(config, device)
     for problem in config.problems:
         with ExitStack() as rings:
             setting = Setting(problem, config.layouts, device, partial(opened, rings, problem.transport), shared)
@@ -103,7 +104,8 @@ def measured(setting: Setting, config: RingConfig, rank: int) -> Result:
     problem, repeats = setting.problem, config.repeats
     with Progress(console=Console(stderr=True), disable=rank != 0, transient=True) as bar:
         task = bar.add_task(f"{problem.seqlen:,} tokens", total=len(able) * (1 + repeats))
-        found = checked(able, problem, setting.device, rank, lambda: bar.advance(task))
+        with freed_at_once(setting.device):  # all along: from a heap that once held large blocks new ones are cut
+            found = checked(able, problem, setting.device, rank, lambda: bar.advance(task))
         steps = {name: partial(candidate.run, found[name].shards) for name, candidate in able.items()}
         clock = Clock(setting.device, Ranks(), config.timer)
         # the check was the warm-up
@@ -137,11 +139,10 @@ def checked(
     exact, allowed = (None, {}) if rank else judged(problem, tensors, heads, device)
     held: list[tuple[Tensor, Tensors]] = []  # whose tokens somebody has already: kept once
     for name, candidate in able.items():
-        with freed_at_once(device):
-            memory = PeakMemory(device)
-            shards = candidate.shards(tensors, device)
-            mine = candidate.run(shards)
-            peak = memory.bytes
+        memory = PeakMemory(device)
+        shards = candidate.shards(tensors, device)
+        mine = candidate.run(shards)
+        peak = memory.bytes
         results = gathered(candidate, mine, problem, heads)
         del mine
         errors = {} if exact is None else exact.differences(results)
