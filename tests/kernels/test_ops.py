@@ -54,22 +54,18 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def tensors(sizes: Sizes = SIZES) -> Inputs:
-    return inputs(sizes)
-
-
 def opcheck(op: Any, args: tuple[Any, ...], *, backward: bool = False) -> None:
     utils = (*NO_BACKWARD, "test_aot_dispatch_dynamic") if backward else (*NO_BACKWARD, "test_aot_dispatch_static")
     torch.library.opcheck(op, args, test_utils=utils)
 
 
 def test_opcheck_of_the_forward() -> None:
-    q, k, v = (x.requires_grad_() for x in tensors()[:3])
+    q, k, v = (x.requires_grad_() for x in inputs(SIZES)[:3])
     opcheck(ops.forward_op, (q, k, v, True, *pack(**CALLS["scores"]())), backward=True)
 
 
 def test_opcheck_of_the_parts() -> None:
-    q, k, v, dout, dlse = tensors()
+    q, k, v, dout, dlse = inputs(SIZES)
     call = pack()
     out, lse = (x.clone() for x in ops.forward_op(q, k, v, False, *call))
     opcheck(ops.fold_op, (q, k, v, out, lse, *call))
@@ -96,29 +92,27 @@ def test_opcheck_of_fp8() -> None:
     torch.library.opcheck(ops.dequantize_op, (codes, scale, torch.zeros_like(x)), test_utils=rest)
 
 
-# besides tiles, what a config may choose: another value than its default; a field that is not here must be added
-CHOSEN = {
-    "forward_kernel": "hopper", "dkdv_splits": 2, "order": "longest", "persistent": True, "sm_margin": 8,
-    "pack_gqa": True, "dkdv_epilogue": "descriptors", "backward": "single_pass_deterministic",
-}  # fmt: skip
+CONFIGS: list[dict[str, Any]] = [
+    {"backward": "single_pass_deterministic", "single_pass": Tile(64, 32, 8, 3)},
+    {"forward_kernel": "hopper"},
+    {"dkdv_splits": 2, "order": "longest", "persistent": True, "sm_margin": 8, "pack_gqa": True,
+     "dkdv_epilogue": "descriptors"},
+]  # fmt: skip
+"""Every field but the tiles of the first three kernels, with another value than its default."""
 
 
 def test_all_of_a_config_travels() -> None:
-    tiles: Any = {name: Tile(16 << i, 32 << i, 1 << i, 1 + i) for i, name in enumerate(ops.TILES)}
-    choices: Any = {one.name: CHOSEN[one.name] for one in fields(KernelConfig) if one.name not in tiles}
-    kernel = {"forward_kernel": choices.pop("forward_kernel")}  # which takes no other order
-    backward = {"backward": choices.pop("backward")}  # which takes no splits
-    for chosen in (kernel, backward, choices):
-        known = {name: tile for name, tile in tiles.items() if name != "single_pass" or chosen is backward}
-        config = KernelConfig(**known, **chosen)
+    tiles = (Tile(16, 32, 1, 1), Tile(32, 64, 2, 2), Tile(64, 128, 4, 3))
+    for chosen in CONFIGS:
+        config = KernelConfig(*tiles, **chosen)
         assert unpack_config(*pack_config(config)) == config
-    assert unpack_config(*pack_config(SINGLE_PASS)) == SINGLE_PASS
+    assert {name for chosen in CONFIGS for name in chosen} == {one.name for one in fields(KernelConfig)[3:]}
     assert unpack_config(*pack_config(None)) is None
 
 
 @pytest.mark.parametrize(("kind", "config"), [("full", None), ("causal", SINGLE_PASS)])
 def test_attend_has_the_gradients(kind: str, config: KernelConfig | None) -> None:
-    x = tensors()
+    x = inputs(SIZES)
     q, k, v = (tensor.requires_grad_() for tensor in x[:3])
     bounds = interval(kind, 24, 40)
     out, lse = attend(q, k, v, bounds=bounds, config=config)
@@ -128,7 +122,7 @@ def test_attend_has_the_gradients(kind: str, config: KernelConfig | None) -> Non
 
 @pytest.mark.parametrize("name", ["bounds", "used", "runs", "scores"])
 def test_attend_in_a_graph_is_what_it_is_outside(name: str) -> None:
-    q, k, v = (x.requires_grad_() for x in tensors()[:3])
+    q, k, v = (x.requires_grad_() for x in inputs(SIZES)[:3])
     call = CALLS[name]()
     results = []
     for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
@@ -139,14 +133,14 @@ def test_attend_in_a_graph_is_what_it_is_outside(name: str) -> None:
 
 
 def test_there_is_no_second_derivative() -> None:
-    q, k, v = (x.requires_grad_() for x in tensors()[:3])
+    q, k, v = (x.requires_grad_() for x in inputs(SIZES)[:3])
     (dq,) = torch.autograd.grad(attend(q, k, v)[0].square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="attention_backward has no derivative"):
         dq.sum().backward()
 
 
 def test_slopes_that_want_a_gradient_are_refused() -> None:
-    q, k, v = tensors()[:3]
+    q, k, v = inputs(SIZES)[:3]
     with pytest.raises(ValueError, match="alibi_slopes requires a gradient"):
         attend(q, k, v, scores=Scores(alibi_slopes=torch.rand(2, requires_grad=True)))
 
@@ -178,7 +172,7 @@ def folded(x: Inputs, bounds: Bounds, half: torch.dtype) -> list[Tensor]:
 
 
 def test_every_entry_in_a_graph_is_what_it_is_outside() -> None:
-    x, bounds = tensors(), interval("causal", 24, 16)
+    x, bounds = inputs(SIZES), interval("causal", 24, 16)
     expected = folded(x, bounds, torch.float16)
     got = torch.compile(folded, fullgraph=True, backend="aot_eager")(x, bounds, torch.float16)
     for mine, theirs in zip(got, expected, strict=True):
@@ -193,16 +187,12 @@ def test_other_lengths_are_no_new_graph() -> None:
 
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for rows in (20, 24, 36):
-        q, k, v = (x.requires_grad_() for x in tensors(Sizes(queries=rows, keys=rows + 8))[:3])
+        q, k, v = (x.requires_grad_() for x in inputs(Sizes(queries=rows, keys=rows + 8))[:3])
         bounds = interval("causal", rows, rows + 8)
         for function in (compiled, layer):
             function(q, k, v, bounds).sum().backward()
         torch.testing.assert_close(compiled(q, k, v, bounds), layer(q, k, v, bounds), rtol=0, atol=0)
     assert counter.frame_count <= 2  # the first call's lengths, and any
-
-
-def test_the_namespace_of_a_clone_inside_another_package() -> None:
-    assert namespace_of("vendor.ringattn.kernels") == "vendor__ringattn"
 
 
 COPIES = """
@@ -228,6 +218,7 @@ assert ours.Bounds is not one.Bounds is not other.Bounds
 
 
 def test_renamed_copies_run_beside_the_original(tmp_path: Path) -> None:
+    assert namespace_of("vendor.ringattn.kernels") == "vendor__ringattn", "of a clone inside another package"
     for place in ("elsewhere", "vendor/attention/fused"):
         shutil.copytree(ROOT / "kernels", tmp_path / place, ignore=shutil.ignore_patterns("__pycache__"))
     done = subprocess.run([sys.executable, "-c", COPIES], cwd=tmp_path, capture_output=True, text=True)

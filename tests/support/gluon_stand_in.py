@@ -27,14 +27,6 @@ Choose = Callable[[list[str]], int]
 """Which of the partitions and loads that can go on does so."""
 
 
-class Event(NamedTuple):
-    """What a partition did: ``kind`` is wait, arrive, expect, load, start, drain, put, get, send or sent."""
-
-    kind: str
-    what: Any
-    value: Any = None
-
-
 class Tensor(torch.Tensor):
     """torch's, with a layout that nobody looks at."""
 
@@ -80,8 +72,8 @@ def store(pointer: Pointer, value: Any, mask: Any) -> None:
 class Barrier:
     """An mbarrier: a phase completes when all arrivals and all bytes of it are in."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.count, self.phases, self.arrived, self.owed = name, 0, 0, 0, 0
+    def __init__(self) -> None:
+        self.count = self.phases = self.arrived = self.owed = 0
 
     def passes(self, parity: int) -> bool:
         """Whether the phase of this parity has completed; the one before a fresh barrier's has."""
@@ -98,8 +90,6 @@ class Slot:
     def __init__(self, name: str, shape: list[int], dtype: torch.dtype, machine: Machine) -> None:
         self.name, self.data, self.machine = name, torch.full(shape, float("nan"), dtype=dtype), machine
         self.readers = self.landing = 0
-        self.holds = ""
-        """The load or store whose tile it is."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +179,6 @@ class Machine:
         self.program, self.choose = program, choose
         self.flying: dict[str, Callable[[], None]] = {}
         self.names = 0
-        self.barriers: list[Barrier] = []
-        self.traces: dict[str, list[Event]] = {}
         self.products: dict[str, list[Product]] = {}
         self.sends: dict[str, list[str]] = {}
         self.ready: dict[str, Callable[[], bool]] = {}
@@ -207,14 +195,10 @@ class Machine:
     def here(self) -> str:
         return threading.current_thread().name
 
-    def note(self, kind: str, what: Any, value: Any = None) -> None:
-        if self.here() in self.traces:
-            self.traces[self.here()].append(Event(kind, what, value))
-
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
         """Let others go on; back once ``until`` holds and this one is chosen."""
         me = self.here()
-        if me not in self.traces:  # before the partitions: nobody to wait for
+        if me not in self.products:  # before the partitions: nobody to wait for
             return
         with self.turn:
             self.ready[me] = until
@@ -228,7 +212,6 @@ class Machine:
 
     def specialise(self, partitions: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         names = [f"{function.__name__}{i}" for i, (function, _) in enumerate(partitions)]
-        self.traces = {name: [] for name in names}
         self.products = {name: [] for name in names}
         self.sends = {name: [] for name in names}
 
@@ -278,24 +261,19 @@ class Machine:
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Array:
         if layout == "barrier":
-            made = [Barrier(self.name("barrier")) for _ in range(shape[0])]
-            self.barriers.extend(made)
-            return Array(made)
+            return Array([Barrier() for _ in range(shape[0])])
         return Array([Slot(self.name("slot"), list(shape[1:]), dtype, self) for _ in range(shape[0])])
 
     def wait(self, barrier: Barrier, phase: Any) -> None:
         parity = int(phase)
-        self.note("wait", barrier.name, parity)
         self.pause(lambda: barrier.passes(parity))
 
     def arrive(self, barrier: Barrier, count: int = 1) -> None:
-        self.note("arrive", barrier.name, count)
         barrier.arrived += count
         barrier.settle()
         self.pause()
 
     def expect(self, barrier: Barrier, nbytes: int) -> None:
-        self.note("expect", barrier.name, int(nbytes))
         barrier.arrived, barrier.owed = barrier.arrived + 1, barrier.owed + int(nbytes)
         barrier.settle()
         self.pause()
@@ -304,10 +282,9 @@ class Machine:
         slot, block = view.slot, descriptor.read(where)
         assert slot.readers == 0, f"{slot.name} is overwritten while a product reads it"
         slot.landing += 1
-        slot.holds = flight = self.name("load")
+        flight = self.name("load")
         slot.data.fill_(float("nan"))
         nbytes = descriptor.block_type.nbytes
-        self.note("load", (slot.name, flight), (barrier.name, nbytes))
 
         def land() -> None:
             slot.data.copy_(block)
@@ -324,7 +301,6 @@ class Machine:
         for slot in reads:
             assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before its tile is there"
             slot.readers += 1
-        self.note("start", tuple(slot.name for slot in reads), tuple(slot.holds for slot in reads))
 
         def finish() -> Any:
             left = a.value() if isinstance(a, View) else a.float()
@@ -337,7 +313,6 @@ class Machine:
         return made
 
     def drain(self, left: int, deps: list[Product]) -> Any:
-        self.note("drain", left)
         self.pause()
         under_way = self.products[self.here()]
         while len(under_way) > left:
@@ -352,21 +327,17 @@ class Machine:
         """Write from registers."""
         assert slot.readers == 0 and slot.landing == 0, f"{slot.name} is overwritten while it is read or loaded"
         slot.data.copy_(value.reshape(slot.data.shape))
-        slot.holds = self.name("put")
-        self.note("put", slot.name, slot.holds)
         self.pause()
 
     def get(self, slot: Slot) -> Any:
         """Read into registers."""
         assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before it was written"
-        self.note("get", slot.name, slot.holds)
         return tensor(slot.data.clone())
 
     def send(self, descriptor: Descriptor, where: list[Any], view: View) -> None:
         """Add to global memory, at some time before :meth:`sent` says so."""
         slot, me, flight = view.slot, self.here(), self.name("send")
         assert list(slot.data.shape) == descriptor.block_type.shape
-        self.note("send", (slot.name, flight), slot.holds)
         slot.readers += 1
         self.sends[me].append(flight)
 
@@ -380,7 +351,6 @@ class Machine:
 
     def sent(self, left: int) -> None:
         me = self.here()
-        self.note("sent", left)
         self.pause(lambda: len(self.sends[me]) <= left)
 
 
