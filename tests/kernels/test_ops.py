@@ -18,15 +18,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ringattn import kernels
 from ringattn.kernels import PLAIN, BlockSparseIndex, Bounds, KernelConfig, Scores, Tile, attend, ops
 from ringattn.kernels.ops import namespace_of, pack, pack_config, unpack_config
+from ringattn.kernels.tables import Point
 
 from ..support.baselines import Results
 from ..support.kernel_cases import Inputs, Sizes, compare, inputs, interval
+from ..support.tile_tables import entry, save
 
 ROOT = Path(__file__).parents[2]
 SIZES = Sizes(queries=24, keys=40, heads=2, batch=2)
 TILES = KernelConfig(forward=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1), dkdv=Tile(16, 16, 4, 1))
 SINGLE_PASS = replace(TILES, backward="single_pass")
-NO_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 @pytest.fixture(autouse=True)
@@ -54,42 +55,32 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def opcheck(op: Any, args: tuple[Any, ...], *, backward: bool = False) -> None:
-    utils = (*NO_BACKWARD, "test_aot_dispatch_dynamic") if backward else (*NO_BACKWARD, "test_aot_dispatch_static")
-    torch.library.opcheck(op, args, test_utils=utils)
-
-
-def test_opcheck_of_the_forward() -> None:
-    q, k, v = (x.requires_grad_() for x in inputs(SIZES)[:3])
-    opcheck(ops.forward_op, (q, k, v, True, *pack(**CALLS["scores"]())), backward=True)
-
-
-def test_opcheck_of_the_parts() -> None:
+def test_opcheck() -> None:
+    """Schemas, fake results, and what a graph makes of each; torch cannot compare e4m3, so no schema of that."""
     q, k, v, dout, dlse = inputs(SIZES)
     call = pack()
     out, lse = (x.clone() for x in ops.forward_op(q, k, v, False, *call))
-    opcheck(ops.fold_op, (q, k, v, out, lse, *call))
-    opcheck(ops.finish_op, (q, k, v, out, lse, *call))
-    opcheck(ops.delta_op, (dout, out, dlse))
     given = (dout, q, k, v, lse, ops.delta_op(dout, out, dlse))
-    opcheck(ops.backward_op, (*given, *call))
-    opcheck(ops.dq_op, (*given, None, torch.zeros_like(q), True, *call))
     into = (torch.zeros_like(k), torch.zeros_like(v))
-    opcheck(ops.dkdv_op, (*given, None, None, *into, True, *call))
-    opcheck(ops.gradients_op, (*given, torch.zeros_like(q), None, None, *into, True, *pack(config=SINGLE_PASS)))
-
-
-def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.zeros(x.shape, dtype=torch.float8_e4m3fn), torch.zeros(kernels.scale_shape(tuple(x.shape)))
-
-
-def test_opcheck_of_fp8() -> None:
-    x = torch.randn(1, 24, 2, 16)
-    codes, scale = codes_of(x)
-    rest = [*NO_BACKWARD[1:], "test_aot_dispatch_static"]  # test_schema compares e4m3, which torch cannot
-    torch.library.opcheck(ops.quantize_op, (x, codes, scale), test_utils=rest)
-    kernels.quantize(x, codes, scale)
-    torch.library.opcheck(ops.dequantize_op, (codes, scale, torch.zeros_like(x)), test_utils=rest)
+    codes = torch.zeros(k.shape, dtype=torch.float8_e4m3fn), torch.zeros(kernels.scale_shape(tuple(k.shape)))
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_schema"]
+    for op, args in (
+        (ops.fold_op, (q, k, v, out, lse, *call)),
+        (ops.finish_op, (q, k, v, out, lse, *call)),
+        (ops.delta_op, (dout, out, dlse)),
+        (ops.backward_op, (*given, *call)),
+        (ops.dq_op, (*given, None, torch.zeros_like(q), True, *call)),
+        (ops.dkdv_op, (*given, None, None, *into, True, *call)),
+        (ops.gradients_op, (*given, torch.zeros_like(q), None, None, *into, True, *pack(config=SINGLE_PASS))),
+        (ops.quantize_op, (k, *codes)),
+        (ops.dequantize_op, (*codes, torch.zeros_like(k))),
+    ):
+        torch.library.opcheck(
+            op, args, test_utils=checks[:-1] if op in (ops.quantize_op, ops.dequantize_op) else checks
+        )
+    leaves = (x.requires_grad_() for x in inputs(SIZES)[:3])
+    args = (*leaves, True, *pack(**CALLS["scores"]()))
+    torch.library.opcheck(ops.forward_op, args, test_utils=[*checks, "test_aot_dispatch_dynamic"])
 
 
 CONFIGS: list[dict[str, Any]] = [
@@ -214,6 +205,8 @@ for copied in results[1:]:
 names = {copy.ops.forward_op._qualname for copy in (ours, one, other)}
 assert names == {f"{n}::attention_forward" for n in ("ringattn", "elsewhere", "vendor__attention__fused")}, names
 assert ours.Bounds is not one.Bounds is not other.Bounds
+other.choice.gpu_of = lambda device: other.tables.Gpu("NVIDIA H200", 90)
+assert other.default_config(q, v).forward == other.Tile(64, 128, 8, 2), "a table in `tuned/` of a copy serves"
 """
 
 
@@ -221,5 +214,7 @@ def test_renamed_copies_run_beside_the_original(tmp_path: Path) -> None:
     assert namespace_of("vendor.ringattn.kernels") == "vendor__ringattn", "of a clone inside another package"
     for place in ("elsewhere", "vendor/attention/fused"):
         shutil.copytree(ROOT / "kernels", tmp_path / place, ignore=shutil.ignore_patterns("__pycache__"))
+    point = Point("forward", "fp32", 16, 16, 2, "full", 64)
+    save(tmp_path / "vendor/attention/fused/tuned", entry(point, Tile(64, 128, 8, 2)))
     done = subprocess.run([sys.executable, "-c", COPIES], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

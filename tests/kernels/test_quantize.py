@@ -62,13 +62,6 @@ def test_ties_go_to_the_even_code_and_neighbours_of_ties_to_the_nearest() -> Non
     assert set((codes.view(torch.uint8)[len(middle) : 2 * len(middle)] % 2).tolist()) == {0}
 
 
-def test_rounding_over_all_of_fp32() -> None:
-    """A prime stride through the bits of every fp32 up to 448, against torch's conversion."""
-    pattern = torch.arange(0, torch.tensor(448.0).view(torch.int32).item() + 1, 100_003, dtype=torch.int32)
-    codes, y = scaled_by_one(pattern.view(torch.float32))
-    assert torch.equal(codes.view(torch.uint8), y.to(torch.float8_e4m3fn).view(torch.uint8))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_as_the_reference_does_it(dtype: torch.dtype) -> None:
     x = wide(2, 130, 2, 3, dtype=dtype)

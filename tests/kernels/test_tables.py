@@ -6,9 +6,7 @@ import json
 import math
 import os
 import re
-import shutil
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -17,17 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.autotune.rings import rings_of
-from ringattn.autotune.search import Budget
-from ringattn.autotune.space import Shape
-from ringattn.autotune.store import Journal
-from ringattn.autotune.tune import TuneConfig, compile_part, measure_part
-from ringattn.kernels import Tile, config, tables
+from ringattn.kernels import Tile, tables
 from ringattn.kernels.tables import (
-    KERNELS,
     MOST_BYTES,
-    SINGLE_PASS,
     Gpu,
-    Point,
     RefusedTable,
     Table,
     as_json,
@@ -40,8 +31,7 @@ from ringattn.kernels.tables import (
 )
 
 from ..support.tile_tables import H200, HOPPER, POINT, TILE, entry, estimate, folders, save
-from ..support.tune_cases import AtOnce, StandIn, no_progress
-from ..test_house import ROOT, run
+from ..test_house import ROOT
 
 __all__ = ["folders"]
 
@@ -267,47 +257,6 @@ def test_a_refused_table_is_told_once_and_the_default_serves(damage: str, folder
         assert found() is None
         assert found(99) is None
     assert len(told) == 1 and str(path) in str(told[0].message)
-
-
-def test_a_vendors_copy_takes_what_tune_wrote(tmp_path: Path) -> None:
-    """The file of a tuning run, moved into `tuned/` of a copy deep in another package: measured there, used here."""
-    wish = TuneConfig(Shape(2, 1, 16, 16, "fp32"), (64,), False, H200, torch.device("cpu"), tmp_path / "runs", 1e9)
-    journal = Journal(tmp_path / "journal", "")
-    found = compile_part(wish, journal, AtOnce(), no_progress)  # type: ignore[arg-type]
-
-    def at_random(point: Point) -> StandIn:
-        slow = 9.0 * (point.kernel in SINGLE_PASS)  # so that two passes are the backward
-        return StandIn(lambda tile: slow + Random(f"{point.kernel} {tile}").random())
-
-    measure_part(wish, found, journal, no_progress, trials_of=at_random, budget=Budget(1e9))
-    (written,) = (tmp_path / "runs").glob("nvidia-h200_triton-*.json")
-    tiles = {one.point.kernel: one.tile for one in read(written).entries}
-    assert len({*tiles.values()}) > 1 and tiles["forward"] != config.config_for(90, torch.float32, 16).forward
-
-    copied = tmp_path / "vendor" / "ops" / "attention"
-    shutil.copytree(ROOT / "kernels", copied, ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in (copied.parent, copied.parent.parent):
-        (folder / "__init__.py").touch()
-    (copied / "tuned").mkdir()
-    shutil.copy(written, copied / "tuned")
-    code = f"""
-import sys
-import torch
-from vendor.ops.attention import attend, attention, choice, tables
-choice.gpu_of = lambda device: tables.Gpu("NVIDIA H200", 90)
-real, seen = attention.options, []
-attention.options = choice.options = lambda tile: seen.append(tuple(vars(tile).values())) or real(tile)
-q, k, v = (torch.randn(1, 70, heads, 16, requires_grad=True) for heads in (2, 1, 1))
-out, lse = attend(q, k, v)
-scores = torch.einsum("bqhd,bkgd->bhqk", q, k) / 4
-wanted = torch.einsum("bhqk,bkgd->bqhd", scores.softmax(-1), v)
-assert torch.allclose(out, wanted, atol=1e-5)
-ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, wanted))
-assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, theirs))
-assert sorted(seen) == {sorted(tuple(vars(tiles[kernel]).values()) for kernel in KERNELS)}, seen
-assert "ringattn" not in sys.modules
-"""
-    run(code, tmp_path)
 
 
 def test_the_tables_that_ship_are_good() -> None:
