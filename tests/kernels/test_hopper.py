@@ -1,4 +1,4 @@
-"""The Hopper kernels, forward and backward: values, every order of their barriers, what compilers make of them.
+"""The Hopper kernels, forward and backward: values, orders of their barriers, what compilers make of them.
 
 On a GPU of compute capability 9.0 (``TRITON_INTERPRET=0``) these tests launch them; elsewhere they run their source on
 a stand-in for Gluon, its partitions interleaved at random.

@@ -22,7 +22,6 @@ from ringattn.kernels import (
     attention_dkdv,
     attention_forward,
 )
-from ringattn.kernels import PLAIN as PLAIN_SCORES
 from ringattn.reference.masks import by_batch
 
 from . import baselines
@@ -190,10 +189,11 @@ def ours(
     bounds: Bounds = FULL,
     softmax_scale: float | None = None,
     config: KernelConfig | None = None,
-    scores: Scores = PLAIN_SCORES,
+    scores: Scores | None = None,
 ) -> Results:
     device = __getattr__("DEVICE")
     q, k, v, dout, dlse = (t.to(device) for t in x)
+    scores = scores or Scores()
     moved: dict[str, Any] = {name: t.to(device) for name, t in vars(scores).items() if isinstance(t, Tensor)}
     call: dict[str, Any] = {"softmax_scale": softmax_scale, "config": config, "scores": replace(scores, **moved)}
     call["bounds"] = bounds.to(device)
