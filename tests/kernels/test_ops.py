@@ -159,7 +159,9 @@ def folded(x: Inputs, bounds: Bounds, half: torch.dtype) -> list[Tensor]:
     last = kernels.attention_dq(*given, accum=dq, out=torch.zeros_like(q))
     more = kernels.attention_dkdv(*given, scores=PLAIN)
     sums = kernels.attention_dkdv(*given, accum=(more[0].float(), more[1].float()))
-    return [out, lse, dq, dk, dv, last, *more, *sums]
+    total = torch.zeros(q.shape)
+    at_once = kernels.attention_gradients(*given, dq=total, config=SINGLE_PASS)
+    return [out, lse, dq, dk, dv, last, *more, *sums, total, *at_once]
 
 
 def test_every_entry_in_a_graph_is_what_it_is_outside() -> None:
