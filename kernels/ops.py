@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -147,16 +147,13 @@ def _defined(name: str, tensors: str, returns: str, body: Any, fake: Any = None,
     schema = f"({tensors}) -> {returns}"
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", body, mutates_args=mutates, schema=schema)
     op.register_fake(fake or (lambda *_: None))
-    if not mutates and name != "attention_forward":
-        op.register_autograd(_refusal(name))
-    return op
 
-
-def _refusal(name: str) -> Callable[..., None]:
     def refuse(ctx: Any, *_: Tensor) -> None:
         raise RuntimeError(f"{name} has no derivative: of attention there is only the first")
 
-    return refuse
+    if not mutates and name != "attention_forward":
+        op.register_autograd(refuse)
+    return op
 
 
 def _out_like(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
@@ -309,23 +306,16 @@ def _traced_dq(*given: Tensor, accum: Tensor | None = None, out: Tensor | None =
     return target
 
 
-def _traced_keys(op: Any, *given: Tensor, accum: Pair | None, out: Pair | None, **call: Any) -> Pair:
-    """``dk`` and ``dv`` by an op that leaves them in ``out``, which may be ``accum``."""
+def _traced_keys(
+    op: Any, *given: Tensor, dq: Tensor | None = None, accum: Pair | None = None, out: Pair | None = None, **call: Any
+) -> Pair:
+    """``dk`` and ``dv`` by an op that leaves them in ``out``, which may be ``accum``, and may add to ``dq``."""
     k, v, (dk, dv) = given[2], given[3], accum or (None, None)
     target = (k.new_empty(k.shape), v.new_empty(v.shape)) if out is None else out
     add = dk is target[0] and dv is target[1]
-    op(*given, *((None, None) if add else (dk, dv)), *target, add, *pack(**call))
+    rows = () if dq is None else (dq,)
+    op(*given, *rows, *((None, None) if add else (dk, dv)), *target, add, *pack(**call))
     return target
-
-
-def _traced_dkdv(*given: Tensor, accum: Pair | None = None, out: Pair | None = None, **call: Any) -> Pair:
-    return _traced_keys(dkdv_op, *given, accum=accum, out=out, **call)
-
-
-def _traced_gradients(
-    *given: Tensor, dq: Tensor, accum: Pair | None = None, out: Pair | None = None, **call: Any
-) -> Pair:
-    return _traced_keys(gradients_op, *given, dq, accum=accum, out=out, **call)
 
 
 def _traced_backward(
@@ -340,16 +330,17 @@ def _traced_backward(
     accum, call = _pair(dk, dv), call | {"config": config}
     if is_single_pass(config):
         total = q.new_zeros(q.shape, dtype=torch.float32) if dq is None else dq
-        made = _traced_gradients(*given, dq=total, accum=accum, out=accum, **call)
+        made = _traced_keys(gradients_op, *given, dq=total, accum=accum, out=accum, **call)
         return total.to(q.dtype) if dq is None else total, *made
-    return _traced_dq(*given, accum=dq, out=dq, **call), *_traced_dkdv(*given, accum=accum, out=accum, **call)
+    dq = _traced_dq(*given, accum=dq, out=dq, **call)
+    return dq, *_traced_keys(dkdv_op, *given, accum=accum, out=accum, **call)
 
 
 attention_forward = _either(host.attention_forward, _traced_forward)
 attention_delta = _either(host.attention_delta, delta_op)
 attention_dq = _either(host.attention_dq, _traced_dq)
-attention_dkdv = _either(host.attention_dkdv, _traced_dkdv)
-attention_gradients = _either(host_gradients, _traced_gradients)
+attention_dkdv = _either(host.attention_dkdv, partial(_traced_keys, dkdv_op))
+attention_gradients = _either(host_gradients, partial(_traced_keys, gradients_op))
 attention_backward = _either(host.attention_backward, _traced_backward)
 quantize = _either(fp8.quantize, quantize_op)
 dequantize = _either(fp8.dequantize, dequantize_op)

@@ -71,13 +71,8 @@ def l2_group_of(heads: int, group: int, walked: int, row_bytes: int, by_keys: bo
     Half, as the rest is for what is kept and written meanwhile. Query heads of one key head read the same keys and
     values: they always come together, and so does at least one such group.
 
-    Args:
-        heads: that tiles are cut from, of all batch rows together.
-        group: query heads per key head; of dK/dV those of one part.
-        walked: rows that every tile walks.
-        row_bytes: of such a row: of K and V, or of dK/dV of Q and dO.
-        by_keys: tiles are of keys: dK/dV.
-        l2_bytes: of the GPU.
+    ``heads`` are those of all batch rows, ``group`` the query heads per key head (of dK/dV of one part), ``row_bytes``
+    those of one of the ``walked`` rows that every tile walks; ``by_keys``: tiles are of keys, as in dK/dV.
     """
     # of dK/dV a program walks all query heads of its part of a group, and no other program does
     readers, shared = (1, group) if by_keys else (group, 1)

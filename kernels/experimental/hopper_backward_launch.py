@@ -32,10 +32,7 @@ def takes(
     scores: Scores,
     config: KernelConfig,
 ) -> bool:
-    """Whether the Hopper kernel runs this hop: not with ``seqused_k`` or ``runs``, nor without rows or keys.
-
-    These come and go from hop to hop, and the portable single pass takes them. What is the same for all hops of a call
-    is refused on every hop alike.
+    """As :func:`.hopper_launch.takes` of a caller who requested it; what is not taken goes to the portable single pass.
 
     Raises:
         ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.

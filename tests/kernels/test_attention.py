@@ -93,12 +93,6 @@ def test_lengths(queries: int, keys: int, kind: str) -> None:
     check(inputs(Sizes(queries, keys, heads=2)), interval(kind, queries, keys))
 
 
-@pytest.mark.parametrize(("block_q", "block_k", "kind"), [(64, 16, "causal"), (16, 64, "documents"), (64, 64, "full")])
-def test_tiles(block_q: int, block_k: int, kind: str) -> None:
-    """Every tile gives the same result within rounding."""
-    check(inputs(Sizes(queries=70, keys=75)), interval(kind, 70, 75), config=tiles(block_q, block_k))
-
-
 @settings(max_examples=20)
 @given(st.data())
 def test_any_interval(data: st.DataObject) -> None:
@@ -149,55 +143,34 @@ def sliced(x: Tensor) -> Tensor:
 VIEWS = (heads_first, packed, sliced)
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Addresses of the tensors that reach a kernel."""
-    seen: list[int] = []
-    launch = attention.launch  # type: ignore[attr-defined]
+@pytest.mark.parametrize("view", VIEWS)
+def test_strided_tensors_are_used_where_they_lie(
+    view: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs, state and sums: no copy is launched with, and what lies between the elements of a result stays NaN."""
+    launched, launch = set[int](), attention.launch  # type: ignore[attr-defined]
 
     def spy(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
-        seen.extend(arg[0].data_ptr() for arg in args if hasattr(arg, "stride_b"))
+        launched.update(arg[0].data_ptr() for arg in args if hasattr(arg, "stride_b"))
         launch(kernel, grid, device, *args, **options)
 
-    monkeypatch.setattr(attention, "launch", spy)
-    return seen
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_strided_inputs_are_read_where_they_lie(view: Callable[[Tensor], Tensor], launched: list[int]) -> None:
-    x, bounds = inputs(Sizes(20, 20, heads=2, kv_heads=2, batch=2)), interval("causal", 20, 20)
-    expected = ours(x, bounds)
-    launched.clear()
-    strided = Inputs(view(x.q), view(x.k), view(x.v), view(x.dout), x.dlse)
-    assert not strided.q.is_contiguous()
-    for got, same in zip(ours(strided, bounds), expected, strict=True):
-        assert torch.equal(got, same)
-    assert all(map(torch.equal, strided, x)), "inputs are left alone"
-    assert {t.data_ptr() for t in strided[:4]} <= set(launched)
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_strided_results_are_written_where_they_lie(view: Callable[[Tensor], Tensor], launched: list[int]) -> None:
-    """State, sums and targets; what lies between their elements stays."""
     q, k, v, dout, _ = inputs(Sizes(20, 20, heads=2, kv_heads=2, batch=2))
-    state = torch.randn_like(q), torch.randn(2, 2, 20)
+    call: dict[str, Any] = {"bounds": interval("causal", 20, 20)}
+    state, lse = torch.randn_like(q), torch.randn(2, 2, 20)
     sums = [torch.randn_like(t) for t in (q, k, v)]
-    own = [view(t) for t in (state[0], *sums)]
-    out, lse = attention_forward(q, k, v, state=(own[0], state[1].clone()))
-    expected = attention_forward(q, k, v, state=(state[0].clone(), state[1].clone()))
-    assert out is own[0]
-    assert torch.equal(out, expected[0])
-    assert torch.equal(lse, expected[1])
-    made = attention_backward(dout, q, k, v, view(out), lse, dq=own[1], dk=own[2], dv=own[3])
-    expected_sums = attention_backward(dout, q, k, v, out, lse, dq=sums[0], dk=sums[1], dv=sums[2])
-    for got, target, same in zip(made, own[1:], expected_sums, strict=True):
-        assert got is target
-        assert torch.equal(got, same)
-    assert {t.data_ptr() for t in own} <= set(launched)
-    for target in own:  # between their elements and past their end it is NaN, and stays so
+    own, given = [view(t) for t in (state, *sums)], [view(t) for t in (q, k, v, dout)]
+    expected = attention_forward(q, k, v, state=(state, lse.clone()), **call)
+    expected_sums = attention_backward(dout, q, k, v, *expected, dq=sums[0], dk=sums[1], dv=sums[2], **call)
+    monkeypatch.setattr(attention, "launch", spy)
+    out, lse = attention_forward(*given[:3], state=(own[0], lse), **call)
+    made = attention_backward(given[3], *given[:3], out, lse, dq=own[1], dk=own[2], dv=own[3], **call)
+    for got, target, same in zip((out, *made), own, (expected[0], *expected_sums), strict=True):
+        assert got is target and torch.equal(got, same)
         storage = target._base
-        assert storage is not None
-        assert int(storage.isnan().sum()) == storage.numel() - target.numel()
+        assert storage is not None and int(storage.isnan().sum()) == storage.numel() - target.numel()
+    assert torch.equal(lse, expected[1])
+    assert all(map(torch.equal, given, (q, k, v, dout))), "inputs are left alone"
+    assert {t.data_ptr() for t in (*own, *given)} <= launched
 
 
 # --- what a launch continues ---------------------------------------------------------------------------------------
@@ -252,20 +225,24 @@ def test_hops_are_as_exact_as_one_launch(kind: str, dtype: torch.dtype, cuts: li
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hops_that_see_nothing(dtype: torch.dtype) -> None:
-    """First it writes the start state, later it leaves the state as it is, last it casts."""
-    x = inputs(Sizes(heads=2), dtype)
-    blind = interval("all rows blind", 40, 40)
+    """The first writes the start state, later ones leave state and sums as they are, the last casts."""
+    x, blind = inputs(Sizes(heads=2), dtype), interval("all rows blind", 40, 40)
     out, lse = attention_forward(x.q, x.k, x.v, bounds=blind, final=False)
-    assert torch.equal(out, torch.zeros(1, 40, 2, 16))
-    assert torch.equal(lse, torch.full((1, 2, 40), -math.inf))
+    assert not out.any() and (lse == -math.inf).all()
     out, lse = attention_forward(x.q, x.k, x.v, state=(out, lse), final=False)
     before = out.clone(), lse.clone()
-    out, lse = attention_forward(x.q, x.k, x.v, bounds=blind, state=(out, lse), final=False)
-    assert torch.equal(out, before[0])
-    assert torch.equal(lse, before[1])
+    assert all(map(torch.equal, attention_forward(*x[:3], bounds=blind, state=(out, lse), final=False), before))
     last, lse = attention_forward(x.q, x.k[:, :0], x.v[:, :0], state=(out, lse))
     assert torch.equal(last, before[0].to(dtype))
     torch.testing.assert_close(lse, before[1])
+    assert not attention_dq(x.dout, *x[:3], lse, lse, bounds=blind).any()
+    dq, *sums = (torch.randn(t.shape) for t in x[:3])
+    for new in ((False, False), (True, True), (False, True), (True, False)):  # which of the two is not in place
+        into = [torch.empty_like(t) if fresh else t for fresh, t in zip(new, sums, strict=True)]
+        made = attention_dkdv(x.dout, *x[:3], lse, lse, bounds=blind, accum=(sums[0], sums[1]), out=(into[0], into[1]))
+        target = torch.empty_like(dq) if new[0] else dq
+        made_dq = attention_dq(x.dout, *x[:3], lse, lse, bounds=blind, accum=dq, out=target)
+        assert all(map(torch.equal, (made_dq, *made), (dq, *sums)))
 
 
 @pytest.mark.parametrize(
@@ -289,38 +266,6 @@ def test_new_keys_are_weighed_in_full_precision(dtype: torch.dtype, level: float
     parts = (made / size).float(), (baseline[0] / size).float(), truth[0] / size
     assert_as_exact_as_pytorch("out", *parts, magnitude=1 + abs(truth[1]).max().item())
     assert_as_exact_as_pytorch("lse", lse, baseline[1].float(), truth[1])
-
-
-def test_sums_of_attention_backward_are_continued_in_place() -> None:
-    """16-bit inputs, fp32 sums: what is passed is what is returned, plus this shard's part."""
-    x, bounds = inputs(Sizes(heads=2), torch.float16), interval("causal", 40, 40)
-    q, k, v, dout, dlse = x
-    out, lse = attention_forward(q, k, v, bounds=bounds)
-    fresh = [torch.zeros(t.shape) for t in (q, k, v)]
-    attention_backward(dout, q, k, v, out, lse, dlse=dlse, bounds=bounds, dq=fresh[0], dk=fresh[1], dv=fresh[2])
-    sums = [torch.randn(t.shape) for t in (q, k, v)]
-    before = [t.clone() for t in sums]
-    made = attention_backward(dout, q, k, v, out, lse, dlse=dlse, bounds=bounds, dq=sums[0], dk=sums[1], dv=sums[2])
-    for got, passed, start, added in zip(made, sums, before, fresh, strict=True):
-        assert got is passed
-        assert torch.equal(got, start + added)
-
-
-def test_sums_stay_where_nothing_is_seen() -> None:
-    """In place they are not touched; into another tensor they are copied, whichever of the two is in place."""
-    x, blind = inputs(Sizes()), interval("all rows blind", 40, 40)
-    lse, delta = torch.zeros(1, 1, 40), torch.zeros(1, 1, 40)
-    sums = [torch.randn(1, 40, 1, 16) for _ in range(2)]
-    before = [t.clone() for t in sums]
-    assert torch.equal(attention_dq(x.dout, *x[:3], lse, delta, bounds=blind), torch.zeros(1, 40, 1, 16))
-    for new in ((False, False), (True, True), (False, True), (True, False)):
-        into = [torch.empty_like(t) if fresh else t for fresh, t in zip(new, sums, strict=True)]
-        made = attention_dkdv(
-            x.dout, *x[:3], lse, delta, bounds=blind, accum=(sums[0], sums[1]), out=(into[0], into[1])
-        )
-        dq = attention_dq(x.dout, *x[:3], lse, delta, bounds=blind, accum=sums[0], out=into[0])
-        for got, expected in zip((*made, dq), (*before, before[0]), strict=True):
-            assert torch.equal(got, expected)
 
 
 # --- where NaN and infinity go -------------------------------------------------------------------------------------

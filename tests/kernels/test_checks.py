@@ -71,9 +71,7 @@ def refused(call: Callable[..., Any], arguments: dict[str, Any], message: str) -
 
 INPUTS: dict[str, dict[str, Any]] = {
     r"q has shape \[2, 8, 64\]: it must be \[B, S, H, D\]": {"q": zeros(2, 8, 64)},
-    r"v has shape \[2, 6, 2, 4, 6\]: it must be \[B, S, H, D\]": {"v": zeros(2, 6, 2, 4, 6)},
     r"q is torch.int64: it must be float16, bfloat16 or float32": {"q": zeros(2, 8, 4, 16, dtype=torch.int64)},
-    r"k is torch.float64: it must be float16, bfloat16 or float32": {"k": zeros(2, 6, 2, 16, dtype=torch.float64)},
     r"v is torch.float16, q is torch.float32: .* one dtype": {"v": zeros(2, 6, 2, 24, dtype=torch.float16)},
     r"k is on meta, q on cpu: .* one device": {"k": zeros(2, 6, 2, 16, device=META)},
     r"k has batch size 3, q has 2: they must be equal": {"k": zeros(3, 6, 2, 16)},
@@ -82,7 +80,6 @@ INPUTS: dict[str, dict[str, Any]] = {
     r"k has head dim 32, q has 16: they must be equal": {"k": zeros(2, 6, 2, 32)},
     r"v is \[2, 6, 1, 24\], k is \[2, 6, 2, 16\]: .* must be equal": {"v": zeros(2, 6, 1, 24)},
     r"k has 3 heads, q has 4: .* must be a multiple of": {"k": zeros(2, 6, 3, 16), "v": zeros(2, 6, 3, 24)},
-    r"k has 2 heads, q has 0: .* must be a multiple of": {"q": zeros(2, 8, 0, 16)},
     r"softmax_scale is 0.0: it must be a positive number, 1e30 at most": {"softmax_scale": 0.0},
     r"bounds has only one of lo and hi": {"bounds": Bounds(None, INDEX)},
 }
@@ -112,12 +109,10 @@ STATE, LSE = zeros(2, 8, 4, 24), zeros(2, 4, 8)
 DROPS = Scores(dropout_p=0.5)
 FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"state": (zeros(2, 6, 4, 24), LSE)}, r"state\[0\] has shape \[2, 6, 4, 24\]: it must be \[2, 8, 4, 24\]"),
-    ({"state": (unaligned(2, 8, 4, 24), LSE)}, r"state\[0\] has strides .*: the last stride must be 1"),
     ({"state": (STATE[:1].expand(2, 8, 4, 24), LSE)}, r"state\[0\] has strides .*: it is written to"),
     ({"state": (STATE, zeros(2, 8, 4))}, r"state\[1\] has shape \[2, 8, 4\]: it must be \[2, 4, 8\]"),
     ({"state": (STATE, gap(2, 4, 8))}, r"state\[1\] has strides \(64, 16, 1\): it must be contiguous"),
     ({"state": (STATE, None)}, "state has only one of out and lse"),
-    ({"bounds": vectors(lo=INDEX.float())}, r"bounds\.lo is torch\.float32 \[8\] on cpu: .* int32 \[8\]"),
     ({"bounds": vectors(lo=INDEX[:6])}, r"bounds\.lo is torch.int32 \[6\] on cpu: it must be int32 \[8\] on cpu"),
     ({"bounds": vectors(hi=zeros(16, dtype=torch.int32)[::2])}, r"bounds\.hi has stride \(2,\): it must be contiguous"),
     ({"bounds": Bounds(None, None, INDEX[:3])}, r"bounds.seqused_k is torch.int32 \[3\] .* int32 \[2\]"),
@@ -126,11 +121,9 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"bounds": blocks(1, 1, block=24)}, "blocks of 24: they must be a multiple of 16"),
     ({"bounds": blocks(1, 1), "config": tiles(16, 32)}, "config.forward has tiles of 16 x 32: they must divide the bl"),
     ({"scores": Scores(softcap=-1.0)}, "softcap is -1.0: it must be a positive number, 1e30 at most, or 0"),
-    ({"scores": Scores(dropout_seed=1.5)}, "dropout_seed is 1.5"),  # type: ignore[arg-type]
     ({"scores": Scores(dropout_p=1.0)}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
     ({"scores": Scores(dropout_seed=1 << 64)}, "dropout_seed is 18446744073709551616"),
     ({"scores": Scores(alibi_slopes=zeros(3))}, r"alibi_slopes is torch.float32 \[3\] .* \[4\] or \[2, 4\]"),
-    ({"scores": Scores(alibi_slopes=zeros(4, device=META))}, "alibi_slopes is a Tensor on meta without values"),
     ({"scores": Scores(alibi_slopes=zeros(4, 2).T)}, "alibi_slopes has strides .*: it must be contiguous"),
     ({"scores": Scores(alibi_slopes=0.5)}, "alibi_slopes is <class 'float'>: it must be a torch.Tensor"),  # type: ignore[arg-type]
     ({"scores": DROPS}, "q_positions of the scores is None: ALiBi and dropout need int32 .8."),
@@ -148,23 +141,14 @@ DOUT, DQ, DK, DV = zeros(2, 8, 4, 24), zeros(2, 8, 4, 16), zeros(2, 6, 2, 16), z
 BOTH = (attention_dq, attention_dkdv)
 BACKWARD: list[tuple[tuple[Callable[..., Any], ...], dict[str, Any], str]] = [
     (BOTH, {"dout": zeros(2, 8, 4, 16)}, r"dout has shape \[2, 8, 4, 16\]: it must be \[2, 8, 4, 24\]"),
-    (BOTH, {"dout": DOUT.half()}, "dout is torch.float16: it must be torch.float32"),
     (BOTH, {"dout": unaligned(2, 8, 4, 24)}, "dout has strides .*: the last stride must be 1"),
-    (BOTH, {"lse": zeros(2, 8, 4)}, r"lse has shape \[2, 8, 4\]: it must be \[2, 4, 8\]"),
     (BOTH, {"lse": gap(2, 4, 8)}, r"lse has strides \(64, 16, 1\): it must be contiguous"),
     (BOTH, {"delta": gap(2, 4, 8)}, r"delta has strides \(64, 16, 1\): it must be contiguous"),
     ((attention_dq,), {"accum": DQ.half()}, "^accum is torch.float16: it must be torch.float32"),
-    ((attention_dq,), {"accum": zeros(2, 8, 4, 5)}, r"^accum has shape \[2, 8, 4, 5\]: it must be \[2, 8, 4, 16\]"),
     ((attention_dq,), {"out": zeros(2, 8, 4, 5)}, r"out has shape \[2, 8, 4, 5\]: it must be \[2, 8, 4, 16\]"),
     ((attention_dq,), {"out": DQ[:, :1].expand(2, 8, 4, 16)}, "out has strides .*: it is written to"),
     ((attention_dkdv,), {"accum": (DK.half(), DV)}, r"^accum\[0\] is torch.float16: it must be torch.float32"),
-    (
-        (attention_dkdv,),
-        {"accum": (DK, unaligned(2, 6, 2, 24))},
-        r"^accum\[1\] has strides .*: the last stride must be",
-    ),
     ((attention_dkdv,), {"out": (zeros(2, 6, 2, 5), DV)}, r"out\[0\] has shape \[2, 6, 2, 5\]"),
-    ((attention_dkdv,), {"out": (DK, DV.to(META))}, r"out\[1\] is on meta"),
 ]
 
 
@@ -175,20 +159,16 @@ def test_passes_of_the_backward(calls: tuple[Callable[..., Any], ...], others: d
 
 
 DELTA: list[tuple[dict[str, Any], str]] = [
-    ({"out": unaligned(2, 8, 4, 24)}, "out has strides .*: the last stride must be 1"),
     ({"out": DOUT.int()}, "out is torch.int32: it must be float16, bfloat16 or float32"),
     ({"dout": zeros(2, 8, 4, 16)}, r"dout has shape \[2, 8, 4, 16\]: it must be \[2, 8, 4, 24\]"),
-    ({"dlse": zeros(2, 8, 4)}, r"dlse has shape \[2, 8, 4\]: it must be \[2, 4, 8\]"),
     ({"dlse": gap(2, 4, 8)}, r"dlse has strides \(64, 16, 1\): it must be contiguous"),
 ]
 WHOLE: list[tuple[dict[str, Any], str]] = [
     *DELTA,
     ({"out": zeros(2, 6, 4, 24)}, r"^out has shape \[2, 6, 4, 24\]: it must be \[2, 8, 4, 24\]"),
     ({"dk": DK}, "dk and dv: pass both sums, or neither"),
-    ({"dq": zeros(2, 8, 4, 5)}, r"^dq has shape \[2, 8, 4, 5\]: it must be \[2, 8, 4, 16\]"),
     ({"dq": DQ[:1].expand(2, 8, 4, 16)}, "^dq has strides .*: it is written to"),
     ({"dk": DK.half(), "dv": DV}, "^dk is torch.float16: it must be torch.float32"),
-    ({"dk": DK, "dv": zeros(1, 1, 1, 1)}, "^dv has shape"),
 ]
 
 
@@ -208,21 +188,12 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"order": "longst"}, "order is 'longst': it must be one of heads, longest"),
     ({"pack_gqa": None}, "pack_gqa is None: it must be True or False"),
     ({"sm_margin": 4}, "sm_margin is 4 and persistent False: it must be None or"),
-    ({"sm_margin": -1, "persistent": True}, "sm_margin is -1 and persistent True"),
-    ({"forward_kernel": "hoper"}, "forward_kernel is 'hoper': it must be one of portable, hopper"),
     ({"forward_kernel": "hopper", "pack_gqa": True}, "pack_gqa True: forward_kernel='hopper' takes 'heads', False"),
-    *(({"dkdv_splits": n}, "dkdv_splits is .*: it must be 'auto' or a div") for n in (0, -1, True, 1.0, "2", None)),
+    *(({"dkdv_splits": n}, "dkdv_splits is .*: it must be 'auto' or a div") for n in (0, True, "2")),
     ({"dkdv_splits": 2, "backward": "single_pass"}, "dkdv_splits is 2 with backward='single_pass': it splits the dK/d"),
     ({"dkdv_epilogue": "descriptors", "backward": "hopper"}, "with backward='hopper': it is of the dK/dV kernel of 't"),
-    ({"backward": "one"}, "backward is 'one': it must be one of two_pass, single_pass, single_pass_det"),
     ({"single_pass": TILE}, "single_pass is Tile.* with backward='two_pass', which has no use for it"),
 ]
-
-
-@pytest.mark.parametrize(("fields", "message"), CONFIGS)
-def test_config(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KernelConfig(TILE, TILE, TILE, **fields)
 
 
 TILES = [
@@ -233,10 +204,11 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize(("tile", "message"), TILES)
-def test_tile(tile: tuple[int, int, int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Tile(*tile)
+def test_configs_and_tiles() -> None:
+    for fields, message in CONFIGS:
+        refused(KernelConfig, {"forward": TILE, "dq": TILE, "dkdv": TILE} | fields, message)
+    for sides, message in TILES:
+        refused(Tile, dict(zip(vars(TILE), sides, strict=True)), message)
 
 
 def test_default_configs() -> None:

@@ -34,7 +34,7 @@ from ringattn.kernels.tables import Point, with_options
 from ringattn.ring.args import check_tiles
 from ringattn.ring.schedule.mask import Mask
 
-from ..support.kernel_cases import Inputs, Sizes, check, inputs, ours
+from ..support.kernel_cases import Sizes, check, inputs, ours
 from ..support.tile_tables import H200, HOPPER, POINT, TILE, entry, estimate, folders, save
 
 __all__ = ["folders"]
@@ -58,13 +58,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, folders: Folders) -> Folders:
     return folders
 
 
-class Seen(dict[str, tuple[int, Any]]):
-    """By kernel: the grid and the shape that it was launched with."""
+Seen = dict[str, tuple[int, Any]]
+"""By kernel: the grid and the shape that it was launched with."""
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    made, run = Seen(), launch.launch
+    made, run = dict[str, tuple[int, Any]](), launch.launch
 
     def spy(kernel: Any, grid: int, device: torch.device, *given: Any, **how: Any) -> None:
         made[kernel.__name__] = grid, next(one for one in given if type(one).__name__ == "Shape")
@@ -150,29 +150,26 @@ def test_estimates_have_no_options(gpu: Folders) -> None:
 PAIR = torch.zeros(8, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
-    ("bounds", "scores", "tile"),
-    [
-        (FULL, Scores(), "full"),
-        (Bounds(PAIR, PAIR), Scores(), "bounded"),
-        (FULL, Scores(softcap=30.0), "default"),
-        (Bounds(PAIR, PAIR, seqused_k=torch.ones(1, dtype=torch.int32)), Scores(), "default"),
-    ],
-)
-def test_a_launch_takes_the_tile_of_its_mask(bounds: Bounds, scores: Scores, tile: str, gpu: Folders) -> None:
+def test_a_launch_takes_the_tile_of_its_mask(gpu: Folders) -> None:
     save(gpu[0], entry(), entry(POINT._replace(mask="bounded"), OTHER))
     q, v = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
-    tiles = {"full": TILE, "bounded": OTHER, "default": config_for(90, q.dtype, 128).forward}
-    assert len({*tiles.values()}) == 3
-    assert tile_for("forward", None, q, v, **launch_traits(bounds, scores)) == tiles[tile]
-    given = KernelConfig(SMALL, SMALL, SMALL)
-    assert tile_for("forward", given, q, v, **launch_traits(bounds, scores)) == SMALL
+    default, given = config_for(90, q.dtype, 128).forward, KernelConfig(SMALL, SMALL, SMALL)
+    used = torch.ones(1, dtype=torch.int32)
+    for bounds, scores, tile in (
+        (FULL, Scores(), TILE),
+        (Bounds(PAIR, PAIR), Scores(), OTHER),
+        (FULL, Scores(softcap=30.0), default),
+        (Bounds(PAIR, PAIR, used), Scores(), default),
+    ):
+        how = launch_traits(bounds, scores)
+        assert tile_for("forward", None, q, v, **how) == tile
+        assert tile_for("forward", given, q, v, **how) == SMALL
 
 
 # --- one pass or two ----------------------------------------------------------------------------------------------
 
 
-def backward(one: float | None, fixed: float | None, *, spread: float = 0.0) -> list[Any]:
+def backward(one: float | None, fixed: float | None, spread: float = 0.0) -> list[Any]:
     """Entries of a backward whose two passes take 2 ms, and whose single ones what is told; None: an estimate."""
     seconds = {"dq": 1e-3, "dkdv": 1e-3, "single_pass": one, "single_pass_deterministic": fixed}
     tile, points = Tile(16, 32, 4, 1), {kernel: SMALL_POINT._replace(kernel=kernel) for kernel in seconds}
@@ -193,7 +190,7 @@ def backward(one: float | None, fixed: float | None, *, spread: float = 0.0) -> 
 def test_one_pass_where_it_was_measured_as_faster(
     one: float | None, fixed: float | None, spread: float, single: bool, gpu: Folders, seen: Seen
 ) -> None:
-    save(gpu[0], *backward(one, fixed, spread=spread))
+    save(gpu[0], *backward(one, fixed, spread))
     x = inputs(SIZES)
     check(x, FULL, config=None)
     assert ("single_pass_kernel" in seen, "dq_kernel" in seen) == (single, not single)
@@ -209,17 +206,11 @@ def test_one_pass_where_it_was_measured_as_faster(
 
 
 def test_who_asks_for_one_pass_has_its_measured_tile(gpu: Folders) -> None:
-    x: Inputs = inputs(SIZES)
-    measured = [entry(SMALL_POINT._replace(kernel="single_pass"), Tile(16, 64, 4, 1))]
-    save(gpu[0], *measured, *(one for one in backward(1.0, 1.0) if one.point.kernel == "single_pass_deterministic"))
+    x = inputs(SIZES)
+    save(gpu[0], *backward(1.0, 1.0))
     built_in = single_pass_tile(90, x.q.dtype, 16)
-    for mode, plain, tile, own in (
-        ("single_pass", True, Tile(16, 64, 4, 1), None),
-        ("single_pass_deterministic", True, Tile(16, 32, 4, 1), None),
-        ("single_pass", False, built_in, None),
-        ("single_pass", True, TILE, TILE),
-    ):
-        asked = KernelConfig(SMALL, SMALL, SMALL, backward=mode, single_pass=own)
+    for plain, tile, own in ((True, Tile(16, 32, 4, 1), None), (False, built_in, None), (True, TILE, TILE)):
+        asked = KernelConfig(SMALL, SMALL, SMALL, backward="single_pass_deterministic", single_pass=own)
         assert tile_for("single_pass", asked, x.q, x.v, None, plain=plain) == tile
 
 
@@ -250,16 +241,9 @@ def test_a_tile_that_does_not_fit_is_refused_with_one_that_does(field: str, gpu:
         assert [*seen] == ["forward_kernel"], "no tile of another kernel is looked at"
 
 
-class Kernel:
+def kernel(run: Callable[..., None]) -> Any:
     """Takes the place of a compiled kernel: a launch is a call."""
-
-    __name__ = "forward_kernel"
-
-    def __init__(self, run: Callable[..., None]) -> None:
-        self.run = run
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return self.run
+    return type("forward_kernel", (), {"__name__": "forward_kernel", "__getitem__": lambda self, grid: run})()
 
 
 def test_what_triton_finds_too_large_is_told_with_its_options() -> None:
@@ -270,7 +254,7 @@ def test_what_triton_finds_too_large_is_told_with_its_options() -> None:
 
     message = "forward_kernel with BLOCK_Q=64, BLOCK_K=32, num_warps=4, num_stages=2 takes 300,000 of shared memory"
     with pytest.raises(ValueError, match=f"{message}, this GPU has 232,448"):
-        launch.launch(Kernel(run), 1, torch.device("cpu"), **launch.options(Tile(64, 32, 4, 2)))
+        launch.launch(kernel(run), 1, torch.device("cpu"), **launch.options(Tile(64, 32, 4, 2)))
 
 
 def test_a_launch_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,5 +269,5 @@ def test_a_launch_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch.cuda, "device", device)
     launched: list[torch.device] = []
-    launch.launch(Kernel(lambda: launched.append(current[-1])), 1, torch.device("cuda", 1))
+    launch.launch(kernel(lambda: launched.append(current[-1])), 1, torch.device("cuda", 1))
     assert launched == [torch.device("cuda", 1)] and len(current) == 1

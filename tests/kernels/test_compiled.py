@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import triton
 
 from ringattn.autotune.compile import ATTENTION, FEATURES, FP8
-from ringattn.kernels.config import config_for
 
 ARCHS = (80, 86, 89, 90, 100, 120)
 SIXTEEN_BIT = (64, 128)
-
-# python/tutorials/06-fused-attention.py of Triton 3.6: its largest BLOCK_M forward; BLOCK_M2 and BLOCK_N1 backward
-TUTORIAL_ROWS = {"forward": 128, "dq": 128, "dkdv": 128}
 
 
 def of_a_hop(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -132,18 +127,3 @@ def test_everything_that_can_be_launched_passes_the_gate(what: str, arch: int) -
         ]
     rows = gate(*(f"{arch}:{spec}" for spec in specs))
     assert arch != 90 or not any(row["stack"] for row in rows if row["options"] == "dkdv_epilogue=descriptors")
-
-
-@pytest.mark.nightly
-def test_a_pass_that_waits_for_its_turn_fits() -> None:
-    (told,) = gate("80:bf16:128:middle:bounded:mha:single_pass_deterministic")
-    assert told["spills"] <= 16
-
-
-def test_tiles_reuse_what_they_load_as_much_as_the_tutorial() -> None:
-    """Forward and dQ stream K/V: 4 (6) * rows * keys * D operations on 4 * keys * D bytes, so operations per byte grow
-    with the query rows of the tile alone. dK/dV streams Q and dO, and the same holds for its keys."""
-    for arch, head_dim in product(ARCHS, SIXTEEN_BIT):
-        config = config_for(arch, torch.bfloat16, head_dim)
-        kept = {"forward": config.forward.block_q, "dq": config.dq.block_q, "dkdv": config.dkdv.block_k}
-        assert all(kept[kernel] >= rows for kernel, rows in TUTORIAL_ROWS.items()), (arch, head_dim)

@@ -18,15 +18,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ringattn import kernels
 from ringattn.kernels import PLAIN, BlockSparseIndex, Bounds, KernelConfig, Scores, Tile, attend, ops
 from ringattn.kernels.ops import namespace_of, pack, pack_config, unpack_config
+from ringattn.kernels.tables import Point
 
 from ..support.baselines import Results
 from ..support.kernel_cases import Inputs, Sizes, compare, inputs, interval
+from ..support.tile_tables import entry, save
 
 ROOT = Path(__file__).parents[2]
 SIZES = Sizes(queries=24, keys=40, heads=2, batch=2)
 TILES = KernelConfig(forward=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1), dkdv=Tile(16, 16, 4, 1))
 SINGLE_PASS = replace(TILES, backward="single_pass")
-NO_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 @pytest.fixture(autouse=True)
@@ -54,71 +55,55 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def tensors(sizes: Sizes = SIZES) -> Inputs:
-    return inputs(sizes)
-
-
-def opcheck(op: Any, args: tuple[Any, ...], *, backward: bool = False) -> None:
-    utils = (*NO_BACKWARD, "test_aot_dispatch_dynamic") if backward else (*NO_BACKWARD, "test_aot_dispatch_static")
-    torch.library.opcheck(op, args, test_utils=utils)
-
-
-def test_opcheck_of_the_forward() -> None:
-    q, k, v = (x.requires_grad_() for x in tensors()[:3])
-    opcheck(ops.forward_op, (q, k, v, True, *pack(**CALLS["scores"]())), backward=True)
-
-
-def test_opcheck_of_the_parts() -> None:
-    q, k, v, dout, dlse = tensors()
+def test_opcheck() -> None:
+    """Schemas, fake results, and what a graph makes of each; torch cannot compare e4m3, so no schema of that."""
+    q, k, v, dout, dlse = inputs(SIZES)
     call = pack()
     out, lse = (x.clone() for x in ops.forward_op(q, k, v, False, *call))
-    opcheck(ops.fold_op, (q, k, v, out, lse, *call))
-    opcheck(ops.finish_op, (q, k, v, out, lse, *call))
-    opcheck(ops.delta_op, (dout, out, dlse))
     given = (dout, q, k, v, lse, ops.delta_op(dout, out, dlse))
-    opcheck(ops.backward_op, (*given, *call))
-    opcheck(ops.dq_op, (*given, None, torch.zeros_like(q), True, *call))
     into = (torch.zeros_like(k), torch.zeros_like(v))
-    opcheck(ops.dkdv_op, (*given, None, None, *into, True, *call))
-    opcheck(ops.gradients_op, (*given, torch.zeros_like(q), None, None, *into, True, *pack(config=SINGLE_PASS)))
+    codes = torch.zeros(k.shape, dtype=torch.float8_e4m3fn), torch.zeros(kernels.scale_shape(tuple(k.shape)))
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_schema"]
+    for op, args in (
+        (ops.fold_op, (q, k, v, out, lse, *call)),
+        (ops.finish_op, (q, k, v, out, lse, *call)),
+        (ops.delta_op, (dout, out, dlse)),
+        (ops.backward_op, (*given, *call)),
+        (ops.dq_op, (*given, None, torch.zeros_like(q), True, *call)),
+        (ops.dkdv_op, (*given, None, None, *into, True, *call)),
+        (ops.gradients_op, (*given, torch.zeros_like(q), None, None, *into, True, *pack(config=SINGLE_PASS))),
+        (ops.quantize_op, (k, *codes)),
+        (ops.dequantize_op, (*codes, torch.zeros_like(k))),
+    ):
+        torch.library.opcheck(
+            op, args, test_utils=checks[:-1] if op in (ops.quantize_op, ops.dequantize_op) else checks
+        )
+    leaves = (x.requires_grad_() for x in inputs(SIZES)[:3])
+    args = (*leaves, True, *pack(**CALLS["scores"]()))
+    torch.library.opcheck(ops.forward_op, args, test_utils=[*checks, "test_aot_dispatch_dynamic"])
 
 
-def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.zeros(x.shape, dtype=torch.float8_e4m3fn), torch.zeros(kernels.scale_shape(tuple(x.shape)))
-
-
-def test_opcheck_of_fp8() -> None:
-    x = torch.randn(1, 24, 2, 16)
-    codes, scale = codes_of(x)
-    rest = [*NO_BACKWARD[1:], "test_aot_dispatch_static"]  # test_schema compares e4m3, which torch cannot
-    torch.library.opcheck(ops.quantize_op, (x, codes, scale), test_utils=rest)
-    kernels.quantize(x, codes, scale)
-    torch.library.opcheck(ops.dequantize_op, (codes, scale, torch.zeros_like(x)), test_utils=rest)
-
-
-# besides tiles, what a config may choose: another value than its default; a field that is not here must be added
-CHOSEN = {
-    "forward_kernel": "hopper", "dkdv_splits": 2, "order": "longest", "persistent": True, "sm_margin": 8,
-    "pack_gqa": True, "dkdv_epilogue": "descriptors", "backward": "single_pass_deterministic",
-}  # fmt: skip
+CONFIGS: list[dict[str, Any]] = [
+    {"backward": "single_pass_deterministic", "single_pass": Tile(64, 32, 8, 3)},
+    {"forward_kernel": "hopper"},
+    {"dkdv_splits": 2, "order": "longest", "persistent": True, "sm_margin": 8, "pack_gqa": True,
+     "dkdv_epilogue": "descriptors"},
+]  # fmt: skip
+"""Every field but the tiles of the first three kernels, with another value than its default."""
 
 
 def test_all_of_a_config_travels() -> None:
-    tiles: Any = {name: Tile(16 << i, 32 << i, 1 << i, 1 + i) for i, name in enumerate(ops.TILES)}
-    choices: Any = {one.name: CHOSEN[one.name] for one in fields(KernelConfig) if one.name not in tiles}
-    kernel = {"forward_kernel": choices.pop("forward_kernel")}  # which takes no other order
-    backward = {"backward": choices.pop("backward")}  # which takes no splits
-    for chosen in (kernel, backward, choices):
-        known = {name: tile for name, tile in tiles.items() if name != "single_pass" or chosen is backward}
-        config = KernelConfig(**known, **chosen)
+    tiles = (Tile(16, 32, 1, 1), Tile(32, 64, 2, 2), Tile(64, 128, 4, 3))
+    for chosen in CONFIGS:
+        config = KernelConfig(*tiles, **chosen)
         assert unpack_config(*pack_config(config)) == config
-    assert unpack_config(*pack_config(SINGLE_PASS)) == SINGLE_PASS
+    assert {name for chosen in CONFIGS for name in chosen} == {one.name for one in fields(KernelConfig)[3:]}
     assert unpack_config(*pack_config(None)) is None
 
 
 @pytest.mark.parametrize(("kind", "config"), [("full", None), ("causal", SINGLE_PASS)])
 def test_attend_has_the_gradients(kind: str, config: KernelConfig | None) -> None:
-    x = tensors()
+    x = inputs(SIZES)
     q, k, v = (tensor.requires_grad_() for tensor in x[:3])
     bounds = interval(kind, 24, 40)
     out, lse = attend(q, k, v, bounds=bounds, config=config)
@@ -128,7 +113,7 @@ def test_attend_has_the_gradients(kind: str, config: KernelConfig | None) -> Non
 
 @pytest.mark.parametrize("name", ["bounds", "used", "runs", "scores"])
 def test_attend_in_a_graph_is_what_it_is_outside(name: str) -> None:
-    q, k, v = (x.requires_grad_() for x in tensors()[:3])
+    q, k, v = (x.requires_grad_() for x in inputs(SIZES)[:3])
     call = CALLS[name]()
     results = []
     for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
@@ -139,14 +124,14 @@ def test_attend_in_a_graph_is_what_it_is_outside(name: str) -> None:
 
 
 def test_there_is_no_second_derivative() -> None:
-    q, k, v = (x.requires_grad_() for x in tensors()[:3])
+    q, k, v = (x.requires_grad_() for x in inputs(SIZES)[:3])
     (dq,) = torch.autograd.grad(attend(q, k, v)[0].square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="attention_backward has no derivative"):
         dq.sum().backward()
 
 
 def test_slopes_that_want_a_gradient_are_refused() -> None:
-    q, k, v = tensors()[:3]
+    q, k, v = inputs(SIZES)[:3]
     with pytest.raises(ValueError, match="alibi_slopes requires a gradient"):
         attend(q, k, v, scores=Scores(alibi_slopes=torch.rand(2, requires_grad=True)))
 
@@ -174,11 +159,13 @@ def folded(x: Inputs, bounds: Bounds, half: torch.dtype) -> list[Tensor]:
     last = kernels.attention_dq(*given, accum=dq, out=torch.zeros_like(q))
     more = kernels.attention_dkdv(*given, scores=PLAIN)
     sums = kernels.attention_dkdv(*given, accum=(more[0].float(), more[1].float()))
-    return [out, lse, dq, dk, dv, last, *more, *sums]
+    total = torch.zeros(q.shape)
+    at_once = kernels.attention_gradients(*given, dq=total, config=SINGLE_PASS)
+    return [out, lse, dq, dk, dv, last, *more, *sums, total, *at_once]
 
 
 def test_every_entry_in_a_graph_is_what_it_is_outside() -> None:
-    x, bounds = tensors(), interval("causal", 24, 16)
+    x, bounds = inputs(SIZES), interval("causal", 24, 16)
     expected = folded(x, bounds, torch.float16)
     got = torch.compile(folded, fullgraph=True, backend="aot_eager")(x, bounds, torch.float16)
     for mine, theirs in zip(got, expected, strict=True):
@@ -193,16 +180,12 @@ def test_other_lengths_are_no_new_graph() -> None:
 
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for rows in (20, 24, 36):
-        q, k, v = (x.requires_grad_() for x in tensors(Sizes(queries=rows, keys=rows + 8))[:3])
+        q, k, v = (x.requires_grad_() for x in inputs(Sizes(queries=rows, keys=rows + 8))[:3])
         bounds = interval("causal", rows, rows + 8)
         for function in (compiled, layer):
             function(q, k, v, bounds).sum().backward()
         torch.testing.assert_close(compiled(q, k, v, bounds), layer(q, k, v, bounds), rtol=0, atol=0)
     assert counter.frame_count <= 2  # the first call's lengths, and any
-
-
-def test_the_namespace_of_a_clone_inside_another_package() -> None:
-    assert namespace_of("vendor.ringattn.kernels") == "vendor__ringattn"
 
 
 COPIES = """
@@ -224,11 +207,16 @@ for copied in results[1:]:
 names = {copy.ops.forward_op._qualname for copy in (ours, one, other)}
 assert names == {f"{n}::attention_forward" for n in ("ringattn", "elsewhere", "vendor__attention__fused")}, names
 assert ours.Bounds is not one.Bounds is not other.Bounds
+other.choice.gpu_of = lambda device: other.tables.Gpu("NVIDIA H200", 90)
+assert other.default_config(q, v).forward == other.Tile(64, 128, 8, 2), "a table in `tuned/` of a copy serves"
 """
 
 
 def test_renamed_copies_run_beside_the_original(tmp_path: Path) -> None:
+    assert namespace_of("vendor.ringattn.kernels") == "vendor__ringattn", "of a clone inside another package"
     for place in ("elsewhere", "vendor/attention/fused"):
         shutil.copytree(ROOT / "kernels", tmp_path / place, ignore=shutil.ignore_patterns("__pycache__"))
+    point = Point("forward", "fp32", 16, 16, 2, "full", 64)
+    save(tmp_path / "vendor/attention/fused/tuned", entry(point, Tile(64, 128, 8, 2)))
     done = subprocess.run([sys.executable, "-c", COPIES], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

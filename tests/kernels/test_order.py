@@ -32,7 +32,6 @@ from ringattn.kernels.order import (
     MARGIN,
     Chip,
     l2_group_of,
-    l2_of,
     margin_of,
     splits_for,
 )
@@ -70,65 +69,39 @@ def test_jit_mirror(batch: int, heads: int, packed: int | None) -> None:
         assert out.tolist() == [[tile, head // heads, head % heads] for tile, head in in_order]
 
 
-@pytest.mark.parametrize(
-    ("row_bytes", "group", "heads", "by_keys", "together"),
-    [
+def test_heads_whose_keys_fit_half_of_l2_come_together() -> None:
+    for row_bytes, group, heads, by_keys, together in (
         (10, 1, 64, False, 5),
         (10, 4, 64, False, 20),  # those that share their keys with them
         (10, 4, 6, False, 6),  # no more than there are
         (51, 4, 64, False, 4),  # at least those of one key head
         (0, 4, 8, False, 8),  # no keys
         (10, 4, 64, True, 1),  # of dK/dV nobody shares, and a group's queries are all walked
-    ],
-)
-def test_heads_whose_keys_fit_half_of_l2_come_together(
-    row_bytes: int, group: int, heads: int, by_keys: bool, together: int
-) -> None:
-    assert l2_group_of(heads, group, 10, row_bytes, by_keys, l2_bytes=1000) == together
+    ):
+        assert l2_group_of(heads, group, 10, row_bytes, by_keys, l2_bytes=1000) == together
 
 
-def test_what_a_gpu_has() -> None:
-    assert l2_of(90) == 50 << 20
-    assert l2_of(75) == min(order.L2_BYTES.values()), "one that nobody knows has little"
+def test_what_a_persistent_kernel_leaves_free() -> None:
     assert [margin_of(given, 132) for given in (None, 0, 131)] == [MARGIN, 0, 131]
     assert margin_of(None, 20) == 10, "half of a small GPU"
     with pytest.raises(ValueError, match=r"config.sm_margin is 132: this GPU has 132 multiprocessors"):
         margin_of(132, 132)
 
 
-@pytest.mark.parametrize(
-    ("programs", "group", "parts"),
-    [
+def test_the_least_parts_that_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for programs, group, parts in (
         (64, 16, 2),  # B1 8k MQA, tiles of 128 keys: 128 programs keep 97% busy, and no split does better
         (64, 3, 3),  # 192 programs are two waves, 73% busy; 64 keep 48%
-        (8, 16, 16),
-        (1, 7, 7),
         (106, 6, 1),  # four in five are busy: the parts would cost more, although six would keep 96%
         (105, 8, 1),  # 80% against 97% of eight parts: within 15%
         (70, 8, 8),  # 53%, and two parts 53% too, of two waves; four 71%, eight 85%
         (0, 8, 1),
-    ],
-)
-def test_the_least_parts_that_use_the_gpu(programs: int, group: int, parts: int) -> None:
-    assert splits_for(programs, group, 132) == parts
-
-
-@pytest.mark.parametrize(
-    ("parts", "heads", "block", "device", "made"),
-    [
-        ("auto", 16, 128, "cuda", 2),
-        ("auto", 16, 16, "cuda", 1),
-        ("auto", 1, 128, "cuda", 1),
-        ("auto", 16, 128, "cpu", 1),
-        (4, 16, 16, "cuda", 4),
-    ],
-)
-def test_a_gpu_is_asked_for_its_multiprocessors(
-    parts: int | str, heads: int, block: int, device: str, made: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ):
+        assert splits_for(programs, group, 132) == parts
     monkeypatch.setattr(order, "chip_of", lambda device: Chip(132, 50 << 20))
-    q, k = (SimpleNamespace(shape=(1, 8192, n, 128), device=torch.device(device)) for n in (heads, 1))
-    assert order.splits_of(choose(dkdv_splits=parts), q, k, block) == made  # type: ignore[arg-type]
+    for asked, heads, device, made in (("auto", 16, "cuda", 2), ("auto", 16, "cpu", 1), (4, 16, "cuda", 4)):
+        q, k = (SimpleNamespace(shape=(1, 8192, n, 128), device=torch.device(device)) for n in (heads, 1))
+        assert order.splits_of(choose(dkdv_splits=asked), q, k, 128) == made  # type: ignore[arg-type]
 
 
 # --- the launch ---------------------------------------------------------------------------------------------------
@@ -146,28 +119,27 @@ def small_l2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_l2")
 def test_what_a_launch_is_told() -> None:
-    shape, tile, walked = launch.shape_of(Q, K), INTERPRETER.forward, (K, K)
-    count = 2 * 2 * 6
-    assert order.tile_schedule(None, shape, tile, walked) == (count, shape)
-    assert order.tile_schedule(INTERPRETER, shape, tile, walked) == (count, shape)
-    grid, made = order.tile_schedule(choose(order="longest"), shape, tile, walked)
-    assert (grid, made.order) == (count, Order(4, 12, None)), "two key heads, with their two query heads each"
-    grid, made = order.tile_schedule(choose(persistent=True), shape, tile, walked)
-    assert (grid, made.order) == (20, Order(None, None, count)), "10 multiprocessors, two programs of 4 warps each"
-    for warps, programs in ((8, 10), (16, 10), (1, 24)):
-        grid, _ = order.tile_schedule(choose(persistent=True), shape, replace(tile, num_warps=warps), walked)
-        assert grid == programs, "one of 8 warps each; no more than there are tiles"
-    grid, made = order.tile_schedule(choose(persistent=True, sm_margin=18, order="longest"), shape, tile, walked)
-    assert (grid, made.order) == (4, Order(4, 12, count))
-    packed = order.packed_shape(choose(pack_gqa=True), shape)
+    shape, tile, count = launch.shape_of(Q, K), INTERPRETER.forward, 2 * 2 * 6
+    packed, keys = order.packed_shape(choose(pack_gqa=True), shape), launch.shape_of(K, Q)
     assert packed == shape._replace(heads=3, group=1, packed=2)
-    grid, made = order.tile_schedule(choose(pack_gqa=True, order="longest"), packed, tile, walked)
-    assert (grid, made.order) == (3 * 2 * 3, Order(2, 6, None)), "80 rows of 3 key heads"
-    keys, walked = launch.shape_of(K, Q), (Q, Q)
-    grid, made = order.tile_schedule(choose(order="longest"), keys, tile, walked, rows_are_keys=True)
-    assert (grid, made.order) == (3 * 2 * 3, Order(1, 6, None)), "two query heads of 40 rows for each key head"
-    empty = order.tile_schedule(choose(order="longest", persistent=True), keys._replace(rows=0), tile, walked)
-    assert empty[0] == 0
+    persistent: dict[str, Any] = {"persistent": True}
+    for chosen, asked, warps, programs, dealt in (
+        ({}, shape, 4, count, HEAD_BY_HEAD),
+        ({"order": "longest"}, shape, 4, count, Order(4, 12, None)),  # two key heads, two query heads each
+        (persistent, shape, 4, 20, Order(None, None, count)),  # 10 multiprocessors, two programs of 4 warps each
+        (persistent, shape, 16, 10, Order(None, None, count)),  # one of 8 warps or more each
+        (persistent, shape, 1, count, Order(None, None, count)),  # no more than there are tiles
+        (CHOICES["all"], shape, 4, 4, Order(4, 12, count)),
+        ({"order": "longest"}, packed, 4, 18, Order(2, 6, None)),  # 80 rows of 3 key heads
+        ({"order": "longest"}, keys, 4, 18, Order(1, 6, None)),  # two query heads of 40 rows for each key head
+        (CHOICES["all"], keys._replace(rows=0), 4, 0, HEAD_BY_HEAD),
+    ):
+        walked, by_keys = ((K, K), False) if asked.rows == 40 else ((Q, Q), True)
+        made = order.tile_schedule(
+            choose(**chosen), asked, replace(tile, num_warps=warps), walked, rows_are_keys=by_keys
+        )
+        assert made == (programs, asked._replace(order=dealt)), chosen
+    assert order.tile_schedule(None, shape, tile, (K, K)) == (count, shape)
 
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -223,19 +195,14 @@ def test_what_else_a_launch_may_have(features: str, chosen: dict[str, Any], head
 @pytest.mark.usefixtures("small_l2")
 @pytest.mark.parametrize("choice", ["persistent", "all"])
 def test_a_state_is_continued(choice: str) -> None:
-    """In place where rows see something; where they see nothing it stays, bit by bit."""
-    x, bounds = inputs(Sizes(20, 20, heads=3)), interval("first rows blind", 20, 20)
+    x, results = inputs(Sizes(20, 20, heads=3)), []
     start = torch.randn_like(x.q), torch.randn_like(x.dlse)
-
-    def continued(config: KernelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    for config in (tiles(16, 16), choose(tiles(16, 16), **CHOICES[choice])):
         state = start[0].clone(), start[1].clone()
-        return attention_forward(x.q, x.k, x.v, bounds=bounds, state=state, config=config)
-
-    out, lse = continued(choose(tiles(16, 16), **CHOICES[choice]))
-    for got, same in zip((out, lse), continued(tiles(16, 16)), strict=True):
+        bounds = interval("first rows blind", 20, 20)
+        results.append(attention_forward(x.q, x.k, x.v, bounds=bounds, state=state, config=config))
+    for same, got in zip(*results, strict=True):
         torch.testing.assert_close(got, same, rtol=1e-5, atol=1e-5)
-    if not choose(**CHOICES[choice]).pack_gqa:
-        assert torch.equal(out[:, :5], start[0][:, :5])
 
 
 def test_heads_of_views_are_found() -> None:
@@ -255,25 +222,18 @@ def test_heads_of_views_are_found() -> None:
 
 @pytest.mark.parametrize("kind", ["first rows blind", "all rows blind"])
 def test_sums_in_place_and_cast(kind: str) -> None:
-    """As without a split, but for the order of the sum; what nobody sees stays as it is, in place."""
+    """As without a split, but for the order of the sum."""
     x, bounds = inputs(Sizes(24, 40, heads=4), torch.float16), interval(kind, 24, 40)
-    q, k, v, dout, dlse = x
-    out, lse = attention_forward(q, k, v, bounds=bounds)
-    given = (dout, q, k, v, lse, attention_delta(dout, out, dlse))
-    before = torch.randn(k.shape), torch.randn(v.shape)
-    for fresh in (False, True):
+    out, lse = attention_forward(*x[:3], bounds=bounds)
+    given = (x.dout, *x[:3], lse, attention_delta(x.dout, out, x.dlse))
+    before = torch.randn(x.k.shape), torch.randn(x.v.shape)
+    for fresh, near in ((False, 1e-5), (True, 1e-3)):
         results = []
         for parts in (1, 2):
             sums = before[0].clone(), before[1].clone()
-            into = (torch.empty_like(k), torch.empty_like(v)) if fresh else sums
-            made = attention_dkdv(
-                *given, bounds=bounds, accum=sums, out=into, config=choose(tiles(32, 16), dkdv_splits=parts)
-            )
-            assert made[0] is into[0] and made[1] is into[1]
-            results.append(made)
-            if kind == "all rows blind":
-                assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(made, before, strict=True))
-        near = 1e-3 if fresh else 1e-5
+            into = (torch.empty_like(x.k), torch.empty_like(x.v)) if fresh else sums
+            config = choose(tiles(32, 16), dkdv_splits=parts)
+            results.append(attention_dkdv(*given, bounds=bounds, accum=sums, out=into, config=config))
         for whole, split in zip(*results, strict=True):
             torch.testing.assert_close(split, whole, rtol=near, atol=near)
 

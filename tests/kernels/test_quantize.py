@@ -43,15 +43,13 @@ def scaled_by_one(y: Tensor) -> tuple[Tensor, Tensor]:
 # --- the numbers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.7e-5])
-def test_every_code_is_decoded(scale: float) -> None:
+def test_every_code_is_decoded() -> None:
     """As torch reads it, and the reference."""
     every = torch.arange(256, dtype=torch.uint8)
     codes = every.view(1, 2, 1, 128).view(torch.float8_e4m3fn)
-    by_table = torch.tensor([fp8.value(code) for code in every.tolist()])
-    expected = codes.to(torch.float32) * torch.tensor(scale)
-    assert_same((by_table.view(codes.shape),), (codes.to(torch.float32),))
-    assert_same((back(codes, torch.full((1, 1, 1), scale), torch.float32),), (expected,))
+    assert_same((torch.tensor([fp8.value(code) for code in every.tolist()]),), (codes.to(torch.float32).view(256),))
+    for scale in (torch.full((1, 1, 1), 1.0), torch.full((1, 1, 1), 3.7e-5)):
+        assert_same((back(codes, scale, torch.float32),), (codes.to(torch.float32) * scale.item(),))
 
 
 def test_ties_go_to_the_even_code_and_neighbours_of_ties_to_the_nearest() -> None:
@@ -62,13 +60,6 @@ def test_ties_go_to_the_even_code_and_neighbours_of_ties_to_the_nearest() -> Non
     codes, y = scaled_by_one(torch.cat([y, -y]))
     assert codes.view(torch.uint8).tolist() == [fp8.nearest(value) for value in y.tolist()]
     assert set((codes.view(torch.uint8)[len(middle) : 2 * len(middle)] % 2).tolist()) == {0}
-
-
-def test_rounding_over_all_of_fp32() -> None:
-    """A prime stride through the bits of every fp32 up to 448, against torch's conversion."""
-    pattern = torch.arange(0, torch.tensor(448.0).view(torch.int32).item() + 1, 100_003, dtype=torch.int32)
-    codes, y = scaled_by_one(pattern.view(torch.float32))
-    assert torch.equal(codes.view(torch.uint8), y.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,16 +161,12 @@ E4M3 = torch.float8_e4m3fn
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"values": torch.zeros(4, 2, 8)}, r"VALUES has shape \[4, 2, 8\]: it must be \[B, S, H, D\]"),
         ({"values": torch.zeros(1, 4, 2, 8, dtype=torch.float64)}, r"VALUES is torch.float64: it must be float16, bf"),
-        ({"values": torch.zeros(1, 4, 2, 257)}, r"VALUES has head dim 257: it must be 1 to 256"),
-        ({"values": torch.zeros(1, 4, 2, 16)[..., ::2]}, r"VALUES has strides .* the last stride must be 1"),
         ({"codes": torch.zeros(1, 4, 2, 8)}, r"CODES is torch.float32: it must be torch.float8_e4m3fn"),
         ({"codes": torch.zeros(1, 5, 2, 8).to(E4M3)}, r"CODES has shape \[1, 5, 2, 8\]: VALUES has \[1, 4, 2, 8\]"),
         ({"codes": torch.zeros(1, 4, 4, 8).to(E4M3)[:, :, ::2]}, r"CODES has strides .* must be contiguous"),
         ({"scale": torch.zeros(1, 2, 1)}, r"scale has shape \[1, 2, 1\]: it must be \[1, 1, 2\]"),
         ({"scale": torch.zeros(1, 1, 2, dtype=torch.float16)}, r"scale is torch.float16: it must be torch.float32"),
-        ({"scale": torch.zeros(1, 1, 2, device="meta")}, r"scale is on meta: it must be on cpu"),
     ],
 )
 def test_refused(change: dict[str, Tensor], message: str) -> None:

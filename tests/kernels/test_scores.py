@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ringattn.kernels import FULL, BlockSparseIndex, Bounds, KernelConfig, Scores, attention_backward, attention_forward
 
+from ..support import kernel_cases
 from ..support.baselines import Modified, Results, pytorch
 from ..support.kernel_cases import (
-    DEVICE,
     DTYPES,
     Inputs,
     Sizes,
@@ -40,17 +40,7 @@ pytestmark = [
 
 
 def ours(x: Inputs, bounds: Bounds, scores: Scores, config: KernelConfig | None = None) -> Results:
-    q, k, v, dout, dlse = (t.to(DEVICE) for t in x)
-    bounds, scores = bounds.to(DEVICE), there(scores)
-    out, lse = attention_forward(q, k, v, bounds=bounds, scores=scores, config=config)
-    grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, bounds=bounds, scores=scores, config=config)
-    return Results(*(t.cpu() for t in (out, lse, *grads)))
-
-
-def there(scores: Scores) -> Scores:
-    """On the device of the kernels."""
-    moved: dict[str, Any] = {name: x.to(DEVICE) for name, x in vars(scores).items() if isinstance(x, Tensor)}
-    return replace(scores, **moved)
+    return kernel_cases.ours(x, bounds, config=config, scores=scores)
 
 
 def modified_by(scores: Scores, x: Inputs) -> Modified:
@@ -106,19 +96,6 @@ def test_scores(name: str, dtype: torch.dtype, kind: str) -> None:
     compare(ours(x, bounds, scores_of(name)), x, bounds, scores_of(name))
 
 
-@pytest.mark.parametrize(
-    ("used", "name", "kind"), [([0, 45], "plain", "causal"), ([32, 1], "all", "full"), ([45, 45], "all", "causal")]
-)
-def test_padded_batch_rows(used: list[int], name: str, kind: str) -> None:
-    """Head dims in two parts."""
-    whole = interval(kind, QUERIES, KEYS)
-    x, bounds = (
-        inputs(replace(SIZES, head_dim=96, head_dim_v=48)),
-        Bounds(whole.lo, whole.hi, torch.tensor(used, dtype=torch.int32)),
-    )
-    compare(ours(x, bounds, scores_of(name)), x, bounds, scores_of(name))
-
-
 def pattern(queries: int, keys: int, block: int, share: float = 0.5) -> BlockSparseIndex:
     """Any blocks, and one row of blocks that sees nothing."""
     shown = torch.rand(-(-queries // block), -(-keys // block)) < share
@@ -127,16 +104,24 @@ def pattern(queries: int, keys: int, block: int, share: float = 0.5) -> BlockSpa
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "block", "config"),
-    [("full", "all", 16, None), ("causal", "plain", 32, tiles(16, 32)), ("window", "all", 32, tiles(16, 32)),
-     ("causal", "all", 48, None)],
-)  # fmt: skip
-def test_blocks(kind: str, name: str, block: int, config: KernelConfig | None) -> None:
-    """Of several blocks, the last not whole; a default tile of 32 does not divide 48."""
-    queries, keys = (QUERIES, KEYS) if block < QUERIES else (block + 12, block + 14)
+    ("used", "block", "kind", "name", "config"),
+    [
+        ([32, 1], None, "full", "all", None),
+        (None, 48, "causal", "all", None),  # which a default tile of 32 does not divide
+        (None, 32, "window", "plain", tiles(16, 32)),
+    ],
+)
+def test_padded_batch_rows_and_blocks(
+    used: list[int] | None, block: int | None, kind: str, name: str, config: KernelConfig | None
+) -> None:
+    """Head dims in two parts; of several blocks, the last not whole."""
+    queries, keys = (60, 62) if block == 48 else (QUERIES, KEYS)
+    x = inputs(replace(SIZES, queries=queries, keys=keys, head_dim=96, head_dim_v=48))
     whole, scores = interval(kind, queries, keys), scores_of(name, queries, keys)
-    x = inputs(replace(SIZES, queries=queries, keys=keys))
-    bounds = Bounds(whole.lo, whole.hi, None, pattern(queries, keys, block))
+    bounds = Bounds(
+        whole.lo, whole.hi, None if used is None else torch.tensor(used, dtype=torch.int32),
+        None if block is None else pattern(queries, keys, block),
+    )  # fmt: skip
     compare(ours(x, bounds, scores, config), x, bounds, scores)
 
 

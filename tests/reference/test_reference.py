@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import reference
@@ -36,13 +34,6 @@ def close(ours: Results | tuple[Tensor, ...], theirs: Results | tuple[Tensor, ..
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
-def test_by_hand() -> None:
-    q, k, v = torch.tensor([2.0]), torch.tensor([0.5, math.log(3) / 2 + 0.5]), torch.tensor([4.0, 8.0])
-    out, lse = reference.attention(q.view(1, 1, 1, 1), k.view(1, 2, 1, 1), v.view(1, 2, 1, 1), softmax_scale=1.0)
-    assert out.item() == pytest.approx((1 * 4 + 3 * 8) / 4)  # scores 1 and 1 + log 3: weights 1/4 and 3/4
-    assert lse.item() == pytest.approx(1 + math.log(4))
-
-
 @pytest.mark.parametrize(
     ("causal", "heads", "kv_heads", "softmax_scale"), [(False, 2, 2, None), (True, 4, 2, 0.3), (True, 3, 1, None)]
 )
@@ -63,20 +54,10 @@ def test_rows_that_see_nothing() -> None:
     close(ours, pytorch(q, k, v, dout, dlse, seen=reference.visible(*where.values(), causal=True)))
 
 
-def test_dtypes() -> None:
-    """float64 whatever the inputs are, and gradients in theirs."""
-    leaves = [x.to(torch.bfloat16).requires_grad_() for x in tensors(4, 4)[:3]]
-    out, lse = reference.attention(*leaves)
-    assert out.dtype == lse.dtype == torch.float64
-    assert {x.dtype for x in torch.autograd.grad(out.sum(), leaves)} == {torch.bfloat16}
-
-
 def test_large_scores_do_not_overflow() -> None:
     q, k, v, _, _ = tensors(6, 6)
     for attention in (reference.attention, reference.blockwise.forward):
-        out, lse = attention(q * 1e6, k, v, causal=True)
-        assert out.isfinite().all()
-        assert lse.isfinite().all()
+        assert all(x.isfinite().all() for x in attention(q * 1e6, k, v, causal=True))
 
 
 def split(x: Tensor, owners: Tensor, world: int) -> list[Tensor]:
@@ -86,19 +67,7 @@ def split(x: Tensor, owners: Tensor, world: int) -> list[Tensor]:
 
 def gather(shards: list[Tensor], owners: Tensor, dim: int) -> Tensor:
     """The tokens back in their order."""
-    order = torch.cat([(owners == rank).nonzero().squeeze(-1) for rank in range(len(shards))])
-    return torch.cat(shards, dim).index_select(dim, order.argsort())
-
-
-@given(st.lists(st.integers(0, 9), max_size=4))
-def test_merge_in_any_order_is_the_whole(cuts: list[int]) -> None:
-    q, k, v, _, _ = tensors(3, 9)
-    parts = [reference.attention(q, k[:, a:b], v[:, a:b]) for a, b in pairwise([0, *sorted(cuts), 9])]
-    for order in (parts, parts[::-1]):
-        merged = order[0]
-        for part in order[1:]:
-            merged = reference.ring.merge(merged, part)
-        close(merged, reference.attention(q, k, v))
+    return torch.cat(shards, dim).index_select(dim, owners.argsort(stable=True).argsort())
 
 
 SHAPES: list[tuple[list[tuple[int, ...]], str]] = [
@@ -111,7 +80,6 @@ AT = torch.arange(4)
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"causal": True}, "q has 3 tokens, k has 4"),
     ({"alibi_slopes": torch.ones(2)}, "q has 3 tokens, k has 4"),
-    ({"seqused_k": [3, 4]}, "q has 3 tokens, k has 4"),
     ({"causal": True, "q_positions": AT[:3]}, "both, or neither"),
     ({"causal": True, "q_positions": AT, "k_positions": AT}, "q_positions has shape"),
     ({"dropout_p": 0.5, "q_positions": AT[:3], "k_positions": AT}, r"dropout_p is 0\.5 without dropout_seed"),
@@ -149,24 +117,19 @@ FEATURES["all"] = {name: value for feature in FEATURES.values() for name, value 
     "window_size": (8, 3)
 }
 
-KNOWN_ANSWERS = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
-]
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+KNOWN_ANSWERS = {
+    ((0,) * 4, (0,) * 2): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    PI: (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+}
 """Of Random123's ``kat_vectors``, those of philox4x32 with 10 rounds."""
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_philox_gives_the_known_answers(
-    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
-) -> None:
-    assert tuple(int(word) for word in philox(words(*counter), key)) == expected
-    assert by_hand(list(counter), list(key)) == list(expected)
+def test_philox_gives_the_known_answers() -> None:
+    for (counter, key), expected in KNOWN_ANSWERS.items():
+        assert tuple(int(word) for word in philox(words(*counter), key)) == expected
+        assert by_hand(list(counter), list(key)) == list(expected)
 
 
 def by_hand(counter: list[int], key: list[int]) -> list[int]:

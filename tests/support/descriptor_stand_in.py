@@ -14,34 +14,30 @@ from triton.runtime import interpreter
 from ringattn.kernels import launch
 from ringattn.kernels.tables import Gpu
 
-H200 = Gpu("NVIDIA H200", 90)
 
+def install(patch: pytest.MonkeyPatch) -> set[str]:
+    """Let the CPU pass for a GPU with a copy engine, where dK/dV's epilogue is chosen and where it is interpreted.
 
-class Moved(list[tuple[str, str]]):
-    """What went through descriptors, in order: "load", "store" or "add", and of which NumPy dtype."""
-
-
-def install(patch: pytest.MonkeyPatch) -> Moved:
-    """Let the CPU pass for a GPU with a copy engine, where dK/dV's epilogue is chosen and where it is interpreted."""
-    builder, moved = interpreter.InterpreterBuilder, Moved()
+    Returns: what was done through descriptors since: "load", "store" or "add".
+    """
+    builder, moved = interpreter.InterpreterBuilder, set[str]()
     load, store = builder.create_descriptor_load, builder.create_descriptor_store
 
+    def spied_load(self: Any, *given: Any) -> Any:
+        moved.add("load")
+        return load(self, *given)
+
+    def spied_store(self: Any, *given: Any) -> Any:
+        moved.add("store")
+        return store(self, *given)
+
     def add(self: Any, kind: Any, desc: Any, value: Any, indices: Any) -> None:
+        moved.add("add")
         before = load(self, desc, indices, None, None)
-        moved.append(("add", before.data.dtype.name))
         store(self, desc, interpreter.TensorHandle(before.data + value.data, value.dtype), indices)
-
-    def spied_load(self: Any, desc: Any, indices: Any, *how: Any) -> Any:
-        made = load(self, desc, indices, *how)
-        moved.append(("load", made.data.dtype.name))
-        return made
-
-    def spied_store(self: Any, desc: Any, value: Any, indices: Any) -> Any:
-        moved.append(("store", value.data.dtype.name))
-        return store(self, desc, value, indices)
 
     patch.setattr(builder, "create_descriptor_reduce", add, raising=False)
     patch.setattr(builder, "create_descriptor_load", spied_load)
     patch.setattr(builder, "create_descriptor_store", spied_store)
-    patch.setattr(launch, "gpu_of", lambda device: H200)
+    patch.setattr(launch, "gpu_of", lambda device: Gpu("NVIDIA H200", 90))
     return moved

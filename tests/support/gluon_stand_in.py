@@ -9,30 +9,23 @@ Checked on the way: a slot is not written while a product may read it, and not r
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import builtins
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 KERNELS = Path(__file__).parents[2] / "kernels"
+FILES = {"tiles": "device/tiles.py"} | {
+    name: f"experimental/{name}.py" for name in ("steps", "hopper", "hopper_backward")
+}
 
 Choose = Callable[[list[str]], int]
 """Which of the partitions and loads that can go on does so."""
-
-
-class Event(NamedTuple):
-    """What a partition did: ``kind`` is wait, arrive, expect, load, start, drain, put, get, send or sent."""
-
-    kind: str
-    what: Any
-    value: Any = None
 
 
 class Tensor(torch.Tensor):
@@ -80,8 +73,8 @@ def store(pointer: Pointer, value: Any, mask: Any) -> None:
 class Barrier:
     """An mbarrier: a phase completes when all arrivals and all bytes of it are in."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.count, self.phases, self.arrived, self.owed = name, 0, 0, 0, 0
+    def __init__(self) -> None:
+        self.count = self.phases = self.arrived = self.owed = 0
 
     def passes(self, parity: int) -> bool:
         """Whether the phase of this parity has completed; the one before a fresh barrier's has."""
@@ -98,8 +91,6 @@ class Slot:
     def __init__(self, name: str, shape: list[int], dtype: torch.dtype, machine: Machine) -> None:
         self.name, self.data, self.machine = name, torch.full(shape, float("nan"), dtype=dtype), machine
         self.readers = self.landing = 0
-        self.holds = ""
-        """The load or store whose tile it is."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +180,6 @@ class Machine:
         self.program, self.choose = program, choose
         self.flying: dict[str, Callable[[], None]] = {}
         self.names = 0
-        self.barriers: list[Barrier] = []
-        self.traces: dict[str, list[Event]] = {}
         self.products: dict[str, list[Product]] = {}
         self.sends: dict[str, list[str]] = {}
         self.ready: dict[str, Callable[[], bool]] = {}
@@ -207,14 +196,10 @@ class Machine:
     def here(self) -> str:
         return threading.current_thread().name
 
-    def note(self, kind: str, what: Any, value: Any = None) -> None:
-        if self.here() in self.traces:
-            self.traces[self.here()].append(Event(kind, what, value))
-
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
         """Let others go on; back once ``until`` holds and this one is chosen."""
         me = self.here()
-        if me not in self.traces:  # before the partitions: nobody to wait for
+        if me not in self.products:  # before the partitions: nobody to wait for
             return
         with self.turn:
             self.ready[me] = until
@@ -228,7 +213,6 @@ class Machine:
 
     def specialise(self, partitions: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         names = [f"{function.__name__}{i}" for i, (function, _) in enumerate(partitions)]
-        self.traces = {name: [] for name in names}
         self.products = {name: [] for name in names}
         self.sends = {name: [] for name in names}
 
@@ -278,24 +262,19 @@ class Machine:
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Array:
         if layout == "barrier":
-            made = [Barrier(self.name("barrier")) for _ in range(shape[0])]
-            self.barriers.extend(made)
-            return Array(made)
+            return Array([Barrier() for _ in range(shape[0])])
         return Array([Slot(self.name("slot"), list(shape[1:]), dtype, self) for _ in range(shape[0])])
 
     def wait(self, barrier: Barrier, phase: Any) -> None:
         parity = int(phase)
-        self.note("wait", barrier.name, parity)
         self.pause(lambda: barrier.passes(parity))
 
     def arrive(self, barrier: Barrier, count: int = 1) -> None:
-        self.note("arrive", barrier.name, count)
         barrier.arrived += count
         barrier.settle()
         self.pause()
 
     def expect(self, barrier: Barrier, nbytes: int) -> None:
-        self.note("expect", barrier.name, int(nbytes))
         barrier.arrived, barrier.owed = barrier.arrived + 1, barrier.owed + int(nbytes)
         barrier.settle()
         self.pause()
@@ -304,10 +283,9 @@ class Machine:
         slot, block = view.slot, descriptor.read(where)
         assert slot.readers == 0, f"{slot.name} is overwritten while a product reads it"
         slot.landing += 1
-        slot.holds = flight = self.name("load")
+        flight = self.name("load")
         slot.data.fill_(float("nan"))
         nbytes = descriptor.block_type.nbytes
-        self.note("load", (slot.name, flight), (barrier.name, nbytes))
 
         def land() -> None:
             slot.data.copy_(block)
@@ -324,7 +302,6 @@ class Machine:
         for slot in reads:
             assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before its tile is there"
             slot.readers += 1
-        self.note("start", tuple(slot.name for slot in reads), tuple(slot.holds for slot in reads))
 
         def finish() -> Any:
             left = a.value() if isinstance(a, View) else a.float()
@@ -337,7 +314,6 @@ class Machine:
         return made
 
     def drain(self, left: int, deps: list[Product]) -> Any:
-        self.note("drain", left)
         self.pause()
         under_way = self.products[self.here()]
         while len(under_way) > left:
@@ -352,21 +328,17 @@ class Machine:
         """Write from registers."""
         assert slot.readers == 0 and slot.landing == 0, f"{slot.name} is overwritten while it is read or loaded"
         slot.data.copy_(value.reshape(slot.data.shape))
-        slot.holds = self.name("put")
-        self.note("put", slot.name, slot.holds)
         self.pause()
 
     def get(self, slot: Slot) -> Any:
         """Read into registers."""
         assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before it was written"
-        self.note("get", slot.name, slot.holds)
         return tensor(slot.data.clone())
 
     def send(self, descriptor: Descriptor, where: list[Any], view: View) -> None:
         """Add to global memory, at some time before :meth:`sent` says so."""
         slot, me, flight = view.slot, self.here(), self.name("send")
         assert list(slot.data.shape) == descriptor.block_type.shape
-        self.note("send", (slot.name, flight), slot.holds)
         slot.readers += 1
         self.sends[me].append(flight)
 
@@ -380,15 +352,14 @@ class Machine:
 
     def sent(self, left: int) -> None:
         me = self.here()
-        self.note("sent", left)
         self.pause(lambda: len(self.sends[me]) <= left)
 
 
 # the modules of the kernels, executed with stand-ins in the place of Triton's
 
 
-def language(machine: Machine) -> dict[str, Any]:
-    """What the kernels take from ``triton.language`` and Gluon's."""
+def language(machine: Machine) -> SimpleNamespace:
+    """All that the kernels take from modules of Triton, which is what each of these is here."""
 
     def constexpr(value: Any) -> Any:
         return type("constexpr", (type(value),), {"value": value})(value)
@@ -398,81 +369,52 @@ def language(machine: Machine) -> dict[str, Any]:
 
     dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int32", "int64")}
     layouts = ("SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout", "BlockedLayout")
-    shared = SimpleNamespace(get_default_for=lambda block, dtype: None)
-    return dtypes | {"NVMMASharedLayout": shared} | {name: lambda *a, **k: None for name in layouts} | {
-        "constexpr": constexpr, "static_range": range, "load": load, "store": store,
-        "program_id": lambda axis: tensor(machine.program),
-        "cdiv": lambda a, b: (a + b - 1) // b,
-        "arange": lambda begin, end, layout=None: tensor(torch.arange(begin, end)),
-        "zeros": lambda shape, dtype, layout=None: tensor(torch.zeros(list(map(int, shape)), dtype=dtype)),
-        "where": lambda condition, a, b: torch.where(tensor(condition), a, b),
-        "maximum": pair(torch.maximum), "minimum": pair(torch.minimum),
-        "max": lambda x, axis: x.amax(axis), "sum": lambda x, axis: x.sum(axis),
-        "exp2": torch.exp2, "log2": torch.log2, "convert_layout": lambda x, layout: x,
-        "allocate_shared_memory": machine.allocate,
-        "warp_specialize": lambda partitions, warps, registers: machine.specialise(partitions),
-    }  # fmt: skip
+    made = SimpleNamespace(
+        **dtypes, **{name: lambda *a, **k: None for name in layouts}, jit=same, constexpr_function=same,
+        NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: None),
+        constexpr=constexpr, static_range=range, load=load, store=store,
+        program_id=lambda axis: tensor(machine.program),
+        cdiv=lambda a, b: (a + b - 1) // b,
+        arange=lambda begin, end, layout=None: tensor(torch.arange(begin, end)),
+        zeros=lambda shape, dtype, layout=None: tensor(torch.zeros(list(map(int, shape)), dtype=dtype)),
+        where=lambda condition, a, b: torch.where(tensor(condition), a, b),
+        maximum=pair(torch.maximum), minimum=pair(torch.minimum),
+        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
+        exp2=torch.exp2, log2=torch.log2, convert_layout=lambda x, layout: x,
+        allocate_shared_memory=machine.allocate,
+        warp_specialize=lambda partitions, warps, registers: machine.specialise(partitions),
+        fence_async_shared=lambda: None, warpgroup_mma=machine.product, warpgroup_mma_wait=machine.drain,
+        tma=SimpleNamespace(async_load=machine.copy, async_atomic_add=machine.send, store_wait=machine.sent),
+        mbarrier=SimpleNamespace(
+            MBarrierLayout=lambda: "barrier", init=lambda made, count: setattr(made, "count", int(count)),
+            wait=machine.wait, arrive=machine.arrive, expect=machine.expect,
+        ),
+    )  # fmt: skip
+    made.language = made.gluon = made
+    return made
 
 
 def same(function: Any = None, **options: Any) -> Any:
     return same if function is None else function
 
 
-def stand_ins(machine: Machine) -> dict[str, ModuleType]:
-    """Modules by name, in the place of triton's."""
-    spoken = language(machine)
-    barrier = {"MBarrierLayout": lambda: "barrier", "init": lambda made, count: setattr(made, "count", int(count)),
-               "wait": machine.wait, "arrive": machine.arrive, "expect": machine.expect}  # fmt: skip
-    hopper = {"fence_async_shared": lambda: None, "mbarrier": SimpleNamespace(**barrier),
-              "tma": SimpleNamespace(async_load=machine.copy, async_atomic_add=machine.send, store_wait=machine.sent),
-              "warpgroup_mma": machine.product,
-              "warpgroup_mma_wait": machine.drain}  # fmt: skip
-    contents: dict[str, dict[str, Any]] = {
-        "triton": {"jit": same, "constexpr_function": same},
-        "triton.language": spoken,
-        "triton.experimental": {},
-        "triton.experimental.gluon": {"jit": same, "constexpr_function": same},
-        "triton.experimental.gluon.language": spoken,
-        "triton.experimental.gluon.language.nvidia": {},
-        "triton.experimental.gluon.language.nvidia.hopper": hopper,
-    }
-    made = {name: ModuleType(name) for name in contents}
-    for name, values in contents.items():
-        vars(made[name]).update(values, __path__=[])
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(made[parent], child, made[name])
-    return made
+def kernel(machine: Machine, name: str = "hopper") -> SimpleNamespace:
+    """``kernels.experimental.hopper``, or another module, as this machine runs it."""
+    triton, modules = language(machine), dict[str, SimpleNamespace]()
 
+    def imported(name: str, *given: Any) -> Any:
+        if name.partition(".")[0] == "triton":
+            return triton
+        *_, wanted, level = given
+        if not level:
+            return __import__(name, *given)
+        return module(name) if name in FILES else SimpleNamespace(**{one: module(one) for one in wanted})
 
-@contextmanager
-def in_their_place(modules: dict[str, ModuleType]) -> Iterator[None]:
-    hidden = {name: module for name, module in sys.modules.items() if name == "triton" or name.startswith("triton.")}
-    for name in hidden:
-        del sys.modules[name]
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name in modules:
-            del sys.modules[name]
-        sys.modules.update(hidden)
+    def module(name: str) -> SimpleNamespace:
+        if name not in modules:
+            values = {"__name__": name, "__builtins__": vars(builtins) | {"__import__": imported}}
+            exec(compile((KERNELS / FILES[name]).read_text(), FILES[name], "exec"), values)
+            modules[name] = SimpleNamespace(**values)
+        return modules[name]
 
-
-def kernel(machine: Machine, name: str = "hopper") -> ModuleType:
-    """``kernels.hopper``, or the backward's, as this machine runs it."""
-    package = "stand_in_kernels"
-    folders = {one: ModuleType(one) for one in (package, f"{package}.device", f"{package}.experimental")}
-    for parent in folders.values():
-        parent.__path__ = []
-    modules = {**stand_ins(machine), **folders}
-    files = "steps", "hopper", "hopper_backward"
-    with in_their_place(modules):
-        for folder, one in (("device", "tiles"), *(("experimental", file) for file in files)):
-            made = f"{package}.{folder}.{one}"
-            spec = importlib.util.spec_from_file_location(made, KERNELS / folder / f"{one}.py")
-            assert spec is not None and spec.loader is not None
-            modules[made] = sys.modules[made] = importlib.util.module_from_spec(spec)
-            setattr(folders[f"{package}.{folder}"], one, modules[made])
-            spec.loader.exec_module(modules[made])
-    return modules[f"{package}.experimental.{name}"]
+    return module(name)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn import reference
-from ringattn.kernels import FULL, Bounds, KernelConfig, Tile, attention_backward, attention_dkdv, attention_forward
+from ringattn.kernels import (
+    FULL,
+    Bounds,
+    KernelConfig,
+    Scores,
+    Tile,
+    attention_backward,
+    attention_dkdv,
+    attention_forward,
+)
 from ringattn.reference.masks import by_batch
 
 from . import baselines
@@ -129,16 +138,15 @@ def rows_of(bounds: Bounds, begin: int, end: int) -> Bounds:
     return Bounds(bounds.lo[begin:end], bounds.hi[begin:end])
 
 
-def ends(bounds: Bounds, queries: int, keys: int) -> tuple[list[int], list[int]]:
+def ends(bounds: Bounds, queries: int, keys: int) -> list[tuple[int, int]]:
     if bounds.lo is None or bounds.hi is None:
-        return [0] * queries, [keys] * queries
-    return bounds.lo.tolist(), bounds.hi.tolist()
+        return [(0, keys)] * queries
+    return list(zip(bounds.lo.tolist(), bounds.hi.tolist(), strict=True))
 
 
 def dense(bounds: Bounds, queries: int, keys: int) -> Tensor:
     """bool ``[queries, keys]``, pair by pair."""
-    rows = zip(*ends(bounds, queries, keys), strict=True)
-    seen = [[lo <= key < hi for key in range(keys)] for lo, hi in rows]
+    seen = [[lo <= key < hi for key in range(keys)] for lo, hi in ends(bounds, queries, keys)]
     return torch.tensor(seen, dtype=torch.bool).reshape(queries, keys)
 
 
@@ -156,12 +164,12 @@ def visible(bounds: Bounds, batch: int, queries: int, keys: int) -> Tensor:
 def exact(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> Results:
     """The reference in float64, row by row: each query against the keys of its own interval and no others."""
     q, k, v = leaves = [t.detach().to(torch.float64).requires_grad_() for t in (x.q, x.k, x.v)]
-    lo, hi = ends(bounds, q.shape[1], k.shape[1])
-    runs = [i for i in range(len(lo)) if i == 0 or (lo[i], hi[i]) != (lo[i - 1], hi[i - 1])]
-    parts = [
-        reference.attention(q[:, i:j], k[:, lo[i] : hi[i]], v[:, lo[i] : hi[i]], softmax_scale=softmax_scale)
-        for i, j in pairwise([*runs, len(lo)])
-    ] or [reference.attention(q, k, v, softmax_scale=softmax_scale)]  # no rows
+    parts, begin = [], 0
+    for (lo, hi), rows in groupby(ends(bounds, q.shape[1], k.shape[1])):
+        end = begin + len(list(rows))
+        parts.append(reference.attention(q[:, begin:end], k[:, lo:hi], v[:, lo:hi], softmax_scale=softmax_scale))
+        begin = end
+    parts = parts or [reference.attention(q, k, v, softmax_scale=softmax_scale)]  # no rows
     out, lse = torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
     gradients = torch.autograd.grad((out, lse), leaves, (x.dout.to(torch.float64), x.dlse.to(torch.float64)))
     return Results(out.detach(), lse.detach(), *gradients)
@@ -177,16 +185,20 @@ def pytorch(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None
 
 
 def ours(
-    x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None
+    x: Inputs,
+    bounds: Bounds = FULL,
+    softmax_scale: float | None = None,
+    config: KernelConfig | None = None,
+    scores: Scores | None = None,
 ) -> Results:
     device = __getattr__("DEVICE")
     q, k, v, dout, dlse = (t.to(device) for t in x)
-    bounds = bounds.to(device)
-    out, lse = attention_forward(q, k, v, bounds=bounds, softmax_scale=softmax_scale, config=config)
-    dq, dk, dv = attention_backward(
-        dout, q, k, v, out, lse, dlse=dlse, bounds=bounds, softmax_scale=softmax_scale, config=config
-    )
-    return Results(*(t.cpu() for t in (out, lse, dq, dk, dv)))
+    scores = scores or Scores()
+    moved: dict[str, Any] = {name: t.to(device) for name, t in vars(scores).items() if isinstance(t, Tensor)}
+    call: dict[str, Any] = {"softmax_scale": softmax_scale, "config": config, "scores": replace(scores, **moved)}
+    call["bounds"] = bounds.to(device)
+    out, lse = attention_forward(q, k, v, **call)
+    return Results(*(t.cpu() for t in (out, lse, *attention_backward(dout, q, k, v, out, lse, dlse=dlse, **call))))
 
 
 def magnitudes(
