@@ -12,12 +12,12 @@ import pytest
 from ringattn.bench.predict.alternatives import exchange_seconds, exchanged, ways
 from ringattn.bench.predict.call import Call, area_of
 from ringattn.bench.predict.clock import run, slowed
-from ringattn.bench.predict.crossover import check_memory, percent_of_ideal, straggling, sweep, tokens_needed
+from ringattn.bench.predict.crossover import check_memory, percent_of_ideal, straggling, tokens_needed
 from ringattn.bench.predict.inputs import Inputs
 from ringattn.bench.predict.links import PRESETS, Link, Links
 from ringattn.bench.predict.program import COMPUTE, INSIDE, PASSES, Op, Program, record
 from ringattn.bench.predict.ring import ideal_seconds, predicted
-from ringattn.bench.predict.speed import DKDV, DQ, DRAWS, FOLD, H100, Perturbation, Speed, whole
+from ringattn.bench.predict.speed import DKDV, DQ, DRAWS, FOLD, H100, Perturbation, Speed
 from ringattn.bench.predict.timelines import timeline
 from ringattn.ring import Mask
 from ringattn.ring.buffers import Key, Kind
@@ -210,13 +210,6 @@ def test_ideal_is_one_device_with_all_the_work() -> None:
     assert times == sorted(times) and times[1] > 1.2 * times[0]
 
 
-def test_fitted_speed_takes_what_was_given() -> None:
-    call, area = Call(8192, 1), whole(8192, causal=True)
-    speed = H100.fitted((300e12, call))
-    assert 4 * 128 * 32 * area.pairs / speed.seconds(FOLD, area, call, hop=0) == pytest.approx(300e12)
-    assert speed.backward / speed.forward == pytest.approx(H100.backward / H100.forward)
-
-
 def test_memory_does_not_grow_with_the_ring() -> None:
     assert Call(8192, 8).memory == Call(8192, 4096).memory
     with pytest.raises(ValueError, match="the GPU has 1: at most") as refused:
@@ -310,11 +303,3 @@ def test_ways_that_do_not_fit_come_last() -> None:
     *fitting, gathered = ways(call, inputs, capacity=every["all-gather of K/V"].memory - 1)
     assert gathered.name == "all-gather of K/V" and gathered.note.startswith("does not fit: needs 2.")
     assert not gathered.passes and fitting == [way for way in every.values() if way.name != gathered.name]
-
-
-def test_the_map_is_percent_of_ideal() -> None:
-    """Empty where a point fits no GPU."""
-    call = Call(1024, 8, kv_heads=8)
-    percents = sweep(call, INPUTS, [1024, 8192], [2, 32], 0.2e9)
-    assert [percents[world][8192] for world in (2, 32)] == [None, None]
-    assert percents[32][1024] == pytest.approx(percent_of_ideal(replace(call, world=32, nodes=4), INPUTS, 1024.0))

@@ -196,13 +196,6 @@ def test_refused_candidates(make: Any, given: Setting, message: str) -> None:
         make(given)
 
 
-def test_names_begin_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [WHOLE, f"{OURS} zigzag", ALL_GATHER]
-    monkeypatch.setattr(candidates, "makers", lambda layouts: dict.fromkeys(names, lambda setting: "made"))
-    assert list(candidates.candidates(setting(AttentionConfig(8, 2)), ("ring",))[0]) == names[:2]
-    assert list(candidates.candidates(setting(AttentionConfig(8, 2)))[0]) == names
-
-
 # memory
 
 
