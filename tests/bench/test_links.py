@@ -21,6 +21,8 @@ from ringattn.bench.links.runs import BOTH_WAYS, ONE_WAY, RING, LinksConfig, mea
 from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, LocalWorld, Message
 from ringattn.comm.transports.local import solo_group
 
+from ..support.cuda.device import FakeCuda
+
 pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
@@ -80,6 +82,20 @@ def test_rows_of_a_world_where_a_byte_is_lost(monkeypatch: pytest.MonkeyPatch) -
         assert row["algbw"] == row["busbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
     wrong = {row["edge"]: row["#wrong"] for row in everyone[0] if row["size"] == 1000}
     assert wrong == {"0->1": 3, "1->2": 0, "2->0": 0, "0<->1": 3, "1<->2": 3, "0<->2": 0, "all": 3}
+
+
+def test_a_transfer_takes_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "seconds_of", lambda enqueue, device, timer: 8e-3)
+    config = LinksConfig(("local",), sizes=(8,), iters=4, checks=0)
+    (row,) = measured(LocalTransport(solo_group(), CPU), Limits(), config, CPU)
+    assert row["time"] == pytest.approx(2e3) and row["#wrong"] is None
+
+
+def test_events_stand_behind_what_keeps_the_device_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host posts while the device is busy, and waits at the end."""
+    on_gpu = FakeCuda(monkeypatch)
+    runs.seconds_of(lambda: on_gpu.calls.append("transfers"), CPU, "events")
+    assert on_gpu.calls.index("sleep") < on_gpu.calls.index("transfers")
 
 
 # limits, and what does not open
