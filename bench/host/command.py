@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import typer
 
 from ..common import flags
 from ..common.output import prints
-from ..common.result import Result, finish
+from ..common.result import Result, Row, finish
 
 UNITS = {"phase": "", "host": "us", "of it Triton": "us", "Python calls": "", "compute": "us"}
 LOWER_BOUND = "device calls stubbed: a lower bound, not a result"
+AHEAD = "the host has to be ahead of the device"
 BY_CLOCK = "by clock the host's time is in the compute: nothing is said of who is ahead"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -60,12 +63,15 @@ def host(
     with ring_of_one(where, chunks) as ring:
         rows = rows_of(shard_of(problem(tokens), ring, where), Clock(where, timer=timer))
     notes = [problem(tokens).title, f"{chunks} chunks; per hop of one rank, median of {REPEATS} passes by {timer}"]
-    failed = []
+    told, failed = verdict(rows, device, timer)
+    finish(Result("bench host", UNITS, rows, failed, [*notes, told], provenance(where)), json, csv)
+
+
+def verdict(rows: Sequence[Row], device: str, timer: str) -> tuple[str, list[str]]:
+    """What the rows say of who is ahead, and where the host is behind."""
     if device == "cpu":
-        notes.append(LOWER_BOUND)
-    elif timer == "clock":
-        notes.append(BY_CLOCK)
-    else:
-        failed = [f"the host is behind in the {row['phase']}" for row in rows if not row["host"] < row["compute"]]
-        notes += [] if failed else ["the host is ahead of the device"]
-    finish(Result("bench host", UNITS, rows, failed, notes, provenance(where)), json, csv)
+        return LOWER_BOUND, []
+    if timer == "clock":
+        return BY_CLOCK, []
+    failed = [f"the host is behind in the {row['phase']}" for row in rows if not row["host"] < row["compute"]]
+    return AHEAD, failed

@@ -61,9 +61,7 @@ def to_itself(real: Plan) -> Plan:
 
 def shard_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Shard:
     """What rank 0 computes with; on a GPU it sends to itself."""
-    if device.type == "cpu":
-        return Shard(problem, ring, device, backend="triton")
-    return Shard(problem, ring, device, backend="triton", revised=to_itself)
+    return Shard(problem, ring, device, backend="triton", revised=to_itself if device.type == "cuda" else None)
 
 
 @contextmanager
@@ -136,7 +134,10 @@ def calls_of(step: Callable[[], object]) -> int:
 
 
 class Unwarmed(NcclTransport):
-    """NCCL without a device: there are no bytes to check."""
+    """NCCL without a device: there are no bytes to check, and nobody to tell anything."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(rank=0, size=HOPS, device=device, control=control_of(solo_group()))
 
     def warm_up(self, edges: Sequence[Edge]) -> None:
         """Nothing moves."""
@@ -189,7 +190,7 @@ def no_device() -> Iterator[None]:
         patch.object(torch.Tensor, "contiguous", _contiguous),
         patch.object(torch, "cat", _cat),
         patch.object(nccl, "_library", lambda: library),
-        patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (_unwarmed(device),)),
+        patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (Unwarmed(device),)),
         # as if of a GPU: its spans are events; and no thread beside this one
         patch.object(ring_module, "open_watch", lambda group, device, **named: opened(group, NO_DEVICE, **named)),
         patch.object(watch, "_WATCHDOG", SimpleNamespace(add=nothing)),
@@ -211,8 +212,3 @@ def _cat(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     return parts[0].new_empty(shape)
-
-
-def _unwarmed(device: torch.device) -> NcclTransport:
-    control = control_of(solo_group())  # nobody else is there to tell anything
-    return Unwarmed(rank=0, size=HOPS, device=device, control=control)

@@ -20,32 +20,21 @@ FORWARD, MATMUL = "forward", "matmul"
 SWEPT = ("nccl",)  # transports with channels and CTAs
 EVERY = ("nccl", "copy_engine", "process_group", IN_PROCESS)
 CHANNELS = "auto,1,2,4,8,16,32"  # of nccl, where none are given
-STEP_BYTES = 1 << 20  # of nccl-tests, where no step is given
-NO_GRAPH = {
-    "copy_engine": "its ready flags count up from post to post: a replay would wait for counts that are past",
-    IN_PROCESS: "its receives wait on the host until the sender has posted, which a replay would not do",
-}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def steps(minbytes: int, maxbytes: int, factor: int | None, step: int | None) -> tuple[int, ...]:
-    """The sizes of nccl-tests' ``-b -e -f -i``.
+def steps(minbytes: int, maxbytes: int, factor: int) -> tuple[int, ...]:
+    """The sizes of nccl-tests' ``-b -e -f``.
 
     Raises:
-        typer.BadParameter: a range or a step that yields nothing, or never ends.
+        typer.BadParameter: a range that holds nothing.
     """
-    if factor is not None and step is not None:
-        raise typer.BadParameter("-f and -i are both given: sizes grow by a factor or by a step, not by both")
     if not 0 < minbytes <= maxbytes:
         raise typer.BadParameter(f"-b is {minbytes} and -e is {maxbytes}: sizes run from -b, at least 1, up to -e")
-    if factor is not None and factor < 2:
-        raise typer.BadParameter(f"-f is {factor}: a factor of at least 2")
-    if step is not None and step < 1:
-        raise typer.BadParameter(f"-i is {step}: a step of at least 1 byte")
     sizes = [minbytes]
-    while (following := sizes[-1] * factor if factor else sizes[-1] + (step or STEP_BYTES)) <= maxbytes:
-        sizes.append(following)
+    while sizes[-1] * factor <= maxbytes:
+        sizes.append(sizes[-1] * factor)
     return tuple(sizes)
 
 
@@ -69,21 +58,12 @@ def limits_list(text: str) -> tuple[int | None, ...]:
     return counts
 
 
-def transports_of(text: str, graphs: int) -> tuple[tuple[str, ...], list[str]]:
-    """The transports to try; and in words those that no graph can be made of, where one is to be.
-
-    Raises:
-        typer.BadParameter: an unknown name, or one asked for by name that no graph can be made of.
-    """
+def transports_of(text: str) -> tuple[str, ...]:
+    """The transports to try: typer.BadParameter where one is unknown."""
     names = EVERY if text == "all" else tuple(text.split(","))
-    for name in names:
-        if name not in EVERY:
-            raise typer.BadParameter(f"--transport is {text!r}: it takes all, or a comma list of {', '.join(EVERY)}")
-        if graphs and name in NO_GRAPH and text != "all":
-            raise typer.BadParameter(f"-G cannot be with --transport {name}: {NO_GRAPH[name]}")
-    without = [name for name in names if graphs and name in NO_GRAPH]
-    notes = [f"{name} is left out, no CUDA graph of it: {NO_GRAPH[name]}" for name in without]
-    return tuple(name for name in names if name not in without), notes
+    if not {*names} <= {*EVERY}:
+        raise typer.BadParameter(f"--transport is {text!r}: it takes all, or a comma list of {', '.join(EVERY)}")
+    return names
 
 
 def beside_name(text: str, device: str) -> str:
@@ -104,15 +84,10 @@ def links(
     context: typer.Context,
     minbytes: Annotated[Any, typer.Option("-b", "--minbytes", parser=flags.size, metavar="SIZE")] = "32M",
     maxbytes: Annotated[Any, typer.Option("-e", "--maxbytes", parser=flags.size, metavar="SIZE")] = "32M",
-    stepfactor: Annotated[int | None, typer.Option("-f", "--stepfactor", help="Sizes grow by this factor.")] = None,
-    stepbytes: Annotated[
-        Any,
-        typer.Option("-i", "--stepbytes", parser=flags.size, metavar="SIZE", help="… or by this step (1M)."),
-    ] = None,
+    stepfactor: Annotated[int, typer.Option("-f", "--stepfactor", min=2, help="Sizes grow by it.")] = 2,
     iters: Annotated[int, typer.Option("-n", "--iters", min=1, help="Timed transfers, back to back.")] = 20,
     warmup: Annotated[int, typer.Option("-w", "--warmup_iters", min=0, help="Transfers before them.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", min=0, help="Transfers whose bytes are checked.")] = 1,
-    cudagraph: Annotated[int, typer.Option("-G", "--cudagraph", min=0, help="Replays of a CUDA graph of them.")] = 0,
     timer: flags.TimerOfRings = "",
     world: Annotated[
         int | None, typer.Option(min=1, help="Ranks; default: as many as GPUs, or 2; under a launcher, its ranks.")
@@ -144,9 +119,9 @@ def links(
 
     device, place = flags.device_name(device), member()
     if device == "cpu":
-        flags.check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas", "cudagraph"})
+        flags.check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas"})
     timer = flags.timer_of_rings(device, timer)
-    names, notes = transports_of(transport, cudagraph)
+    names = transports_of(transport)
     if not {*names} & {*SWEPT}:
         flags.check_mode(context, f"without {SWEPT[0]} among --transport", context.params.keys() - {"channels", "ctas"})
     for name in names if transport != "all" else ():
@@ -154,12 +129,11 @@ def links(
     config = LinksConfig(
         transports=names,
         device=device,
-        sizes=steps(minbytes, maxbytes, stepfactor, stepbytes),
+        sizes=steps(minbytes, maxbytes, stepfactor),
         iters=iters,
         warmup=warmup,
         checks=check,
         timer=timer,
-        graphs=cudagraph,
         channels=channels or limits_list(CHANNELS),
         ctas=ctas or limits_list("auto"),
         beside=beside_name(beside, device),
@@ -169,15 +143,15 @@ def links(
     check_room(config, ranks if place is None else place.local_world, launched=place is not None)
     with Console(stderr=True).status("measuring"):
         result = everywhere(ranks, config)
-    result.notes = [*notes, *settings(timer, cudagraph), *result.notes, *best(result)]
+    result.notes = [*settings(timer), *result.notes, *best(result)]
     result.provenance = provenance(torch.device(device))
     finish(result, json, csv)
 
 
-def settings(timer: str, graphs: int) -> list[str]:
+def settings(timer: str) -> list[str]:
     """What is not in the rows: the timer, and what the environment says to NCCL, which it reads once."""
     given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
-    return [f"timed by {timer}" + f", {graphs} replays of a CUDA graph" * (graphs > 0), *given]
+    return [f"timed by {timer}", *given]
 
 
 def best(result: Result) -> list[str]:

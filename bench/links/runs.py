@@ -59,7 +59,6 @@ class LinksConfig:
     warmup: int = 5
     checks: int = 1
     timer: str = ""  # one of TIMERS; empty: the device's own
-    graphs: int = 0  # replays of a CUDA graph of `iters` transfers; 0: none is captured
     channels: tuple[int | None, ...] = (None,)  # None: what a ring takes by default
     ctas: tuple[int | None, ...] = (None,)
     beside: str = "none"  # what computes beside the transfers
@@ -138,7 +137,7 @@ class Ends:
         """So many transfers, one behind the other, between what the current stream did before and does next."""
         if not self.takes_part:
             return
-        first = self._transport.mark()  # draws the transport's stream into a capture
+        first = self._transport.mark()
         fences = [self.post([first]) for _ in range(count)]
         for fence in fences:
             fence.wait()
@@ -147,13 +146,6 @@ class Ends:
         """The same; over when it returns."""
         self.enqueue(count)
         settle(self._device)
-
-    def graph(self, count: int) -> Callable[[], None]:
-        """So many transfers captured as a CUDA graph; what enqueues a replay."""
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            self.enqueue(count)
-        return captured.replay
 
 
 def settle(device: torch.device) -> None:
@@ -204,20 +196,11 @@ def measured(transport: Transport, limits: Limits, config: LinksConfig, device: 
 def _timed(transport: Transport, ends: Ends, config: LinksConfig, device: torch.device) -> tuple[float, int | None]:
     """Seconds of one transfer at the slowest end, and how many bytes were wrong over all checks and ends."""
     wrong = sum(ends.wrong(turn) for turn in range(config.checks))
-    graph = ends.graph(config.iters) if config.graphs and ends.takes_part else None
-
-    def transfers() -> None:
-        for _ in range(max(config.graphs, 1)):
-            ends.enqueue(config.iters) if graph is None else graph()
-
     transport.gather(None)
     # after the gather, which ranks leave milliseconds apart: a transfer brings its ends together within its own time
     ends.run(max(config.warmup, 1))
-    if graph is not None:
-        graph()
-        settle(device)
-    seconds = seconds_of(transfers, device, timer_on(device.type, config.timer))
-    each = seconds / (config.iters * max(config.graphs, 1))
+    enqueue = partial(ends.enqueue, config.iters)
+    each = seconds_of(enqueue, device, timer_on(device.type, config.timer)) / config.iters
     everyone: list[Any] = transport.gather((each if ends.takes_part else None, wrong))
     slowest = max(taken for taken, _ in everyone if taken is not None)
     return slowest, sum(count for _, count in everyone) if config.checks else None

@@ -86,12 +86,12 @@ class Shard:
         device: torch.device,
         *,
         backend: str = "",
-        revised: Callable[[Plan], Plan] = lambda plan: plan,
+        revised: Callable[[Plan], Plan] | None = None,
     ) -> None:
         mask, tokens = Mask(causal=problem.causal), problem.held.lengths[ring.rank]
         self._ring, self._backend = ring, backend or resolve_backend("auto", device)
         own = plan(problem.held, mask, ring.rank, ring.direction, device, ring.topology, ring.slots)
-        self._plan = revised(own)
+        self._plan = own if revised is None else revised(own)
         self._scale = 1 / math.sqrt(problem.head_dim)
         self.nbytes = dict.fromkeys(PHASES, 0)
         """That a pass moves, once it was run as compute alone."""

@@ -150,7 +150,10 @@ def predict(
         if most > MOST_GPUS:
             raise ValueError(f"{'gpus of sweep' if sweep else 'world'} is {most:,}: at most {MOST_GPUS:,} GPUs")
         above_zero("GB", memory=memory_gb)
-        tokens = _tokens_of(tokens, seqlen, world)
+        if seqlen is not None and seqlen % world:
+            fits = max(seqlen // world, 1) * world
+            raise ValueError(f"seqlen is {seqlen:,}: {world:,} ranks have equal shards of it, as of {fits:,}")
+        tokens = tokens or (seqlen or TOKENS * world) // world
         boundaries = boundaries_of(tokens * world, cu_seqlens, documents, documents_seed)
         config = AttentionConfig(
             tokens * world, batch=batch, causal=causal, window=window or (-1, -1), prefix_length=prefix_length,
@@ -178,16 +181,6 @@ def predict(
     if prints() and json != "-":
         typer.echo("\n".join([first, *_heading(call, inputs, is_map=bool(sweep)), ""]))
     finish(result, json, csv)
-
-
-def _tokens_of(tokens: int | None, seqlen: int | None, world: int) -> int:
-    """Tokens per rank; ValueError where the ranks do not divide a length."""
-    if seqlen is None:
-        return TOKENS if tokens is None else tokens
-    if seqlen % world:
-        fits = max(seqlen // world, 1) * world
-        raise ValueError(f"seqlen is {seqlen:,}: {world:,} ranks have equal shards of it, as of {fits:,}")
-    return seqlen // world
 
 
 def _one(call: Call, inputs: Inputs, capacity: float, trace: Path | None) -> tuple[Result, str]:

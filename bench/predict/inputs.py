@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...ring.schedule.mask import Mask
-from ..common.attention import DTYPES
 from ..common.result import read
 from .call import Call
 from .links import Links, positive
@@ -19,7 +17,6 @@ from .speed import CONSTANTS_OF, GPUS, H100, NONE, Perturbation, Speed
 
 SPEED_TOKENS = 16384  # of the launch whose TFLOP/s are given
 OURS, FORWARD, BACKWARD = "ringattn", "forward", "backward"
-MOST_TOKENS = 1 << 40  # of a row: what a product of lengths can be made of
 
 
 @dataclass(frozen=True)
@@ -110,18 +107,14 @@ def _is_ours(row: Mapping[str, Any]) -> bool:
 
 def _launch(row: Mapping[str, Any], where: str) -> tuple[float, Call]:
     """FLOP/s on the visible area, and of what; ValueError where the row is damaged."""
-    if row.get("dtype") not in tuple(DTYPES):
-        raise ValueError(f"{where}: dtype is {row.get('dtype')!r:.80}: it must be one of {', '.join(DTYPES)}")
-    sizes = [positive(row, one, where) for one in ("seqlen", "head_dim")]
-    if max(sizes) > MOST_TOKENS or any(one % 1 for one in sizes):
-        raise ValueError(f"{where}: a length of {max(sizes):,}: it must be whole, and at most {MOST_TOKENS:,}")
-    heads = re.fullmatch(r"([1-9]\d{0,8})/([1-9]\d{0,8})", str(row.get("heads")), re.ASCII)
-    if heads is None:
-        raise ValueError(f"{where}: heads is {row.get('heads')!r:.80}: it must be two counts, as in 16/8")
-    call = Call(
-        int(sizes[0]), 1, mask=Mask(causal=row["mask"] == "causal"), heads=int(heads[1]), kv_heads=int(heads[2]),
-        head_dim=int(sizes[1]), dtype=row["dtype"],
-    )  # fmt: skip
+    try:
+        heads, kv_heads = map(int, row["heads"].split("/"))
+        call = Call(
+            int(row["seqlen"]), 1, mask=Mask(causal=row["mask"] == "causal"), heads=heads, kv_heads=kv_heads,
+            head_dim=int(row["head_dim"]), dtype=row["dtype"],
+        )  # fmt: skip
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{where} is no row of `bench kernels`: {error}") from None
     return positive(row, "rate", where) * 1e12, call
 
 

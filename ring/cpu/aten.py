@@ -64,17 +64,25 @@ def _causal_operator_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: 
     )
     if squares == 1:
         return pieces
-    grads = tuple(_joined(x, squares).float().contiguous() for x in pieces)  # a sum of several calls: in fp32
+    dq, dk, dv = (_joined(x, squares).float().contiguous() for x in pieces)  # a sum of several calls: in fp32
+    del pieces  # of one size alone: what a call returns is not kept beside the next one's
     while squares > 1:
         squares //= 2
-        early, late = slice(0, rows // squares // 2), slice(rows // squares // 2, None)
-        whose = late, late, early, early, late
-        parts = tuple(_cut(x, squares)[:, near] for x, near in zip(given, whose, strict=True))
-        pieces = _operator_backward(parts, _cut_lse(lse, squares)[..., late], causal=False, scale=scale)
-        for grad, part, near in zip(grads, pieces, (late, early, early), strict=True):
-            _cut(grad, squares)[:, near] += part
-    dq, dk, dv = grads
+        _add_rectangles((dq, dk, dv), given, lse, squares, scale=scale)
     return dq, dk, dv
+
+
+def _add_rectangles(
+    grads: tuple[Tensor, ...], given: tuple[Tensor, ...], lse: Tensor, squares: int, *, scale: float
+) -> None:
+    """Add what the late half of the rows of every square sees of the early half of its keys."""
+    rows = lse.shape[2] // squares
+    early, late = slice(0, rows // 2), slice(rows // 2, None)
+    whose = late, late, early, early, late
+    parts = tuple(_cut(x, squares)[:, near] for x, near in zip(given, whose, strict=True))
+    pieces = _operator_backward(parts, _cut_lse(lse, squares)[..., late], causal=False, scale=scale)
+    for grad, piece, near in zip(grads, pieces, (late, early, early), strict=True):
+        _cut(grad, squares)[:, near] += piece
 
 
 def _operator_backward(

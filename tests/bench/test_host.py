@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,17 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common import flags
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.result import read
-from ringattn.bench.common.timing import Clock
 from ringattn.bench.host import command, hop
 from ringattn.bench.host.hop import HOPS
 from ringattn.bench.overlap.runs import BACKWARD, FORWARD, PHASES, TOGETHER
 from ringattn.comm.transports.nccl import NcclTransport
 from ringattn.kernels.device.forward import forward_kernel
-
-from ..support.cuda.device import FakeCuda
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -47,31 +41,18 @@ def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("timer", "host", "note", "code"),
-    [("events", 99.0, "the host is ahead", 0), ("events", 101.0, "FAILED: the host is behind in the forward", 1),
-     ("clock", 101.0, command.BY_CLOCK, 0)],
-)  # fmt: skip
-def test_the_host_must_be_ahead(timer: str, host: float, note: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ("device", "timer", "host", "note", "failed"),
+    [
+        ("cuda", "events", 99.0, command.AHEAD, []),
+        ("cuda", "events", 101.0, command.AHEAD, ["the host is behind in the forward"]),
+        ("cuda", "clock", 101.0, command.BY_CLOCK, []),
+        ("cpu", "clock", 101.0, command.LOWER_BOUND, []),
+    ],
+)
+def test_the_host_must_be_ahead(device: str, timer: str, host: float, note: str, failed: list[str]) -> None:
     """By clock its own time is in the compute, and nothing is said."""
-    FakeCuda(monkeypatch)
-    monkeypatch.setattr(flags, "device_name", lambda name: "cuda")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("ringattn.bench.common.memory.free_memory", lambda device: 1 << 40)
-    monkeypatch.setattr("ringattn.bench.common.provenance.provenance", lambda device: {})
-    monkeypatch.setattr(hop, "ring_of_one", lambda *given: nullcontext())
-    monkeypatch.setattr(hop, "shard_of", lambda *given: None)
-    monkeypatch.setattr(hop, "rows_of", lambda *given: [{"phase": FORWARD, "host": host, "compute": 100.0}])
-    ran = CliRunner().invoke(cli.app, ["bench", "host", "--tokens", "64", "--timer", timer])
-    assert ran.exit_code == code and note in ran.stdout, ran.output
-
-
-def test_compute_is_timed_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda(monkeypatch)
-    shard: Any = SimpleNamespace(run=lambda phase, kind: None)
-    rows = hop.rows_of(shard, Clock(torch.device("cuda"), _flush=torch.ones(4)))
-    assert [row["phase"] for row in rows] == [*PHASES]
-    assert all(row.keys() <= command.UNITS.keys() and 0 < row["compute"] < 1e5 for row in rows)
+    rows = [{"phase": FORWARD, "host": host, "compute": 100.0}]
+    assert command.verdict(rows, device, timer) == (note, failed)
 
 
 def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> None:

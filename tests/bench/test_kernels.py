@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,12 @@ from ringattn.bench import cli
 from ringattn.bench.common import errors, timing
 from ringattn.bench.common.attention import AttentionConfig, mask_title
 from ringattn.bench.common.flags import Pattern
-from ringattn.bench.common.result import Result, read
+from ringattn.bench.common.result import read
 from ringattn.bench.common.timing import Clock, Samples
 from ringattn.bench.kernels import accuracy, contender, speed
-from ringattn.bench.kernels.contender import OURS, PASSES, VARIANTS, Cannot, Contender, Given, Ready
+from ringattn.bench.kernels.contender import OURS, Cannot, Contender, Given, Ready
 from ringattn.bench.suite.cases import NotHere
-from ringattn.kernels import KernelConfig, Tile, attention_forward
 from ringattn.reference.masks import by_batch
-from ringattn.ring import backends
 
 from ..support.cuda.device import FakeCuda
 
@@ -102,20 +99,6 @@ def test_every_mask_is_counted_computed_and_told(one: AttentionConfig) -> None:
         assert max(judge.errors(theirs.results).values()) < 1e-4
         with pytest.raises(Cannot, match="full and causal"):
             contender.sdpa(contender.CPU_SDPA["ATen operator"], given)
-
-
-@pytest.mark.parametrize("number", [number for number, one in enumerate(VARIANTS) if one.name not in NOT_HERE])
-def test_every_variant_computes_padding_and_parts(number: int) -> None:
-    """One of the masks each, in turn."""
-    variant, shapes = VARIANTS[number], [
-        config(40, 2, 1, batch=2, seqused_k=(40, 17), window=(9, 0)),
-        config(40, 2, 1, batch=2, block_mask=longformer(8, 3), seqused_k=(40, 2)),
-    ]  # fmt: skip
-    given = Given.drawn(shapes[number % 2], CPU)
-    ready, judge = contender.triton_kernels(variant, given), exact(given)
-    assert max(judge.errors(ready.results).values()) < 1e-4
-    assert ready.carried is not None and judge.errors([ready.carried])["out"] < 1e-5
-    assert set(ready.steps) == {*variant.passes, *(variant.parts if len(given.bounds) == 1 else ())}
 
 
 def test_what_does_not_compute_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,42 +180,7 @@ def test_ours_must_be_there_also_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> 
 # targets
 
 
-@pytest.mark.usefixtures("quick")
-def test_targets_are_captured_but_for_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph of a forward beside a copy would end with the copy. What refuses costs its own row alone."""
-    on_gpu = FakeCuda(monkeypatch)
-    monkeypatch.setattr(timing, "timer_on", lambda kind, timer: timer or "events")  # as on a GPU
-    asked = list[str]()
-
-    def measure(config: AttentionConfig, clock: Clock, **more: Any) -> Result:
-        asked.append(clock.timer)
-        rates = {OURS: 130.0, "ringattn single pass": 130.0, "flash": 100.0}
-        rows = [
-            {"by": by, "pass": what, "rate": rate, "spread": 0.0} for by, rate in rates.items() for what in PASSES
-        ]  # fmt: skip
-        return Result("", {}, [*rows, {"by": "cudnn", "pass": "", "note": "no cuDNN"}], failed=["wrong"])
-
-    def refuse(*given: Any, **more: Any) -> Any:
-        if more["config"] is not None and not more["config"].persistent:
-            raise NotImplementedError("not on this GPU")
-        return attention_forward(*given, **more)
-
-    monkeypatch.setattr(speed, "measure", measure)
-    monkeypatch.setattr(speed, "attention_forward", refuse)
-    found = list(speed.targets(CPU, seconds=0, sizes=SIZES, timer="graph"))
-    assert asked == ["graph"] * 4 and "capture" not in on_gpu.calls and "stream of priority -1" in on_gpu.calls
-    assert [number.name for number in found if number.fails] == ["wrong results"] * 4
-    assert sum(number.note == "not on this GPU" for number in found) == len(speed.BESIDE) - 2
-    verdicts = {(number.name, number.labels["over"]): number for number in found if "verdict" in number.labels}
-    assert {name for name, _ in verdicts} == {target.what for target in speed.TARGETS}
-    assert {over for (_, over), number in verdicts.items() if number.value is None} == {"cudnn"}
-    assert verdicts["forward D128, full", "flash"].value == 1.3
-    beside_copy = [number.labels["by"] for number in found if number.name == speed.ALONE]
-    assert beside_copy == [OURS, speed.WITH_MARGIN.name]
-
-
 HOPPER, MARGIN = "ringattn hopper", "ringattn persistent with margin"
-SINGLE, HOPPER_SINGLE = speed.SINGLE_PASSES
 
 
 @pytest.mark.parametrize(
@@ -241,8 +189,6 @@ SINGLE, HOPPER_SINGLE = speed.SINGLE_PASSES
         (0, {"forward:ringattn": 100, f"forward:{HOPPER}": 500, "forward:flash": 400, "forward:cudnn": 600}, HOPPER,
          [1.25, 500 / 600, 500], ["reached", "missed", "missed"]),
         (0, {}, OURS, [None] * 3, ["not measured"] * 3),
-        (4, {f"backward:{SINGLE}": 400, f"backward:{HOPPER_SINGLE}": 600, "backward:flash": 400, "backward:cudnn": 500},
-         HOPPER_SINGLE, [1.5, 1.2, 600], ["reached"] * 3),
         (5, {"forward with state:ringattn": 95, "forward:ringattn": 100, f"forward:{HOPPER}": 1}, OURS, [0.95, 0.95],
          ["reached", "missed"]),
         # one that leaves room, and is slow alone, does not seem to lose nothing
@@ -270,21 +216,9 @@ def test_accuracy_holds(backend: str, dtype: str, dims: tuple[int, int]) -> None
     assert [number for number in found if number.fails] == []
 
 
-def test_only_hoppers_dq_may_change_in_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a portable single pass in the place of the kernels of sm_90, carried over hops."""
-    case = partial(accuracy.accuracy, CPU, backend=accuracy.HOPPER, dtype="float16", head_dim=16, **TINY)
+def test_kernels_of_another_gpu_are_not_here() -> None:
     with pytest.raises(NotHere, match=r"compute capability 9\.0"):
-        next(case())
-    monkeypatch.setattr(accuracy, "is_hopper", lambda device: True)
-    with pytest.raises(ValueError, match="hopper"):
-        next(case())
-    tile = Tile(16, 16, 4, 1)
-    stand_in = KernelConfig(tile, tile, tile, backward="single_pass")
-    monkeypatch.setattr(accuracy, "config_of", lambda backend, q: stand_in)
-    right = backends.SinglePassBackward.result
-    monkeypatch.setattr(backends.SinglePassBackward, "result", lambda self: right(self) + torch.rand(()))
-    failing = {number.name for number in case(causal_worlds=(2,), full_worlds=()) if number.fails}
-    assert failing == {"error of dq"}
+        next(accuracy.accuracy(CPU, backend=accuracy.HOPPER, dtype="float16", head_dim=16, **TINY))
 
 
 # the command
@@ -300,10 +234,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert {row["by"] for row in told.rows} == {OURS, "ATen operator", "math"}
     assert "interleaved runs by clock" in told.notes[0] and "matrix product in the same runs" in told.notes[1]
     assert result.stdout.splitlines()[-1] == told.notes[-1]
-
-
-def test_a_failure_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Result("", {}, [{"pass": "", "by": OURS, "note": "no such GPU"}], ["ringattn is not there: no such GPU"])
-    monkeypatch.setattr(speed, "measure", lambda *given, **more: found)
-    result = CliRunner().invoke(cli.app, ["bench", "kernels", "--seqlen", "64"])
-    assert result.exit_code == 1 and "FAILED: ringattn is not there: no such GPU" in result.stdout

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ringattn import LocalWorld, Ring
-from ringattn.bench.memory import ALLOWED_SPREAD
-from ringattn.bench.predict import ring
 from ringattn.bench.predict.alternatives import exchange_seconds, exchanged, ways
-from ringattn.bench.predict.baseline import baseline
 from ringattn.bench.predict.call import Call, area_of
 from ringattn.bench.predict.clock import run, slowed
-from ringattn.bench.predict.crossover import check_memory, percent_of_ideal, straggling, sweep, tokens_needed
+from ringattn.bench.predict.crossover import check_memory, percent_of_ideal, straggling, tokens_needed
 from ringattn.bench.predict.inputs import Inputs
 from ringattn.bench.predict.links import PRESETS, Link, Links
-from ringattn.bench.predict.program import COMPUTE, INSIDE, PASSES, TRANSFERS, Op, Program, record
+from ringattn.bench.predict.program import COMPUTE, INSIDE, PASSES, Op, Program, record
 from ringattn.bench.predict.ring import ideal_seconds, predicted
-from ringattn.bench.predict.speed import ADD, DKDV, DQ, DRAWS, FOLD, H100, Perturbation, Speed, whole
+from ringattn.bench.predict.speed import DKDV, DQ, DRAWS, FOLD, H100, Perturbation, Speed
 from ringattn.bench.predict.timelines import timeline
 from ringattn.ring import Mask
 from ringattn.ring.buffers import Key, Kind
@@ -33,7 +25,6 @@ from ringattn.ring.schedule.layout import Documents
 from ringattn.ring.schedule.mask import bigbird, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
 
-MEASURED = Path(__file__).parents[2] / "bench" / "results" / "xeon-2-cores_2026-11-21"
 LINKS = Links(PRESETS["nvlink4"], PRESETS["ib400"])
 INPUTS = Inputs(H100, LINKS)
 SMALL = Call(tokens=16, world=4, heads=4, kv_heads=2, head_dim=8)
@@ -102,19 +93,6 @@ def test_areas_of_blocks_are_their_pairs() -> None:
             assert sum(area_of(one.bounds, 512, 512).pairs for one in plan.hop_masks[hop.index]) == seen
     assert call.mask.blocks is not None
     assert call.areas()[0].pairs == pytest.approx(float(call.mask.blocks.visible.float().mean()) * 1024**2)
-
-
-def test_a_host_that_computes_posts_and_adds_after_its_launches() -> None:
-    """A GPU's host is ahead: what it posts waits for nothing but its slot."""
-    for on_host in (True, False):
-        ops = record(SMALL, SMALL.plans()[1], "forward", on_host=on_host).ops
-        launches = [number for number, op in enumerate(ops) if op.what == FOLD]
-        late_posts = [number for number, op in enumerate(ops) if op.stream == INSIDE and number > launches[0]]
-        waiting = [max(one for one in launches if one < number) in ops[number].after for number in late_posts]
-        assert waiting and (all(waiting) if on_host else not any(waiting))
-    ops = record(SMALL, SMALL.plans()[1], "backward", on_host=True).ops
-    came = {number for number, op in enumerate(ops) if op.what == TRANSFERS[Kind.DKV] and op.receives}
-    assert {number for op in ops if op.what == ADD for number in op.after} == came  # what arrived is waited for there
 
 
 def test_links_are_hidden_or_count() -> None:
@@ -205,13 +183,6 @@ def test_worst_hop_grows_with_contiguous_shards_over_nodes() -> None:
     assert line.worst == pytest.approx(every.worst, rel=0.02)
 
 
-def test_large_baseline_rings_are_on_a_straight_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = Call(2048, 36, nodes=9, kv_heads=8)
-    line = baseline(call, H100, LINKS, phases=FORWARD)[0]
-    monkeypatch.setattr(ring, "MOST_SIMULATED", 36)
-    assert line.seconds == pytest.approx(baseline(call, H100, LINKS, phases=FORWARD)[0].seconds, rel=1e-9)
-
-
 def test_lengths_are_calls() -> None:
     both = predicted(Call(8192, 40, kv_heads=8), H100, LINKS, tokens=np.array([1024.0, 4096.0]))
     each = [predicted(Call(tokens, 40, kv_heads=8), H100, LINKS) for tokens in (1024, 4096)]
@@ -239,28 +210,6 @@ def test_ideal_is_one_device_with_all_the_work() -> None:
     assert times == sorted(times) and times[1] > 1.2 * times[0]
 
 
-def test_fitted_speed_takes_what_was_given() -> None:
-    call, area = Call(8192, 1), whole(8192, causal=True)
-    speed = H100.fitted((300e12, call))
-    assert 4 * 128 * 32 * area.pairs / speed.seconds(FOLD, area, call, hop=0) == pytest.approx(300e12)
-    assert speed.backward / speed.forward == pytest.approx(H100.backward / H100.forward)
-
-
-@pytest.mark.parametrize("name", ["memory.json", "memory-two-level.json"])
-def test_memory_is_what_was_measured(name: str) -> None:
-    """Apart from what worlds differ by: what is rounded to pages and what the network library keeps per peer."""
-    record = json.loads((MEASURED / name).read_text())
-    same = ("layout", "batch", "heads", "kv_heads", "head_dim", "dtype")
-    settings = {key: record["ring"][key] for key in ("nodes", "slots", "chunks", "wire_dtype", "grad_wire_dtype")}
-    for one in record["worlds"]:
-        call = Call(
-            record["problem"]["tokens_per_rank"], one["world"], mask=Mask(causal=record["problem"]["causal"]),
-            **{key: record["problem"][key] for key in same}, **settings,
-        )  # fmt: skip
-        peak = max(rank["highest"] for rank in one["ranks"])
-        assert sum(call.memory.values()) == pytest.approx(peak, rel=ALLOWED_SPREAD)
-
-
 def test_memory_does_not_grow_with_the_ring() -> None:
     assert Call(8192, 8).memory == Call(8192, 4096).memory
     with pytest.raises(ValueError, match="the GPU has 1: at most") as refused:
@@ -269,22 +218,6 @@ def test_memory_does_not_grow_with_the_ring() -> None:
     check_memory(Call(most, 8), 1e9)
     with pytest.raises(ValueError, match=f"at most {most:,} fit"):
         check_memory(Call(most + 2, 8), 1e9)
-
-
-@pytest.mark.parametrize(("world", "slots"), [(1, 1), (2, 1), (4, 1), (4, 2)])
-def test_slots_are_those_that_a_ring_takes(world: int, slots: int) -> None:
-    """Refused in the same words, or taken by both."""
-
-    def refusal(make: Callable[..., object], *arguments: Any, **settings: Any) -> str:
-        try:
-            make(*arguments, **settings)
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    with LocalWorld(world) as ranks:
-        theirs = ranks.run(partial(refusal, Ring, slots=slots))
-    assert {*theirs} == {refusal(Call, 64, world, slots=slots)}
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True, window=(300, 0))])
@@ -313,16 +246,6 @@ def test_jitter_is_many_draws() -> None:
     draws = np.log(np.concatenate([jitter.factors(rank, phase, 500) for rank in (0, 1) for phase in PASSES]))
     assert draws.mean() == pytest.approx(0, abs=4e-3) and draws.std() == pytest.approx(0.1, rel=0.05)
     assert abs(np.corrcoef(draws.reshape(4, -1))[np.triu_indices(4, 1)]).max() < 0.05
-
-
-def test_slow_ranks_are_slow_where_they_are() -> None:
-    """Rank 3 of contiguous shards computes at 4 of 20 hops: half more of that is less than the last rank takes."""
-    call = Call(4096, 20, "contiguous", kv_heads=8)
-    none, early, last = (
-        predicted(call, H100, LINKS, Perturbation(slow), phases=FORWARD)[0].seconds
-        for slow in ({}, {3: 1.5}, {19: 1.5})
-    )
-    assert early < 1.01 * none and last > 1.4 * none
 
 
 def test_balanced_shards_make_up_for_a_slow_rank() -> None:
@@ -380,11 +303,3 @@ def test_ways_that_do_not_fit_come_last() -> None:
     *fitting, gathered = ways(call, inputs, capacity=every["all-gather of K/V"].memory - 1)
     assert gathered.name == "all-gather of K/V" and gathered.note.startswith("does not fit: needs 2.")
     assert not gathered.passes and fitting == [way for way in every.values() if way.name != gathered.name]
-
-
-def test_the_map_is_percent_of_ideal() -> None:
-    """Empty where a point fits no GPU."""
-    call = Call(1024, 8, kv_heads=8)
-    percents = sweep(call, INPUTS, [1024, 8192], [2, 32], 0.2e9)
-    assert [percents[world][8192] for world in (2, 32)] == [None, None]
-    assert percents[32][1024] == pytest.approx(percent_of_ideal(replace(call, world=32, nodes=4), INPUTS, 1024.0))

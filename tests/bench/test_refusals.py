@@ -30,13 +30,9 @@ REFUSED = {
     "kernels --seqused-k 10,20": "seqused_k has 2 lengths: it must have 1, one per batch row",
     "kernels --value-dim 257": "'--value-dim'",
     "kernels --seqlen 1k,1g": "--seqlen: 1,073,741,824 tokens take",
-    "links -G 1": f"--cudagraph {ON_CPU}",
     "links --channels 4": f"--channels {ON_CPU}",
     "links --ctas auto --transport process_group": f"--ctas {ON_CPU}",
-    "links -f 2 -i 8": "not by both",
-    "links -f 1": "a factor of at least 2",
     "links -b 2k -e 1k": "sizes run from -b",
-    "links -i 0": "at least 1 byte",
     "links --transport tcp": "comma list of nccl, copy_engine, process_group, local",
     "links --channels 4,x": "or auto",
     "links --channels 3": "power of two",
@@ -78,7 +74,6 @@ REFUSED = {
 REFUSED_ON_A_GPU = {
     "links --ctas 4 --transport process_group": "--ctas has no say without nccl among --transport",
     "links --timer sundial": "on cuda it must be one of events, clock",
-    "links -G 1 --transport copy_engine": "cannot be with --transport copy_engine: its ready flags",
     "overlap --link-share 0.5": "--link-share has no say on a GPU",
 }
 
