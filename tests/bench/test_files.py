@@ -7,7 +7,6 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from ringattn.bench.common.result import read
 from ringattn.bench.predict import command as predict_command
 from ringattn.bench.report import timelines
 from ringattn.bench.suite.cases import Number, result_of
-from ringattn.bench.timeline.events import as_chrome
 
 from ..support import report_cases
 from ..support.nightly import rest_nightly
