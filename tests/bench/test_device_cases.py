@@ -33,9 +33,6 @@ def test_numbers_fail_above_their_limit(value: float | None, fails: bool) -> Non
     assert made.failed == [f"x (by me) is {value}, at most 1 allowed"] * fails
     assert made.notes == ["rate: 9 GB/s"] and list(made.units)[:5] == ["number", "value", "unit", "by", "D"]
     assert made.rows[1]["D"] == 64 and "D" not in made.rows[0]
-
-
-def test_a_result_tells_the_verdicts() -> None:
     judged = [Number("bar", 1.0, "times", {"verdict": verdict}) for verdict in ("reached", "missed", "reached")]
     assert result_of("a", judged, {}).notes == ["2 reached, 1 missed"]
 
