@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from .output import check_target
+from .output import check_targets
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ def pattern(text: str) -> Pattern:
 
 def _target(value: str | Path | None) -> str | Path | None:
     """A file to write, refused before any work where it cannot be written; a callback of typer options."""
-    check_target(value)
+    check_targets(value)
     return value
 
 

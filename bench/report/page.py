@@ -12,7 +12,7 @@ from typing import Any
 
 from ... import __version__
 from ..common.files import read_object
-from ..common.result import Result, read
+from ..common.result import Result, cell, read
 from ..timeline.events import PREDICTED, Timeline, alike, from_chrome
 from . import charts, timelines
 from .theme import inline
@@ -117,20 +117,12 @@ def plain(value: object) -> str:
         return ", ".join(f"{name} {plain(one)}" for name, one in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(plain(one) for one in value)
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "" if value is None else str(value)
+    return cell(value)
 
 
 def shown(value: object) -> str:
-    """A cell: four digits of a number; words as they are, cut where they are very long; nothing for None."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1e6 else f"{value:.4g}"
-    text = "" if value is None else str(value)
+    """A cell as in the table of a command, cut where it is very long."""
+    text = cell(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
 
 
