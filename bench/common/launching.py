@@ -80,13 +80,10 @@ class Member:
         import torch
 
         gpus = torch.cuda.device_count()
-        if gpus == 0:
-            return torch.device("cpu")
-        if gpus == 1 and TORCHRUN not in os.environ:
-            return torch.device("cuda", 0)  # srun and mpirun may show each rank its own GPU alone
-        if self.local_rank >= gpus:
+        own = gpus == 1 and TORCHRUN not in os.environ  # srun and mpirun may show each rank its own GPU alone
+        if 0 < gpus <= self.local_rank and not own:
             raise ValueError(f"rank {self.rank} finds no GPU: {self.local_world} ranks here, {gpus} GPUs; start fewer")
-        return torch.device("cuda", self.local_rank)
+        return self.shared_device("cuda" if gpus else "cpu")
 
     def shared_device(self, kind: str) -> torch.device:
         """This rank's device of that kind; where there are fewer GPUs than ranks on this machine, they share them."""

@@ -20,6 +20,7 @@ PREDICTED = "predicted"
 SOURCES = ("measured", PREDICTED)
 MACHINE = {"threads", "seed", "device", "transport"}
 """What a measured call says of where it ran: a prediction has none of it."""
+IGNORED = MACHINE | {"nodes"}  # a prediction alone says these
 MICRO = 1e6
 MOST_RANKS = 1024  # of a file: a picture of more cannot be read
 MOST_TIME = 1e30
@@ -72,8 +73,7 @@ def alike(one: Timeline, other: Timeline) -> bool:
     mine, theirs = one.about.get("call"), other.about.get("call")
     if not (isinstance(mine, dict) and isinstance(theirs, dict) and mine and theirs):
         return False
-    ignored = MACHINE if "nodes" in mine and "nodes" in theirs else MACHINE | {"nodes"}  # which not every one says
-    return all(mine.get(name) == theirs.get(name) for name in {*mine, *theirs} - ignored)
+    return all(mine.get(name) == theirs.get(name) for name in {*mine, *theirs} - IGNORED)
 
 
 def lane_order(lane: str) -> tuple[int, str]:
@@ -116,9 +116,9 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
     Raises:
         ValueError: the trace is not one of ours, or of another version.
     """
-    about = trace.get("otherData", {}) if isinstance(trace, Mapping) else {}
-    if not isinstance(about, Mapping) or about.get("schema") != SCHEMA:
-        schema = about.get("schema") if isinstance(about, Mapping) else None
+    about = trace.get("otherData")
+    schema = about.get("schema") if isinstance(about, Mapping) else None
+    if schema != SCHEMA:
         raise ValueError(f"schema is {shown(schema)}: a timeline says otherData.schema = {SCHEMA!r}")
     fields: dict[str, Any] = {name: about.get(name) for name in _ABOUT} | {"about": about.get("about", {})}
     checked_as("otherData", fields, _ABOUT)

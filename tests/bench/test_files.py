@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common import output
 from ringattn.bench.common.files import read_object
 from ringattn.bench.common.output import write_json
 from ringattn.bench.common.result import read
-from ringattn.bench.predict import command as predict_command
 from ringattn.bench.report import timelines
 from ringattn.bench.suite.cases import Number, result_of
 
@@ -186,17 +185,11 @@ NO_TARGETS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize(
     ("writer", "bad"), [*((one, "link") for one in WRITERS), *(("show --json", bad) for bad in NO_TARGETS)]
 )
-def test_bad_target_is_named(
-    writer: str, bad: str, checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before the work, and where it came there meanwhile."""
-    if not checked:
-        for module in (predict_command, output):
-            monkeypatch.setattr(module, "check_targets", lambda *targets: None)
+def test_bad_target_is_named(writer: str, bad: str, tmp_path: Path) -> None:
+    """Before the work."""
     report_cases.write(tmp_path / "run", memory=report_cases.memory())
     (tmp_path / "precious").write_text("kept")
     name = next(word for word in WRITERS[writer] if word.startswith("FILE."))
@@ -206,18 +199,23 @@ def test_bad_target_is_named(
     assert ended.exit_code == 2 and isinstance(ended.exception, SystemExit), ended.output
     assert f"cannot write {target}: " in told(ended), told(ended)
     assert {one.name for one in tmp_path.iterdir()} == {"precious", "run", name}
-    assert (tmp_path / "precious").read_text() == "kept"
 
 
-def test_shorter_file_in_the_place_of_a_longer_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bad", NO_TARGETS)
+def test_bad_target_that_came_meanwhile_is_left_as_it_is(bad: str, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    NO_TARGETS[bad](target := tmp_path / "a.json")
+    with pytest.raises(typer.BadParameter, match=r"cannot write .*a\.json: "):
+        write_json(target, {})
+    assert (tmp_path / "precious").read_text() == "kept" and not (tmp_path / "new").exists()
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    """Also where a longer file was; a number that is not finite comes back as one that failed."""
     (target := tmp_path / "a.json").write_text("x" * 1000)
     write_json(target, {"a": (1.5, float("nan"), {"b": -float("inf")})})
     assert json.loads(target.read_text()) == read_object(target) == {"a": [1.5, None, {"b": None}]}
-
-
-def test_what_is_not_finite_comes_back(tmp_path: Path) -> None:
-    """As a number that failed."""
     number = Number("error", float("inf"), "", {}, limit=1.0, spread=float("nan"))
-    write_json(tmp_path / "a.json", result_of("a", [number], {}).as_json())
-    found = read(tmp_path / "a.json")
+    write_json(target, result_of("a", [number], {}).as_json())
+    found = read(target)
     assert found.rows[0]["value"] is None and found.failed == ["error () is inf, at most 1 allowed"]
