@@ -143,24 +143,20 @@ def drawn(folder: Folder, number: int) -> Iterator[tuple[str, Any]]:
 
 def drawn_timelines(folder: Folder) -> Iterator[tuple[str, Any]]:
     """Each measured timeline above the predicted one of the same call; what has no other, alone."""
-    predicted = [(name, one) for name, one in folder.timelines if one.source == PREDICTED]
-    groups: list[list[tuple[str, Timeline]]] = []
-    for name, one in folder.timelines:
-        if one.source != PREDICTED:
-            match = next((each for each in predicted if alike(one, each[1])), None)
-            groups.append([(name, one), *([match] if match else [])])
-            predicted = [each for each in predicted if each is not match]
+    predicted = [each for each in folder.timelines if each[1].source == PREDICTED]
+    groups = [[each] for each in folder.timelines if each[1].source != PREDICTED]
+    for group in groups:
+        if match := next((each for each in predicted if alike(group[0][1], each[1])), None):
+            predicted.remove(match)
+            group.append(match)
     groups += [[each] for each in predicted]
-    for number, group in enumerate(groups):  # which grows
+    for number, group in enumerate(groups):
         try:
             figure = timelines.draw([one for _, one in group])
             caption = " above ".join(f"{one.source} ({name})" for name, one in group)
             yield caption, svg(figure, f"timeline{number}")
         except Exception as error:
-            if len(group) > 1:
-                groups += [[each] for each in group]
-            else:
-                folder.refused.append(undrawn(group[0][0], error))
+            folder.refused += [undrawn(name, error) for name, _ in group]
 
 
 def undrawn(file: str, error: Exception) -> str:

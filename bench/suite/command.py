@@ -60,11 +60,16 @@ def suite(
         raise typer.BadParameter(f"--only is {only!r}: no part has that in its name")
     result = Result(CASE, UNITS, provenance=provenance(place))
     known = {str(row["part"]): row for row in earlier(out, result.provenance)}
+    # kept is what ended well, by the same command
+    kept = {name: row["command"] for name, row in known.items() if row["state"] in FINAL}
+    left = [part for part in parts if kept.get(part.name) != part.told]
     # each of those side by side compiles, which keeps a core busy
     width, names = min(cores(), MOST_SIDE_BY_SIDE), [part.name for part in everything]
-    left = [part for part in parts if not ended_well(known.get(part.name), part.told)]
-    seconds = sum(processes.seconds_of(group, width) for group in processes.grouped(left))
-    typer.echo(useful_budget(len(parts) - len(left), len(left), seconds + WRITING_SECONDS, budget), err=True)
+    seconds = sum(processes.seconds_of(group, width) for group in processes.grouped(left)) + WRITING_SECONDS
+    before = f"{len(parts) - len(left)} parts were run before, and are kept. " if len(left) < len(parts) else ""
+    enough = "is enough" if seconds <= budget else "does not let all of them run"
+    told = f"{len(left)} parts take up to {seconds:.0f} s, most of them less: --budget {budget:g} {enough}"
+    typer.echo(before + told, err=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C
         signal.signal(number, signal.default_int_handler)
     ends = begun + budget - WRITING_SECONDS
@@ -85,13 +90,6 @@ def suite(
     shown = [{**row, "found": shorten(str(row["found"]), FOUND_WIDTH)} for row in asked]
     columns = {name: unit for name, unit in UNITS.items() if name not in ("about", "command")}
     finish(Result(CASE, columns, [*shown], failures(asked), [f"everything is in {out / NAME}"]))
-
-
-def useful_budget(kept: int, left: int, seconds: float, budget: float) -> str:
-    """What is going to run, and which budget gives every part its time."""
-    told = f"{kept} parts were run before, and are kept. " if kept else ""
-    enough = "is enough" if seconds <= budget else "does not let all of them run"
-    return f"{told}{left} parts take up to {seconds:.0f} s, most of them less: --budget {budget:g} {enough}"
 
 
 def earlier(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]:
@@ -127,11 +125,6 @@ def identity(provenance: Mapping[str, Any]) -> dict[str, str]:
         told = provenance.get(name)
         found |= {f"{name}.{key}": str(told.get(key) if isinstance(told, dict) else told) for key in keys}
     return found
-
-
-def ended_well(row: Row | None, command: str) -> bool:
-    """Whether a part need not run again: it ended by itself, nothing failed, and it is the same command."""
-    return row is not None and row["command"] == command and row["state"] in FINAL
 
 
 def write(out: Path, result: Result, rows: Sequence[Row]) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -280,3 +281,5 @@ def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     code, states, text = call("--only", "last")
     assert code == 0 and len(states) == 3 and "1 parts were run before" in text and "first" not in text
     assert count.read_text() == "x"
+    listed[0] = replace(listed[0], command=(*listed[0].command, "another"))
+    assert "1 parts take up to 25 s" in call("--only", "first")[2] and count.read_text() == "xx"
