@@ -49,10 +49,7 @@ TWO_RANKS = Timeline("two ranks", "measured", 2, EVENTS, {"provenance": {"comman
 def test_a_trace_reads_back_as_it_was() -> None:
     """With a process per rank and a thread per lane, in microseconds."""
     trace = json.loads(json.dumps(as_chrome(TWO_RANKS)))
-    found = from_chrome(trace)
-    assert replace(found, events=()) == replace(TWO_RANKS, events=()) and found.seconds == pytest.approx(4e-3)
-    for one, other in zip(found.events, EVENTS, strict=True):
-        assert one.end == pytest.approx(other.end) and replace(one, end=other.end) == other
+    assert from_chrome(trace) == TWO_RANKS and TWO_RANKS.seconds == pytest.approx(4e-3)
     named = [one for one in trace["traceEvents"] if one["name"] == "thread_name"]
     assert [one["args"]["name"] for one in named if one["pid"] == 1] == [*LANES, "slot 1"]
     spans = [one for one in trace["traceEvents"] if one["ph"] == "X"]
