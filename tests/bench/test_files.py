@@ -193,7 +193,7 @@ def test_bad_target_is_named(writer: str, bad: str, tmp_path: Path) -> None:
     places = {name: target, "FOLDER": tmp_path / "run"}
     ended = run(*(places.get(word, word) for word in WRITERS[writer]))
     assert ended.exit_code == 2 and isinstance(ended.exception, SystemExit), ended.output
-    assert f"cannot write {target}: " in told(ended), told(ended)
+    assert f"cannot write {target}: " in told(ended) and "; name a" in told(ended), told(ended)
     assert {one.name for one in tmp_path.iterdir()} == {"precious", "run", name}
 
 
