@@ -80,8 +80,8 @@ def chart_of(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Chart
     if not any(len(told) > 1 for told in kept.values()):
         return None
     more = f", the first {MOST_LINES} of {len(lines)} lines" if len(lines) > MOST_LINES else ""
-    labels = [f"{name}, {units[name]}" if units[name] not in ("", name) else name for name in (x, y)]
-    return Chart(f"{title}: {y} by {x}{more}", *labels, kept)
+    across, up = (f"{name}, {units[name]}" if units[name] not in ("", name) else name for name in (x, y))
+    return Chart(f"{title}: {y} by {x}{more}", across, up, kept)
 
 
 def finite(value: object) -> TypeGuard[float]:

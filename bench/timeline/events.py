@@ -116,7 +116,7 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
     Raises:
         ValueError: the trace is not one of ours, or of another version.
     """
-    about = trace.get("otherData")
+    about: Any = trace.get("otherData")
     schema = about.get("schema") if isinstance(about, Mapping) else None
     if schema != SCHEMA:
         raise ValueError(f"schema is {shown(schema)}: a timeline says otherData.schema = {SCHEMA!r}")
