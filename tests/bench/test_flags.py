@@ -52,6 +52,7 @@ def test_parsers() -> None:
         (flags.pattern, ("strided,block=3,stride=4,seed=2",), "or more: it must be"),
         (flags.kv_heads_of, (4, 3), "--kv-heads is 3: --heads, 4, must be a multiple of it"),
         (flags.check_chunks, ([1, 9], 8), "--chunks is 1,9: a chunk is at least one of the 8 key heads"),
+        (flags.check_chunks, ([0], 8), "--chunks is 0: a chunk is at least one"),
         (flags.check_transport, ("magic", "cpu", 2), "--transport is 'magic': it takes auto, local"),
         (flags.check_transport, ("nccl", "cpu", 2), "--transport is nccl, of GPUs, and the device is cpu"),
         (flags.check_transport, ("local", "cpu", 2), "--transport is local, of one process, and 2 are to run"),
