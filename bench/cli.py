@@ -92,37 +92,19 @@ COMMANDS = {
     "demo": ("examples.demo", "Train a small decoder on one long document, sharded and whole, and compare."),
     "show": ("tools.show", "Print or draw the schedule and the mask of any call."),
     "inspect": ("autotune.cli_inspect", "What any kernel takes on any GPU, and what bounds its main loop."),
-    "tune": (
-        "autotune.cli_tune",
-        "Find the tiles of a model's attention for a GPU; without one, by compiling alone.",
-    ),
+    "tune": ("autotune.cli_tune", "Find the tiles of a model's attention for a GPU; without one, by compiling alone."),
     "doctor": ("tools.doctor.command", "Does this machine do what a ring needs? If not, what to do first."),
     "predict": ("bench.predict.command", "How long a ring of any size takes, by the loops that really run."),
     "export": ("tools.export.command", "Write kernels as a C++ framework links them: cubin, C launcher, manifest."),
-    "bench kernels": (
-        "bench.kernels.command",
-        "Our kernels beside PyTorch's backends on one device: ms, TFLOP/s, errors.",
-    ),
     "report": ("bench.report.command", "One page of a folder of results: what failed, timelines, plots, every number."),
+    "bench kernels": ("bench.kernels.command", "Our kernels beside PyTorch's on one device: ms, TFLOP/s, errors."),
     "bench ring": ("bench.ring.command", "A whole ring in real processes, beside one process and beside other rings."),
     "bench memory": ("bench.memory", "Peak memory per rank, for growing rings of the same tokens per rank."),
-    "bench links": (
-        "bench.links.command",
-        "Every transport over every edge of the ring, with nccl-tests' flags and columns.",
-    ),
-    "bench overlap": (
-        "bench.overlap.command",
-        "Compute alone, communication alone, together: does the third buffer pay?",
-    ),
-    "bench timeline": (
-        "bench.timeline.command",
-        "When each rank of a ring computed, sent, received and waited: a trace, a picture.",
-    ),
+    "bench links": ("bench.links.command", "Every transport over every edge of the ring, as nccl-tests does it."),
+    "bench overlap": ("bench.overlap.command", "Compute alone, transfers alone, together: does the third buffer pay?"),
+    "bench timeline": ("bench.timeline.command", "When each rank of a ring computed, sent, received and waited."),
     "bench host": ("bench.host.command", "The host's time to post one hop, beside what the hop computes."),
-    "bench suite": (
-        "bench.suite.command",
-        "Everything this machine can measure, within a time budget, in one result folder.",
-    ),
+    "bench suite": ("bench.suite.command", "Everything this machine can measure, within a time budget, in one folder."),
 }
 """By what is typed: the module, and what it does."""
 

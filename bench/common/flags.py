@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from .output import check_target
+from .output import check_targets
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ def pattern(text: str) -> Pattern:
 
 def _target(value: str | Path | None) -> str | Path | None:
     """A file to write, refused before any work where it cannot be written; a callback of typer options."""
-    check_target(value)
+    check_targets(value)
     return value
 
 
@@ -213,12 +213,9 @@ BlockMaskPattern = Annotated[
 
 def typed(context: typer.Context) -> dict[str, str]:
     """The parameters that the user gave on the command line, by name, each with its flag as it is spelled."""
-    return {name: flag for name, flag in spelled(context).items() if _origin(context, name) == "COMMANDLINE"}
-
-
-def _origin(context: typer.Context, name: str) -> str:
-    source = context.get_parameter_source(name)
-    return "" if source is None else source.name
+    sources = {name: context.get_parameter_source(name) for name in spelled(context)}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    return {name: flag for name, flag in spelled(context).items() if name in given}
 
 
 def spelled(context: typer.Context) -> dict[str, str]:

@@ -80,13 +80,10 @@ class Member:
         import torch
 
         gpus = torch.cuda.device_count()
-        if gpus == 0:
-            return torch.device("cpu")
-        if gpus == 1 and TORCHRUN not in os.environ:
-            return torch.device("cuda", 0)  # srun and mpirun may show each rank its own GPU alone
-        if self.local_rank >= gpus:
+        own = gpus == 1 and TORCHRUN not in os.environ  # srun and mpirun may show each rank its own GPU alone
+        if 0 < gpus <= self.local_rank and not own:
             raise ValueError(f"rank {self.rank} finds no GPU: {self.local_world} ranks here, {gpus} GPUs; start fewer")
-        return torch.device("cuda", self.local_rank)
+        return self.shared_device("cuda" if gpus else "cpu")
 
     def shared_device(self, kind: str) -> torch.device:
         """This rank's device of that kind; where there are fewer GPUs than ranks on this machine, they share them."""
@@ -342,17 +339,6 @@ def _interrupted_alone() -> Iterator[None]:
         logging.disable(quiet)
 
 
-def started(world: int, entry: Callable[..., T], *arguments: object) -> T:
-    """What rank 0 of new processes returns; where one of them fails, its error and exit code 1."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    try:
-        return launch(world, entry, *arguments)
-    except ChildFailedError as error:
-        typer.echo(f"a rank failed: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
 def spawn(world: int, measure: Callable[..., T], *arguments: object, device: str = "cpu") -> T:
     """Call ``measure(place, device, *arguments)`` on every rank of a process group.
 
@@ -362,11 +348,17 @@ def spawn(world: int, measure: Callable[..., T], *arguments: object, device: str
     Raises:
         typer.Exit: one of the new processes failed; its error is told.
     """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     place = member()
-    if place is None:
-        found: T = started(world, _as_rank, device, measure, arguments)
-        return found
-    return _in_group(place, None, device, measure, arguments)
+    if place is not None:
+        return _in_group(place, None, device, measure, arguments)
+    try:
+        found: T = launch(world, _as_rank, device, measure, arguments)
+    except ChildFailedError as error:
+        typer.echo(f"a rank failed: {error}", err=True)
+        raise typer.Exit(1) from None
+    return found
 
 
 def _as_rank(store: str, kind: str, measure: Callable[..., T], arguments: tuple[object, ...]) -> T:

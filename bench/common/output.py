@@ -22,25 +22,20 @@ def prints() -> bool:
     return place is None or place.rank == 0
 
 
-def check_target(target: str | Path | None) -> None:
-    """Refuse a file that could not be written, before minutes of work rather than after: typer.BadParameter."""
-    path, why = Path(str(target)), ""
-    if target in (None, "-"):
-        return
-    if not path.absolute().parent.is_dir():
-        why = f"there is no folder {path.parent}"
-    elif path.is_dir():
-        why = "it is a folder; name a file in it"
-    elif path.is_symlink() or (path.exists() and not path.is_file()):
-        why = "it is a link or no regular file; name another one, or -"
-    if why:
-        raise typer.BadParameter(f"cannot write {target}: {why}")
-
-
 def check_targets(*targets: str | Path | None) -> None:
-    """The same of several."""
+    """Refuse files that could not be written, before minutes of work rather than after: typer.BadParameter."""
     for target in targets:
-        check_target(target)
+        path, why = Path(str(target)), ""
+        if target in (None, "-"):
+            continue
+        if not path.absolute().parent.is_dir():
+            why = f"there is no folder {path.parent}"
+        elif path.is_dir():
+            why = "it is a folder; name a file in it"
+        elif path.is_symlink() or (path.exists() and not path.is_file()):
+            why = "it is a link or no regular file; name another one, or -"
+        if why:
+            raise typer.BadParameter(f"cannot write {target}: {why}")
 
 
 def write_file(target: str | Path, data: str | bytes) -> None:

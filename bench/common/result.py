@@ -50,7 +50,7 @@ class Result:
             columns = [name for name in columns if name not in same]
         while len(columns) > 1 and self._width(columns) > width:
             left.insert(0, columns.pop())
-        told = ", ".join(f"{name} {_cell(self.rows[0][name])} {self.units[name]}".rstrip() for name in same)
+        told = ", ".join(f"{name} {cell(self.rows[0][name])} {self.units[name]}".rstrip() for name in same)
         lines = [*textwrap.wrap(told, width), *self._table(columns)]
         if left:
             lines += textwrap.wrap(f"(too wide; in --csv and --json: {', '.join(left)})", width)
@@ -65,10 +65,10 @@ class Result:
             return []
         lines = [""] * (len(self.rows) + 1)
         for name in columns:
-            cells = [f"{name} {self.units[name]}".rstrip(), *(_cell(row.get(name)) for row in self.rows)]
+            cells = [f"{name} {self.units[name]}".rstrip(), *(cell(row.get(name)) for row in self.rows)]
             push = str.rjust if all(isinstance(row.get(name), int | float | None) for row in self.rows) else str.ljust
             widest = max(map(len, cells))
-            lines = [f"{line}  {push(cell, widest)}" for line, cell in zip(lines, cells, strict=True)]
+            lines = [f"{line}  {push(one, widest)}" for line, one in zip(lines, cells, strict=True)]
         return [line[2:].rstrip() for line in lines]
 
     def as_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Result:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
     """Four digits of a number; yes or no; nothing for None."""
     if value is None:
         return ""

@@ -128,9 +128,7 @@ class Clock:
     def __call__(self, step: Step) -> float:
         """Seconds of one run, on the slowest member of the team."""
         self.team.ready()
-        if self.device.type != "cuda":
-            return self.team.slowest(self._on_host(step))
-        return self.team.slowest(self._on_gpu_by_host(step) if self.timer == "clock" else self._on_gpu(step))
+        return self.team.slowest(self._by_host(step) if self.timer == "clock" else self._by_events(step))
 
     def stage(self) -> AbstractContextManager[object]:
         """Where steps must be made: a backward runs on the stream of its forward, and a graph is of one stream."""
@@ -157,21 +155,18 @@ class Clock:
             step()
         return graph.replay
 
-    @staticmethod
-    def _on_host(step: Step) -> float:
+    def _by_host(self, step: Step) -> float:
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            self._flushed()
+            torch.cuda.synchronize(self.device)
         begun = time.perf_counter()
         step()
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
         return time.perf_counter() - begun
 
-    def _on_gpu_by_host(self, step: Step) -> float:
-        self._flushed()
-        torch.cuda.synchronize(self.device)
-        begun = time.perf_counter()
-        step()
-        torch.cuda.synchronize(self.device)
-        return time.perf_counter() - begun
-
-    def _on_gpu(self, step: Step) -> float:
+    def _by_events(self, step: Step) -> float:
         event: Callable[..., torch.cuda.Event] = torch.cuda.Event
         start, end = event(enable_timing=True), event(enable_timing=True)
         torch.cuda.synchronize(self.device)

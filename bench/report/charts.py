@@ -22,7 +22,6 @@ MOST_NAME = 60
 MOST = 1e150  # of a number: the square of a larger one is infinite
 LOG_FROM = 8  # times the smallest: a linear axis would squeeze the others together
 MOST_TICKS = 9
-MARKERS = "osD^vP"
 
 
 @dataclass
@@ -73,27 +72,21 @@ def chart_of(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Chart
     for row in rows:
         value, size = row.get(y), row.get(x)
         if finite(value) and finite(size):
-            line = ", ".join(_said(name, row.get(name)) for name in variants)[:MOST_NAME] or y
+            said = [(name, row.get(name)) for name in variants]
+            line = ", ".join(at if isinstance(at, str) else f"{name} {at}" for name, at in said)[:MOST_NAME] or y
             points.setdefault(line, {}).setdefault(float(size), []).append(float(value))
     lines = {line: {at: statistics.median(of) for at, of in told.items()} for line, told in points.items()}
     kept = dict([*lines.items()][:MOST_LINES])
     if not any(len(told) > 1 for told in kept.values()):
         return None
     more = f", the first {MOST_LINES} of {len(lines)} lines" if len(lines) > MOST_LINES else ""
-    return Chart(f"{title}: {y} by {x}{more}", _axis(x, units[x]), _axis(y, units[y]), kept)
+    across, up = (f"{name}, {units[name]}" if units[name] not in ("", name) else name for name in (x, y))
+    return Chart(f"{title}: {y} by {x}{more}", across, up, kept)
 
 
 def finite(value: object) -> TypeGuard[float]:
     """A number that can be drawn: no NaN, no truth value, none so large that its square is infinite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
-
-
-def _said(name: str, value: object) -> str:
-    return value if isinstance(value, str) else f"{name} {value}"
-
-
-def _axis(name: str, unit: str) -> str:
-    return f"{name}, {unit}" if unit and unit != name else name
 
 
 def draw(chart: Chart) -> Any:
@@ -104,13 +97,8 @@ def draw(chart: Chart) -> Any:
         figure = Figure(figsize=(6.4, 3.5), layout="constrained")
         axes = figure.subplots()
         for number, (name, points) in enumerate(chart.lines.items()):
-            xs = sorted(points)
-            style: dict[str, Any] = {
-                "color": LINES[number % len(LINES)],
-                "marker": MARKERS[number % len(MARKERS)],
-                "ls": "-" if number < len(LINES) else "--",
-            }
-            axes.plot(xs, [points[x] for x in xs], label=name, ms=4.5, lw=1.6, **style)
+            colour, dashes = LINES[number % len(LINES)], "-" if number < len(LINES) else "--"
+            axes.plot(*zip(*sorted(points.items()), strict=True), dashes, color=colour, marker="o", ms=4.5, label=name)
         axes.set(xlabel=chart.x, ylabel=chart.y)
         _scale(axes, chart)
         axes.grid()
@@ -128,6 +116,6 @@ def _scale(axes: Any, chart: Chart) -> None:
     axes.set_xticks(ticks, [binary(int(x)) if x == int(x) else f"{x:.3g}" for x in ticks])
     if min(ys) > 0 and max(ys) >= LOG_FROM**2 * min(ys):
         axes.set_yscale("log")
-    else:
-        axes.set_ylim(min(0.0, min(ys)) * 1.1, max(0.0, max(ys)) * 1.1 or 1)
+    elif min(ys) >= 0:
+        axes.set_ylim(bottom=0)
     axes.minorticks_off()

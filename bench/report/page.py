@@ -12,7 +12,7 @@ from typing import Any
 
 from ... import __version__
 from ..common.files import read_object
-from ..common.result import Result, read
+from ..common.result import Result, cell, read
 from ..timeline.events import PREDICTED, Timeline, alike, from_chrome
 from . import charts, timelines
 from .theme import inline
@@ -117,20 +117,12 @@ def plain(value: object) -> str:
         return ", ".join(f"{name} {plain(one)}" for name, one in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(plain(one) for one in value)
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "" if value is None else str(value)
+    return cell(value)
 
 
 def shown(value: object) -> str:
-    """A cell: four digits of a number; words as they are, cut where they are very long; nothing for None."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1e6 else f"{value:.4g}"
-    text = "" if value is None else str(value)
+    """A cell as in the table of a command, cut where it is very long."""
+    text = cell(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
 
 
@@ -151,24 +143,20 @@ def drawn(folder: Folder, number: int) -> Iterator[tuple[str, Any]]:
 
 def drawn_timelines(folder: Folder) -> Iterator[tuple[str, Any]]:
     """Each measured timeline above the predicted one of the same call; what has no other, alone."""
-    predicted = [(name, one) for name, one in folder.timelines if one.source == PREDICTED]
-    groups: list[list[tuple[str, Timeline]]] = []
-    for name, one in folder.timelines:
-        if one.source != PREDICTED:
-            match = next((each for each in predicted if alike(one, each[1])), None)
-            groups.append([(name, one), *([match] if match else [])])
-            predicted = [each for each in predicted if each is not match]
+    predicted = [each for each in folder.timelines if each[1].source == PREDICTED]
+    groups = [[each] for each in folder.timelines if each[1].source != PREDICTED]
+    for group in groups:
+        if match := next((each for each in predicted if alike(group[0][1], each[1])), None):
+            predicted.remove(match)
+            group.append(match)
     groups += [[each] for each in predicted]
-    for number, group in enumerate(groups):  # which grows
+    for number, group in enumerate(groups):
         try:
             figure = timelines.draw([one for _, one in group])
             caption = " above ".join(f"{one.source} ({name})" for name, one in group)
             yield caption, svg(figure, f"timeline{number}")
         except Exception as error:
-            if len(group) > 1:
-                groups += [[each] for each in group]
-            else:
-                folder.refused.append(undrawn(group[0][0], error))
+            folder.refused += [undrawn(name, error) for name, _ in group]
 
 
 def undrawn(file: str, error: Exception) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..timeline.events import LANES, Event, Timeline, lane_order
-from . import theme as themes
 from .theme import LIGHT, themed
 
 ROWS = {"compute": 1.0, "send": 0.42, "receive": 0.42}
@@ -59,11 +57,6 @@ def draw(timelines: Sequence[Timeline]) -> Any:
         axes[-1].set_xlabel("milliseconds since the call began")
         _legend(figure)
     return figure
-
-
-def save(timelines: Sequence[Timeline], out: Path) -> None:
-    """Draw into a file."""
-    themes.save(lambda theme: draw(timelines), out, dpi=140)
 
 
 def heading(timeline: Timeline) -> str:

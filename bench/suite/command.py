@@ -36,7 +36,6 @@ def suite(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of all results.")] = Path("build/bench"),
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = None,
     only: Annotated[str | None, typer.Option(help="Parts whose name contains this.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Begin anew: what the folder holds is put aside.")] = False,
 ) -> None:
     """Run what this machine can tell, most important first; a failure is recorded, and the rest goes on."""
     import time
@@ -60,12 +59,17 @@ def suite(
     if not parts:
         raise typer.BadParameter(f"--only is {only!r}: no part has that in its name")
     result = Result(CASE, UNITS, provenance=provenance(place))
-    known = {str(row["part"]): row for row in earlier(out, result.provenance, again=again)}
+    known = {str(row["part"]): row for row in earlier(out, result.provenance)}
+    # kept is what ended well, by the same command
+    kept = {name: row["command"] for name, row in known.items() if row["state"] in FINAL}
+    left = [part for part in parts if kept.get(part.name) != part.told]
     # each of those side by side compiles, which keeps a core busy
     width, names = min(cores(), MOST_SIDE_BY_SIDE), [part.name for part in everything]
-    left = [part for part in parts if not ended_well(known.get(part.name), part.told)]
-    seconds = sum(processes.seconds_of(group, width) for group in processes.grouped(left))
-    typer.echo(useful_budget(len(parts) - len(left), len(left), seconds + WRITING_SECONDS, budget), err=True)
+    seconds = sum(processes.seconds_of(group, width) for group in processes.grouped(left)) + WRITING_SECONDS
+    before = f"{len(parts) - len(left)} parts were run before, and are kept. " if len(left) < len(parts) else ""
+    enough = "is enough" if seconds <= budget else "does not let all of them run"
+    told = f"{len(left)} parts take up to {seconds:.0f} s, most of them less: --budget {budget:g} {enough}"
+    typer.echo(before + told, err=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C
         signal.signal(number, signal.default_int_handler)
     ends = begun + budget - WRITING_SECONDS
@@ -88,18 +92,11 @@ def suite(
     finish(Result(CASE, columns, [*shown], failures(asked), [f"everything is in {out / NAME}"]))
 
 
-def useful_budget(kept: int, left: int, seconds: float, budget: float) -> str:
-    """What is going to run, and which budget gives every part its time."""
-    told = f"{kept} parts were run before, and are kept: --again runs them anew. " if kept else ""
-    enough = "is enough" if seconds <= budget else "does not let all of them run"
-    return f"{told}{left} parts take up to {seconds:.0f} s, most of them less: --budget {budget:g} {enough}"
-
-
-def earlier(out: Path, provenance: Mapping[str, Any], *, again: bool) -> Sequence[Row]:
-    """What the folder holds of this code and machine; a folder of another is put aside, under its date.
+def earlier(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]:
+    """What the folder holds of this code and machine.
 
     Raises:
-        typer.BadParameter: it is no folder, or the file there is something else, or damaged.
+        typer.BadParameter: it is no folder, or the file there is of other code, of another machine, or something else.
     """
     from ..common.result import read
 
@@ -112,20 +109,12 @@ def earlier(out: Path, provenance: Mapping[str, Any], *, again: bool) -> Sequenc
         found = read(path)
         if found.case != CASE or not all(UNITS.keys() <= row.keys() for row in found.rows):
             raise ValueError(f"{path} is of {found.case}")
+        here, there = identity(provenance), identity(found.provenance)
+        if differ := [f"{name} {there[name]:.60}, here {here[name]:.60}" for name in here if here[name] != there[name]]:
+            raise ValueError(f"{path} is of {'; '.join(differ)}")
     except ValueError as refused:
         raise typer.BadParameter(f"--out: {refused}; move it away, or name another folder") from None
-    here, there = identity(provenance), identity(found.provenance)
-    differ = [f"{name} {there[name]:.60} there, {here[name]:.60} here" for name in here if here[name] != there[name]]
-    if not differ and not again:
-        return found.rows
-    date = "".join(one for one in str(found.provenance.get("date")) if one.isalnum() or one == "-")
-    aside = out.absolute().with_name(f"{out.absolute().name}_{date}")
-    try:
-        out.absolute().rename(aside)
-    except OSError as refused:
-        raise typer.BadParameter(f"--out: cannot put {out} aside as {aside}: {refused.strerror}") from None
-    typer.echo(f"begun anew: {'; '.join(differ) or '--again'}. What was there is in {aside}\n", err=True)
-    return []
+    return found.rows
 
 
 def identity(provenance: Mapping[str, Any]) -> dict[str, str]:
@@ -136,11 +125,6 @@ def identity(provenance: Mapping[str, Any]) -> dict[str, str]:
         told = provenance.get(name)
         found |= {f"{name}.{key}": str(told.get(key) if isinstance(told, dict) else told) for key in keys}
     return found
-
-
-def ended_well(row: Row | None, command: str) -> bool:
-    """Whether a part need not run again: it ended by itself, nothing failed, and it is the same command."""
-    return row is not None and row["command"] == command and row["state"] in FINAL
 
 
 def write(out: Path, result: Result, rows: Sequence[Row]) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -69,9 +70,9 @@ def ceilings(
         steps: dict[str, Step] = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
         prepared = {name: clock.prepared(step) for name, step in steps.items()}
         times = interleaved(prepared, clock, repeats=10, warmup=3)
-    product, copy = times["product"], times["copy"]
-    rate, of = 2 * side**3 / product.median / 1e12, {"side": side, "dtype": dtype}
-    yield Number("matrix product", rate, "TFLOP/s", of, spread=product.spread)
+    matmul, copy = times["product"], times["copy"]
+    rate, of = 2 * side**3 / matmul.median / 1e12, {"side": side, "dtype": dtype}
+    yield Number("matrix product", rate, "TFLOP/s", of, spread=matmul.spread)
     rate = 2 * nbytes / copy.median / 1e9
     yield Number("copy, bytes read and written", rate, "GB/s", {"bytes": nbytes}, spread=copy.spread)
 
@@ -83,11 +84,10 @@ def fp8(
     shapes: tuple[Shape, ...] = ((2, 1000, 4, 128), (1, 200, 2, 40)),
 ) -> Iterator[Number]:
     """K/V to e4m3 and back: bits that are not those of the CPU's own code."""
-    for dtype in dtypes:
-        for shape in shapes:
-            labels = {"dtype": dtype, "shape": "x".join(map(str, shape))}
-            for what, count in fp8_differences(fp8_inputs(shape, DTYPES[dtype]), device).items():
-                yield Number(f"wrong {what}", count, "elements", labels, limit=0)
+    for dtype, shape in product(dtypes, shapes):
+        labels = {"dtype": dtype, "shape": "x".join(map(str, shape))}
+        for what, count in fp8_differences(fp8_inputs(shape, DTYPES[dtype]), device).items():
+            yield Number(f"wrong {what}", count, "elements", labels, limit=0)
 
 
 def fp8_inputs(shape: Shape, dtype: torch.dtype) -> Tensor:

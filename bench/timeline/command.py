@@ -64,9 +64,10 @@ def timeline(
     if trace is not None:
         write_json(trace, as_chrome(recorded))
     if out is not None:
-        from ..report.timelines import save
+        from ..report.theme import write_figure
+        from ..report.timelines import draw
 
-        save([recorded], out)
+        write_figure(draw([recorded]), out, dpi=140)
     finish(result_of(recorded), json, csv)
 
 

@@ -7,12 +7,12 @@ a thread per lane, a complete event ("X") per span, microseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...kernels.strict import checked_as, shown, typed, whole
 
-SCHEMA = "ringattn timeline 1"
+SCHEMA = "ringattn timeline 2"
 LANES = ("compute", "wait", "send", "receive")
 """Of every rank, from the top; below them come its slots while they hold or await something: "slot 0" and on (K/V),
 "dK/dV slot 0" and on."""
@@ -20,6 +20,7 @@ PREDICTED = "predicted"
 SOURCES = ("measured", PREDICTED)
 MACHINE = {"threads", "seed", "device", "transport"}
 """What a measured call says of where it ran: a prediction has none of it."""
+IGNORED = MACHINE | {"nodes"}  # a prediction alone says these
 MICRO = 1e6
 MOST_RANKS = 1024  # of a file: a picture of more cannot be read
 MOST_TIME = 1e30
@@ -72,8 +73,7 @@ def alike(one: Timeline, other: Timeline) -> bool:
     mine, theirs = one.about.get("call"), other.about.get("call")
     if not (isinstance(mine, dict) and isinstance(theirs, dict) and mine and theirs):
         return False
-    ignored = MACHINE if "nodes" in mine and "nodes" in theirs else MACHINE | {"nodes"}  # which not every one says
-    return all(mine.get(name) == theirs.get(name) for name in {*mine, *theirs} - ignored)
+    return all(mine.get(name) == theirs.get(name) for name in {*mine, *theirs} - IGNORED)
 
 
 def lane_order(lane: str) -> tuple[int, str]:
@@ -100,7 +100,7 @@ def as_chrome(timeline: Timeline) -> dict[str, Any]:
             "tid": lanes.index(event.lane),
             "ts": event.begin * MICRO,
             "dur": event.seconds * MICRO,
-            "args": {"phase": event.phase, "hop": event.hop, "bytes": event.nbytes, "name": event.name},
+            "args": asdict(event),
         }
         for event in timeline.events
     ]
@@ -116,9 +116,9 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
     Raises:
         ValueError: the trace is not one of ours, or of another version.
     """
-    about = trace.get("otherData", {}) if isinstance(trace, Mapping) else {}
-    if not isinstance(about, Mapping) or about.get("schema") != SCHEMA:
-        schema = about.get("schema") if isinstance(about, Mapping) else None
+    about: Any = trace.get("otherData")
+    schema = about.get("schema") if isinstance(about, Mapping) else None
+    if schema != SCHEMA:
         raise ValueError(f"schema is {shown(schema)}: a timeline says otherData.schema = {SCHEMA!r}")
     fields: dict[str, Any] = {name: about.get(name) for name in _ABOUT} | {"about": about.get("about", {})}
     checked_as("otherData", fields, _ABOUT)
@@ -129,18 +129,10 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
 
 
 def _events(records: Sequence[Mapping[str, Any]]) -> tuple[Event, ...]:
-    named = [record for record in records if record["name"] == "thread_name"]
-    lanes = {(record["pid"], record["tid"]): record["args"]["name"] for record in named}
-    events = []
-    for number, record in enumerate(records):
-        if record["ph"] == "X":
-            rank, begin, duration = record["pid"], record["ts"], record["dur"]
-            fields = {"rank": rank, "begin": begin, "end": duration, "lane": lanes[rank, record["tid"]]}
-            fields |= {name: record["args"][name] for name in ("phase", "hop", "name")}
-            fields["nbytes"] = record["args"]["bytes"]
-            checked_as(f"traceEvents[{number}]", fields, _EVENT)
-            events.append(Event(**{**fields, "begin": begin / MICRO, "end": (begin + duration) / MICRO}))
-    return tuple(events)
+    found = {f"traceEvents[{number}]": each["args"] for number, each in enumerate(records) if each["ph"] == "X"}
+    for name, fields in found.items():
+        checked_as(name, fields, _EVENT)
+    return tuple(Event(**fields) for fields in found.values())
 
 
 def _time(value: object) -> str | None:

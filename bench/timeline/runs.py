@@ -141,28 +141,20 @@ def virtual(problem: AttentionConfig, device: torch.device, repeats: int) -> Tim
 
 def recorded(problem: AttentionConfig, group: LocalGroup | None, device: torch.device, repeats: int) -> Timeline | None:
     """The median of ``repeats`` runs by length, after one that is not recorded; on rank 0."""
+    call = {name: getattr(problem, name) for name in CALL} | mask_data(problem.mask)
+    title = f"{problem.title}, {'CPU' if device.type == 'cpu' else torch.cuda.get_device_name(device)}"
+    runs = []
     with Ring(group) as ring:
         shards = _shards(problem, ring.rank, device)
         _step(problem, ring, shards)
-        about = {"call": call_data(problem), "provenance": provenance(device) if ring.rank == 0 else None}
-        runs = [_run(problem, ring, shards, device, about) for _ in range(repeats)]
+        about = {"call": call, "provenance": provenance(device) if ring.rank == 0 else None}
+        for _ in range(repeats):
+            with ring.record() as trace:
+                _together(ring)
+                _step(problem, ring, shards)
+            runs.append(timeline_of(ring, trace, title, about))
     recordings = sorted((run for run in runs if run is not None), key=lambda run: run.seconds)
     return recordings[len(recordings) // 2] if recordings else None
-
-
-def call_data(problem: AttentionConfig) -> dict[str, Any]:
-    """What a timeline says of its call: shape, layout and mask, and where it ran."""
-    return {name: getattr(problem, name) for name in CALL} | mask_data(problem.mask)
-
-
-def _run(
-    problem: AttentionConfig, ring: Ring, shards: Tensors, device: torch.device, about: dict[str, Any]
-) -> Timeline | None:
-    with ring.record() as trace:
-        _together(ring)
-        _step(problem, ring, shards)
-    where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return timeline_of(ring, trace, f"{problem.title}, {where}", about)
 
 
 def _together(ring: Ring) -> None:

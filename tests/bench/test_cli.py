@@ -48,6 +48,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_version() -> None:
     result = CliRunner().invoke(cli.app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"ringattn {__version__}\n")
+    assert CliRunner().invoke(cli.app, ["dmeo"]).exit_code == 2
 
 
 def test_options_and_help_are_the_commands_own(demo: list[object]) -> None:
@@ -84,10 +85,6 @@ def test_an_interruption_is_told_by_rank_0(demo: list[object], monkeypatch: pyte
         monkeypatch.setenv(name, value)
     interrupted, later = (CliRunner().invoke(cli.app, ["demo", "--end", end]) for end in ("interrupt", "later"))
     assert (interrupted.exit_code, interrupted.output) == (130, "") and "demo: not yet" in later.output
-
-
-def test_unknown_command_is_refused() -> None:
-    assert CliRunner().invoke(cli.app, ["dmeo"]).exit_code == 2
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

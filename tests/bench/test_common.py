@@ -73,15 +73,6 @@ def test_clocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 # counting
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_flops_count_visible_pairs(causal: bool) -> None:
-    seqlen, heads, dim, dim_v = 7, 3, 4, 5
-    pairs = sum(1 for q in range(seqlen) for k in range(seqlen) if k <= q or not causal)
-    assert forward_flops(pairs, heads=heads, head_dim=dim, head_dim_v=dim_v, batch=2) == 2 * pairs * (4 + 5) * 3 * 2
-    assert forward_flops(pairs, heads=heads, head_dim=dim) == 4 * pairs * dim * heads
-    assert BACKWARD_FLOPS == 2.5
-
-
 def test_documents_are_drawn_by_a_seed() -> None:
     drawn = packed(4096, 64, seed=1)
     assert drawn == packed(4096, 64, seed=1) != packed(4096, 64, seed=2)
@@ -90,10 +81,13 @@ def test_documents_are_drawn_by_a_seed() -> None:
         packed(64, 0, seed=0)
 
 
-def test_inputs_are_the_same_on_every_rank() -> None:
+def test_inputs_and_their_flops() -> None:
+    """The same inputs on every rank."""
     config = AttentionConfig(12, 2, heads=4, kv_heads=2, head_dim=6, head_dim_v=3, seed=3)
     assert [x.shape for x in config.tensors()] == [(1, 12, 4, 6), (1, 12, 2, 6), (1, 12, 2, 3), (1, 12, 4, 3)]
     assert all(torch.equal(a, b) for a, b in zip(config.tensors(), config.tensors(), strict=True))
+    assert config.flops == 2 * (12 * 13 // 2) * (6 + 3) * 4 and config.flash_flops == 2 * (12 * 12 // 2) * (6 + 3) * 4
+    assert forward_flops(7, heads=3, head_dim=4, batch=2) == 2 * 7 * (4 + 4) * 3 * 2 and BACKWARD_FLOPS == 2.5
 
 
 # errors against float64
@@ -115,6 +109,7 @@ def test_exact_results_are_the_reference(options: Any, monkeypatch: pytest.Monke
     usual, limits = found.differences(plain), errors.tolerances(found, plain)
     eps = torch.finfo(torch.float32).eps
     assert max(usual.values()) < 1e-5
+    assert [errors.chosen_heads(1, 8, 4, n, n) for n in (64, 1 << 14)] == [(0, 1, 2, 3), (0, 3)]
     assert limits == {name: pytest.approx(2 * usual[name] + eps * size) for name, size in found.sizes().items()}
 
 
@@ -129,11 +124,6 @@ def test_limits_hold_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     (q, k, v, dout), options = config.tensors(), config.options(CPU)
     exact = errors.exact_results(q, k, v, dout, (0, 1), options)
     assert max(exact.differences(errors.pytorch_results(q, k, v, dout, exact, options)).values()) < 1e-5
-
-
-def test_which_heads_are_looked_at() -> None:
-    found = [errors.chosen_heads(1, 8, kv_heads, n, n) for kv_heads, n in ((4, 64), (4, 1 << 14), (1, 1 << 14))]
-    assert found == [(0, 1, 2, 3), (0, 3), (0,)]
 
 
 # provenance

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import typer
 from hypothesis import given
@@ -22,8 +24,8 @@ def test_binary_is_what_size_reads(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("count", "unit", "expected"),
-    [(0, "B", "0 B"), (999, "B", "999 B"), (1000, "B", "1.00 kB"), (67_108_864, "B", "67.1 MB"), (999_499, "", "999 k"),
-     (999_500, "", "1.00 M"), (9_996, "", "10.0 k"), (99_960, "", "100 k"), (5e21, "", "5000 E")],
+    [(0, "B", "0 B"), (67_108_864, "B", "67.1 MB"), (999_499, "", "999 k"), (999_500, "", "1.00 M"),
+     (9_996, "", "10.0 k"), (99_960, "", "100 k"), (5e21, "", "5000 E")],
 )  # fmt: skip
 def test_human(count: float, unit: str, expected: str) -> None:
     assert human(count, unit) == expected
@@ -37,32 +39,20 @@ def test_parsers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parser", "text", "told"),
-    [
-        *((size, text, "is not a size: it must be a whole number") for text in ("", "-1", "1.5k", "8 k", "9" * 19)),
-        (flags.counts, "2,0", "'0' is too small: it must be at least 1"),
-        (flags.head_dims, "64,257", "257 is no head dim: it must be 1 to 256"),
-        (flags.window, "3", "'3' is no window"),
-        (flags.dtype_name, "int8", "'int8' is no dtype: it takes fp32, bf16, fp16, float16"),
-        (flags.wire_dtype, "foo", "'foo' is no dtype: it takes bf16, bfloat16, float8_e4m3fn"),
-        (flags.grad_wire_dtype, "float8_e4m3fn", "it takes fp32, bf16, float32, bfloat16"),
-        (flags.pattern, "spiral,block=3", "'spiral' is no pattern"),
-        (flags.pattern, "strided,block=3", "must be strided,block=SIZE,stride=SIZE"),
-        (flags.pattern, "strided,block=3,stride=4,seed=2", "or more: it must be"),
-    ],
-)
-def test_what_parsers_refuse(parser: object, text: str, told: str) -> None:
-    assert callable(parser)
-    with pytest.raises(typer.BadParameter) as refused:
-        parser(text)
-    assert told in str(refused.value)
-
-
-@pytest.mark.parametrize(
     ("check", "arguments", "told"),
     [
+        *((size, (text,), "is not a size: it must be a whole number") for text in ("", "-1", "1.5k", "9" * 19)),
+        (flags.counts, ("2,0",), "'0' is too small: it must be at least 1"),
+        (flags.head_dims, ("64,257",), "257 is no head dim: it must be 1 to 256"),
+        (flags.window, ("3",), "'3' is no window"),
+        (flags.dtype_name, ("int8",), "'int8' is no dtype: it takes fp32, bf16, fp16, float16"),
+        (flags.grad_wire_dtype, ("float8_e4m3fn",), "it takes fp32, bf16, float32, bfloat16"),
+        (flags.pattern, ("spiral,block=3",), "'spiral' is no pattern"),
+        (flags.pattern, ("strided,block=3",), "must be strided,block=SIZE,stride=SIZE"),
+        (flags.pattern, ("strided,block=3,stride=4,seed=2",), "or more: it must be"),
         (flags.kv_heads_of, (4, 3), "--kv-heads is 3: --heads, 4, must be a multiple of it"),
         (flags.check_chunks, ([1, 9], 8), "--chunks is 1,9: a chunk is at least one of the 8 key heads"),
+        (flags.check_chunks, ([0], 8), "--chunks is 0: a chunk is at least one"),
         (flags.check_transport, ("magic", "cpu", 2), "--transport is 'magic': it takes auto, local"),
         (flags.check_transport, ("nccl", "cpu", 2), "--transport is nccl, of GPUs, and the device is cpu"),
         (flags.check_transport, ("local", "cpu", 2), "--transport is local, of one process, and 2 are to run"),
@@ -72,8 +62,7 @@ def test_what_parsers_refuse(parser: object, text: str, told: str) -> None:
         (flags.timer_of_rings, ("cuda", "graph"), "on cuda it must be one of events, clock"),
     ],
 )
-def test_what_does_not_fit_is_refused(check: object, arguments: tuple[object, ...], told: str) -> None:
-    assert callable(check)
+def test_refusals(check: Callable[..., object], arguments: tuple[object, ...], told: str) -> None:
     with pytest.raises(typer.BadParameter) as refused:
         check(*arguments)
     assert told in str(refused.value)

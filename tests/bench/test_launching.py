@@ -22,8 +22,7 @@ from ringattn.bench import cli
 from ringattn.bench.common import launching
 from ringattn.bench.common.launching import JOBS, LAUNCHERS, Member
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-GROUPS = 20
+GROUPS = 5
 
 
 # -- who is which rank
@@ -60,15 +59,6 @@ def test_a_launcher_is_forgotten(alone: None, monkeypatch: pytest.MonkeyPatch) -
 # -- where they meet
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("gpu1,gpu2", "gpu1"), ("gpu[03-05,9],login", "gpu03"), ("gpu[7,9-12]-ib", "gpu7-ib"),
-     ("rack[1-2]node[3-4],x", "rack1node3")],
-)  # fmt: skip
-def test_first_host_of_slurms_list(nodes: str, first: str) -> None:
-    assert launching.first_host(nodes) == first
-
-
 def test_rank_0_of_several_machines(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     here, place = Member(1, 4, 1, 4), Member(2, 4, 0, 2)
     assert launching._address(here) == "127.0.0.1"
@@ -77,8 +67,13 @@ def test_rank_0_of_several_machines(alone: None, monkeypatch: pytest.MonkeyPatch
         ValueError, match="MASTER_ADDR is not set, and 4 ranks, 2 of them here, are on several machines"
     ):
         launching._address(place)
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[08-09]")
-    assert launching._address(place) == "n08"
+    for nodes, first in (
+        ("gpu1,gpu2", "gpu1"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("rack[1-2]node[3-4]-ib", "rack1node3-ib"),
+    ):
+        monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
+        assert launching._address(place) == first
     monkeypatch.setenv("MASTER_ADDR", "head")
     assert launching._address(place) == "head"
 
@@ -172,21 +167,10 @@ def rank_one_raises(place: Member, device: torch.device) -> None:
     dist.barrier()
 
 
-def rank_one_dies(place: Member, device: torch.device) -> None:
-    os._exit(9 * place.rank)
-
-
-@pytest.mark.parametrize(
-    ("measure", "told"),
-    [
-        (rank_one_raises, "rank 1 has had enough"),
-        pytest.param(rank_one_dies, "exitcode  : 9", marks=pytest.mark.nightly),
-    ],
-)
-def test_the_error_of_the_rank_that_dies_is_told(measure: Any, told: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_error_of_the_rank_that_fails_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
-        launching.spawn(2, measure)
-    assert ended.value.exit_code == 1 and told in capfd.readouterr().err
+        launching.spawn(2, rank_one_raises)
+    assert ended.value.exit_code == 1 and "rank 1 has had enough" in capfd.readouterr().err
 
 
 def test_what_is_nobody_elses_fault_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,27 +183,22 @@ def test_what_is_nobody_elses_fault_is_told_at_once(monkeypatch: pytest.MonkeyPa
 # -- commands that launchers start
 
 
-def ranks(launcher: str, count: int) -> list[str]:
-    """What to put before a command so that it runs that many times; without this launcher the test is skipped."""
+def two_ranks(launcher: str) -> list[str]:
+    """What to put before a command so that it runs twice; without this launcher the test is skipped."""
     if launcher == "torchrun":
-        return [*TORCHRUN, str(count), "--no-python"]
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     if shutil.which(launcher) is None:
         pytest.skip(f"there is no {launcher} on the PATH")
-    if launcher == "srun":
-        controller = subprocess.run(["sinfo"], capture_output=True, text=True, timeout=60)
-        if controller.returncode != 0:
-            pytest.skip(f"srun finds no controller: {controller.stderr.strip()}")
-        return ["srun", "--overcommit", "-n", str(count)]
     version = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=60).stdout
     flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else []
-    return [launcher, *flags, "-n", str(count)]
+    return [launcher, *flags, "-n", "2"]
 
 
 def launched(launcher: str, *arguments: str) -> str:
     """What ``python -m ringattn ARGUMENTS`` prints on two ranks."""
     names = {name for names in (*LAUNCHERS, *JOBS) for name in names} - {"SLURM_JOB_ID"}  # an allocation is kept
     env = {name: value for name, value in os.environ.items() if name not in names and not name.startswith("MASTER_")}
-    command = [*ranks(launcher, 2), sys.executable, "-m", "ringattn", *arguments]
+    command = [*two_ranks(launcher), sys.executable, "-m", "ringattn", *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -249,20 +228,16 @@ LAUNCHED = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("launcher", ["mpirun", "srun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 @pytest.mark.parametrize("command", LAUNCHED)
 def test_every_command_under_every_launcher(command: str, launcher: str, tmp_path: Path) -> None:
     out = launched(launcher, *command.format(folder=tmp_path).split())
     assert out.count(LAUNCHED[command]) == 1, out
 
 
-@pytest.mark.parametrize(
-    ("bench", "world"), [("ring", None), ("ring", 2), ("overlap", 3), ("overlap", 2), ("links", 2), ("timeline", 2)]
-)
-def test_another_world_than_the_launchers_is_refused(
-    bench: str, world: int | None, alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
+@pytest.mark.parametrize("bench", ["ring", "overlap", "links", "timeline"])
+def test_another_world_than_the_launchers_is_refused(bench: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(LAUNCHERS[0], ("0", "3", "0", "3"), strict=True):
         monkeypatch.setenv(name, value)
     ran: list[int] = []
 
@@ -271,10 +246,8 @@ def test_another_world_than_the_launchers_is_refused(
         raise typer.Exit(3)
 
     monkeypatch.setattr(launching, "_in_group", in_group)
-    flags = ["bench", bench, "--device", "cpu", *([] if world is None else ["--world", str(world)])]
-    done = CliRunner().invoke(cli.app, flags, env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"})
-    if world == 2:
-        assert done.exit_code == 2 and not ran, done.output
-        assert "--world is 2: the launcher started 3 ranks; leave it out" in done.output
-    else:
-        assert (done.exit_code, ran) == (3, [3]), done.output
+    flags = ["bench", bench, "--device", "cpu"]
+    assert CliRunner().invoke(cli.app, flags).exit_code == 3 and ran == [3]
+    done = CliRunner().invoke(cli.app, [*flags, "--world", "2"])
+    assert done.exit_code == 2 and ran == [3], done.output
+    assert "--world is 2: the launcher started 3 ranks; leave it out" in done.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,8 @@ def test_files_read_back(tmp_path: Path) -> None:
 
 def test_failure_ends_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
-        finish(Result("bench links", {"edge": ""}, failed=["edge 0 -> 1 is wrong"]))
-    assert ended.value.exit_code == 1
-    assert "FAILED: edge 0 -> 1 is wrong" in capsys.readouterr().out
+        finish(replace(FOUND, failed=["edge 0 -> 1 is wrong"]))
+    assert ended.value.exit_code == 1 and "FAILED: edge 0 -> 1 is wrong" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ringattn.bench.common.result import Result
+from ringattn.bench.common.result import Result, Row
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> javascript:alert(3) $\\frac{ {{ 7*7 }} --> ]]> & é"
@@ -20,24 +22,20 @@ PROVENANCE = {
 }  # fmt: skip
 
 
-def result(case: str, units: dict[str, str], rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+def result(case: str, units: dict[str, str], rows: Sequence[Row], **more: Any) -> dict[str, Any]:
     """A file of a command."""
-    provenance = {**PROVENANCE, "command": f"ringattn {case}", **more.pop("provenance", {})}
-    return Result(case, units, list(rows), provenance=provenance, **more).as_json()
+    return Result(case, units, [*rows], provenance={**PROVENANCE, "command": f"ringattn {case}"}, **more).as_json()
 
 
 def suite() -> dict[str, Any]:
-    """A part that is right, one that fails by a number, one that raised, one that was not run."""
-    units = {"part": "", "state": "", "seconds": "s", "found": "", "reason": "", "command": ""}
+    """A part that is right, and one that fails by a number."""
     wrong = "error of dq (dtype float16) is 2.0, at most 1 allowed"
-    states = (("speed", "done", "", 90.0), ("right", "failed", wrong, 9.5), ("late", "not run", "3 s were left", None))
     rows = [
-        {"part": part, "state": state, "seconds": seconds, "found": "3 rows", "reason": why, "command": "python"}
-        for part, state, why, seconds in states
+        {"part": part, "state": state, "seconds": 9.5, "found": found, "command": "python"}
+        for part, state, found in (("speed", "done", "3 rows"), ("right", "failed", wrong))
     ]
-    return result(
-        "bench suite", units, rows, failed=[f"right: {wrong}"], provenance={"command": "ringattn bench suite"}
-    )
+    units = {"part": "", "state": "", "seconds": "s", "found": "", "command": ""}
+    return result("bench suite", units, rows, failed=[f"right: {wrong}"])
 
 
 def kernels() -> dict[str, Any]:
@@ -55,11 +53,8 @@ def kernels() -> dict[str, Any]:
 def links() -> dict[str, Any]:
     """Two edges at two sizes."""
     units = {"transport": "", "way": "", "edge": "", "size": "bytes", "busbw": "GB/s"}
-    rows = [
-        {"transport": "nccl", "way": "one way", "edge": edge, "size": 1 << power, "busbw": busbw}
-        for power, speeds in ((16, (1.0, 2.0)), (20, (9.0, 8.0)))
-        for edge, busbw in zip(("0->1", "1->0"), speeds, strict=True)
-    ]
+    values = (("0->1", 1 << 16, 1.0), ("1->0", 1 << 16, 2.0), ("0->1", 1 << 20, 9.0), ("1->0", 1 << 20, 8.0))
+    rows = [dict(zip(units, ("nccl", "one way", *each), strict=True)) for each in values]
     return result("bench links", units, rows, notes=["copy_engine does not open here: device is cpu"])
 
 
@@ -72,22 +67,20 @@ def memory() -> dict[str, Any]:
 
 def timeline(source: str, *, slower: float = 1.0, name: str = "K/V of 1") -> Timeline:
     """Two ranks, a hop each way, with a wait and a slot."""
-    told = []
-    for rank in (0, 1):
-        for phase, start in (("forward", 0.0), ("backward", 1.0)):
-            bars = [
-                ("compute", 0, 0.0, 0.4, ""),
-                ("send", 0, 0.0, 0.3, f"K/V of {rank}"),
-                ("receive", 0, 0.0, 0.3, name),
-                ("slot 1", 1, 0.0, 0.9, name),
-                ("wait", 1, 0.4, 0.5, ""),
-                ("compute", 1, 0.5, 0.9, ""),
-            ]
-            told += [
-                Event(rank, lane, phase, hop, (start + begin) * slower, (start + end) * slower, what, 1 << 20)
-                for lane, hop, begin, end, what in bars
-            ]
-    return Timeline("causal, zigzag, 64 tokens", source, 2, tuple(told), {"call": CALL, "provenance": PROVENANCE})
+    bars = [
+        ("compute", 0, 0.0, 0.4, ""),
+        ("send", 0, 0.0, 0.3, "K/V of 0"),
+        ("receive", 0, 0.0, 0.3, name),
+        ("slot 1", 1, 0.0, 0.9, name),
+        ("wait", 1, 0.4, 0.5, ""),
+        ("compute", 1, 0.5, 0.9, ""),
+    ]
+    events = tuple(
+        Event(rank, lane, phase, hop, (start + begin) * slower, (start + end) * slower, what, 1 << 20)
+        for rank, (phase, start) in product((0, 1), (("forward", 0.0), ("backward", 1.0)))
+        for lane, hop, begin, end, what in bars
+    )
+    return Timeline("causal, zigzag, 64 tokens", source, 2, events, {"call": CALL, "provenance": PROVENANCE})
 
 
 def write(folder: Path, **files: object) -> Path:
