@@ -1,4 +1,4 @@
-"""``ringattn inspect``: what it is asked, what it says, two reports side by side; what the defaults compile to."""
+"""``ringattn inspect``: what it is asked, what it says, and what the defaults compile to."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from ringattn.autotune.bound import CHIPS
 from ringattn.autotune.cli_inspect import DEFAULT, app
 from ringattn.autotune.compile import Variant, select
 from ringattn.autotune.gate import Compiled
-from ringattn.autotune.inspect import FIGURES, configs, differences, inspect_variant, pairs, read_rows, row_of
+from ringattn.autotune.inspect import inspect_variant, row_of
 from ringattn.autotune.sass import matrix_loops
+from ringattn.bench.common.result import read
 from ringattn.kernels import Tile
 
 LISTING = Path(__file__).with_name("forward_sm_90.sass").read_text()
@@ -46,8 +47,6 @@ def problems(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         (["75:bf16:64"], "arch is '75': it must be one of 80, 86, 89, 90, 100, 120"),
         (["90:bf16:64:hopper:gqa:order=best"], "option order is 'best': it must be one of heads, longest"),
-        (["90:bf16:128", "--diff", "a.json", "b.json"], "'90:bf16:128' has no say beside --diff"),
-        (["--diff", "none.json", "none.json"], "none.json"),
         (["--json", "/nowhere/x.json"], "/nowhere/x.json"),
     ],
 )
@@ -58,9 +57,9 @@ def test_what_fits_is_said_of_what_does_not(arguments: list[str], told: str) -> 
 
 @pytest.mark.parametrize("specs", [[], ["90:bf16:128:dq", "90:bf16:64:hopper"]])
 def test_specs_name_variants(specs: list[str], problems: list[str], tmp_path: Path) -> None:
-    code, _ = run(*specs, "--json", str(tmp_path / "told.json"))
+    code, _ = run(*specs, "--json", str(told := tmp_path / "told.json"))
     wanted = [str(one) for spec in specs or DEFAULT for one in select(spec)]
-    assert code == 0 and [row["variant"] for row in read_rows(str(tmp_path / "told.json"))] == wanted
+    assert code == 0 and [row["variant"] for row in read(told).rows] == wanted
 
 
 def test_the_gate_fails_where_a_variant_does_not_pass(problems: list[str]) -> None:
@@ -87,45 +86,6 @@ def test_what_the_entry_refuses_is_a_row() -> None:
     (large,) = select("86:bf16:128:middle:forward:full:mha:128x128x8x3")
     row = inspect_variant(large)
     assert "a block of sm_86 has 101,376" in row["problems"] and not row["blocks"] and row["bound"] is None
-
-
-def test_two_reports_side_by_side(problems: list[str], tmp_path: Path) -> None:
-    """And a difference passes the gate or not."""
-    good, bad, changed = (str(tmp_path / f"{name}.json") for name in ("good", "bad", "changed"))
-    for path, found in ((good, []), (bad, [WRONG])):
-        problems[:] = found
-        assert run("90:bf16:128:dq:middle:mha:full", "--json", path)[0] == 0
-    assert run("--diff", good, bad)[0] == run("--diff", good, good, "--gate")[0] == 0
-    assert run("--diff", good, bad, "--gate")[0] == 1
-
-    data = json.loads(Path(good).read_text())
-    data["rows"][0] |= {"regs": 80, "bound": 20.0}
-    Path(changed).write_text(json.dumps(data))
-    code, told = run("--diff", good, changed)
-    assert code == 0 and "regs 64 80 16" in told and "bound 16 20 4" in told
-    for wrong in ({"regs": "many"}, {"limiter": 3}):
-        Path(changed).write_text(json.dumps(data | {"rows": [data["rows"][0] | wrong]}))
-        code, told = run("--diff", good, changed)
-        assert code == 2 and f"rows[0].{next(iter(wrong))} is" in told
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "count"),
-    [
-        ("90:bf16:128:dkdv", "90:bf16:128:dkdv:order=longest", 16),
-        ("90:bf16:128:forward", "90:bf16:128:hopper", 16),
-        ("90:bf16:128:dq:middle", "90:bf16:128:dq:middle:64x64x4x1", 4),
-    ],
-)
-def test_two_specs_are_paired(before: str, after: str, count: int) -> None:
-    one, other = ([row_of(variant, COMPILED, []) for variant in configs(spec)] for spec in (before, after))
-    found = pairs(one, other)
-    assert len(found) == count and all(a["options"] != b["options"] or a["tile"] != b["tile"] for a, b in found)
-    assert not any(line["change"] for line in differences(one, other))
-    assert {line["figure"] for line in differences(one, other)} == {*FIGURES}
-    assert pairs([*one, *other], [*other, *one]) == [(row, row) for row in (*one, *other)], "tiles and options, too"
-    with pytest.raises(ValueError, match="no variant in common"):
-        pairs(one, [row | {"kernel": "delta"} for row in one])
 
 
 def inspect(*arguments: str) -> list[dict[str, Any]]:
