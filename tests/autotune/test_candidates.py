@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ringattn.autotune.candidates import (
     CompileResult,
     Ranked,
     compile_job,
+    compile_jobs,
     job_of,
     rank_candidates,
 )
@@ -70,7 +72,7 @@ def test_a_crash_and_a_hang_cost_their_jobs_alone() -> None:
 
 
 def compiler_of(pool: AtOnce, path: Path, **how: Any) -> Compiler:
-    return Compiler(Journal(path, ""), pool, **how)  # type: ignore[arg-type]
+    return partial(compile_jobs, journal=Journal(path, ""), pool=pool, **how)  # type: ignore[arg-type]
 
 
 def rank(work: Callable[[Variant], CompileResult], path: Path, count: int, schedules_of: int = 0) -> Ranked:
@@ -87,7 +89,7 @@ def jobs_of(point: Point) -> list[Variant]:
 def test_what_was_compiled_once_is_not_compiled_again(tmp_path: Path) -> None:
     jobs, pool = jobs_of(POINT), AtOnce()
     batches: list[int | None] = []
-    first = compiler_of(pool, tmp_path / "journal", done=batches.append)(jobs * 2)
+    first = compiler_of(pool, tmp_path / "journal", progress=batches.append)(jobs * 2)
     assert pool.seen == jobs
     assert batches == [len(jobs), *[None] * len(jobs)]
     again = compiler_of(pool, tmp_path / "journal")
@@ -163,7 +165,7 @@ def test_candidates_are_compiled(tmp_path: Path) -> None:
         "hopper": job_of(POINT, with_options(TILE, {"forward_kernel": "hopper"}), 90, HEADS),
     }
     with Pool(compile_job, 2) as pool:
-        found = Compiler(Journal(tmp_path / "journal", ""), pool)(jobs.values())
+        found = compile_jobs(jobs.values(), Journal(tmp_path / "journal", ""), pool)
     assert found[jobs["good"]].problems == found[jobs["hopper"]].problems == ()
     assert (found[jobs["hopper"]].bound or 0) > (found[jobs["good"]].bound or 0) > 40
     assert found[jobs["good"]].bound_by.startswith(f"{candidates.UNIT}, limited by ")
