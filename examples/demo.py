@@ -118,20 +118,15 @@ def run(job: Job, document: bytes, world: int) -> Runs | None:
         None on every rank but the first.
     """
     import torch
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ..bench.common.launching import launch, member
+    from ..bench.common.launching import member, started
     from . import training
 
     if member() is not None:
         return training.as_rank(None, job, document)
     if world == 1 or torch.cuda.device_count() == 1:
         return training.as_all_ranks(job, document, world)
-    try:
-        return launch(world, training.as_rank, job, document)
-    except ChildFailedError as error:
-        typer.echo(f"a rank failed: {error}", err=True)
-        raise typer.Exit(1) from None
+    return started(world, training.as_rank, job, document)
 
 
 def resolve_world(world: int | None, place: Member | None) -> int:
