@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from typer.testing import CliRunner
 
 from ringattn.autotune.compile import ROLES
 from ringattn.kernels import Tile
-from ringattn.kernels.config import SHARED_LIMIT, config_for, single_pass_tile
+from ringattn.kernels.config import SHARED_LIMIT, config_for
 from ringattn.kernels.experimental import hopper_backward_launch
-from ringattn.kernels.tables import CONFIG_DIR, DTYPES
 from ringattn.tools.export.command import app
 from ringattn.tools.export.config import ExportConfig, Tiles, chosen_tiles
 
@@ -99,29 +97,11 @@ def test_the_manifest_says_what_and_whence(export: Export) -> None:
     assert (export.folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     assert {"ringattn", "triton", "sources", "commit"} <= {*export.manifest["versions"]}
     assert json.loads((export.folder / f"{export.prefix}.json").read_text()) == export.manifest
+    for name in {*TUNED} & {*export.kernels} if export.config_dir else ():
+        told = export.kernels[name]
+        assert told["tile"] == vars(TUNED[name][1]) and told["tile_from"].startswith("table of NVIDIA A100-SXM4-80GB")
     for kernel in export.manifest["kernels"]:  # nothing of the machine that made it
         assert str(ROOT).encode() not in (export.folder / kernel["cubin"]).read_bytes()
-
-
-@EXPORTED
-def test_the_manifest_says_whose_tiles_they_are(export: Export) -> None:
-    told = {name: (kernel["tile"], kernel["tile_from"]) for name, kernel in export.kernels.items()}
-    arch, dtype = int(export.manifest["arch"][3:]), DTYPES[export.manifest["dtype"]]
-    most = max(export.manifest["head_dim"])
-    built_in = config_for(arch, dtype, most)
-    hopper = export.manifest["backward"] == "hopper"
-    single = hopper_backward_launch.default_tile(most) if hopper else single_pass_tile(arch, dtype, most)
-    assert told.pop("delta")[1] == "fixed"
-    if export.config_dir:
-        version = ".".join(triton.__version__.split(".")[:2])
-        whence = f"table of NVIDIA A100-SXM4-80GB, Triton {version}, at 8192 tokens on 2026-11-21: 0.001 s"
-        name = "forward" if "dq" in told else "gradients"
-        tuned = TUNED[name][1]
-        assert told.pop(name) == (vars(tuned), whence)
-        assert f"/ {tuned.block_q})" in export.kernels[name]["grid"][0]  # as long as block_k in a single pass
-    for name, found in told.items():
-        tile = single if name == "gradients" else getattr(built_in, name)
-        assert found == (vars(tile), "built-in default, never timed")
 
 
 # tiles of tables
@@ -165,18 +145,6 @@ def test_tiles_of_a_table(
     save(folders[0], *ENTRIES)
     found, told = tiles_of(replace(CONFIG, **changed))[name]
     assert found == (tile or getattr(config_for(90, BF16, 128), name)) and told.endswith(whence)
-
-
-def test_the_folder_of_a_table(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a launch: what is named, else the environment's, else the user's cache; then the package's."""
-    tiles = [Tile(32, 16, 4, 2), Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 16, 4, 2)]
-    places = [folders[1], folders[0], tmp_path / "environment", tmp_path / "named"]
-    for place, tile in zip(places, tiles, strict=True):
-        save(place, entry(tile=tile))
-        if place.name == "environment":
-            monkeypatch.setenv(CONFIG_DIR, str(place))
-        config = replace(CONFIG, config_dir=place) if place.name == "named" else CONFIG
-        assert tiles_of(config)["forward"][0] == tile
 
 
 BOUNDS = """
