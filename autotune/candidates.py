@@ -105,7 +105,7 @@ def compile_jobs(
     keys: dict[Variant, str] = {}
     for job in jobs:
         try:
-            key = keys[job] = _key(job)
+            key = keys[job] = f"{job} | {hashlib.sha256(job.launch.signature.encode()).hexdigest()[:16]}"
         except ValueError as error:  # the entry refuses it
             key = keys[job] = str(job)
             found[key] = CompileResult((str(error),))
@@ -127,11 +127,6 @@ def compile_jobs(
     if missing := sum(key not in found for key in new):
         raise OutOfBudget(missing)
     return {job: found[key] for job, key in keys.items()}
-
-
-def _key(job: Variant) -> str:
-    """The name of a job in a journal; jobs of one binary share it."""
-    return f"{job} | {hashlib.sha256(job.launch.signature.encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)

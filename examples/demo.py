@@ -12,7 +12,6 @@ from ..bench.common import flags
 
 if TYPE_CHECKING:
     from ..bench.common.launching import Member
-    from ..ring import Layout
     from .training import Runs
 
 DEFAULT_WORLD = 2
@@ -47,13 +46,6 @@ class Job:
             raise ValueError(f"--kv-heads is {self.kv_heads}: --heads, {self.heads}, must be a multiple of it")
         if self.head_dim % 2:
             raise ValueError(f"--head-dim is {self.head_dim}: it must be even, since rotary embedding turns pairs")
-
-    def layout_of(self, world: int) -> Layout:
-        """Who holds which tokens."""
-        from ..ring import Layout
-
-        layout: Layout = getattr(Layout, self.layout)(self.seqlen, world)
-        return layout
 
     @property
     def compared(self) -> list[int]:

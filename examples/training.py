@@ -22,7 +22,7 @@ from torch import Tensor
 from ..bench.common.launching import cores, member, process_group, threads
 from ..bench.common.memory import PeakMemory
 from ..comm import GroupLike, LocalGroup, LocalWorld
-from ..ring import Ring, ring_attention
+from ..ring import Layout, Ring, ring_attention
 from ..ring.shards import exchange
 from .demo import Job
 from .model import Attend, Decoder
@@ -149,7 +149,7 @@ def train_ring(task: Task, group: GroupLike) -> Run:
     with Ring(group) as ring:
         transport = ring.open(task.device)[0]
         ring._agree({"job": task.job, "text": hashlib.sha256(task.document).hexdigest()[:12]}, task.device)
-        layout = task.job.layout_of(ring.size)
+        layout: Layout = getattr(Layout, task.job.layout)(task.job.seqlen, ring.size)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = ring_attention(q, k, v, layout=layout, ring=ring, causal=True)

@@ -42,17 +42,9 @@ def problems(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["75:bf16:64"], "arch is '75': it must be one of 80, 86, 89, 90, 100, 120"),
-        (["90:bf16:64:hopper:gqa:order=best"], "option order is 'best': it must be one of heads, longest"),
-        (["--json", "/nowhere/x.json"], "/nowhere/x.json"),
-    ],
-)
-def test_what_fits_is_said_of_what_does_not(arguments: list[str], told: str) -> None:
-    code, output = run(*arguments)
-    assert code == 2 and told in output
+def test_a_spec_that_names_nothing_is_refused() -> None:
+    code, output = run("75:bf16:64")
+    assert code == 2 and "arch is '75': it must be one of 80, 86, 89, 90, 100, 120" in output
 
 
 @pytest.mark.parametrize("specs", [[], ["90:bf16:128:dq", "90:bf16:64:hopper"]])

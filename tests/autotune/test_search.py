@@ -118,3 +118,11 @@ def test_a_reading_has_the_reasons_that_make_it_slower() -> None:
     clocks = {"sm_mhz": 1200, "throttled": ("idle", "power cap", "clocks set by the user")}
     assert Reading.of(0.25, clocks) == Reading(0.25, ("power cap",), {"sm_mhz": 1200.0})
     assert samples(readings(1.0, 2.0, 3.0)).median == 2.0
+
+
+def test_shares_of_a_budget() -> None:
+    gpu = StandIn(steady)
+    whole = Budget(100.0, gpu.clock)
+    first = whole.share(4)
+    gpu.now += 10
+    assert (first.left(), whole.share(3).left()) == (15, 30), "what the first leaves, the others have"

@@ -28,10 +28,10 @@ SLOW_SETTINGS = {
     "NCCL_SHM_DISABLE": "shared memory is not used",
     "NCCL_NET_DISABLE_INTRA": "NICs are not used inside a node",
 }
-IMPLICIT_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # from NCCL 2.26 on
+IMPLICIT_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 ORDERED = (
     "where another library's communicators share these GPUs (torch's of FSDP or tensor parallelism), set "
-    f"{IMPLICIT_ORDER}=1: without it NCCL promises progress only to one communicator at a time"
+    f"{IMPLICIT_ORDER}=1 (NCCL 2.26 or later): without it NCCL promises progress only to one communicator at a time"
 )
 MAY_DIFFER = ("driver", "Python")
 ONE_LIBRARY = (
