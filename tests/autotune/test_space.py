@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from ringattn.autotune.compile import DEFAULTS
 from ringattn.autotune.space import (
     CONFIG_FIELDS,
-    DEFAULTS,
     MOST_VALUES,
     SCHEDULE_FIELDS,
     Shape,

@@ -150,6 +150,11 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the parts
 
 
+def test_text_is_repeated_where_more_is_asked_for() -> None:
+    text = demo.document(1 << 20)
+    assert len(text) == (1 << 20) + 1 and text[:1001] == demo.document(1000)
+
+
 def test_rotation_depends_on_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 3, 8, dtype=torch.float64)
     at = [rotate(x, torch.tensor([p])) for x, p in ((q, 7), (k, 3), (q, 104), (k, 100))]
