@@ -74,67 +74,59 @@ def digest() -> str:
     return made.hexdigest()[:16]
 
 
+Compiler = Callable[[Iterable[Variant]], Mapping[Variant, CompileResult]]
+"""Says of jobs what becomes of them."""
+
+
 class OutOfBudget(Exception):
     """The seconds for compiling are spent; the argument: jobs that were asked for and are not compiled."""
 
 
-class Compiler:
-    """Compiles jobs in worker processes and remembers what became of each, across interruptions.
+def compile_jobs(
+    jobs: Iterable[Variant],
+    journal: Journal,
+    pool: Pool,
+    progress: Callable[[int | None], None] = lambda batch: None,
+    left: Callable[[], float] = lambda: math.inf,
+) -> dict[Variant, CompileResult]:
+    """Compile jobs in worker processes; what becomes of every one, which is remembered across interruptions.
 
     Args:
         journal: of earlier runs.
         pool: whose work is :func:`compile_job`.
-        done: called with the number of new jobs of every batch, and with None for each that is compiled.
+        progress: called with the number of new jobs, and with None for each that is compiled.
         left: seconds that may still be spent.
+
+    Raises:
+        OutOfBudget: some are not compiled.
     """
+    found: dict[str, CompileResult] = {}
+    new: dict[str, Variant] = {}
+    keys: dict[Variant, str] = {}
+    for job in jobs:
+        try:
+            key = keys[job] = f"{job} | {hashlib.sha256(job.launch.signature.encode()).hexdigest()[:16]}"
+        except ValueError as error:  # the entry refuses it
+            key = keys[job] = str(job)
+            found[key] = CompileResult((str(error),))
+        if key in found or key in new:
+            continue
+        if (known := journal.get(key)) is not None:
+            found[key] = CompileResult(**known | {"problems": tuple(known["problems"])})
+        else:
+            new[key] = job
+    progress(len(new))
 
-    def __init__(
-        self,
-        journal: Journal,
-        pool: Pool,
-        done: Callable[[int | None], None] = lambda batch: None,
-        left: Callable[[], float] = lambda: math.inf,
-    ) -> None:
-        self._journal, self._pool, self._done, self._left = journal, pool, done, left
+    def done(job: Variant, result: CompileResult | Failure) -> None:
+        key = keys[job]
+        found[key] = CompileResult((result.reason,)) if isinstance(result, Failure) else result
+        journal.put(key, asdict(found[key]))
+        progress(None)
 
-    def __call__(self, jobs: Iterable[Variant]) -> dict[Variant, CompileResult]:
-        """What becomes of every job.
-
-        Raises:
-            OutOfBudget: some are not compiled.
-        """
-        found: dict[str, CompileResult] = {}
-        new: dict[str, Variant] = {}
-        keys: dict[Variant, str] = {}
-        for job in jobs:
-            try:
-                key = keys[job] = _key(job)
-            except ValueError as error:  # the entry refuses it
-                key = keys[job] = str(job)
-                found[key] = CompileResult((str(error),))
-            if key in found or key in new:
-                continue
-            if (known := self._journal.get(key)) is not None:
-                found[key] = CompileResult(**known | {"problems": tuple(known["problems"])})
-            else:
-                new[key] = job
-        self._done(len(new))
-
-        def done(job: Variant, result: CompileResult | Failure) -> None:
-            key = keys[job]
-            found[key] = CompileResult((result.reason,)) if isinstance(result, Failure) else result
-            self._journal.put(key, asdict(found[key]))
-            self._done(None)
-
-        self._pool.run([*new.values()], done, self._left)
-        if missing := sum(key not in found for key in new):
-            raise OutOfBudget(missing)
-        return {job: found[key] for job, key in keys.items()}
-
-
-def _key(job: Variant) -> str:
-    """The name of a job in a journal; jobs of one binary share it."""
-    return f"{job} | {hashlib.sha256(job.launch.signature.encode()).hexdigest()[:16]}"
+    pool.run([*new.values()], done, left)
+    if missing := sum(key not in found for key in new):
+        raise OutOfBudget(missing)
+    return {job: found[key] for job, key in keys.items()}
 
 
 @dataclass(frozen=True)
@@ -150,7 +142,7 @@ class Ranked:
 def rank_candidates(
     point: Point,
     arch: int,
-    compiler: Callable[[Iterable[Variant]], Mapping[Variant, CompileResult]],
+    compiler: Compiler,
     tiles: Sequence[Tile],
     *,
     heads: int,

@@ -24,9 +24,6 @@ def inspect(
             f"default: {' '.join(DEFAULT)}",
         ),
     ] = None,
-    diff: Annotated[
-        tuple[str, str] | None, typer.Option(metavar="A B", help="Two specs, or reports by --json, side by side.")
-    ] = None,
     gate: Annotated[bool, typer.Option("--gate", help="Exit 1 where a variant does not pass.")] = False,
     json: Json = None,
     csv: Csv = None,
@@ -41,27 +38,15 @@ def inspect(
     Bounds are in percent of the tensor cores' peak. The ceiling assumes that everything overlaps; the bound, that a
     block's warps move in step and only another block fills their gaps.
     """
-    if diff is not None and specs:
-        raise typer.BadParameter(f"{specs[0]!r} has no say beside --diff, which takes two specs itself: leave it out")
-
-    from ..bench.common.result import Result, finish
+    from ..bench.common.result import finish
     from .compile import select
-    from .inspect import configs, differences, inspect_variants, read_rows, result_of
+    from .inspect import inspect_variants, result_of
     from .tune import progress
 
     try:
-        with progress() as step:
-            if diff is not None:
-                sides = [
-                    read_rows(word) if word.endswith(".json") else inspect_variants(configs(word), step)
-                    for word in diff
-                ]
-                units = dict.fromkeys(("figure", "A", "B", "change", "of A", "of B"), "")
-                failed = result_of([row for rows in sides for row in rows], gate=True).failed if gate else []
-                found = Result("inspect", units, differences(*sides), failed)
-            else:
-                asked = [variant for spec in specs or DEFAULT for variant in select(spec)]
-                found = result_of(inspect_variants(asked, step), gate=gate)
+        asked = [variant for spec in specs or DEFAULT for variant in select(spec)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    finish(found, json, csv)
+    with progress() as step:
+        rows = inspect_variants(asked, step)
+    finish(result_of(rows, gate=gate), json, csv)

@@ -336,7 +336,9 @@ OF_LAUNCHES = ("sm_margin",)
 CHECKS = {**OPTIONS, "single_pass": {**OPTIONS["single_pass"], "backward": one_of("hopper")}}
 """By kernel, the options that a compiler may be asked for. No table has the last one: it is no tuned kernel."""
 
-DEFAULTS = {one.name: one.default for one in fields(KernelConfig)}
+DEFAULTS: dict[str, object] = {one.name: one.default for one in fields(KernelConfig)}
+"""Of ``KernelConfig``: what a variant or a candidate need not say."""
+
 MASKS, HEADS = ("full", "bounded"), ("gqa", "mha")
 TILE = "QxKxWARPSxSTAGES"
 
@@ -363,7 +365,7 @@ def select(spec: str) -> list[Variant]:
     asked = {*plain} - {*features, *tiles}
     found: list[Variant] = []
     reasons: list[str] = []
-    for one in launchable(arch, dtype, *dims, tile=own_tile):
+    for one in launchable(arch, dtype, *dims, own_tile):
         flags = {one.role, one.kernel, "full" if one.full else "bounded", "gqa" if one.grouped else "mha"}
         if not flags >= asked:
             continue
@@ -446,14 +448,11 @@ def options_of_words(words: Sequence[str]) -> Options:
     return tuple(sorted(made.items()))
 
 
-def launchable(
-    arch: int, dtype: str, head_dim: int, head_dim_v: int | None = None, tile: Tile | None = None
-) -> Iterator[Variant]:
+def launchable(arch: int, dtype: str, head_dim: int, dim_v: int, tile: Tile | None) -> Iterator[Variant]:
     """Every variant that a default config, or ``tile``, can launch: kernels x roles x bounds x GQA, and memory-bound.
 
     dK/dV of grouped heads is cut into parts where programs are few, and the parts are reduced.
     """
-    dim_v = head_dim if head_dim_v is None else head_dim_v
     for kernel, role, full, grouped in product(ATTENTION, ROLES, (False, True), (False, True)):
         if (own := tile or default_tile(kernel, arch, dtype, max(head_dim, dim_v))) is not None:
             yield Variant(kernel, arch, dtype, head_dim, dim_v, own, role, full, grouped)

@@ -1,20 +1,19 @@
-"""What ``ringattn inspect`` says of variants: what each takes, what bounds its main loop, what differs between two."""
+"""What ``ringattn inspect`` says of variants: what each takes, and what bounds its main loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import triton
 
-from ..bench.common.result import Result, Row, read
+from ..bench.common.result import Result, Row
 from .bound import TENSOR, blocks_of, bounds_of, main_bound
-from .compile import Variant, select
+from .compile import Variant
 from .gate import Compiled, compile_variant
 
-IDENTITY = ("kernel", "arch", "dtype", "head_dim", "head_dim_v", "role", "full", "grouped", "features")
-"""What two rows must share to be compared: all of the variant but its tile and the options that are chosen with it."""
+SELECTED = ("kernel", "arch", "dtype", "head_dim", "head_dim_v", "role", "full", "grouped", "features")
+"""What selects the variant, beside its tile and the options that are chosen with it."""
 
 FIGURES = {
     "bound": "%", "regs": "", "spills": "", "blocks": "", "limiter": "", "shared": "B", "ceiling": "%", "stack": "B",
@@ -22,7 +21,7 @@ FIGURES = {
 }  # fmt: skip
 """Blocks of an SM; instructions, spills and what follows of the main loop, products on the tensor cores."""
 
-UNITS = {"bound": "%", "variant": ""} | FIGURES | dict.fromkeys(("problems", "loops", *IDENTITY, "options", "tile"), "")
+UNITS = {"bound": "%", "variant": ""} | FIGURES | dict.fromkeys(("problems", "loops", *SELECTED, "options", "tile"), "")
 
 
 def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> dict[str, Any]:
@@ -41,7 +40,7 @@ def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> dic
         "blocks": blocks,
         "problems": "; ".join(problems),
         "loops": " ".join(str(one.loop.matrix) for one in bounds_of(compiled)),  # matrix instructions of each
-        **{name: getattr(variant, name) for name in IDENTITY},
+        **{name: getattr(variant, name) for name in SELECTED},
         "arch": f"sm_{variant.arch}",
         "features": " ".join(variant.features),
         "options": " ".join(f"{name}={value}" for name, value in variant.options),
@@ -87,60 +86,3 @@ def result_of(rows: Sequence[Row], *, gate: bool) -> Result:
     if best := max((row for row in rows if row["bound"]), key=lambda row: row["bound"], default=None):
         notes.append(f"best: {best['variant']}: at most {best['bound']:.1f}% of peak, limited by {best['limiter']}")
     return Result("inspect", UNITS, [*rows], failed, notes, {"triton": triton.__version__})
-
-
-# two side by side
-
-
-def configs(spec: str) -> list[Variant]:
-    """Of what a spec names one of each kernel, role, mask and grouping: dK/dV in parts where the spec says so."""
-    first: dict[tuple[object, ...], Variant] = {}
-    for one in select(spec):
-        first.setdefault((one.kernel, one.role, one.full, one.grouped, one.head_dim), one)
-    return [*first.values()]
-
-
-def read_rows(path: str) -> list[Row]:
-    """The rows of a report that ``ringattn inspect --json`` wrote: ValueError where it is none."""
-    found = read(Path(path))
-    if found.case != "inspect" or {*found.units} != {*UNITS}:
-        raise ValueError(f"{path} is of `{found.case[:80]}`: it must be what `ringattn inspect --json` writes")
-    for place, row in enumerate(found.rows):
-        for name in FIGURES:
-            kind = str if name == "limiter" else int | float
-            if not isinstance(row.get(name), kind | None):
-                raise ValueError(f"{path}: rows[{place}].{name} is {str(row[name])[:80]!r}: it must be a {kind}")
-    return found.rows
-
-
-def pairs(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Rows of the same kernel, arch, dtype, head dims and role; where there are several of those, of the same tile too.
-
-    Raises:
-        ValueError: there are none.
-    """
-
-    def by(keys: Sequence[str], rows: Sequence[Row]) -> dict[tuple[object, ...], Row]:
-        return {tuple(row.get(key) for key in keys): row for row in rows}
-
-    keys: tuple[str, ...] = IDENTITY
-    if any(len(by(keys, rows)) < len(rows) for rows in (before, after)):
-        keys += ("tile", "options")
-    one, other = by(keys, before), by(keys, after)
-    if not {*one} & {*other}:
-        held = (", ".join(sorted({str(row.get("variant")) for row in rows})) for rows in (before, after))
-        raise ValueError("the two have no variant in common: {} and {}".format(*held))
-    return [(row, other[key]) for key, row in one.items() if key in other]
-
-
-def differences(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
-    """Of every pair a row per figure, side by side; ``change`` where both are numbers."""
-    rows: list[Row] = []
-    for a, b in pairs(before, after):
-        for key in FIGURES:
-            one, other = a.get(key), b.get(key)
-            change = other - one if isinstance(one, int | float) and isinstance(other, int | float) else None
-            if one is not None or other is not None:
-                rows.append({"figure": key, "A": one, "B": other, "change": change, "of A": a["variant"],
-                             "of B": b["variant"]})  # fmt: skip
-    return rows

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import triton
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ..bench.common.attention import AttentionConfig
 from ..bench.common.errors import Exact
@@ -84,7 +83,7 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
         ValueError: the folder cannot be made.
         typer.BadParameter: a length that does not fit the free memory, with the one that does.
         typer.Exit: a rank failed.
-        KeyboardInterrupt: by the user, or who else ends processes.
+        KeyboardInterrupt: by the user.
     """
     kind, place = problems[0].device, member()
     device = torch.device(kind, 0) if place is None else place.shared_device(kind)
@@ -93,14 +92,11 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
     for problem in problems:
         check_room(problem)
     found = Result("tune --ring", UNITS, provenance=provenance(torch.device(kind)))
-    try:
-        for problem in problems:
-            one = spawn(problem.world, search_ring, problem, budget / len(problems), folder, device=kind)
-            found.rows += one.rows
-            found.failed += one.failed
-            found.notes += one.notes
-    except SignalException:  # what torch's launcher makes of Ctrl-C
-        raise KeyboardInterrupt from None
+    for problem in problems:
+        one = spawn(problem.world, search_ring, problem, budget / len(problems), folder, device=kind)
+        found.rows += one.rows
+        found.failed += one.failed
+        found.notes += one.notes
     return found
 
 

@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -82,9 +82,8 @@ class RingEntry:
     command: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        told = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("point", "setting")}
-        more = {"versions": dict(self.versions), "clocks": dict(self.clocks)}
-        return {**self.point._asdict(), "setting": asdict(self.setting), **told, **more}
+        told = asdict(self)
+        return {**told.pop("point")._asdict(), **told}
 
 
 _SETTING: dict[str, Check] = {

@@ -7,15 +7,14 @@ Which kernel, is tried with every tile; in what order programs take its tiles, w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from math import log2
 from typing import Any
 
-from ..kernels import KernelConfig, Tile
+from ..kernels import Tile
 from ..kernels.config import EPILOGUES, FORWARD_KERNELS, ORDERS, SHARED_LIMIT
 from ..kernels.experimental.hopper_launch import HEAD_DIMS, check_tile
-from ..kernels.launch import COPY_ENGINE_ARCH, fills_boxes
 from ..kernels.order import MARGIN
 from ..kernels.tables import (
     DTYPES,
@@ -29,6 +28,7 @@ from ..kernels.tables import (
     shared_limit,
     with_options,
 )
+from .compile import DEFAULTS, Variant, lacking
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -121,9 +121,6 @@ SCHEDULE_FIELDS: dict[str, Fields] = {
 }
 """Those that are tried with the best tiles alone: they change when a tile is taken, not what its loop does."""
 
-DEFAULTS: dict[str, object] = {one.name: one.default for one in fields(KernelConfig)}
-"""Of ``KernelConfig``: what a candidate need not say."""
-
 MOST_VALUES = 224
 """fp32 values of accumulators and scores per thread, of its 255 registers."""
 
@@ -199,13 +196,10 @@ def _takes(options: Mapping[str, Any], tile: Tile, point: Point, arch: int) -> b
             check_tile(point.head_dim, tile)
         except ValueError:
             return False
-    if options.get("pack_gqa") and point.group == 1:
-        return False
-    if point.group % int(options.get("dkdv_splits", 1)):
-        return False
-    if "dkdv_epilogue" in options and arch < COPY_ENGINE_ARCH:
-        return False
-    if "dkdv_epilogue" in options and not (fills_boxes(point.head_dim) and fills_boxes(point.head_dim_v)):
+    launched = Variant(
+        point.kernel, arch, point.dtype, point.head_dim, point.head_dim_v, tile, grouped=point.group > 1
+    )  # fmt: skip
+    if lacking(launched, tuple(options.items())) is not None or point.group % int(options.get("dkdv_splits", 1)):
         return False
     return "sm_margin" not in options or bool(options.get("persistent"))
 

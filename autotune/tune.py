@@ -22,7 +22,17 @@ from ..bench.common.result import Result
 from ..comm.topology import nvml
 from ..kernels import Tile
 from ..kernels.tables import TUNED, Entry, Gpu, Point, options_of
-from .candidates import RANKING_ROLE, Compiler, OutOfBudget, Ranked, compile_job, digest, job_of, rank_candidates
+from .candidates import (
+    RANKING_ROLE,
+    Compiler,
+    OutOfBudget,
+    Ranked,
+    compile_job,
+    compile_jobs,
+    digest,
+    job_of,
+    rank_candidates,
+)
 from .compile import default_tile
 from .measure import DeviceTrials, checked_sides
 from .pool import Pool
@@ -155,7 +165,7 @@ def compile_part(config: TuneConfig, journal: Journal, pool: Pool, step: Progres
     other, so that a budget leaves whole ones.
     """
     budget = Budget(config.budget if config.device is None else math.inf)
-    compiler = Compiler(journal, pool, partial(step, "compiling"), budget.left)
+    compiler = partial(compile_jobs, journal=journal, pool=pool, progress=partial(step, "compiling"), left=budget.left)
     return [_compiled(config, point, compiler) for point in config.points]
 
 

@@ -12,7 +12,6 @@ from ..bench.common import flags
 
 if TYPE_CHECKING:
     from ..bench.common.launching import Member
-    from ..ring import Layout
     from .training import Runs
 
 DEFAULT_WORLD = 2
@@ -47,13 +46,6 @@ class Job:
             raise ValueError(f"--kv-heads is {self.kv_heads}: --heads, {self.heads}, must be a multiple of it")
         if self.head_dim % 2:
             raise ValueError(f"--head-dim is {self.head_dim}: it must be even, since rotary embedding turns pairs")
-
-    def layout_of(self, world: int) -> Layout:
-        """Who holds which tokens."""
-        from ..ring import Layout
-
-        layout: Layout = getattr(Layout, self.layout)(self.seqlen, world)
-        return layout
 
     @property
     def compared(self) -> list[int]:
@@ -118,20 +110,15 @@ def run(job: Job, document: bytes, world: int) -> Runs | None:
         None on every rank but the first.
     """
     import torch
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ..bench.common.launching import launch, member
+    from ..bench.common.launching import member, started
     from . import training
 
     if member() is not None:
         return training.as_rank(None, job, document)
     if world == 1 or torch.cuda.device_count() == 1:
         return training.as_all_ranks(job, document, world)
-    try:
-        return launch(world, training.as_rank, job, document)
-    except ChildFailedError as error:
-        typer.echo(f"a rank failed: {error}", err=True)
-        raise typer.Exit(1) from None
+    return started(world, training.as_rank, job, document)
 
 
 def resolve_world(world: int | None, place: Member | None) -> int:

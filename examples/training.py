@@ -22,7 +22,7 @@ from torch import Tensor
 from ..bench.common.launching import cores, member, process_group, threads
 from ..bench.common.memory import PeakMemory
 from ..comm import GroupLike, LocalGroup, LocalWorld
-from ..ring import Ring, ring_attention
+from ..ring import Layout, Ring, ring_attention
 from ..ring.shards import exchange
 from .demo import Job
 from .model import Attend, Decoder
@@ -149,7 +149,7 @@ def train_ring(task: Task, group: GroupLike) -> Run:
     with Ring(group) as ring:
         transport = ring.open(task.device)[0]
         ring._agree({"job": task.job, "text": hashlib.sha256(task.document).hexdigest()[:12]}, task.device)
-        layout = task.job.layout_of(ring.size)
+        layout: Layout = getattr(Layout, task.job.layout)(task.job.seqlen, ring.size)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = ring_attention(q, k, v, layout=layout, ring=ring, causal=True)
@@ -230,7 +230,7 @@ def backward(
 
 def reduce(ring: Ring, model: Decoder, loss: Tensor) -> float:
     """Sum gradients and loss over the ranks, in rank order on every rank, in float64: all ranks get the same bits."""
-    gradients = [_gradient(parameter) for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat([loss.reshape(1), *(gradient.reshape(-1).double() for gradient in gradients)])
     total = torch.stack(exchange(ring, [flat] * ring.size, [flat.shape] * ring.size)).sum(0)
     for gradient, part in zip(gradients, torch.split(total[1:], [g.numel() for g in gradients]), strict=True):
@@ -240,13 +240,8 @@ def reduce(ring: Ring, model: Decoder, loss: Tensor) -> float:
 
 def copy_gradients(model: Decoder) -> dict[str, Tensor]:
     """Every parameter's gradient, on the CPU."""
-    return {name: _gradient(parameter).to("cpu", copy=True) for name, parameter in model.named_parameters()}
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        raise RuntimeError("a parameter has no gradient: backward has not run, or the model does not use it")
-    return parameter.grad
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: gradient.to("cpu", copy=True) for name, gradient in found.items() if gradient is not None}
 
 
 def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

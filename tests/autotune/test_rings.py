@@ -50,11 +50,7 @@ def test_what_is_tried() -> None:
         *(("nccl", chunks, channels) for chunks in (1, 2, 4) for channels in (None, 2, 4, 8, 16)),
     }
     assert settings(POINT._replace(kv_heads=1), "cpu") == [DEFAULT]
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_ring_takes_every_setting(device: str) -> None:
-    for one in settings(POINT, device):
+    for one in found:
         with Ring(**one.arguments) as ring:
             assert (ring.chunks, ring.limits.channels) == (one.chunks, one.channels)
         assert {"limits": Limits()} | eval(str(one), {"Ring": dict, "Limits": Limits}) == one.arguments
@@ -96,12 +92,9 @@ NCCL = {"transport": "nccl", "chunks": 1, "channels": None}
     [
         ({"world": 1}, "rings[0].world is 1: it must be a whole number from 2"),
         ({"setting": []}, "rings[0].setting is []"),
-        ({"setting": NCCL | {"transport": "rm -rf /"}}, "transport is 'rm"),
         ({"setting": NCCL | {"channels": 3}}, "channels is 3"),
         ({"setting": NCCL | {"chunks": 8}}, "chunks is 8: there are 4"),
         ({"setting": {"transport": "nccl"}}, "rings[0].setting.channels is missing"),
-        ({"seconds": None}, "seconds is None"),
-        ({"deadline": 3}, "rings[0].deadline is not known"),
     ],
 )
 def test_what_is_not_the_schema_is_refused(changed: dict[str, Any], told: str) -> None:

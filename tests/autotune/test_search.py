@@ -50,7 +50,7 @@ def test_the_fastest_wins_and_the_slow_get_little_time(best: int) -> None:
     assert turns == {FIRST_TURNS: 9, 2 * FIRST_TURNS: 5, 4 * FIRST_TURNS: 1, FINAL_TURNS: 3}, "halves of 18, 9 and 4"
 
 
-@pytest.mark.parametrize("count", [0, 3, 4, 18])
+@pytest.mark.parametrize("count", [0, 4, 18])
 def test_planned_readings_are_those_taken(count: int) -> None:
     gpu, taken = StandIn(steady, besides=lambda tile: 1.0), []
     search(TILES[:count], BASELINE, gpu.wrong, gpu.run, lambda: 1.0, done=lambda: taken.append(1))
@@ -97,16 +97,13 @@ def test_throttled_runs_are_repeated() -> None:
     assert found.best == TILES[0]
     assert not any(reading.throttled for runs in found.readings.values() for reading in runs)
     assert {*gpu.pauses} == {COOL_DOWN} and len(gpu.pauses) > FINAL_TURNS
-
-
-def test_a_gpu_that_is_always_throttled_is_measured_as_it_is() -> None:
-    gpu = StandIn(steady, throttles=lambda run: ("software thermal slowdown",))
-    found = searched(gpu, tiles=TILES[:2])
-    assert found.best == TILES[0] and len(gpu.timed) == 3 * FINAL_TURNS * (1 + RETRIES)
+    always = StandIn(steady, throttles=lambda run: ("software thermal slowdown",))
+    found = searched(always, tiles=TILES[:2])
+    assert found.best == TILES[0] and len(always.timed) == 3 * FINAL_TURNS * (1 + RETRIES)
     assert clocks_of(found.readings[TILES[0]]) == {"sm_mhz": 1580.0, "throttled": "software thermal slowdown"}
 
 
-@pytest.mark.parametrize("seconds", [0.0, 3.0, 30.0, 85.0, 150.0])
+@pytest.mark.parametrize("seconds", [0.0, 3.0, 30.0, 85.0])
 def test_a_budget_ends_it(seconds: float) -> None:
     """Checks are paid for, too; of what was timed often enough the best is the answer."""
     gpu = StandIn(steady)
@@ -117,18 +114,15 @@ def test_a_budget_ends_it(seconds: float) -> None:
     assert bool(gpu.timed) == (len(gpu.checked) == 1 + len(TILES)) == (seconds > 0.25 * 19)
 
 
+def test_a_reading_has_the_reasons_that_make_it_slower() -> None:
+    clocks = {"sm_mhz": 1200, "throttled": ("idle", "power cap", "clocks set by the user")}
+    assert Reading.of(0.25, clocks) == Reading(0.25, ("power cap",), {"sm_mhz": 1200.0})
+    assert samples(readings(1.0, 2.0, 3.0)).median == 2.0
+
+
 def test_shares_of_a_budget() -> None:
     gpu = StandIn(steady)
     whole = Budget(100.0, gpu.clock)
     first = whole.share(4)
     gpu.now += 10
-    assert first.left() == 15
-    assert whole.share(3).left() == 30  # what the first left, the others have
-    gpu.now += 1000
-    assert whole.left() == first.left() == 0
-
-
-def test_a_reading_has_the_reasons_that_make_it_slower() -> None:
-    clocks = {"sm_mhz": 1200, "throttled": ("idle", "power cap", "clocks set by the user")}
-    assert Reading.of(0.25, clocks) == Reading(0.25, ("power cap",), {"sm_mhz": 1200.0})
-    assert samples(readings(1.0, 2.0, 3.0)).median == 2.0
+    assert (first.left(), whole.share(3).left()) == (15, 30), "what the first leaves, the others have"

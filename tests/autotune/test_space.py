@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from ringattn.autotune.compile import DEFAULTS
 from ringattn.autotune.space import (
     CONFIG_FIELDS,
-    DEFAULTS,
     MOST_VALUES,
     SCHEDULE_FIELDS,
     Shape,
@@ -49,12 +49,10 @@ def test_every_point_has_candidates_that_fit(arch: int) -> None:
 @pytest.mark.parametrize(
     ("tile", "changed", "arch", "worth"),
     [
-        (Tile(64, 64, 4, 2), {}, 86, True),
         (Tile(128, 128, 8, 4), {}, 86, False),  # 196,608 bytes of shared memory, where there are 101,376
         (Tile(128, 128, 8, 2), {}, 90, True),
         (Tile(64, 64, 4, 1), {"length": 32}, 90, False),  # a side is longer than the shard
-        (Tile(32, 16, 8, 1), {}, 90, False),  # 2 scores per thread
-        (Tile(32, 16, 4, 1), {}, 90, False),  # 4
+        (Tile(32, 16, 4, 1), {}, 90, False),  # 4 scores per thread
         (Tile(32, 32, 4, 1), {}, 90, True),  # 8
         (Tile(128, 128, 4, 2), {}, 90, False),  # 128 x 128 sums and as many scores: 256 values per thread
         (Tile(128, 128, 4, 2), {}, 100, True),  # tensor memory holds them
@@ -72,7 +70,6 @@ def test_what_arithmetic_leaves(tile: Tile, changed: dict[str, Any], arch: int, 
         ({"head_dim": 256, "head_dim_v": 256}, 90, {64: [2]}),
         ({"dtype": "fp32"}, 90, {}),
         ({"head_dim_v": 64}, 90, {}),
-        ({"kernel": "dq"}, 90, {}),
         ({}, 100, {}),
     ],
 )
@@ -148,8 +145,7 @@ def test_points_of_a_model() -> None:
     [
         (lambda: Shape(6, 4, 64, 64), "heads is 6: it must be a multiple of the 4 heads of keys"),
         (lambda: Shape(6, 0, 64, 64), "heads is 6"),
-        (lambda: Shape(4, 4, 257, 64), "head_dim is 257: it must be 1 to 256"),
-        (lambda: Shape(4, 4, 64, 0), "value_dim is 0"),
+        (lambda: Shape(4, 4, 64, 257), "value_dim is 257: it must be 1 to 256"),
         (lambda: Shape(4, 4, 64, 64, "fp8"), "dtype is 'fp8': it must be one of bf16, fp16, fp32"),
         (lambda: points_of(Shape(1, 1, 64, 64), [8192, 0], causal=True), "seqlen is [8192, 0]: it takes"),
         (lambda: gpu_of_arch("sm_91"), "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),

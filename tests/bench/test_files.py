@@ -69,7 +69,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "predict --kernels": ("predict", "--kernels", "FILE"),
     "predict --link": ("predict", "--link", "FILE"),
     "predict --link-between": ("predict", "--nodes", "2", "--link-between", "FILE"),
-    "inspect --diff": ("inspect", "--diff", "FILE", "FILE"),
     "bench suite --out": ("bench", "suite", "--device", "cpu", "--budget", "1", "--out", "FOLDER"),
 }
 

@@ -27,14 +27,14 @@ PROPERTY = "compiles"
 """Of a test's report: its digest."""
 
 
-def settle(items: Iterable[Any], *, nightly: bool, root: Path = ROOT) -> None:
+def settle(items: Iterable[Any], *, nightly: bool) -> None:
     """Make nightly the tests that passed on these sources; where nightly tests are asked for, all that compile."""
     passed = recorded()
     for item in items:
         marker = item.get_closest_marker("compiles")
         if marker is None or item.get_closest_marker("nightly"):
             continue
-        made = digest(name_of(item), marker.args, root)
+        made = digest(name_of(item), marker.args)
         item.user_properties.append((PROPERTY, made))
         if nightly or passed.get(name_of(item)) == made:
             item.add_marker(pytest.mark.nightly)
@@ -50,18 +50,18 @@ def recorded() -> dict[str, str]:
     return {name: made for made, _, name in (line.partition("  ") for line in lines)}
 
 
-def digest(name: str, sources: Iterable[str], root: Path = ROOT) -> str:
+def digest(name: str, sources: Iterable[str]) -> str:
     """Of a test, of Triton's version, and of the text of all that the test compiles."""
     parts = [version("triton"), name]
-    files = {*(root / "tests").rglob(name.partition("::")[0])}
+    files = {*(ROOT / "tests").rglob(name.partition("::")[0])}
     for source in sources:
         if ":" in source:
-            files |= with_imports(root / "autotune" / "gate.py", root)
+            files |= with_imports(ROOT / "autotune" / "gate.py")
             for text, file in variants(source):
                 parts.append(text)
-                files |= with_imports(root / file, root)
+                files |= with_imports(ROOT / file)
         else:
-            files |= with_imports(root / source, root)
+            files |= with_imports(ROOT / source)
     texts = (file.read_text() for file in sorted(files))
     return sha256("\0".join([*parts, *texts]).encode()).hexdigest()[:32]
 
@@ -77,11 +77,11 @@ def variants(name: str) -> Iterator[tuple[str, str]]:
 
 
 @cache
-def with_imports(path: Path, root: Path) -> frozenset[Path]:
+def with_imports(path: Path) -> frozenset[Path]:
     """A file and all that it imports from below the same folder of the root; or the files of a folder."""
     if path.is_dir():
         return frozenset(file for file in path.iterdir() if file.is_file())
-    top = root / path.relative_to(root).parts[0]
+    top = ROOT / path.relative_to(ROOT).parts[0]
     found: set[Path] = set()
     waiting = [path]
     while waiting:

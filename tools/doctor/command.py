@@ -52,6 +52,7 @@ def doctor(
     from ...bench.common.provenance import provenance
     from ...bench.common.result import Result, Row, finish
     from ...comm import LocalWorld
+    from ...comm.control import control_of
     from .findings import COLUMNS, FAIL, Finding, Ranks, closing, error_text
     from .ring import examine
 
@@ -70,7 +71,7 @@ def doctor(
             typer.echo(str(finding))
 
     def examine_here(group: Group, *, alone: bool) -> None:
-        ranks = Ranks.of(group, device, alone=alone)
+        ranks = Ranks(group, control_of(group).scope("doctor"), device, alone)
         for finding in examine(ranks, seqlen, dtype, nbytes):
             if not alone or ranks.rank == 0:
                 record(finding)

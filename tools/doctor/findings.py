@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...comm import Group
-from ...comm.control import Control, control_of
+from ...comm.control import Control
 from ...comm.topology.topology import Topology
 
 OK, FAIL, SKIPPED = "ok", "FAIL", "skipped"
@@ -53,11 +53,6 @@ class Ranks:
     """Virtual ranks of one process."""
     ring: Topology | None = None
     """As soon as it is known; devices on rank 0 alone."""
-
-    @classmethod
-    def of(cls, group: Group, device: torch.device, *, alone: bool) -> Ranks:
-        """With a scope of the control channel to themselves."""
-        return cls(group, control_of(group).scope("doctor"), device, alone)
 
     @property
     def rank(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,10 +28,10 @@ SLOW_SETTINGS = {
     "NCCL_SHM_DISABLE": "shared memory is not used",
     "NCCL_NET_DISABLE_INTRA": "NICs are not used inside a node",
 }
-IMPLICIT_ORDER = (2, 26)  # of NCCL: from here on it can order the kernels of all communicators of a GPU
+IMPLICIT_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 ORDERED = (
     "where another library's communicators share these GPUs (torch's of FSDP or tensor parallelism), set "
-    "NCCL_LAUNCH_ORDER_IMPLICIT=1: without it NCCL promises progress only to one communicator at a time"
+    f"{IMPLICIT_ORDER}=1 (NCCL 2.26 or later): without it NCCL promises progress only to one communicator at a time"
 )
 MAY_DIFFER = ("driver", "Python")
 ONE_LIBRARY = (
@@ -168,11 +167,5 @@ def settings(everyone: Sequence[Facts]) -> Finding:
         slow = name in SLOW_SETTINGS and any(value not in ("unset", "", "0") for value in values)
         told.append(f"{name}={by_rank(values)}" + (f" ({SLOW_SETTINGS[name]})" if slow else ""))
     text = ", ".join(told) or "none set"
-    return Finding("NCCL_* settings", OK, f"{text}; {ORDERED}" if any(map(_unordered, everyone)) else text)
-
-
-def _unordered(one: Facts) -> bool:
-    """Whether kernels of several communicators may start in any order, though this NCCL could order them."""
-    versions = [re.match(r"(\d+)\.(\d+)\.", version) for _, version in one["libraries"]]
-    able = any(tuple(map(int, version.groups())) >= IMPLICIT_ORDER for version in versions if version)
-    return able and one["settings"].get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") in ("", "0")
+    unordered = any(one["libraries"] and one["settings"].get(IMPLICIT_ORDER, "0") in ("", "0") for one in everyone)
+    return Finding("NCCL_* settings", OK, f"{text}; {ORDERED}" if unordered else text)

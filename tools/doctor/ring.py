@@ -165,10 +165,8 @@ def rounds(ring: Topology) -> Iterator[list[EdgeInfo]]:
 
 def _against_reference(ranks: Ranks, seqlen: int, dtype: str) -> str:
     """A causal ring over all ranks, forward and backward, against float64; rank 0 judges."""
-    layout, generator = (
-        Layout.zigzag(seqlen, ranks.control.size),
-        torch.Generator().manual_seed(0),
-    )  # the same on every rank
+    layout = Layout.zigzag(seqlen, ranks.control.size)
+    generator = torch.Generator().manual_seed(0)  # the same on every rank
     q, k, v, dout = (
         torch.randn(1, seqlen, heads, HEAD_DIM, generator=generator).to(ranks.device, DTYPES[dtype])
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)

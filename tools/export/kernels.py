@@ -67,11 +67,6 @@ class Argument:
         """Bytes that its offset among the parameters is a multiple of."""
         return MAP_ALIGNMENT if self.type == MAP else self.size
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether a caller says it."""
-        return self.same_as is None and self.made_of is None
-
 
 @dataclass(frozen=True)
 class TensorMap:
@@ -207,7 +202,8 @@ def arguments_of(
     source, told = launch.binary.src, getattr(launch.binary.metadata, "tensordesc_meta", None) or []
     names = [one.name for one in launch.kernel.params]
     # what is passed twice is asked for under its last name: a state that is continued in place under that of the result
-    owners = {id(tensor): name for name, tensor in _pointers(names, launch.arguments)}
+    given = [*zip(names, launch.arguments, strict=False)]
+    owners = {id(value.ptr): name for name, value in given if hasattr(value, "ptr")}
     numbers: dict[int, str] = {}
     passed: list[Argument] = []
     asked: list[Argument] = []
@@ -235,19 +231,13 @@ def arguments_of(
             same_as = None if same_as == name or made_of else same_as
             at = "&zero" if made_of else None
             passed.append(Argument(name, kind, same_as, ALIGNMENT if aligned and not made_of else 1, made_of, at))
-            asked.extend(one for one in passed[-1:] if one.is_asked)
+            asked.extend(passed[-1:] if same_as is None and made_of is None else ())
 
-    for index, (name, value) in enumerate(zip(names, launch.arguments, strict=False)):
+    for index, (name, value) in enumerate(given):
         walk(value, source.signature[name], (index,), name, None)
     if len(maps) != len(told) or any(one.get("fp4_padded") or one.get("is_im2col") for one in told):
         raise RuntimeError(f"{len(maps)} descriptors, of which the compiler says {told}")
     return tuple(passed), tuple(asked), tuple(maps)
-
-
-def _pointers(names: list[str], arguments: tuple[Any, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in zip(names, arguments, strict=False):
-        if hasattr(value, "ptr"):
-            yield name, value.ptr
 
 
 def _map_of(

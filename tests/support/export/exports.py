@@ -53,10 +53,7 @@ NIGHTLY_CONFIGS = {
     "hopper 256": "--arch sm_90 --head-dim 256 --causal --role last --forward-kernel hopper",
     "hopper first": f"{HOPPER_FIRST} --backward single_pass",
     "hopper backward": "--arch sm_90 --head-dim 128 --causal --role middle --backward hopper",
-    "hopper backward 64": "--arch sm_90 --head-dim 64 --dtype float16 --forward-kernel hopper --backward hopper",
-    "hopper middle": "--arch sm_90 --head-dim 128 --role middle --forward-kernel hopper --backward single_pass",
     "blackwell": "--arch sm_100 --head-dim 128 --causal --backward single_pass",
-    "turns alone": "--arch sm_120 --head-dim 64 --role middle --backward single_pass_deterministic",
     "atomics": f"--arch sm_80 --head-dim 96 --causal --backward single_pass_deterministic {OF_TABLE}",
     "float32": "--arch sm_90 --head-dim 64 --dtype float32 --causal --role last --backward single_pass",
 }
