@@ -339,6 +339,17 @@ def _interrupted_alone() -> Iterator[None]:
         logging.disable(quiet)
 
 
+def started(world: int, entry: Callable[..., T], *arguments: object) -> T:
+    """What rank 0 of new processes returns; where one of them fails, its error and exit code 1."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        return launch(world, entry, *arguments)
+    except ChildFailedError as error:
+        typer.echo(f"a rank failed: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
 def spawn(world: int, measure: Callable[..., T], *arguments: object, device: str = "cpu") -> T:
     """Call ``measure(place, device, *arguments)`` on every rank of a process group.
 
@@ -348,16 +359,10 @@ def spawn(world: int, measure: Callable[..., T], *arguments: object, device: str
     Raises:
         typer.Exit: one of the new processes failed; its error is told.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     place = member()
     if place is not None:
         return _in_group(place, None, device, measure, arguments)
-    try:
-        found: T = launch(world, _as_rank, device, measure, arguments)
-    except ChildFailedError as error:
-        typer.echo(f"a rank failed: {error}", err=True)
-        raise typer.Exit(1) from None
+    found: T = started(world, _as_rank, device, measure, arguments)
     return found
 
 
