@@ -72,12 +72,6 @@ def test_wires_by_name_and_refusals() -> None:
         wire_of("bfloat16", torch.float64)
 
 
-def test_what_travels() -> None:
-    shape = (2, 300, 3, 64)
-    assert wire("bfloat16").specs(shape) == [(shape, torch.bfloat16)]
-    assert wire("float8_e4m3fn").specs(shape) == [(shape, torch.float8_e4m3fn), ((2, 3, 3), torch.float32)]
-
-
 # --- rounded to bfloat16 --------------------------------------------------------------------------------------------
 
 
@@ -114,14 +108,6 @@ def test_the_cpu_sends_the_bits_of_the_kernels(tokens: int, dtype: torch.dtype) 
     out = torch.empty_like(x)
     dequantize(codes, scale, out)
     assert_same((receive(FP8, travelled, x),), (out,))
-
-
-@settings(max_examples=25)
-@given(tensors((torch.float16, torch.float32)))
-def test_any_bits_of_the_kernels(x: Tensor) -> None:
-    codes, scale = codes_for(x)
-    quantize(x, codes, scale)
-    assert_same(send(FP8, x), (codes, scale))
 
 
 @settings(max_examples=50)
