@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -292,7 +291,7 @@ def test_dkv_that_return_early_have_a_slot_of_their_own() -> None:
         assert {whole.hops(rank)[0].dkv_slot for rank in range(world)} == {world % 2}
 
 
-def test_schedules_are_pure_values() -> None:
+def test_what_is_the_same_schedule() -> None:
     layout = Layout.zigzag(16, 4)
     plan = schedule(layout, CAUSAL)
     assert schedule(Layout.zigzag(16, 4), Mask(causal=True), kv_layout=layout, direction=1) == plan
@@ -301,9 +300,6 @@ def test_schedules_are_pure_values() -> None:
     for change in ({"direction": -1}, {"topology": Topology.grid(2, 2)}, {"slots": 4}):
         assert schedule(layout, CAUSAL, **change) != plan  # type: ignore[arg-type]
     assert plan.lengths == (4, 4, 4, 4)
-    for value in (plan, plan.hops(0)[0]):
-        with pytest.raises(FrozenInstanceError):
-            value.nodes = ()  # type: ignore[union-attr, misc]
 
 
 def test_refusals() -> None:
