@@ -64,7 +64,8 @@ def _causal_operator_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: 
     )
     if squares == 1:
         return pieces
-    grads = tuple(_joined(x, squares).float().contiguous() for x in pieces)  # a sum of several calls: in fp32
+    whole = (x.reshape(-1, rows, *x.shape[2:]) for x in pieces)
+    grads = tuple(x.float().contiguous() for x in whole)  # a sum of several calls: in fp32
     while squares > 1:
         squares //= 2
         early, late = slice(0, rows // squares // 2), slice(rows // squares // 2, None)
@@ -90,11 +91,6 @@ def _operator_backward(
 def _cut(x: Tensor, count: int) -> Tensor:
     """``[B, S, ...]`` as ``[B * count, S / count, ...]``."""
     return x.reshape(-1, x.shape[1] // count, *x.shape[2:])
-
-
-def _joined(x: Tensor, count: int) -> Tensor:
-    """What :func:`_cut` has cut."""
-    return x.reshape(-1, x.shape[1] * count, *x.shape[2:])
 
 
 def _cut_lse(lse: Tensor, count: int) -> Tensor:

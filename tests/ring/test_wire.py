@@ -115,13 +115,3 @@ def test_the_cpu_sends_the_bits_of_the_kernels(tokens: int, dtype: torch.dtype) 
 def test_error_bound(x: Tensor) -> None:
     travelled = send(FP8, x)
     assert_within_bound(x, receive(FP8, travelled, x), travelled[1])
-
-
-@pytest.mark.parametrize(("view", "name"), in_turn(VIEWS, ["bfloat16", "float8_e4m3fn"]))
-def test_decoded_where_it_shall_lie(view: object, name: str) -> None:
-    x = wide(2, 20, 2, 6)
-    by = wire(name)
-    travelled = send(by, x)
-    target = view(torch.zeros_like(x))  # type: ignore[operator]
-    by.decode(travelled, target)
-    assert_same((target,), (receive(by, travelled, x),))
