@@ -92,7 +92,7 @@ def test_regions_cover_every_visible_pair_once(
     case: tuple[Bounds, int, int], constants: dict[str, int], operator: bool
 ) -> None:
     bounds, rows, keys = case
-    with mock.patch.multiple(cutting, **constants):
+    with mock.patch.dict(vars(cutting), constants):
         cut = regions(bounds, rows, keys, operator=operator)
     seen = visible_pairs(bounds, rows, keys)
     covered = torch.zeros(seen.shape, dtype=torch.int32)
