@@ -39,14 +39,13 @@ def forward_backends(
     start: Pair | None = None,
 ) -> list[AtenForward] | list[TritonForward]:
     """What computes the forward of each chunk of heads; ``start`` is the ``(out, lse)`` before any key, fp32."""
-    parts = [(q[:, :, heads.q], _of_state(start, heads)) for heads in chunks]
+    parts: list[tuple[torch.Tensor, Pair | None]] = [(q[:, :, heads.q], None) for heads in chunks]
+    if start is not None:
+        out, lse = start
+        parts = [(q[:, :, heads.q], (out[:, :, heads.q], lse[:, heads.q].contiguous())) for heads in chunks]
     if backend == "aten":
         return [AtenForward(part, softmax_scale=softmax_scale, start=state) for part, state in parts]
     return [TritonForward(part, softmax_scale=softmax_scale, config=config, start=state) for part, state in parts]
-
-
-def _of_state(start: Pair | None, heads: Heads) -> Pair | None:
-    return None if start is None else (start[0][:, :, heads.q], start[1][:, heads.q].contiguous())
 
 
 def backward_backends(
@@ -62,19 +61,20 @@ def backward_backends(
     config: KernelConfig | None = None,
 ) -> list[AtenBackward] | list[TritonBackward]:
     """What computes the backward of each chunk of heads."""
-    parts = [_of_heads(heads, dout, q, out, lse, dlse) for heads in chunks]
+    parts = [
+        (
+            dout[:, :, heads.q],
+            q[:, :, heads.q],
+            out[:, :, heads.q],
+            lse[:, heads.q].contiguous(),  # as the kernels take it
+            None if dlse is None else dlse[:, heads.q].contiguous(),
+        )
+        for heads in chunks
+    ]
     if backend == "aten":
         return [AtenBackward(*part, softmax_scale=softmax_scale) for part in parts]
     kind = SinglePassBackward if is_single_pass(config) else TritonBackward
     return [kind(*part, softmax_scale=softmax_scale, config=config) for part in parts]
-
-
-def _of_heads(
-    heads: Heads, dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What a chunk's backward reads; lse and its gradient contiguous, as the kernels take them."""
-    part = None if dlse is None else dlse[:, heads.q].contiguous()
-    return dout[:, :, heads.q], q[:, :, heads.q], out[:, :, heads.q], lse[:, heads.q].contiguous(), part
 
 
 def row_delta(backend: str, dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:

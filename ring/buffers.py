@@ -94,14 +94,6 @@ def ignore_post(key: object, fence: Fence, after: Sequence[Fence], sent: object,
     """Nobody watches this call's transfers."""
 
 
-NO_SPAN = nullcontext()
-
-
-def ignore_wait(hop: Hop) -> AbstractContextManager[None]:
-    """Nobody asks how long this call waits within other spans."""
-    return NO_SPAN
-
-
 @dataclass(frozen=True)
 class Call:
     """What the loops of one call work with."""
@@ -117,7 +109,7 @@ class Call:
     wire: Wire | None = None  # how K/V travel; None: as they are
     grad_wire: Wire | None = None
     posted: Posted = ignore_post
-    waiting: Callable[[Hop], AbstractContextManager[None]] = ignore_wait  # around waits that no span names
+    waiting: Callable[[Hop], AbstractContextManager[object]] = nullcontext  # around waits that no span names
     scores: Scores = PLAIN  # what becomes of q k^T, all heads
     posts: list[Fence] = field(default_factory=list)
 
@@ -155,26 +147,29 @@ class Call:
                 fence.wait()
 
 
-def sizes(messages: Sequence[Message]) -> list[tuple[int, int]]:
-    return [(peer, tensor.nbytes) for peer, tensor in messages]
-
-
 class Load(NamedTuple):
     """What goes to one peer, or comes from it, in one group of transfers."""
 
-    messages: tuple[Message, ...]
-    sizes: Sequence[tuple[int, int]]  # (peer, bytes)
+    messages: tuple[Message, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ()  # (peer, bytes)
 
 
-NO_LOAD = Load((), ())
+NO_LOAD = Load()
 
 
 def load(peer: int | None, tensors: Tensors) -> Load:
     """A tensor without elements is not sent, and its receiver knows that too."""
     if peer is None:
         return NO_LOAD
-    messages = tuple(Message(peer, x) for x in tensors if x.numel())
-    return Load(messages, sizes(messages))
+    moved = tuple(x for x in tensors if x.numel())
+    return Load(tuple(Message(peer, x) for x in moved), tuple((peer, x.nbytes) for x in moved))
+
+
+def together(loads: Sequence[Load]) -> Load:
+    """Several in one group of transfers."""
+    if len(loads) == 1:
+        return loads[0]
+    return Load(tuple(one for x in loads for one in x.messages), tuple(one for x in loads for one in x.sizes))
 
 
 class Arrival(NamedTuple):
@@ -252,17 +247,17 @@ class RingBuffer:
     def encode(self, given: Tensors, into: Tensors) -> Tensors:
         """Write a pair as it travels."""
         assert self._wire is not None
-        each = len(into) // len(given)
-        for index, x in enumerate(given):
-            self._wire.encode(x, into[index * each : (index + 1) * each])
+        half = len(into) // 2
+        for x, wire in zip(given, (into[:half], into[half:]), strict=True):
+            self._wire.encode(x, wire)
         return into
 
     def decode(self, travelled: Tensors, into: Tensors) -> Tensors:
         """The pair that ``travelled`` stands for."""
         assert self._wire is not None
-        each = len(travelled) // len(into)
-        for index, x in enumerate(into):
-            self._wire.decode(travelled[index * each : (index + 1) * each], x)
+        half = len(travelled) // 2
+        for x, wire in zip(into, (travelled[:half], travelled[half:]), strict=True):
+            self._wire.decode(wire, x)
         return into
 
     def free(self, slot: int, heads: Heads) -> tuple[Fence, ...]:

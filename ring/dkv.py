@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from ..comm import Fence
-from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Load, RingBuffer, Tensors
+from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, RingBuffer, Tensors, together
 from .schedule.schedule import DKV_SLOTS, Hop
 
 # of a two-level ring, after the slots that rotate
@@ -62,7 +62,7 @@ class DkvAccumulators(RingBuffer):
         for coming in arrivals:
             assert coming.dkv_slot is not None
             after += self.free(coming.dkv_slot, heads)  # protects the slot: its last compute, and its last send
-        receives = joined([self.load(coming.dkv_from, coming.dkv_slot, coming, heads) for coming in arrivals])
+        receives = together([self.load(coming.dkv_from, coming.dkv_slot, coming, heads) for coming in arrivals])
         key = Key(self.call.phase, hop.index, Kind.DKV, hop.index, heads.number)
         fence = self.call.post(INSIDE, key, sends, receives, after)
         self.busy(hop.dkv_slot if sends.messages else None, heads, fence)
@@ -145,10 +145,3 @@ class DkvAccumulators(RingBuffer):
         slot = LEAVING_SLOT if self.call.plan.is_outer_root(hop) else hop.dkv_slot
         assert slot is not None
         return slot
-
-
-def joined(loads: Sequence[Load]) -> Load:
-    """Several in one group of transfers."""
-    if len(loads) == 1:
-        return loads[0]
-    return Load(tuple(one for x in loads for one in x.messages), tuple(one for x in loads for one in x.sizes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..comm import Fence
-from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Pair, RingBuffer, Tensors, load
+from .buffers import BETWEEN, INSIDE, NO_LOAD, Arrival, Call, Heads, Key, Kind, Pair, RingBuffer, Tensors, load
 from .schedule.plan import KvPost
 from .schedule.schedule import Hop
 
@@ -43,7 +43,7 @@ class KeyValues(RingBuffer):
         """One group: pass on what an earlier hop works with, and receive what ``post.coming`` works with."""
         coming, leaving, to, by_rail, waits = post
         after: list[Fence] = []
-        sends, sent_slot = load(None, ()), None
+        sends, sent_slot = NO_LOAD, None
         if to is not None:
             held = self._held(leaving, heads)
             own_slot = None if self._wire is None else self.call.plan.kv_slots

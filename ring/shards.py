@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..comm import GroupLike, Message, group_rank_size
+from ..comm import GroupLike, group_rank_size
 from ..kernels.checks import check_tensor
-from .buffers import sizes
+from .buffers import load, together
 from .checked import check_autograd, checked
 from .ring import Ring, device_of, ring_of
 from .schedule.layout import Layout, LayoutLike, check_tokens, tokens_of
@@ -136,12 +136,12 @@ def exchange(ring: Ring, outgoing: list[torch.Tensor], shapes: list[Any]) -> lis
     incoming = [torch.empty(shape, dtype=own.dtype, device=own.device) for shape in shapes]
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     if others:
-        sends = [Message(rank, outgoing[rank].contiguous()) for rank in others if outgoing[rank].numel()]
-        receives = [Message(rank, incoming[rank]) for rank in others if incoming[rank].numel()]
+        sends = together([load(rank, (outgoing[rank].contiguous(),)) for rank in others])
+        receives = together([load(rank, (incoming[rank],)) for rank in others])
         with ring._exchange("unshard", own.device) as (transport, posted):
             after = (transport.mark(),)
-            fence = transport.post(sends=sends, receives=receives, after=after)
-            posted("unshard", fence, after, sizes(sends), sizes(receives))
+            fence = transport.post(sends=sends.messages, receives=receives.messages, after=after)
+            posted("unshard", fence, after, sends.sizes, receives.sizes)
             fence.wait()
     incoming[ring.rank] = own
     return incoming

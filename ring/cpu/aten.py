@@ -64,8 +64,9 @@ def _causal_operator_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: 
     )
     if squares == 1:
         return pieces
-    dq, dk, dv = (_joined(x, squares).float().contiguous() for x in pieces)  # a sum of several calls: in fp32
-    del pieces  # of one size alone: what a call returns is not kept beside the next one's
+    whole = (x.reshape(-1, rows, *x.shape[2:]) for x in pieces)
+    dq, dk, dv = (x.float().contiguous() for x in whole)  # a sum of several calls: in fp32
+    del pieces, whole  # of one size alone: what a call returns is not kept beside the next one's
     while squares > 1:
         squares //= 2
         _add_rectangles((dq, dk, dv), given, lse, squares, scale=scale)
@@ -98,11 +99,6 @@ def _operator_backward(
 def _cut(x: Tensor, count: int) -> Tensor:
     """``[B, S, ...]`` as ``[B * count, S / count, ...]``."""
     return x.reshape(-1, x.shape[1] // count, *x.shape[2:])
-
-
-def _joined(x: Tensor, count: int) -> Tensor:
-    """What :func:`_cut` has cut."""
-    return x.reshape(-1, x.shape[1] * count, *x.shape[2:])
 
 
 def _cut_lse(lse: Tensor, count: int) -> Tensor:

@@ -121,7 +121,9 @@ def _size(region: Region) -> int:
 
 
 def _regions(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[Region]:
-    lo, hi = _vectors(bounds, rows, keys)
+    lo, hi = bounds.lo, bounds.hi
+    if lo is None or hi is None:
+        lo, hi = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), keys, dtype=torch.int32)
     for first, end, used in _batches(bounds.seqused_k, keys):
         near = lo.clamp(max=used), hi.clamp(max=used)
         if bounds.runs is not None:
@@ -129,12 +131,6 @@ def _regions(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[R
         else:
             cut = list(_cut(*near)) if operator else list(_blockwise(*near, 0, rows))
         yield from (region._replace(batch=first, batch_end=end) for region in cut)
-
-
-def _vectors(bounds: Bounds, rows: int, keys: int) -> tuple[Tensor, Tensor]:
-    if bounds.lo is None or bounds.hi is None:
-        return torch.zeros(rows, dtype=torch.int32), torch.full((rows,), keys, dtype=torch.int32)
-    return bounds.lo, bounds.hi
 
 
 def _batches(used: Tensor | None, keys: int) -> Iterator[tuple[int, int | None, int]]:

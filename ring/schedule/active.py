@@ -27,14 +27,11 @@ def active_shards(layout: Layout, mask: Mask, keys: Layout) -> Marks:
     Raises:
         ValueError: the mask has blocks, and a span of either layout begins or ends inside one.
     """
-    if mask.blocks is None:
-        held = HeldKeys(keys)
-        return np.array([np.logical_or.reduce([held.seen(*one) for one in parts]) for parts in unions(layout, mask)])
-    blocks, seen = seen_blocks(layout, mask, keys)
-    active = np.zeros((layout.world, keys.world), dtype=np.bool_)
-    for rank, marks in enumerate(seen):
-        active[rank, blocks.owners[marks]] = True
-    return active
+    if mask.blocks is not None:
+        for rank in range(layout.world):
+            mask.blocks.between(layout, rank, keys, rank)  # refuses parts of blocks
+    held = HeldKeys(keys)
+    return np.array([np.logical_or.reduce([held.seen(*one) for one in parts]) for parts in unions(layout, mask)])
 
 
 class HeldKeys:
@@ -76,45 +73,6 @@ class HeldKeys:
         seen[shard[:, 0][(np.maximum(first, 0) < np.minimum(past, length)).any(axis=1)]] = True
 
 
-class HeldBlocks:
-    """The keys of all shards where these are whole blocks of a block-sparse pattern."""
-
-    def __init__(self, keys: Layout, blocks: BlockMask) -> None:
-        self.world, self.block, self.visible = keys.world, blocks.block, blocks.visible.numpy()
-        columns = [blocks.columns(keys, shard).numpy() for shard in range(keys.world)]
-        self.held = np.concatenate(columns)
-        self.owners = np.repeat(np.arange(keys.world), [len(mine) for mine in columns])
-        self.starts = self.held * blocks.block
-        self.stops = self.starts + blocks.block
-
-    def seen(self, layout: Layout, mask: Mask) -> Marks:
-        """For each rank which of the blocks any of its queries sees; ``[rank, block]``.
-
-        A mask's interval holds the query's own position, but for what is cut off alike for all: what the rows of a
-        block see is one interval too, from the first one's start to the last one's end.
-        """
-        assert mask.blocks is not None
-        mask.blocks.check("layout", layout)
-        seen = np.zeros((layout.world, len(self.held)), dtype=np.bool_)
-        for rank in range(layout.world):
-            for part in mask.parts:
-                queries, lo, hi = _intervals(part, layout.positions(rank))
-                if len(queries):
-                    rows, first = np.unique(queries // self.block, return_index=True)
-                    starts, ends = np.minimum.reduceat(lo, first)[:, None], np.maximum.reduceat(hi, first)[:, None]
-                    near = (self.starts < ends) & (starts < self.stops)
-                    seen[rank] |= (self.visible[rows][:, self.held] & near).any(axis=0)
-        return seen
-
-
-@lru_cache(maxsize=KEPT)
-def seen_blocks(layout: Layout, mask: Mask, keys: Layout) -> tuple[HeldBlocks, Marks]:
-    """The blocks that the ranks hold, and for each rank which of them its queries see; of a mask with blocks."""
-    assert mask.blocks is not None
-    held = HeldBlocks(keys, mask.blocks)
-    return held, held.seen(layout, mask)
-
-
 @lru_cache(maxsize=KEPT)
 def unions(layout: Layout, mask: Mask) -> tuple[tuple[tuple[Vector, Vector], ...], ...]:
     """For each rank and part of the mask :func:`union` of its queries."""
@@ -123,8 +81,22 @@ def unions(layout: Layout, mask: Mask) -> tuple[tuple[tuple[Vector, Vector], ...
 
 def union(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vector]:
     """Starts and ends of the positions that any of the queries sees: one interval, for most masks."""
-    _, lo, hi = _intervals(mask, positions)
-    return disjoint(lo, hi)
+    queries, lo, hi = _intervals(mask, positions)
+    return disjoint(lo, hi) if mask.blocks is None or not len(queries) else _whole_blocks(mask.blocks, queries, lo, hi)
+
+
+def _whole_blocks(blocks: BlockMask, queries: Vector, lo: Vector, hi: Vector) -> tuple[Vector, Vector]:
+    """The blocks of keys of which any of the queries sees something.
+
+    A mask's interval holds the query's own position, but for what is cut off alike for all: what the rows of a
+    block see is one interval too, from the first one's start to the last one's end.
+    """
+    rows, first = np.unique(queries // blocks.block, return_index=True)
+    starts, ends = np.minimum.reduceat(lo, first)[:, None], np.maximum.reduceat(hi, first)[:, None]
+    begins = np.arange(blocks.visible.shape[1]) * blocks.block
+    near = (begins < ends) & (starts < begins + blocks.block)
+    begins = begins[(blocks.visible.numpy()[rows] & near).any(axis=0)]
+    return disjoint(begins, begins + blocks.block)
 
 
 def disjoint(starts: Vector, ends: Vector) -> tuple[Vector, Vector]:
@@ -156,7 +128,7 @@ def sent_keys(layout: Layout, mask: Mask, keys: Layout) -> Layout:
     Of a window's shards the ends, of packed documents those that lie on several ranks, of a block-sparse pattern whole
     blocks. Every rank passes on the whole of what it got. ``keys`` itself where ``LESS`` of it or more would travel.
     """
-    needed = _seen_by_interval(layout, mask) if mask.blocks is None else _seen_by_block(layout, mask, keys)
+    needed = _seen_by_others(layout, mask)
     if needed is None:
         return keys
     spans = [list(_inside(mine, *near)) for mine, near in zip(keys.spans_per_rank, needed, strict=True)]
@@ -165,14 +137,14 @@ def sent_keys(layout: Layout, mask: Mask, keys: Layout) -> Layout:
     return Layout(spans)
 
 
-def _seen_by_interval(layout: Layout, mask: Mask) -> Iterator[Stretches] | None:
+def _seen_by_others(layout: Layout, mask: Mask) -> Iterator[Stretches] | None:
     """For each rank what the queries of all others see; None where that is in too many pieces to be kept apart."""
     seen = [_merged(*(np.concatenate(ends) for ends in zip(*parts, strict=True))) for parts in unions(layout, mask)]
     edges = np.unique(np.concatenate([ends for both in seen for ends in both]))
-    return None if len(edges) * layout.world > MOST else _seen_by_others(seen, edges)
+    return None if len(edges) * layout.world > MOST else _less_own(seen, edges)
 
 
-def _seen_by_others(seen: list[Stretches], edges: Vector) -> Iterator[Stretches]:
+def _less_own(seen: list[Stretches], edges: Vector) -> Iterator[Stretches]:
     """How many ranks see what lies between two edges, less the own one."""
 
     def changes(starts: Vector, ends: Vector) -> Vector:
@@ -190,15 +162,6 @@ def _merged(starts: Vector, ends: Vector) -> Stretches:
     """The union of intervals, ascending and disjoint."""
     order = np.argsort(starts)
     return disjoint(starts[order], np.maximum.accumulate(ends[order]))
-
-
-def _seen_by_block(layout: Layout, mask: Mask, keys: Layout) -> Iterator[Stretches]:
-    """For each rank starts and ends of its blocks that a query of another sees."""
-    held, seen = seen_blocks(layout, mask, keys)
-    others = seen.sum(axis=0) - seen[held.owners, np.arange(len(held.owners))]
-    for rank in range(keys.world):
-        near = (held.owners == rank) & (others > 0)
-        yield held.starts[near], held.stops[near]
 
 
 def _inside(spans: tuple[Span, ...], starts: Vector, ends: Vector) -> Iterator[Span]:

@@ -83,7 +83,8 @@ def _refuse_overlap(spans_per_rank: Iterable[Iterable[Span]]) -> None:
     """
     spans = [(rank, span) for rank, spans in enumerate(spans_per_rank) for span in spans]
     period = lcm(*(span.step for _, span in spans))
-    if period == 1 and _are_disjoint(sorted(span for _, span in spans)):
+    ascending = sorted(span for _, span in spans)
+    if period == 1 and all(before[0] + before[1] <= after[0] for before, after in pairwise(ascending)):
         return  # documents cut into chunks are many spans: nothing is made for each of them
     runs = sorted(run for rank, span in spans for run in _runs(span, period, rank))
     for before, after in pairwise(runs):
@@ -93,10 +94,6 @@ def _refuse_overlap(spans_per_rank: Iterable[Iterable[Span]]) -> None:
                 f"spans_per_rank holds position {after.first * period + after.residue} on rank {ranks[0]} "
                 f"and on rank {ranks[1]}: a token lives on one rank"
             )
-
-
-def _are_disjoint(ascending: list[Span]) -> bool:
-    return all(before[0] + before[1] <= after[0] for before, after in pairwise(ascending))
 
 
 def _runs(span: Span, period: int, rank: int) -> Iterator[_Run]:
@@ -231,17 +228,13 @@ def _speeds_of(given: Iterable[float]) -> list[Fraction]:
         ValueError: none, one that is not a finite number of at least 0, or none above 0.
     """
     (speeds,) = checked(speeds=given)
-    made = [_speed(rank, speed) for rank, speed in enumerate(speeds)]
+    numbers = [(speed, _SPEED.of(f"speeds[{rank}]", speed)) for rank, speed in enumerate(speeds)]
+    made = [Fraction(speed if isinstance(speed, Rational) else as_float) for speed, as_float in numbers]
     if not made:
         raise ValueError("speeds is empty: it must have the relative speed of every rank")
     if not any(made):
         raise ValueError(f"speeds is {[*map(float, made)]}: at least one rank must be faster than 0")
     return made
-
-
-def _speed(rank: int, speed: float) -> Fraction:
-    as_float: float = _SPEED.of(f"speeds[{rank}]", speed)
-    return Fraction(speed if isinstance(speed, Rational) else as_float)
 
 
 def _from_both_ends(start: int, end: int, heads: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Span, Span]]:
@@ -407,7 +400,9 @@ class Layout:
         """
         self._require_whole()
         check_tokens(x, "x", dim, self.seqlen, f"the layout is made for {self.seqlen}")
-        return torch.cat([_slice(x, span, dim) for span in self.spans(rank) or (Span(0, 0),)], dim)
+        before = (slice(None),) * (dim % x.ndim)
+        spans = self.spans(rank) or (Span(0, 0),)
+        return torch.cat([x[(*before, slice(span.start, span.stop, span.step))] for span in spans], dim)
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
         """The whole sequence along ``dim`` from the shards of all ranks, in rank order; a copy; differentiable.
@@ -453,7 +448,11 @@ class Layout:
 
     @cached_property
     def _repr(self) -> str:
-        return _describe(self)
+        if sum(map(len, self.spans_per_rank)) <= REPR_SPANS:
+            ranks = ", ".join(f"[{', '.join(str(tuple(span)) for span in spans)}]" for spans in self.spans_per_rank)
+            return f"Layout([{ranks}])"
+        digest = sha256(repr(self.spans_per_rank).encode()).hexdigest()[:16]
+        return f"<Layout of {self.seqlen} tokens over {self.world} ranks, spans {digest}>"
 
     def _checked(self, rank: int) -> int:
         made: int = whole(0, self.world - 1).of("rank", rank)
@@ -506,23 +505,9 @@ def check_tokens(x: torch.Tensor, name: str, dim: int, tokens: int, reason: str)
         raise ValueError(f"{name} has {length} tokens along dim {dim}, {reason}{fits}")
 
 
-def _slice(x: torch.Tensor, span: Span, dim: int) -> torch.Tensor:
-    where = [slice(None)] * x.ndim
-    where[dim] = slice(span.start, span.stop, span.step)
-    return x[tuple(where)]
-
-
 def _cut(x: torch.Tensor, spans: Sequence[Span], dim: int) -> Iterator[tuple[int, torch.Tensor]]:
     """The pieces of a shard, each with the position where it starts."""
     offset = 0
     for span in spans:
         yield span.start, x.narrow(dim, offset, span.length)
         offset += span.length
-
-
-def _describe(layout: Layout) -> str:
-    if sum(map(len, layout.spans_per_rank)) <= REPR_SPANS:
-        ranks = ", ".join(f"[{', '.join(str(tuple(span)) for span in spans)}]" for spans in layout.spans_per_rank)
-        return f"Layout([{ranks}])"
-    digest = sha256(repr(layout.spans_per_rank).encode()).hexdigest()[:16]
-    return f"<Layout of {layout.seqlen} tokens over {layout.world} ranks, spans {digest}>"

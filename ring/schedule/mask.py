@@ -44,15 +44,8 @@ class BlockMask:
         Raises:
             ValueError: a span of either begins or ends inside a block.
         """
-        return self.visible[self.rows(layout, rank)][:, self.columns(kv_layout, shard)]
-
-    def rows(self, layout: Layout, rank: int) -> torch.Tensor:
-        """The blocks of queries that a rank holds, ascending, int64; ValueError where it holds part of one."""
-        return self._blocks("layout", layout, rank, len(self.visible))
-
-    def columns(self, kv_layout: Layout, shard: int) -> torch.Tensor:
-        """The blocks of keys that a shard consists of, ascending, int64; ValueError where it holds part of one."""
-        return self._blocks("kv_layout", kv_layout, shard, self.visible.shape[1])
+        rows = self._blocks("layout", layout, rank, len(self.visible))
+        return self.visible[rows][:, self._blocks("kv_layout", kv_layout, shard, self.visible.shape[1])]
 
     def check(self, name: str, layout: Layout) -> None:
         """Refuse a layout with a span that begins or ends inside a block: ValueError."""

@@ -19,7 +19,7 @@ from random import Random
 import torch
 
 from ..conftest import profile  # noqa: F401  the interpreter, before Triton is imported
-from ..support.mask_cases import expected, judge, together
+from ..support.mask_cases import compare, expected, together
 from .fuzz_draw import BASE, WRONG, Literals, draw_line
 from .fuzz_oracle import check_reference
 from .fuzz_ranks import Outcome, Processes, Threads, case_of, told
@@ -109,7 +109,7 @@ def verdict(call: Literals, world: int, made: Sequence[Outcome]) -> str:
     try:
         right = expected(case)
         check_reference(case, right.truth)
-        judge(right, *together(case, [one for one in made if isinstance(one, list)]))
+        compare(right, *together(case, [one for one in made if isinstance(one, list)]))
     except AssertionError as error:
         return str(error)
     return ""

@@ -60,7 +60,6 @@ DOORS: dict[str, Door] = {
     "shard": (shard, {"x": WHOLE, "layout": None}),
     "unshard": (unshard, {"x": WHOLE, "layout": None, "grad": "slice"}),
     "positions": (positions, {"seqlen": 8, "layout": None}),
-    "whole of shards that leave positions out": (Layout([[(1, 2)]]).unshard, {"shards": [torch.zeros(1, 2)]}),
     "Documents": (Documents, {"cu_seqlens": [0, 8]}),
     "BlockMask": (BlockMask, {"visible": torch.eye(3).bool(), "block": 4}),
     "strided": (strided, {"seqlen": 8, "block": 4, "stride": 4}),
@@ -77,17 +76,10 @@ DOORS: dict[str, Door] = {
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
     ({"layout": Layout([[(2**31 - 7, 8)]]), "dropout_p": 0.1}, "layout reaches position 2147483648: with dropout_p"),
-    ({"q": x(8, 4).int()}, "q is torch.int32: it must be float16, bfloat16 or float32"),
-    ({"k": x(8, 3), "v": x(8, 3)}, "k has 3 heads, q has 4"),
-    ({"q": x(8, 4, 24)}, "k has head dim 16, q has 24"),
-    ({"q": x(8, 4, 257)}, "q has head dim 257: it must be 1 to 256"),
-    ({"v": x(9, 2)}, r"v is \[2, 9, 2, 16\], k is \[2, 8, 2, 16\]"),
     ({"k": x(9, 2), "v": x(9, 2)}, "k has 9 tokens, q has 8"),
-    ({"q": x(8, 16, 4).mT}, "q has strides .*: the last stride must be 1"),
     ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a positive number, 1e30 at most, or None"),
     ({"backend": "cuda"}, "backend is 'cuda': it must be one of auto, triton, aten"),
     ({"layout": Layout.zigzag(8, 2)}, "layout is made for 2 ranks, the group has 1"),
-    ({"layout": Layout.zigzag(9, 1)}, "q has 8 tokens, layout gives rank 0 9"),
     ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\): it must be \(left, right\), whole numbers from 0 to"),
     ({"cu_seqlens": [0, 5]}, "cu_seqlens ends at 5: it must end at 8, the number of tokens"),
     ({"causal": True, "prefix_length": 9}, "prefix_length is 9: it must be 0 to 8"),
@@ -109,7 +101,6 @@ CALLS: list[tuple[dict[str, Any], str]] = [
         {"q": x(4, 8), "k": x(2, 8), "v": x(2, 8)},
         r"k has 2 tokens, q has 4: .* they would fit: pass .transpose\(1, 2\)",
     ),
-    ({"q": x(4, 8), "k": x(4, 6), "v": x(4, 6)}, r"k has 6 heads, q has 8: .* in \[B, H, S, D\] they would fit"),
     ({"layout": Layout.contiguous(4, 1)}, r"q has 8 tokens, layout gives rank 0 4; in \[B, H, S, D\] they would fit"),
     (BFLOAT16, "tensors are torch.bfloat16 on the CPU: Triton's inter"),
 ]
@@ -121,9 +112,7 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"causal": 1}, "causal is 1: it must be True or False"),
     ({"config": KernelConfig(TILE, TILE, TILE)}, "config sets the tiles of the Triton kernels"),
     ({"layout": "ring"}, "layout is 'ring': it must be a Layout or one of contiguous, zigzag, striped"),
-    ({"causal": True, "prefix_length": 1.5}, "prefix_length is 1.5: it must be a whole number"),
     ({"learnable_sink": 1.0}, "learnable_sink is <class 'float'>: it must be a torch.Tensor"),
-    ({"block_mask": torch.ones(2, 2, device="meta").bool()}, "block_mask is on meta: it must be on the CPU"),
     ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient, and there is none"),
     ({"ring": "ring"}, "ring is a str: it must be a Ring"),
     ({"group": "group"}, "group is a str"),
@@ -132,7 +121,6 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"q": x(8, 4).to_sparse()}, "q is a torch.sparse_coo tensor: it must be a dense one"),
     ({"window_size": (0, 2**63 - 1)}, r"window_size is \(0, 9223372036854775807\): .* from 0 to 2\^62 - 1"),
     ({"softmax_scale": torch.tensor(0.5)}, r"softmax_scale is a tensor, torch.float32 \[\]: .* pass .item\(\)"),
-    ({"return_lse": 1}, "return_lse is 1: it must be True or False"),
 ]
 """Of ``ring_attention``, what an op of torch cannot be given."""
 
@@ -145,7 +133,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Ring", {"topology": Topology.grid(2, 2)}, "topology has 4 ranks, the group has 1"),
     ("Ring", {"wire_dtype": [3]}, r"wire_dtype is \[3\]: it must be one of None, torch.bfloat16"),
     ("Ring", {"group": 5}, "group is a int"),
-    ("LocalWorld", {"world_size": 0}, r"world_size is 0: it must be a whole number from 1 to 2\^20"),
     ("LocalWorld", {"device": "meta"}, "device is 'meta': it must be cpu or a CUDA device that torch sees"),
     ("Layout", {"spans_per_rank": []}, "spans_per_rank is empty: it must have a list of spans for every rank"),
     ("Layout", {"spans_per_rank": [5]}, r"spans_per_rank\[0\] is 5: it must be a list of spans"),
@@ -173,20 +160,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"shards\[1\] is .*float16.*: they must be alike",
     ),
     ("unshard", {"grad": "mean"}, "grad is 'mean': it must be one of slice, sum"),
-    ("unshard", {"x": WHOLE.numpy()}, r"pass torch.from_numpy\(x\)"),
     ("Documents", {"cu_seqlens": [0]}, r"cu_seqlens is \[0\]: it must have at least one document, \[0, length\]"),
     ("Documents", {"cu_seqlens": [1, 4]}, "cu_seqlens starts at 1: it must start at 0"),
     ("Documents", {"cu_seqlens": [0, 4, 3]}, r"cu_seqlens\[2\] is 3, the one before is 4: it must not descend"),
     ("Documents", {"cu_seqlens": [0, 4.0]}, r"cu_seqlens is \[0, 4.0\]: it must be a list of whole numbers, or a CPU"),
     ("Documents", {"cu_seqlens": torch.tensor([0.0, 4])}, r"cu_seqlens is torch.float32 \[2\]: it must be integers"),
     ("Documents", {"cu_seqlens": torch.tensor([[0, 4]])}, r"cu_seqlens is torch.int64 \[1, 2\]: it must be integers"),
-    ("Documents", {"cu_seqlens": torch.tensor([False, True])}, r"cu_seqlens is torch.bool \[2\]: it must be integers"),
     ("Documents", {"cu_seqlens": torch.zeros(2, device="meta").int()}, "cu_seqlens is on meta: it must be a list or a"),
-    (
-        "whole of shards that leave positions out",
-        {},
-        "^the layout holds 2 of the positions 0 to 2: shard and unshard need a layout that holds every",
-    ),
     (
         "Layout",
         {"spans_per_rank": [[(4, 2), (5, 2)]]},
@@ -201,7 +181,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("strided", {"stride": 6}, "stride is 6: it must be a positive multiple of block, 4"),
     ("fixed", {"summary": 6}, "summary is 6: it must be at most stride, 4"),
     ("bigbird", {"window": 2}, "window is 2: it must be odd, the query's own block and"),
-    ("bigbird", {"window": -1}, "window is -1: it must be a whole number from 1"),
     ("bigbird", {"global_": -1}, "global_ is -1: it must be a whole number from 0"),
     ("longformer", {"window": 3}, "window is 3: it must be even, half of it on either side"),
     ("longformer", {"global_tokens": [(4, 4)]}, r"global_tokens\[0\] is \(4, 4\): stretches must ascend and hold"),
@@ -212,19 +191,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Limits", {"cga_cluster_size": 16}, "cga_cluster_size is 16: it must be a power of two from 1 to 8, or None"),
     ("Limits", {"bytes_per_second": 0}, "bytes_per_second is 0: it must be a positive finite number"),
     ("Topology", {"nodes": [[0, True]]}, r"nodes is \[\[0, True\]\]: it must be lists of ranks, one per node"),
-    ("Topology", {"devices": 5}, "devices is 5: it must be a tuple with the DeviceInfo of every rank, or empty"),
-    ("grid", {"per_node": 1.5}, "per_node is 1.5: it must be a whole number from 1"),
 ]
 
-PATTERNS = (
-    "whole of shards that leave positions out",
-    "Documents",
-    "BlockMask",
-    "strided",
-    "fixed",
-    "bigbird",
-    "longformer",
-)
+PATTERNS = ("Documents", "BlockMask", "strided", "fixed", "bigbird", "longformer")
 NONSENSE = [
     None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**30, 10**5000, 3 + 4j, "x", b"x", [], [[]], {}, object(),
     np.int64(3), np.float32(0.5), np.zeros(2), torch.tensor(3), torch.zeros(2, 2), torch.zeros(3, dtype=torch.int64),
@@ -250,11 +219,9 @@ def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> Any:
     [
         *CALLS,
         ({"layout": 5}, "layout is '5': it must be a Layout or one of contiguous"),
-        ({"layout": ""}, "layout is '': it must be a Layout or one of contiguous"),
         ({"cu_seqlens": [0, 7.5, 8]}, "cu_seqlens is torch.float32 .*: it must be integers"),
         ({"dropout_p": 0.5, "dropout_seed": -3}, "dropout_seed is -3: it must be 0 to 2"),
         ({"dropout_p": 0.5, "dropout_seed": 2**64 + 5}, "dropout_seed is 18446744073709551621: it must be 0 to 2"),
-        ({"dropout_p": 0.5, "dropout_seed": 1.5}, "dropout_seed is 1.5: it must be 0 to 2"),
         ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient"),
     ],
 )
@@ -303,11 +270,12 @@ OTHERS = {
     "alibi_slopes": torch.ones(4),
     "learnable_sink": torch.zeros(4),
     "kv_layout": "striped",
+    "softmax_scale": 0.5,
+    "dropout_p": 0.25,
 }
 ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # all of them alike
     ({"layout": None}, {"layout": None}, "layout is None with 2 ranks"),
-    ({"layout": Layout.contiguous(16, 4)}, {"layout": Layout.contiguous(16, 4)}, "layout is made for 4 ranks, the"),
     ({"layout": Layout.contiguous(30, 2)}, {"layout": Layout.contiguous(30, 2)}, "layout gives rank"),
     (EIGHTS, EIGHTS, r"layout gives rank 0 the span \(0, 4, 1\): .* whole blocks of 8 positions"),
     ({"ring": {"chunks": 3}}, {"ring": {"chunks": 3}}, "chunks of the ring is 3, k has 2 heads: a chunk has at least"),
@@ -317,18 +285,11 @@ ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # they disagree
     ({}, {"layout": "contiguous", **SHORT}, "layout differs between ranks"),
     ({"causal": True}, {}, r"causal differs between ranks \(rank 0: True, rank 1: False\)"),
-    ({"softmax_scale": 0.5}, {}, r"softmax_scale differs between ranks \(rank 0: 0.5, rank 1: 0.25\)"),
-    ({}, {"layout": "striped"}, "layout differs between ranks"),
     ({"backend": "aten"}, {"backend": "triton"}, r"backend differs .*rank 0: 'aten', rank 1: 'triton'"),
     ({}, {"block_mask": longformer(2, [])}, "window_size differs"),
-    ({}, {"dropout_p": 0.25, "dropout_seed": 7}, "dropout_p differs"),
     *(({}, {name: value}, f"{name} differs") for name, value in OTHERS.items()),
     ({"causal": True}, {"causal": True, "prefix_length": 3}, "prefix_length differs"),
-    (
-        {"dropout_p": 0.5, "dropout_seed": 5},
-        {"dropout_p": 0.5, "dropout_seed": 6},
-        "dropout_seed differs between ranks",
-    ),
+    ({"dropout_p": 0.5, "dropout_seed": 5}, {"dropout_p": 0.5, "dropout_seed": 6}, "dropout_seed differs"),
     ({"ring": {"chunks": 2}}, {}, r"chunks differs between ranks \(rank 0: 2, rank 1: 1"),
     ({"ring": {"slots": 2, "prefetch": 1}}, {"ring": {"slots": 4, "prefetch": 1}}, "slots differs between ranks"),
     ({"ring": {"prefetch": 0}}, {}, "prefetch differs between ranks"),

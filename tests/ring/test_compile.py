@@ -204,7 +204,7 @@ def test_autocast() -> None:
             return block(*tensors, causal=True)
 
     got, expected = run(compiled(cast), tensors), run(cast, tensors)
-    assert got[0].dtype == torch.bfloat16
+    assert (got[0].dtype, got[1].dtype) == (torch.bfloat16, torch.float32)
     assert_same(got, expected)
 
 
@@ -237,16 +237,6 @@ def test_opcheck(name: str) -> None:
     given = [x.detach().requires_grad_() for x in (torch.randn_like(out), q, k, v, out, lse)]
     op, args = torch.ops.ringattn.ring_attention_backward.default, (given[0], None, *given[1:], number, *saved)
     torch.library.opcheck(op, args, test_utils=NO_BACKWARD)
-
-
-def test_slopes_made_in_the_graph_that_want_a_gradient_are_refused() -> None:
-    slopes = torch.rand(HEADS, requires_grad=True)
-
-    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return block(q, k, v, alibi_slopes=slopes * 2)
-
-    with pytest.raises(Exception, match="alibi_slopes requires a gradient"):  # torch's, around ours
-        compiled(layer)(*inputs())
 
 
 def test_the_backward_op_refuses_to_be_differentiated() -> None:

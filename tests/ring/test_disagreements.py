@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ringattn import Ring, ring_attention
 
-from ..support.forked import FORKED
+from ..support.forked import Ranks
 
 WORLD = 3
 SOON = 10.0  # seconds; the deadline is far beyond it
@@ -76,7 +76,7 @@ def no_gradient(ring: Ring) -> None:
     attend(ring)
 
 
-def legal(ring: Ring) -> None:
+def checkpointed(ring: Ring) -> None:
     """What checkpointing, and a backward that hooks stop, do to a call is nothing to the others."""
     x = torch.randn(1, 16, 2, 8, requires_grad=True)
     whole = [ring_attention(x, x, x, ring=ring, layout="contiguous").sum()]
@@ -114,16 +114,7 @@ def two_threads(ring: Ring) -> None:
     raise next((error for error in errors if isinstance(error, AssertionError)), None) or RuntimeError(str(errors))
 
 
-def one_rank_alone_is_wrong(ring: Ring) -> None:
-    attend(ring)
-    if ring.rank == 1:
-        ring_attention(*(torch.randn(1, 16, heads, 8) for heads in (3, 2, 2)), ring=ring, layout="contiguous")
-    attend(ring)
-    time.sleep(SOON / 2)
-    attend(ring)
-
-
-def work(body: Callable[[Ring], None], rank: int, port: int, pipe: Connection) -> None:
+def work(rank: int, end: Connection, body: Callable[[Ring], None], port: int) -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -132,72 +123,35 @@ def work(body: Callable[[Ring], None], rank: int, port: int, pipe: Connection) -
     begun = time.monotonic()
     try:
         body(Ring(deadline=120.0))
-        pipe.send(("", "nothing was raised", 0.0))
     except BaseException as error:
-        pipe.send((type(error).__name__, str(error), time.monotonic() - begun))
+        end.send((f"{type(error).__name__}: {error}", time.monotonic() - begun))
+    else:
+        end.send(("nothing was raised", 0.0))
 
 
-def outcomes(body: Callable[[Ring], None]) -> list[tuple[str, str, float]]:
-    """Type, text and time of the error of each rank."""
-    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [FORKED.Pipe() for _ in range(WORLD)]
-    ranks: list[Any] = [
-        FORKED.Process(target=work, args=(body, rank, served.port, pipes[rank][1]), daemon=True)
-        for rank in range(WORLD)
-    ]
-    try:
-        for process in ranks:
-            process.start()
-        for _, there in pipes:
-            there.close()
-        for here, _ in pipes:
-            assert here.poll(60), "a rank hangs"
-        return [here.recv() for here, _ in pipes]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+DIFFERS = "ValueError: {} differs between ranks ("
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "words", "of_rank_1"),
     [
         (
             partial(known_calls, first={"cu_seqlens": [0, 8, 48]}, second={"cu_seqlens": [0, 40, 48]}),
-            "cu_seqlens differs",
+            DIFFERS.format("cu_seqlens"),
+            None,
         ),
-        (partial(known_calls, first=DROPOUT, second=DROPOUT | {"dropout_seed": 7}), "dropout_seed differs"),
-        (no_gradient, "gradient differs between ranks (rank 0: True, rank 1: False, rank 2: True): "),
-        (a_backward_against_a_forward, "call differs between ranks (rank 0: 'backward', rank 1: 'forward', rank 2: "),
+        (partial(known_calls, first=DROPOUT, second=DROPOUT | {"dropout_seed": 7}), "ValueError: dropout_seed", None),
+        (no_gradient, DIFFERS.format("gradient") + "rank 0: True, rank 1: False, rank 2: True): ", None),
+        (a_backward_against_a_forward, DIFFERS.format("call") + "rank 0: 'backward', rank 1: 'forward', rank 2", None),
+        (interrupted_before_the_call, "ValueError: rank 1 refused this call: KeyboardInterrupt", "KeyboardInterrupt"),
+        (two_threads, "in use by a call of another thread", None),
+        (checkpointed, "LookupError: right", None),
     ],
 )
-def test_calls_that_differ(body: Callable[[Ring], None], words: str) -> None:
-    for kind, message, seconds in outcomes(body):
-        assert kind == "ValueError" and message.startswith(words), message
-        assert seconds < SOON
-
-
-def test_an_interrupt_before_the_call_begins() -> None:
-    first, interrupted, last = outcomes(interrupted_before_the_call)
-    assert interrupted[0] == "KeyboardInterrupt"
-    for kind, message, seconds in (first, last):
-        assert kind == "ValueError" and message.startswith("rank 1 refused this call: KeyboardInterrupt")
-        assert seconds < SOON
-
-
-def test_checkpointing() -> None:
-    assert [(kind, words) for kind, words, _ in outcomes(legal)] == [("LookupError", "right")] * WORLD
-
-
-def test_two_threads_on_one_ring() -> None:
-    for kind, words, seconds in outcomes(two_threads):
-        assert kind == "RuntimeError" and "in use by a call of another thread" in words, words
-        assert seconds < SOON
-
-
-def test_a_rank_that_refuses_alone_is_named_on_all_others() -> None:
-    first, wrong, last = outcomes(one_rank_alone_is_wrong)
-    assert wrong[0] == "ValueError" and wrong[1].startswith("k has 2 heads, q has 3: the heads of q must be a multiple")
-    for kind, message, seconds in (first, last):
-        assert (kind, message) == ("ValueError", f"rank 1 refused this call: ValueError: {wrong[1]}")
-        assert seconds < SOON
+def test_every_rank_gets_the_error_soon(body: Callable[[Ring], None], words: str, of_rank_1: str | None) -> None:
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with Ranks(WORLD, work, body, served.port) as ranks:
+        for rank in range(WORLD):
+            told, seconds = ranks.receive(rank)
+            assert (of_rank_1 or words if rank == 1 else words) in told
+            assert seconds < SOON

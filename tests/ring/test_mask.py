@@ -256,6 +256,6 @@ def test_spans_are_whole_blocks() -> None:
             blocks.check("layout", layout)
         with pytest.raises(ValueError, match=f"^kv_{message}"):
             for shard in range(layout.world):
-                blocks.columns(layout, shard)
+                blocks.between(Layout.contiguous(8, 2), 0, layout, shard)
     with pytest.raises(ValueError, match=r"^block_mask has 2 blocks of 4 positions for layout, which holds 12$"):
-        strided(8, 4, stride=4).rows(Layout.contiguous(12, 1), 0)
+        strided(8, 4, stride=4).between(Layout.contiguous(12, 1), 0, Layout.contiguous(8, 1), 0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,9 +92,7 @@ def test_regions_cover_every_visible_pair_once(
     case: tuple[Bounds, int, int], constants: dict[str, int], operator: bool
 ) -> None:
     bounds, rows, keys = case
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in constants.items():
-            patch.setattr(cutting, name, value)
+    with mock.patch.dict(vars(cutting), constants):
         cut = regions(bounds, rows, keys, operator=operator)
     seen = visible_pairs(bounds, rows, keys)
     covered = torch.zeros(seen.shape, dtype=torch.int32)

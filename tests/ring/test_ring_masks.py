@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations, cycle, product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -113,61 +113,28 @@ def test_features_in_the_kernels(name: str, layout: str) -> None:
     check(case_of(2, layout, call | {"backend": "triton"}))
 
 
-SINGLE: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "window": {"window_size": (17, 4)},
-    "documents": {"cu_seqlens": [0, 7, 8, 8, 31, TOKENS]},
-    "prefix": {"causal": True, "prefix_length": 23},
-    "padding": {"seqused_k": [50, 29]},
-    "longformer": {"block_mask": longformer(8, [(0, 3), (30, 32)])},
-    "blocks": {},
-    "softcap": {"softcap": 1.5},
-    "alibi": {"alibi_slopes": SLOPES},
-    "dropout": {"dropout_p": 0.3, "dropout_seed": 11},
-    "sink": {},
-}
-"""Features that combine; what makes ``blocks`` and ``sink`` is in :func:`together`."""
-APART = {
-    frozenset({"window", "longformer"}): "a Longformer mask has a window of its own, and refuses another",
-    frozenset({"blocks", "longformer"}): "both are the argument block_mask",
-}
+TOGETHER: list[dict[str, Any]] = [
+    MASKS["causal documents and window"] | SCORES["softcap"] | {"seqused_k": [50, 29]},
+    MASKS["prefix and window"] | SCORES["dropout"] | {"cu_seqlens": [0, 7, 8, 8, 31, TOKENS]},
+    MASKS["causal longformer"] | SCORES["all scores"] | {"seqused_k": [50, 29], "prefix_length": 23},
+    MASKS["longformer in documents"] | SCORES["alibi by batch row"] | {"softcap": 1.5},
+    PATTERNS["bigbird in documents"](4) | SCORES["all scores"] | {"window_size": (17, 4), "seqused_k": [50, 29]},
+    PATTERNS["strided"](4) | SCORES["dropout"] | {"prefix_length": 23, "window_size": (30, -1)},
+    PATTERNS["bigbird"](4) | MASKS["padding"] | SCORES["alibi"],
+]
 
 
-def together(names: tuple[str, ...], backend: str, world: int, layout: str) -> Case:
-    """A call with all of these features."""
-    call: dict[str, Any] = {"backend": backend}
-    for name in names:
-        call |= SINGLE[name]
-    if "blocks" in names:
-        call["block_mask"] = bigbird(TOKENS, BLOCK[backend], window=1, global_=1, random=1)
-    return case_of(world, layout, call, sink="sink" in names)
-
-
-def triples() -> list[tuple[str, ...]]:
-    """Three features at once, so that each pair of them is in one."""
-    left = {pair for pair in combinations(SINGLE, 2) if frozenset(pair) not in APART}
-    made: list[tuple[str, ...]] = []
-    whole = [one for one in combinations(SINGLE, 3) if not any(apart < {*one} for apart in APART)]
-    while left:
-        made.append(max(whole, key=lambda one: len(left & {*combinations(one, 2)})))
-        left -= {*combinations(made[-1], 2)}
-    return made
-
-
-TRIPLES = triples()
-
-
-@pytest.mark.parametrize(("number", "names"), [*enumerate(TRIPLES)], ids=[*map(" + ".join, TRIPLES)])
-def test_features_together(number: int, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("number", "call"), [*enumerate(TOGETHER)])
+@pytest.mark.parametrize("sink", [False, True])
+def test_features_together(number: int, call: dict[str, Any], sink: bool) -> None:
     """Worlds and layouts take turns."""
-    check(together(names, "aten", 2 + number % 3, [*LAYOUTS][number % 4]))
+    number += sink
+    check(case_of(1 + number % 4, [*LAYOUTS][number % 3], call | {"backend": "aten"}, sink=sink))
 
 
-@pytest.mark.parametrize("pattern", ["blocks", "longformer"])
-@pytest.mark.parametrize(("world", "backend"), [(1, "aten"), (3, "aten"), (2, "triton")])
-def test_all_features_at_once(world: int, pattern: str, backend: str) -> None:
-    names = tuple(name for name in SINGLE if frozenset({name, pattern}) not in APART)
-    check(together(names, backend, world, "zigzag"))
+@pytest.mark.parametrize("call", [TOGETHER[2], TOGETHER[4] | PATTERNS["bigbird"](16)], ids=["longformer", "blocks"])
+def test_features_together_in_the_kernels(call: dict[str, Any]) -> None:
+    check(case_of(2, "zigzag", call | {"backend": "triton"}, sink=True))
 
 
 @pytest.mark.parametrize(
@@ -222,25 +189,24 @@ def test_a_row_that_sees_nothing_but_the_sink() -> None:
     assert torch.equal(ours.lse[:, :, :4], sink[None, :, None].expand(2, 2, 4))
 
 
+PACKED, TRANSPOSED = {"strides": "packed"}, {"strides": "transposed"}
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype", "backend"),
+    ("name", "backend", "tensors"),
     [
-        ("causal padding", torch.bfloat16, "aten"),
-        ("causal window", torch.float16, "triton"),
-        ("all scores", torch.float16, "aten"),
-        ("longformer", torch.bfloat16, "aten"),
+        ("causal padding", "aten", {"dtype": torch.bfloat16}),
+        ("causal window", "triton", {"dtype": torch.float16} | PACKED),
+        ("all scores", "aten", {"dtype": torch.float16} | PACKED),
+        ("longformer", "aten", {"dtype": torch.bfloat16}),
+        ("all scores", "triton", TRANSPOSED),
+        ("all scores", "aten", {"dims": (8, 24)} | TRANSPOSED),
+        ("causal window", "aten", {"dims": (5, 3)}),
+        ("causal window", "triton", {"dims": (24, 16)}),
     ],
 )
-def test_dtypes(name: str, dtype: torch.dtype, backend: str) -> None:
-    check(case_of(3, "zigzag", (MASKS | SCORES)[name] | {"backend": backend}, dtype=dtype, sink=True))
-
-
-@pytest.mark.parametrize(
-    ("name", "strides", "backend"),
-    [("causal window", "packed", "triton"), ("all scores", "transposed", "triton"), ("all scores", "packed", "aten")],
-)
-def test_strides(name: str, strides: str, backend: str) -> None:
-    check(case_of(3, "zigzag", (MASKS | SCORES)[name] | {"backend": backend}, sink=True, strides=strides))
+def test_dtypes_strides_and_values_of_their_own_size(name: str, backend: str, tensors: dict[str, Any]) -> None:
+    check(case_of(3, "zigzag", (MASKS | SCORES)[name] | {"backend": backend}, sink=True, **tensors))
 
 
 @pytest.mark.parametrize("backend", ["aten", "triton"])
@@ -259,15 +225,6 @@ def test_a_gradient_that_is_one_number(backend: str) -> None:
         parts = world.run(summed)
     ones, _ = run(case)
     assert all(part.equal(taken(case.layout, ones.dq, rank)) for rank, part in enumerate(parts))
-
-
-@pytest.mark.parametrize(
-    ("dims", "backend", "name"),
-    [((8, 24), "aten", "all scores"), ((5, 3), "aten", "causal window"), ((24, 16), "triton", "causal window")],
-)
-def test_values_of_their_own_size(dims: tuple[int, int], backend: str, name: str) -> None:
-    call = (MASKS | SCORES)[name] | {"backend": backend}
-    check(case_of(2, "zigzag", call, dims=dims, sink=True))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -252,16 +251,6 @@ def distances(count: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(st.integers(1, count - 1), unique=True).map(lambda far: (0, *far)) if count > 1 else st.just((0,))
 
 
-@pytest.mark.parametrize("topology", [Topology.grid(2, 4), Topology.grid(3, 2)])
-def test_bytes_of_a_two_level_ring(topology: Topology) -> None:
-    """Over the slow links as much per pass as in a flat ring, but over every NIC of a node."""
-    world, nodes, per_node = topology.world, len(topology.nodes), len(topology.nodes[0])
-    two_level, flat = (schedule(Layout.zigzag(2 * world, world), Mask(), topology=one) for one in (topology, None))
-    assert two_level.bytes(7, level=1) == ((nodes - 1) * 2 * 7,) * world
-    assert two_level.bytes(7, level=0) == (nodes * (per_node - 1) * 2 * 7,) * world
-    assert flat.bytes(7) == ((world - 1) * 2 * 7,) * world
-
-
 def test_distances_at_which_nobody_sees_anything_have_no_hop() -> None:
     layout = Layout.contiguous(64, 8)
     assert schedule(layout, CAUSAL).steps == tuple(range(8))
@@ -302,7 +291,7 @@ def test_dkv_that_return_early_have_a_slot_of_their_own() -> None:
         assert {whole.hops(rank)[0].dkv_slot for rank in range(world)} == {world % 2}
 
 
-def test_schedules_are_pure_values() -> None:
+def test_what_is_the_same_schedule() -> None:
     layout = Layout.zigzag(16, 4)
     plan = schedule(layout, CAUSAL)
     assert schedule(Layout.zigzag(16, 4), Mask(causal=True), kv_layout=layout, direction=1) == plan
@@ -311,9 +300,6 @@ def test_schedules_are_pure_values() -> None:
     for change in ({"direction": -1}, {"topology": Topology.grid(2, 2)}, {"slots": 4}):
         assert schedule(layout, CAUSAL, **change) != plan  # type: ignore[arg-type]
     assert plan.lengths == (4, 4, 4, 4)
-    for value in (plan, plan.hops(0)[0]):
-        with pytest.raises(FrozenInstanceError):
-            value.nodes = ()  # type: ignore[union-attr, misc]
 
 
 def test_refusals() -> None:
@@ -332,18 +318,15 @@ def test_refusals() -> None:
             schedule(layout, Mask()).hops(rank)
 
 
-@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
-def test_large_clusters_are_planned_in_no_time(name: str) -> None:
+def test_large_clusters_are_planned_in_no_time() -> None:
     nodes, per_node = 128, 8
     world = nodes * per_node
 
-    def use(plan: Schedule) -> tuple[object, ...]:
-        return plan.hops(world - 1), plan.edges, plan.bytes(1, level=0), plan.bytes(1, level=1)
+    def use(plan: Schedule) -> None:
+        plan.hops(world - 1)
+        plan.bytes(1)
 
-    layout, topology = named(name, 2 * world, world), Topology.grid(nodes, per_node)
-    hops, edges, *moved = use(planned(3, lambda: schedule(layout, CAUSAL, topology=topology), use))
-    if name == "zigzag":
-        assert sum(hop.rail_to is not None for hop in hops) == nodes - 1  # type: ignore[attr-defined]
-        assert moved == [(nodes * (per_node - 1) * 2,) * world, ((nodes - 1) * 2,) * world]
-        # dK/dV return straight to their owners, from every node of the rail
-        assert [*map(len, edges)] == [world, world * (nodes - 1)]  # type: ignore[call-overload]
+    topology, layout = Topology.grid(nodes, per_node), Layout.zigzag(2 * world, world)
+    plan = planned(3, lambda: schedule(layout, CAUSAL, topology=topology), use)
+    assert plan.bytes(1, level=0) == (nodes * (per_node - 1) * 2,) * world
+    assert plan.bytes(1, level=1) == ((nodes - 1) * 2,) * world  # as in a flat ring, but over every NIC of a node

@@ -12,26 +12,6 @@ from ..support.layouts import Window
 CAUSAL = Mask(causal=True)
 
 
-def test_text() -> None:
-    assert (
-        str(schedule(Layout.contiguous(6, 3), CAUSAL))
-        == """\
-3 ranks, K/V move to the next rank, 6 of 9 hops compute
-
-K/V: N shard N is computed with, (N) only passes, > goes on, . nothing comes
-         hop 0   hop 1   hop 2
-rank 0   0 >     .       .
-rank 1   1 >     0 >     .
-rank 2   2       1       0
-
-dK/dV: N of shard N, > sent on, ^ return to the owner, . none; hop 0: < arrive
-         hop 0   hop 1   hop 2
-rank 0   0 <     .       .
-rank 1   1 <     0 >     .
-rank 2   .       1 ^     0 ^"""
-    )
-
-
 def test_text_of_nodes_in_any_order_the_other_way() -> None:
     """Rows are in ring order; what a node, or an outer root, sees nothing of goes through it."""
     mask = Window(causal=True, left=3)

@@ -72,12 +72,6 @@ def test_wires_by_name_and_refusals() -> None:
         wire_of("bfloat16", torch.float64)
 
 
-def test_what_travels() -> None:
-    shape = (2, 300, 3, 64)
-    assert wire("bfloat16").specs(shape) == [(shape, torch.bfloat16)]
-    assert wire("float8_e4m3fn").specs(shape) == [(shape, torch.float8_e4m3fn), ((2, 3, 3), torch.float32)]
-
-
 # --- rounded to bfloat16 --------------------------------------------------------------------------------------------
 
 
@@ -116,26 +110,8 @@ def test_the_cpu_sends_the_bits_of_the_kernels(tokens: int, dtype: torch.dtype) 
     assert_same((receive(FP8, travelled, x),), (out,))
 
 
-@settings(max_examples=25)
-@given(tensors((torch.float16, torch.float32)))
-def test_any_bits_of_the_kernels(x: Tensor) -> None:
-    codes, scale = codes_for(x)
-    quantize(x, codes, scale)
-    assert_same(send(FP8, x), (codes, scale))
-
-
 @settings(max_examples=50)
 @given(tensors())
 def test_error_bound(x: Tensor) -> None:
     travelled = send(FP8, x)
     assert_within_bound(x, receive(FP8, travelled, x), travelled[1])
-
-
-@pytest.mark.parametrize(("view", "name"), in_turn(VIEWS, ["bfloat16", "float8_e4m3fn"]))
-def test_decoded_where_it_shall_lie(view: object, name: str) -> None:
-    x = wide(2, 20, 2, 6)
-    by = wire(name)
-    travelled = send(by, x)
-    target = view(torch.zeros_like(x))  # type: ignore[operator]
-    by.decode(travelled, target)
-    assert_same((target,), (receive(by, travelled, x),))

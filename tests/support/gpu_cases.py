@@ -25,7 +25,7 @@ from ringattn.ring import longformer
 
 from .baselines import Results
 from .mask_cases import Case as MaskCase
-from .mask_cases import compare
+from .mask_cases import compare, expected
 from .ring_cases import LAYOUTS, check_results, inputs
 from .transport_cases import CASES, LARGE, Case, filled, neighbours, until, values
 
@@ -198,7 +198,7 @@ def check_case(case: RingCase, ours: Results, world: int, backend: str) -> None:
     whole = drawn(case)
     if case.call or {"wire_dtype", "grad_wire_dtype"} & {*case.ring}:
         call = case.call | {"causal": case.causal, "backend": backend}
-        compare(MaskCase(LAYOUTS[case.layout](TOKENS, world), whole, call, ring=case.ring), ours)
+        compare(expected(MaskCase(LAYOUTS[case.layout](TOKENS, world), whole, call, ring=case.ring)), ours)
     else:
         check_results(ours, whole, causal=case.causal, backend=backend)
 

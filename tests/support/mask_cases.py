@@ -185,7 +185,7 @@ def held(layout: Layout) -> Tensor:
 def check(case: Case) -> Results:
     """As exact as PyTorch; returns our results."""
     ours, dsink = run(case)
-    compare(case, ours, dsink)
+    compare(expected(case), ours, dsink)
     return ours
 
 
@@ -199,13 +199,8 @@ class Expected(NamedTuple):
     """The sink's gradient, exact and PyTorch's, and the size of its terms."""
 
 
-def compare(case: Case, ours: Results, dsink: Tensor | None = None) -> None:
-    """Results that are there, and the sum of the ranks' parts of the sink's gradient."""
-    judge(expected(case), ours, dsink)
-
-
-def judge(right: Expected, ours: Results, dsink: Tensor | None = None) -> None:
-    """The same, of what is expected; None, a gradient that was not required, is not compared."""
+def compare(right: Expected, ours: Results, dsink: Tensor | None = None) -> None:
+    """``dsink`` is the sum of the ranks' parts; None, a gradient that was not required, is not compared."""
     truth, theirs, sizes, sinks = right
     for name, mine, *others in zip(Results._fields, ours, theirs, truth, strict=True):
         if mine is not None:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from time import process_time
 from timeit import timeit
 
-from ringattn.ring.schedule.active import seen_blocks, sent_keys, unions
+from ringattn.ring.schedule.active import sent_keys, unions
 from ringattn.ring.schedule.schedule import Schedule, _schedule
 
 
 def forget() -> None:
     """What is made of a call's layout and mask once, and kept: as before the first call."""
-    for cached in (_schedule, sent_keys, seen_blocks, unions):
+    for cached in (_schedule, sent_keys, unions):
         cached.cache_clear()
 
 

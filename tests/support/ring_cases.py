@@ -11,7 +11,7 @@ from torch import Tensor
 from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import GroupLike
 
-from .baselines import Results, exact, pytorch
+from .baselines import Results, exact, operator_lse, pytorch
 from .tolerance import assert_as_exact_as_pytorch
 
 CPU = torch.device("cpu")
@@ -82,13 +82,6 @@ def together(layout: Layout, parts: Sequence[Sequence[Tensor]]) -> Results:
     return Results(*(layout.unshard(shards, 2 if i == 1 else 1) for i, shards in joined))
 
 
-def operator_lse(whole: dict[str, Tensor], causal: bool) -> Tensor:
-    """``lse`` as PyTorch's own CPU attention returns it, in the inputs' dtype over the whole sequence."""
-    q, k, v = (whole[name].transpose(1, 2) for name in "qkv")
-    lse: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)[1]
-    return lse
-
-
 def check_ring(layout: Layout, whole: dict[str, Tensor], *, causal: bool, **call: Any) -> None:
     """As exact as PyTorch, whatever the layout and the number of ranks."""
     check_results(run_ring(layout, whole, causal=causal, **call), whole, causal=causal, **call)
@@ -98,9 +91,10 @@ def check_results(ours: Results, whole: dict[str, Tensor], *, causal: bool, **ca
     """The same of results that are there."""
     tensors = [whole[name] for name in ("q", "k", "v", "dout", "dlse")]
     tokens = whole["q"].shape[1]
-    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril() if causal else None
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril(0 if causal else tokens)
     theirs, truth = pytorch(*tensors, seen=seen), exact(*tensors, causal=causal)
     if call.get("backend") == "aten" and whole["q"].dtype != torch.float32:
-        theirs = theirs._replace(lse=operator_lse(whole, causal))  # in 16 bit the operator's own is less than exact
+        # in 16 bit the operator's own is less than exact
+        theirs = theirs._replace(lse=operator_lse(whole["q"], whole["k"], seen, None, None))
     for name in Results._fields:
         assert_as_exact_as_pytorch(name, getattr(ours, name), getattr(theirs, name), getattr(truth, name))
