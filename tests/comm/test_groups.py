@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn.comm import (
-    Edge,
     Limits,
     LocalGroup,
     LocalTransport,
@@ -177,47 +176,6 @@ def test_ranks_that_disagree_are_told_who_has_what(
         peers.choose("auto", CPU)
 
 
-class Trial:
-    """A transport whose warm-up fails where it is called `nccl`."""
-
-    rank, size = 0, 1
-
-    def __init__(self, name: str) -> None:
-        self.name, self.reason, self.closed = name, "", False
-        self.edges: list[Edge] = []
-
-    def warm_up(self, edges: Sequence[Edge]) -> None:
-        self.edges += edges
-        if self.name == "nccl":
-            raise TransportError("the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes")
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.fixture
-def tried(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
-    """What was opened, in a group whose ranks could open `nccl` and `process_group`."""
-    tried: list[Trial] = []
-
-    def make(wanted: object, name: str, *others: object) -> Trial:
-        if name == "copy_engine":
-            raise ValueError("no such device")
-        tried.append(Trial(name))
-        return tried[-1]
-
-    monkeypatch.setattr(groups, "_make", make)
-    return tried
-
-
-def open_one_of(choices: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, transport: str = "auto") -> Any:
-    monkeypatch.setattr(groups, "choose", lambda *given: (choices, ["local: of another kind"]))
-    levels = groups._levels(0, Topology.flat(1)) * len(choices[0])
-    group = dist.group.WORLD
-    assert group is not None
-    return groups._open_between_processes(groups._Wanted(group, CPU, levels, NO_LIMITS), transport, None, None)
-
-
 def test_levels_of_a_topology() -> None:
     topology = Topology(((0, 2), (3, 1)))
     inside, between = groups._levels(3, topology)
@@ -304,33 +262,3 @@ def test_auto_takes_what_keeps_the_limits(able: Peers) -> None:
             able.choose(name, device, limits)
     with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1.0, and local cannot keep that"):
         open_transport(device="cpu", limits=slow)
-
-
-def test_auto_goes_on_where_a_warm_up_failed(
-    tried: list[Trial], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Every level opens or none; what was asked for is not replaced."""
-    failed = "the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes"
-    choices: list[tuple[str, ...]] = [("process_group", "nccl"), ("copy_engine",) * 2, ("process_group",) * 2]
-    with caplog.at_level("INFO"):
-        opened = open_one_of(choices, monkeypatch)
-    assert opened == tuple(tried[2:])
-    assert [(one.name, one.closed) for one in tried] == [
-        ("process_group", True),
-        ("nccl", True),
-        ("process_group", False),
-        ("process_group", False),
-    ]
-    assert opened[0].edges == [(0, 0)]
-    assert opened[0].reason == (
-        f"auto takes process_group; not local: of another kind; not process_group and nccl: {failed}; "
-        "not copy_engine: rank 0: ValueError: no such device"
-    )
-    assert 'transport "auto" passes over process_group and nccl: the warm-up' in caplog.text
-    for transport, match in (
-        ("nccl", f"^{failed}$"),
-        ("auto", '"auto" finds none that works: local: of another kind; '),
-    ):
-        with pytest.raises(TransportError, match=match):
-            open_one_of([("nccl",)], monkeypatch, transport)
-        assert tried[-1].closed

@@ -70,10 +70,6 @@ def test_links(a: DeviceInfo, b: DeviceInfo, kind: str, text: str, rate: float |
     assert link.gigabytes_per_second == (None if rate is None else pytest.approx(rate, abs=0.1))
 
 
-def test_a_link_inside_a_socket_is_nearer() -> None:
-    assert [link_between(BOX[0], other).distance for other in BOX[1:]] == [0, 2, 2, 3, 3, 3, 3]
-
-
 def test_pairs_by_link() -> None:
     """Of two hosts, ranks of one GPU counted once, those of a CPU not at all."""
     devices = [*hgx("a"), *meshed("b", {(0, 1): 2}, 3)]

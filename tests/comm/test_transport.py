@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ringattn.comm import LocalTransport
-from ringattn.comm.transport import PATTERN_BYTES, _pattern, ring_edges
+from ringattn.comm.transport import PATTERN_BYTES, _pattern
 
 from ..support.group_cases import GROUP_CASES, group_ranks
 from ..support.transport_cases import CASES, HOST_CASES, on_ranks
@@ -68,8 +68,3 @@ def test_what_opening_loads_only_when_it_is_asked_for() -> None:
     program = f"import sys, ringattn.comm; sys.exit(', '.join(name for name in {late} if name in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-def test_both_directions_of_a_ring() -> None:
-    assert (ring_edges([0]), ring_edges([1, 0])) == ([(0, 0)], [(1, 0), (0, 1)])
-    assert sorted(ring_edges([0, 2, 1])) == sorted(itertools.permutations(range(3), 2))

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ringattn.comm import DONE, LocalGroup, LocalWorld, TransportError
+from ringattn.comm import DONE, TransportError
 from ringattn.comm.control import Control
 from ringattn.comm.watchdog import watch as module
-from ringattn.comm.watchdog.deadlines import NEVER
 from ringattn.comm.watchdog.watch import Watch, Watchdog, open_watch
 
 from ..support.transport_cases import until
@@ -106,16 +105,6 @@ def test_an_abort_that_hangs_does_not_hold_up_the_watchdog(monkeypatch: pytest.M
     assert not over
     assert ranks.ended and ranks.ended[0][0] == 0
     stuck.set()
-
-
-def test_agree_raises_the_same_on_every_rank_and_the_ring_stays_usable() -> None:
-    ranks = Ranks(2)
-    told = on_all(ranks.watches, lambda watch: watch.agree({"heads": 8 + watch.rank}))
-    text = "heads differs between ranks (rank 0: 8, rank 1: 9): all ranks of a ring must pass the same"
-    assert [(type(error), str(error)) for error in told] == [(ValueError, text)] * 2
-    assert on_all(ranks.watches, lambda watch: watch.agree({"heads": 8})) == [2] * 2
-    ranks.tick(5)
-    assert [transport.reasons for transport in ranks.transports] == [[], []]
 
 
 def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
@@ -240,18 +229,6 @@ def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:
         ranks.watches[0].agree({"heads": 8})
 
 
-def test_one_rank_alone_has_nobody_to_compare_with() -> None:
-    (watch,) = Ranks(1).watches
-    watch.agree({"heads": 8})
-    watch.left(ValueError("x"))
-    watch.posted("hop", Transfer(), [], [], [])
-    with watch.span("compute"):
-        watch.tick()
-    error = TransportError("x")
-    assert watch.failed(error) is error
-    assert [report.rank for report in watch.telemetry()] == [0]
-
-
 def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> None:
     watches = [watch_of(control) for control in controls(4)]
     for watch in watches:
@@ -270,17 +247,6 @@ def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> N
     again = watch_of(controls(2)[0])
     fast.add(again)  # and begins anew
     assert fast._thread is not None and fast._thread.is_alive()
-
-
-def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
-    def fn(group: LocalGroup) -> list[tuple[float | None, object]]:
-        watches = [open_watch(group, CPU, deadline=deadline, transports=list) for deadline in (None, 5.0)]
-        for watch in watches:
-            watch.close()
-        return [(watch._posts._seconds, watch._fatal) for watch in watches]
-
-    with LocalWorld(2, device="cpu") as world:
-        assert world.run(fn) == [[(NEVER, None), (5.0, None)]] * 2
 
 
 @pytest.mark.parametrize(("device", "codes"), [("cpu", []), ("cuda:0", [75])])

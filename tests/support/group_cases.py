@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -40,8 +39,6 @@ from .transport_cases import (
     CASES,
     CPU,
     HOST_CASES,
-    LARGE,
-    Calling,
     filled,
     neighbours,
     traceback_of,
@@ -58,29 +55,6 @@ PATIENCE = timedelta(seconds=5)
 def group_case(function: Callable[[dist.ProcessGroup], None]) -> Callable[[dist.ProcessGroup], None]:
     GROUP_CASES[function.__name__] = function
     return function
-
-
-@group_case
-def a_post_waits_for_nobody(group: dist.ProcessGroup) -> None:
-    """Neither for what has to be over before, nor for the peers."""
-    transport = ProcessGroupTransport(group, CPU)
-    onward, back = neighbours(transport)
-    gate = threading.Event()
-    arrived = [torch.zeros(LARGE) for _ in range(3)]
-    fences = [
-        transport.post(
-            sends=[Message(onward, torch.full((LARGE,), float(transport.rank)))],
-            receives=[Message(back, tensor)],
-            after=[Calling(gate.wait)],
-        )
-        for tensor in arrived
-    ]
-    time.sleep(0.05)
-    assert not any(fence.done() for fence in fences)
-    gate.set()
-    for fence, tensor in zip(fences, arrived, strict=True):
-        fence.wait()
-        assert values(tensor) == [back]
 
 
 @group_case
@@ -123,32 +97,6 @@ def transports_of_one_group_do_not_mix(group: dist.ProcessGroup) -> None:
 
 
 @group_case
-def a_failure_stays(group: dist.ProcessGroup) -> None:
-    """What has to be over before has failed: so does the post, and what was posted behind it."""
-    transport = ProcessGroupTransport(group, CPU)
-    onward, back = neighbours(transport)
-
-    def fail() -> None:
-        raise TransportError("the level above gave up")
-
-    sends, receives = [Message(onward, filled(1, 10, CPU))], [Message(back, filled(0, 10, CPU))]
-    gate = threading.Event()
-    fences = [
-        transport.post(sends=sends, receives=receives, after=[Calling(gate.wait), Calling(fail)]),
-        transport.post(sends=sends, receives=receives),
-    ]
-    gate.set()
-    for fence in fences:
-        with pytest.raises(TransportError, match="the level above gave up"):
-            fence.wait()
-    with pytest.raises(TransportError, match="the level above gave up"):
-        transport.post(sends=[], receives=[])
-    with pytest.raises(RuntimeError, match="a transfer failed: ValueError: what"):
-        other = ProcessGroupTransport(group, CPU)
-        other.post(sends=[], receives=[], after=[Calling(lambda: (_ for _ in ()).throw(ValueError("what")))]).wait()
-
-
-@group_case
 def buffers_of_inference_mode_are_taken(group: dist.ProcessGroup) -> None:
     transport = ProcessGroupTransport(group, CPU)
     onward, back = neighbours(transport)
@@ -174,13 +122,25 @@ def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> Non
         if name == "nccl" and wanted.group.rank() == 1:
             control.fresh_scope("process_group").gather(0, what="the tag")  # the others count what this rank does not
             raise RuntimeError("out of memory")
-        return (Fine if name == "nccl" else ProcessGroupTransport)(wanted.group, wanted.device, control=control)
+        made.append((Fine if name == "nccl" else ProcessGroupTransport)(wanted.group, wanted.device, control=control))
+        return made[-1]
 
+    made: list[Transport] = []
+    failed = "rank 1: RuntimeError: out of memory"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "_make", make)
-        patch.setattr(groups, "choose", lambda *given: ([("nccl",), ("process_group",)], []))
+        patch.setattr(groups, "choose", lambda *given: ([("nccl",), ("process_group",)], ["local: of another kind"]))
         transport = open_transport(group, device="cpu")
-    assert transport.reason == "auto takes process_group; not nccl: rank 1: RuntimeError: out of memory"
+        patch.setattr(groups, "choose", lambda *given: ([("nccl",)], []))
+        for name, match in (("nccl", f"^{failed}$"), ("auto", '"auto" finds none that works')):
+            with pytest.raises(TransportError, match=match):
+                open_transport(group, transport=name, device="cpu")
+    assert transport.reason == f"auto takes process_group; not local: of another kind; not nccl: {failed}"
+    transport.post(sends=[], receives=[]).wait()
+    for other in made:
+        if other is not transport:
+            with pytest.raises(TransportError, match="is closed"):
+                other.post(sends=[], receives=[])
 
 
 @group_case
