@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -97,8 +97,6 @@ def peer_at(rank: int, size: int, tick: int) -> int:
     At 1,024 ranks that tick at random moments, with clocks half a tick apart, everyone knows everyone after 16 ticks;
     with a random peer each time it takes 25.
     """
-    if size < 2:
-        raise ValueError(f"size is {size}: a rank alone has no peer")
     powers = (size - 1).bit_length()
     return (rank + (1 << tick % powers)) % size
 
@@ -159,15 +157,6 @@ class Stragglers:
         self.current = None if ended or slow is None else Straggler(*slow, self._since)
         self._candidate = None
         return self.current
-
-
-def last_steps(reports: Iterable[Report], most: int = 16) -> str:
-    """The last step of each of these ranks, for errors; of many ranks those that have been silent longest."""
-    by_age = sorted(reports, key=lambda report: -report.age)
-    lines = [f"rank {rank}: {row.step} ({age:.1f} s ago)" for rank, age, row in sorted(by_age[:most])]
-    if len(by_age) > most:
-        lines.append(f"and {len(by_age) - most} ranks that reported later")
-    return "; ".join(lines)
 
 
 class _Measured:

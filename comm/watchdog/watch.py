@@ -24,7 +24,7 @@ from ..transport import Fence, Transport, TransportError
 from ..transports.local import LocalGroup
 from .deadlines import FIRST_SECONDS, NEVER, Deadlines, Post, Sizes
 from .preflight import Preflight
-from .telemetry import TICK_RANKS, TICK_SECONDS, Gauges, Report, Telemetry, last_steps, period
+from .telemetry import TICK_RANKS, TICK_SECONDS, Gauges, Report, Telemetry, period
 
 logger = logging.getLogger(__name__)
 
@@ -335,7 +335,8 @@ class Watch:
             self._telemetry.table.merge_packed(table)
         known = {report.rank: report for report in self._telemetry.table.reports(time.time())}
         silent = [str(rank) for rank in others if rank not in known]
-        steps = last_steps((known[rank] for rank in others if rank in known), ASKED_RANKS)
+        reports = [known[rank] for rank in sorted(others) if rank in known]
+        steps = "; ".join(f"rank {rank}: {row.step} ({age:.1f} s ago)" for rank, age, row in reports)
         text = f"Last reported: {steps or 'nothing'}"
         text += f"; nothing from rank {', '.join(silent)}" if silent else ""
         return text + (f". {self._telemetry.store_problem}" if self._telemetry.store_problem else "")

@@ -71,6 +71,7 @@ class Peers:
 
 
 def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
+    assert resolve_group(None) is resolve_group(gloo) is gloo
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ring",))
     assert group_rank_size(mesh) == (0, 1)
     both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "ring"))
@@ -87,17 +88,12 @@ def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
         resolve_group(outside)
 
 
-def test_none_is_one_device_alone_or_the_default_group(tmp_path: Path) -> None:
+def test_none_is_one_device_alone() -> None:
     assert group_rank_size(None) == (0, 1)
     assert resolve_group(None) is resolve_group(None)  # a ring kept per group is found again
     transport = open_transport(device="cpu")
     assert isinstance(transport, LocalTransport)
     assert (transport.rank, transport.size) == (0, 1)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        assert resolve_group(None) is resolve_group(dist.group.WORLD) is dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 def test_transports_of_processes_and_of_virtual_ranks(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +132,8 @@ def test_what_one_device_alone_cannot_open(
     ("transport", "backend", "device", "match"),
     [
         ("process_group", "cpu:gloo,cuda:gloo", CUDA, "on rank 0 the group's backend for CUDA tensors is gloo"),
-        ("process_group", "cpu:gloo", CUDA, "backend for CUDA tensors is none"),
         ("process_group", "cuda:nccl", CPU, "the group has no backend for CPU tensors"),
-        ("nccl", "cpu:gloo", CPU, "it moves CUDA tensors, device is cpu"),
         ("nccl", "cuda:nccl", CUDA, r'CuPy does not import.*pip install "ringattn\[cupy-cuda'),
-        ("auto", "cuda:nccl", CPU, "the group has no backend for CPU tensors"),
         (
             "auto",
             "cpu:gloo,cuda:gloo",
@@ -158,35 +151,22 @@ def test_what_processes_cannot_open(
         Peers(monkeypatch, backend).choose(transport, device)
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"transport": "nccl"}, r"disagree on transport \(rank 0: auto, rank 1: nccl\)"),
-        ({"device": "cuda"}, r"disagree on device \(rank 0: cpu, rank 1: cuda\)"),
-        ({"topology": "Topology"}, r"disagree on topology \(rank 0: None, rank 1: Topology\)"),
-        ({"limits": "Limits"}, r"disagree on limits \(rank 0: Limits\(.*\), rank 1: Limits\)"),
-    ],
-)
-def test_ranks_that_disagree_are_told_who_has_what(
-    change: dict[str, object], match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("field", ["transport", "device", "topology", "limits"])
+def test_ranks_that_disagree_are_told_who_has_what(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = Peers(monkeypatch, "cpu:gloo")
-    peers.change = change
-    with pytest.raises(TransportError, match=match):
+    peers.change = {field: "another"}
+    with pytest.raises(TransportError, match=rf"disagree on {field} \(rank 0: .*, rank 1: another\)"):
         peers.choose("auto", CPU)
 
 
 def test_levels_of_a_topology() -> None:
     topology = Topology(((0, 2), (3, 1)))
     inside, between = groups._levels(3, topology)
-    assert inside.members == (3, 1)
-    assert set(inside.edges) == {(0, 2), (2, 0), (3, 1), (1, 3)}
-    assert between.members == (0, 3)
-    assert set(between.edges) == {(0, 3), (3, 0), (2, 1), (1, 2)}
+    assert (inside.members, set(inside.edges)) == ((3, 1), {(0, 2), (2, 0), (3, 1), (1, 3)})
+    assert (between.members, set(between.edges)) == ((0, 3), {(0, 3), (3, 0), (2, 1), (1, 2)})
     (flat,) = groups._levels(1, Topology(((2, 0), (1,))))
-    assert flat.members == (2, 0, 1)
+    assert (flat.members, flat.nodes) == ((2, 0, 1), ((2, 0), (1,)))
     assert set(flat.edges) == {(2, 0), (0, 1), (1, 2), (0, 2), (1, 0), (2, 1)}
-    assert flat.nodes == ((2, 0), (1,))
     (flat,) = groups._levels(3, topology, flat=True)
     assert (flat.members, flat.nodes) == ((0, 2, 3, 1), topology.nodes)
     for nodes in (((0, 1, 2),), ((0,), (1,))):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,8 @@ import torch
 from ringattn.comm import LocalTransport
 from ringattn.comm.transport import PATTERN_BYTES, _pattern
 
-from ..support.group_cases import GROUP_CASES, group_ranks
+from ..support.forked import Ranks
+from ..support.group_cases import GROUP_CASES, group_ranks, run_cases
 from ..support.transport_cases import CASES, HOST_CASES, on_ranks
 
 PROCESSES = 4
@@ -30,12 +29,8 @@ def test_local(name: str, world_size: int) -> None:
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Per global rank, what became of the cases that its process ran: "" or a traceback."""
-    folder = tmp_path_factory.mktemp("gloo")
-    command = [sys.executable, "-m", "tests.support.group_cases", str(PROCESSES), str(folder)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, timeout=90, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(PROCESSES)]
+    with Ranks(PROCESSES, run_cases, PROCESSES, tmp_path_factory.mktemp("gloo")) as ranks:
+        return [ranks.receive(rank, 90) for rank in range(PROCESSES)]
 
 
 def assert_passed(gloo: list[dict[str, str]], ranks: list[int], case: str) -> None:

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 
@@ -107,27 +106,6 @@ def test_an_abort_that_hangs_does_not_hold_up_the_watchdog(monkeypatch: pytest.M
     stuck.set()
 
 
-def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
-    ranks = Ranks(2)
-    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
-
-    def call(watch: Watch) -> None:
-        if watch.rank == 0:
-            watch.agree({"heads": 4})
-            return
-        watch.agree({"heads": 8})
-        watch.begin("forward")
-        watch.posted("forward hop 1: K/V", Transfer(), [DONE], [(0, 64)], [(0, 64)])
-        while not ranks.transports[1].reasons:
-            watch.tick()
-            time.sleep(0.01)
-        raise watch.failed(TransportError(ranks.transports[1].reasons[0]))
-
-    text = "heads differs between ranks (rank 0: 4, rank 1: 8): all ranks of a ring must pass the same"
-    assert [(type(error), str(error)) for error in on_all(ranks.watches, call)] == [(ValueError, text)] * 2
-    assert ranks.transports[0].reasons == ranks.transports[1].reasons == [text]
-
-
 def test_a_connection_that_breaks_because_a_rank_refused_and_left() -> None:
     ranks = Ranks(2)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
@@ -207,20 +185,6 @@ def test_streams_end_the_process_and_show_why(clock: Clock, caplog: pytest.LogCa
     (watch, *_), error = running(2, fatal=True)[0].watches, MemoryError("no room")
     assert watch.failed(error) is error
     assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
-
-
-def test_a_failed_transfer_is_found_before_anybody_waits_for_it() -> None:
-    ranks, fences = running(3)
-    fences[1].finish("receive of 64 bytes from rank 0 failed: Connection closed by peer")
-    ranks.watches[1].tick()
-    ranks.tick()
-    edges = "(64 bytes rank {} -> rank {}, 64 bytes rank {} -> rank {})".format
-    found = f"rank 1: forward hop 1: K/V {edges(0, 1, 1, 2)} failed: "
-    (text,) = ranks.transports[1].reasons
-    assert text.startswith(found)
-    assert "Connection closed by peer. Last reported: nothing; nothing from rank 2, 0" in text
-    heard = f"rank 0: forward hop 1: K/V {edges(2, 0, 0, 1)} given up. Rank 1 found: {found}"
-    assert ranks.transports[0].reasons[0].startswith(heard)
 
 
 def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:

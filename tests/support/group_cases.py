@@ -1,20 +1,13 @@
-"""What a process group on the CPU must do beside what every transport must, in real processes over gloo.
-
-Run as `python -m tests.support.group_cases PROCESSES FOLDER` it runs these and every case of `transport_cases` in
-that many processes. Each leaves one JSON file in the folder: for each case that it ran the traceback of its failure,
-or "" where there was none.
-"""
+"""What a process group on the CPU must do beside what every transport must, in real processes over gloo."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +167,11 @@ def group_ranks(world: int, processes: int) -> list[int]:
     return list(range(processes - world, processes))
 
 
-def run_cases(rank: int, processes: int, folder: Path) -> None:
-    """Run every case on a group of every size, up to the first that fails: its peers are out of step from there on."""
+def run_cases(rank: int, pipe: Connection, processes: int, folder: Path) -> None:
+    """Run these and every case of `transport_cases` on a group of every size, and send the traceback of each, or "".
+
+    Up to the first that fails: its peers are out of step from there on.
+    """
     torch.set_num_threads(1)
     pytest.MonkeyPatch().setattr(control, "DEFAULT_TIMEOUT", PATIENCE.total_seconds())
     dist.init_process_group(
@@ -203,7 +199,7 @@ def run_cases(rank: int, processes: int, folder: Path) -> None:
             dist.barrier(meeting)  # nobody spends its patience on ranks that are still in a smaller world
         results["a_dead_peer"] = traceback_of(a_dead_peer, rank, processes, folder / "posted")
     finally:
-        (folder / f"rank{rank}.json").write_text(json.dumps(results))
+        pipe.send(results)
         os._exit(0)  # at once: the peers of a rank that failed, or that is dead on purpose, are to notice it
 
 
@@ -228,18 +224,3 @@ def a_dead_peer(rank: int, processes: int, posted: Path) -> None:
     for _ in range(2):
         with pytest.raises(TransportError, match=f"rank 0: receive of 24 bytes from rank {processes - 1} failed"):
             fence.wait()
-
-
-def main(processes: int, folder: Path) -> int:
-    # Forked: torch is imported once, and in this fresh process it has not started a thread yet.
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_cases, args=(rank, processes, folder)) for rank in range(processes)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    return max(abs(process.exitcode or 0) for process in ranks)
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))
