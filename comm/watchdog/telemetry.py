@@ -224,8 +224,6 @@ class Stopwatch:
         return self._pool.popleft() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-# A store that did not answer is left alone for this long.
-SILENT_STORE_SECONDS = 10.0
 # Compute and wait in a row are those of this many last seconds.
 WINDOW_SECONDS = 10.0
 # A reading of a GPU's clocks takes milliseconds in the driver.
@@ -235,12 +233,11 @@ Gauges = Callable[[], Mapping[str, object]]
 
 
 class Telemetry:
-    """What a rank reports of itself and knows of the others; and whether the store still answers."""
+    """What a rank reports of itself and knows of the others."""
 
     def __init__(self, rank: int, size: int, device: torch.device, gauges: Gauges | None) -> None:
         self.table = Table()
         self.stopwatch = Stopwatch(device)
-        self.store_problem: str | None = None
         self._rank, self._size = rank, size
         self._gauges = gauges
         self._read: Mapping[str, object] | None = None
@@ -248,7 +245,6 @@ class Telemetry:
         self._seconds = {"compute": 0.0, "wait": 0.0}
         self._window: deque[tuple[float, float, float]] = deque()  # (when, compute, wait) so far, at past ticks
         self._tick = -1
-        self._ask_again = -NEVER
         self._stragglers = Stragglers()
         self._looked = -NEVER
         self._reporting = threading.Lock()  # the watchdog, and whoever asks for telemetry
@@ -298,14 +294,3 @@ class Telemetry:
         straggler = self._stragglers.look(fresh, time.time())
         if straggler is not None:
             logger.warning("%s, since %s", straggler, time.strftime("%H:%M:%S", time.localtime(straggler.since)))
-
-    def store_answers(self) -> bool:
-        """Whether it makes sense to ask the store."""
-        return time.monotonic() >= self._ask_again
-
-    def store_failed(self, problem: str) -> None:
-        """The store did not answer, or never will: it is left alone for a while."""
-        if self.store_problem is None:
-            logger.info("rank %d: %s", self._rank, problem)
-        self.store_problem = problem
-        self._ask_again = time.monotonic() + SILENT_STORE_SECONDS
