@@ -73,30 +73,22 @@ def rows(computes: list[float], waits: list[float] | None = None, elsewhere: flo
     }
 
 
-def test_the_rank_with_low_wait_is_the_straggler() -> None:
-    found = slowest(rows([4.0, 4.1, 8.0, 3.9]))
-    assert found is not None
-    assert found[0] == 2 and found[1] == pytest.approx(2.0)
-    assert slowest(rows([2.0, 3.0])) == (1, pytest.approx(1.5))
-    # late from elsewhere: in the ring it computes as long as all others
-    assert slowest(rows([4.0, 4.0, 4.0], [4.0, 0.0, 4.0])) == (1, pytest.approx(2.0))
-
-
 @pytest.mark.parametrize(
-    ("what", "table"),
+    ("what", "table", "rank", "factor"),
     [
-        ("nobody has computed", rows([0.0, 0.0])),
-        ("one rank alone", rows([4.0])),
-        ("all alike", rows([4.0] * 8)),
-        ("all wait for the links", rows([4.0, 4.1, 4.0, 3.9], [4.0, 3.9, 4.0, 4.1])),
-        ("one waits less, and all for the links", rows([4.0, 4.0, 4.6, 4.0], [4.0, 4.0, 3.4, 4.0])),
-        ("nobody waits to speak of", rows([9.8, 9.9, 10.0, 9.7])),
-        ("the ring is a small part of what the ranks do", rows([0.4, 0.4, 0.8], elsewhere=9.2)),
-        ("two of four are slow: no rank stands out", rows([4.0, 8.0, 8.0, 7.9])),
+        ("one computes twice as long", rows([4.0, 4.1, 8.0, 3.9]), 2, 2.0),
+        ("one of two", rows([2.0, 3.0]), 1, 1.5),
+        ("late from elsewhere, and alike in the ring", rows([4.0, 4.0, 4.0], [4.0, 0.0, 4.0]), 1, 2.0),
+        ("nobody has computed", rows([0.0, 0.0]), None, None),
+        ("one rank alone", rows([4.0]), None, None),
+        ("one waits less, and all for the links", rows([4.0, 4.0, 4.6, 4.0], [4.0, 4.0, 3.4, 4.0]), None, None),
+        ("nobody waits to speak of", rows([9.8, 9.9, 10.0, 9.7]), None, None),
+        ("the ring is a small part of what the ranks do", rows([0.4, 0.4, 0.8], elsewhere=9.2), None, None),
+        ("two of four are slow: no rank stands out", rows([4.0, 8.0, 8.0, 7.9]), None, None),
     ],
 )
-def test_who_is_no_straggler(what: str, table: dict[int, Row]) -> None:
-    assert slowest(table) is None, what
+def test_who_is_a_straggler(what: str, table: dict[int, Row], rank: int | None, factor: float | None) -> None:
+    assert slowest(table) == (None if rank is None else (rank, pytest.approx(factor))), what
 
 
 def test_one_warning_per_episode() -> None:
