@@ -88,7 +88,8 @@ def rows(computes: list[float], waits: list[float] | None = None, elsewhere: flo
     ],
 )
 def test_who_is_a_straggler(what: str, table: dict[int, Row], rank: int | None, factor: float | None) -> None:
-    assert slowest(table) == (None if rank is None else (rank, pytest.approx(factor))), what
+    expected: object = None if rank is None else (rank, pytest.approx(factor))
+    assert slowest(table) == expected, what
 
 
 def test_one_warning_per_episode() -> None:
