@@ -59,7 +59,7 @@ from ...transport import (
     self_pairs,
 )
 from ..lanes import POLL_SECONDS, StreamFence, StreamLane, passed
-from .memory import RETIRED, Exports, Imports, Offer, Staging, called, flag_of
+from .memory import RETIRED, Exports, Imports, Offer, Staging, checked, flag_of
 from .sockets import join_node
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,8 @@ class CopyEngineTransport(TransportBase):
 
     def _copy(self, destination: int, source: int, nbytes: int) -> None:
         # Both are addresses of this process: the driver finds the devices from them, and peers' are opened for access.
-        called(self._driver, "cuMemcpyDtoDAsync", destination, source, nbytes, self._lane.stream.cuda_stream)
+        result = self._driver.cuMemcpyDtoDAsync(destination, source, nbytes, self._lane.stream.cuda_stream)
+        checked(self._driver, result, "cuMemcpyDtoDAsync")
 
     def _next_offer(self, peer: int, nbytes: int) -> Offer:
         what = f"rank {self.rank} waits until rank {peer} posts the {nbytes} bytes that it is to send"

@@ -34,9 +34,14 @@ def called(driver: Any, name: str, *arguments: Any, about: str = "") -> Any:
     Raises:
         TransportError: the call failed; names it, what it was about, and CUDA's name of the error.
     """
-    status, *values = getattr(driver, name)(*arguments)
+    return checked(driver, getattr(driver, name)(*arguments), name + about)
+
+
+def checked(driver: Any, result: tuple[Any, ...], what: str) -> Any:
+    """The same of a call that was made."""
+    status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise TransportError(f"{name}{about} failed: {getattr(status, 'name', status)}")
+        raise TransportError(f"{what} failed: {getattr(status, 'name', status)}")
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -321,13 +326,15 @@ class Flags:
         driver = self._driver
         # The default has a fence before the write: what the stream did before is visible to whoever sees the flag.
         flags = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
-        called(driver, "cuStreamWriteValue32", stream, self.address(index), number % (1 << FLAG_BITS), flags)
+        result = driver.cuStreamWriteValue32(stream, self.address(index), number % (1 << FLAG_BITS), flags)
+        checked(driver, result, "cuStreamWriteValue32")
 
     def wait_for(self, stream: int, index: int, number: int) -> None:
         """Let nothing behind this point of the stream begin before a flag is at `number` or past it, cyclically."""
         driver = self._driver
         flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        called(driver, "cuStreamWaitValue32", stream, self.address(index), number % (1 << FLAG_BITS), flags)
+        result = driver.cuStreamWaitValue32(stream, self.address(index), number % (1 << FLAG_BITS), flags)
+        checked(driver, result, "cuStreamWaitValue32")
 
     def close(self) -> None:
         """Take the board from the device, and unmap it."""
