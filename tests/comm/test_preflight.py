@@ -226,3 +226,27 @@ def test_a_rank_that_waits_further_on_hears_of_a_question_about_an_earlier_call(
 
     text = f"heads differs between ranks (rank 0: 4, rank 1: 8): {MUST}"
     assert on_all(ranks, one) == [Verdict(text, True)] * 2
+
+
+def test_a_refusal_stays_until_everybody_has_heard_it() -> None:
+    ranks = preflights(2)
+    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+
+    def one(rank: Preflight) -> list[Verdict | None]:
+        if rank is ranks[0]:
+            rank.refuse(ValueError("k has 6 heads"))
+            rank.refuse(ValueError("k has 7 heads"))
+            return [agree(rank, {"heads": 2}, timeout=5.0)]
+        time.sleep(0.2)
+        return [agree(rank, {"heads": heads}) for heads in (4, 4, 2)]
+
+    refused = [Verdict(f"rank 0 refused this call: ValueError: k has {heads} heads", False) for heads in (6, 7)]
+
+    def ticking(rank: Preflight) -> list[Verdict | None]:
+        def ticked(missing: object) -> Any:
+            return tick(rank)
+
+        rank._control.hopeless = ticked  # type: ignore[method-assign]
+        return one(rank)
+
+    assert on_all(ranks, ticking) == [[None], [*refused, None]]

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -104,6 +105,27 @@ def test_an_abort_that_hangs_does_not_hold_up_the_watchdog(monkeypatch: pytest.M
     assert not over
     assert ranks.ended and ranks.ended[0][0] == 0
     stuck.set()
+
+
+def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
+    ranks = Ranks(2)
+    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+
+    def call(watch: Watch) -> None:
+        if watch.rank == 0:
+            watch.agree({"heads": 4})
+            return
+        watch.agree({"heads": 8})
+        watch.begin("forward")
+        watch.posted("forward hop 1: K/V", Transfer(), [DONE], [(0, 64)], [(0, 64)])
+        while not ranks.transports[1].reasons:
+            watch.tick()
+            time.sleep(0.01)
+        raise watch.failed(TransportError(ranks.transports[1].reasons[0]))
+
+    text = "heads differs between ranks (rank 0: 4, rank 1: 8): all ranks of a ring must pass the same"
+    assert [(type(error), str(error)) for error in on_all(ranks.watches, call)] == [(ValueError, text)] * 2
+    assert ranks.transports[0].reasons == ranks.transports[1].reasons == [text]
 
 
 def test_a_connection_that_breaks_because_a_rank_refused_and_left() -> None:
