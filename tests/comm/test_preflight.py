@@ -193,6 +193,22 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
     assert verdicts(ranks) == [None] * 2
 
 
+def test_a_question_is_repeated_when_another_one_took_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LATE_SECONDS", "ASK_SECONDS"):
+        monkeypatch.setattr(f"ringattn.comm.watchdog.preflight.{name}", 0.0)
+    ranks = preflights(2)
+    asked: list[object] = []
+
+    def stop() -> str | None:
+        asked.append(ranks[1]._control.look("asked"))
+        ranks[1]._control.publish("asked", 77)
+        return "enough" if len(asked) == 4 else None
+
+    with pytest.raises(TransportError, match="enough"):
+        ranks[0].agree({"heads": 8}, timeout=5.0, stop=stop)
+    assert asked == [None, 1, 1, 1]
+
+
 def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
     ranks = preflights(2)
     store = ranks[0]._control._connection.store  # type: ignore[attr-defined]
@@ -202,6 +218,23 @@ def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
         on_all(ranks, lambda rank, heads=heads: agree(rank, {"heads": heads, "rank": ranks.index(rank)}))  # type: ignore[misc]
         kept.add(store.num_keys())
     assert max(kept) - min(kept) <= 2
+
+
+def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten() -> None:
+    ranks = preflights(2)
+
+    def late(rank: Preflight) -> Verdict | None:
+        if rank is ranks[1]:
+            time.sleep(0.1)  # the other one asks about the first call
+        return agree(rank, {"heads": 8})
+
+    assert on_all(ranks, late) == [None] * 2
+    for ahead in (0, 1):
+        for _ in range(KEPT_CALLS - ahead):
+            assert [agree(rank, {"heads": 8}) for rank in ranks] == [None] * 2
+        assert agree(ranks[0], {"heads": 8}) is None  # one is a call ahead
+        assert verdicts(ranks) == [None] * 2
+        assert agree(ranks[1], {"heads": 8}) is None
 
 
 def test_a_rank_that_waits_further_on_hears_of_a_question_about_an_earlier_call() -> None:

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ringattn.comm import DONE, TransportError
+from ringattn.comm import DONE, LocalGroup, LocalWorld, TransportError
 from ringattn.comm.control import Control
 from ringattn.comm.watchdog import watch as module
+from ringattn.comm.watchdog.deadlines import NEVER
 from ringattn.comm.watchdog.watch import Watch, Watchdog, open_watch
 
 from ..support.transport_cases import until
@@ -233,6 +234,17 @@ def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> N
     again = watch_of(controls(2)[0])
     fast.add(again)  # and begins anew
     assert fast._thread is not None and fast._thread.is_alive()
+
+
+def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
+    def fn(group: LocalGroup) -> list[tuple[float | None, object]]:
+        watches = [open_watch(group, CPU, deadline=deadline, transports=list) for deadline in (None, 5.0)]
+        for watch in watches:
+            watch.close()
+        return [(watch._posts._seconds, watch._fatal) for watch in watches]
+
+    with LocalWorld(2, device="cpu") as world:
+        assert world.run(fn) == [[(NEVER, None), (5.0, None)]] * 2
 
 
 @pytest.mark.parametrize(("device", "codes"), [("cpu", []), ("cuda:0", [75])])
