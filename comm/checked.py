@@ -40,7 +40,8 @@ class Kind(NamedTuple):
         try:
             return self.read(value)
         except (TypeError, ValueError, OverflowError, RuntimeError, AssertionError):
-            raise ValueError(f"{name} is {shown(value)}: it must be {self.takes}{_instead(value)}") from None
+            instead = "; pass .item() of a tensor" if isinstance(value, torch.Tensor) and value.dim() == 0 else ""
+            raise ValueError(f"{name} is {shown(value)}: it must be {self.takes}{instead}") from None
 
 
 def shown(value: object) -> str:
@@ -54,10 +55,6 @@ def shown(value: object) -> str:
         pass
     kind = type(value)
     return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
-
-
-def _instead(value: object) -> str:
-    return "; pass .item() of a tensor" if isinstance(value, torch.Tensor) and value.dim() == 0 else ""
 
 
 def whole(least: int, most: int) -> Kind:

@@ -159,11 +159,9 @@ class StoreConnection(Connection):
         group: whose ranks may be seen to die.
     """
 
-    def __init__(
-        self, store: Store, seconds: float = ANSWER_SECONDS, group: dist.ProcessGroup | None = None, prefix: str = ""
-    ) -> None:
+    def __init__(self, store: Store, seconds: float = ANSWER_SECONDS, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(DEFAULT_TIMEOUT)
-        self.prefix = prefix
+        self.prefix = ""
         self._group = None if group is None else weakref.ref(group)  # which a connection does not outlive
         self._looks = _Looks()
         self._gone: str | None = None

@@ -36,14 +36,6 @@ Passed = dict[tuple[torch.cuda.Stream, torch.cuda.Stream], int]
 class StreamOrdered:
     """A fence that can hold back any stream, without touching the current one. No ABC: every post asks who is one."""
 
-    def wait(self) -> None:
-        """See `Fence.wait`."""
-        raise NotImplementedError
-
-    def done(self) -> bool:
-        """See `Fence.done`."""
-        raise NotImplementedError
-
     def order(self, stream: torch.cuda.Stream) -> None:
         """Let what is enqueued on `stream` from now on run after this point."""
         raise NotImplementedError
@@ -155,11 +147,6 @@ class StreamLane:
 
 
 Lane = HostLane | StreamLane
-
-
-def lane_for(device: torch.device) -> Lane:
-    """The lane that tensors of `device` travel on."""
-    return StreamLane(device) if device.type == "cuda" else HostLane()
 
 
 def indexed(device: torch.device | str) -> torch.device:

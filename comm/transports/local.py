@@ -30,7 +30,7 @@ from ..transport import (
     decoded,
     encoded,
 )
-from .lanes import Lane, StreamOrdered, lane_for, new_stream
+from .lanes import HostLane, Lane, StreamLane, StreamOrdered, new_stream
 
 # A rank that waits this long hangs: one that raised or returned wakes the others at once, so only a real deadlock, or
 # compute far slower than any test's, gets here.
@@ -240,7 +240,7 @@ class LocalTransport(TransportBase):
         super().__init__(group.rank(), group.size(), device)
         self._group = group
         self._hub = group._hub
-        self._lane = lane_for(device) if lane is None else lane
+        self._lane = lane or (StreamLane(device) if device.type == "cuda" else HostLane())
         self._channel = group.next_channel()
 
     def mark(self) -> Fence:

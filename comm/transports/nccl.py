@@ -163,18 +163,6 @@ class ConfiguredCommunicator:
         """`ncclRecv`."""
         self._check(self._library.ncclRecv(pointer, count, dtype, peer, self._comm, stream))
 
-    def register(self, pointer: int, nbytes: int) -> int:
-        """`ncclCommRegister`: a handle for `deregister`."""
-        handle = ctypes.c_void_p()
-        if not hasattr(self._library, "ncclCommRegister"):
-            raise TransportError(f"{LIBRARY} registers no buffers: NCCL 2.19 and later do")
-        self._check(self._library.ncclCommRegister(self._comm, pointer, nbytes, ctypes.byref(handle)))
-        return handle.value or 0
-
-    def deregister(self, handle: int) -> None:
-        """`ncclCommDeregister`."""
-        self._check(self._library.ncclCommDeregister(self._comm, handle))
-
     def check_async_error(self) -> None:
         """Raise what has gone wrong since."""
         error = ctypes.c_int()
@@ -212,9 +200,6 @@ def _library() -> ctypes.CDLL:
     library.ncclCommGetAsyncError.argtypes = (pointer, pointer)
     for name in ("ncclCommAbort", "ncclCommDestroy"):
         getattr(library, name).argtypes = (pointer,)
-    for name, arguments in (("Register", (pointer, pointer, size, pointer)), ("Deregister", (pointer, pointer))):
-        if hasattr(library, f"ncclComm{name}"):  # since 2.19
-            getattr(library, f"ncclComm{name}").argtypes = arguments
     library.ncclGetErrorString.argtypes = (integer,)
     library.ncclGetErrorString.restype = ctypes.c_char_p
     return library
@@ -328,30 +313,6 @@ class NcclTransport(TransportBase):
         except TransportError:
             self.abort("its warm-up failed")
             raise
-
-    @contextmanager
-    def registered(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let NCCL reach these tensors without buffers of its own between, where it can, until the end of the block.
-
-        A message must be registered at both ends or at neither: what NCCL makes of one end alone is undefined.
-
-        Raises:
-            TransportError: NCCL refuses, or is too old.
-        """
-        with self._ending:
-            if self._ended:
-                raise TransportError(self._ended)
-            comm, handles = self._comm, list[int]()
-        try:
-            with self._calling:
-                for tensor in tensors:
-                    handles.append(comm.register(tensor.data_ptr(), tensor.nbytes))
-            yield
-        finally:
-            if passed(self._last, self._timeout):  # a peer may still write there
-                with self._ending:  # an abort has let go of them
-                    for handle in handles if not self._ended else ():
-                        comm.deregister(handle)
 
     def gather(self, value: object) -> list[object]:
         # A peer may still be in its warm-up, until the deadline of that.

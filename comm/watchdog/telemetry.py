@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -97,8 +97,6 @@ def peer_at(rank: int, size: int, tick: int) -> int:
     At 1,024 ranks that tick at random moments, with clocks half a tick apart, everyone knows everyone after 16 ticks;
     with a random peer each time it takes 25.
     """
-    if size < 2:
-        raise ValueError(f"size is {size}: a rank alone has no peer")
     powers = (size - 1).bit_length()
     return (rank + (1 << tick % powers)) % size
 
@@ -159,15 +157,6 @@ class Stragglers:
         self.current = None if ended or slow is None else Straggler(*slow, self._since)
         self._candidate = None
         return self.current
-
-
-def last_steps(reports: Iterable[Report], most: int = 16) -> str:
-    """The last step of each of these ranks, for errors; of many ranks those that have been silent longest."""
-    by_age = sorted(reports, key=lambda report: -report.age)
-    lines = [f"rank {rank}: {row.step} ({age:.1f} s ago)" for rank, age, row in sorted(by_age[:most])]
-    if len(by_age) > most:
-        lines.append(f"and {len(by_age) - most} ranks that reported later")
-    return "; ".join(lines)
 
 
 class _Measured:
@@ -235,8 +224,6 @@ class Stopwatch:
         return self._pool.popleft() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-# A store that did not answer is left alone for this long.
-SILENT_STORE_SECONDS = 10.0
 # Compute and wait in a row are those of this many last seconds.
 WINDOW_SECONDS = 10.0
 # A reading of a GPU's clocks takes milliseconds in the driver.
@@ -246,12 +233,11 @@ Gauges = Callable[[], Mapping[str, object]]
 
 
 class Telemetry:
-    """What a rank reports of itself and knows of the others; and whether the store still answers."""
+    """What a rank reports of itself and knows of the others."""
 
     def __init__(self, rank: int, size: int, device: torch.device, gauges: Gauges | None) -> None:
         self.table = Table()
         self.stopwatch = Stopwatch(device)
-        self.store_problem: str | None = None
         self._rank, self._size = rank, size
         self._gauges = gauges
         self._read: Mapping[str, object] | None = None
@@ -259,7 +245,6 @@ class Telemetry:
         self._seconds = {"compute": 0.0, "wait": 0.0}
         self._window: deque[tuple[float, float, float]] = deque()  # (when, compute, wait) so far, at past ticks
         self._tick = -1
-        self._ask_again = -NEVER
         self._stragglers = Stragglers()
         self._looked = -NEVER
         self._reporting = threading.Lock()  # the watchdog, and whoever asks for telemetry
@@ -309,14 +294,3 @@ class Telemetry:
         straggler = self._stragglers.look(fresh, time.time())
         if straggler is not None:
             logger.warning("%s, since %s", straggler, time.strftime("%H:%M:%S", time.localtime(straggler.since)))
-
-    def store_answers(self) -> bool:
-        """Whether it makes sense to ask the store."""
-        return time.monotonic() >= self._ask_again
-
-    def store_failed(self, problem: str) -> None:
-        """The store did not answer, or never will: it is left alone for a while."""
-        if self.store_problem is None:
-            logger.info("rank %d: %s", self._rank, problem)
-        self.store_problem = problem
-        self._ask_again = time.monotonic() + SILENT_STORE_SECONDS

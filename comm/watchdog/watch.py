@@ -24,13 +24,15 @@ from ..transport import Fence, Transport, TransportError
 from ..transports.local import LocalGroup
 from .deadlines import FIRST_SECONDS, NEVER, Deadlines, Post, Sizes
 from .preflight import Preflight
-from .telemetry import TICK_RANKS, TICK_SECONDS, Gauges, Report, Telemetry, last_steps, period
+from .telemetry import TICK_RANKS, TICK_SECONDS, Gauges, Report, Telemetry, period
 
 logger = logging.getLogger(__name__)
 
 
 # A store that does not answer must not hold up the deadlines.
 STORE_SECONDS = 1.0
+# Then it is left alone for this long.
+SILENT_STORE_SECONDS = 10.0
 # A communicator whose peers died may not come back from its abort.
 ABORT_SECONDS = 2.0
 # Two ticks that are so far apart mean that the process was stopped: a signal, a debugger, a machine that swaps.
@@ -97,6 +99,8 @@ class Watch:
         self._active = -NEVER  # when this ring was last in use
         self._ticked = NEVER
         self._answered = -NEVER
+        self._store_problem: str | None = None
+        self._ask_again = -NEVER
         self.closed = False
 
     # -- the thread that computes ------------------------------------------------------------------------------------
@@ -266,13 +270,15 @@ class Watch:
     def _exchange(
         self, publish: Mapping[str, object] | None = None, look: Sequence[str] = ()
     ) -> dict[str, object] | None:
-        """None where the store does not answer."""
-        if not self._telemetry.store_answers():
+        """None where the store does not answer; it is then left alone for a while."""
+        if time.monotonic() < self._ask_again:
             return None
         try:
             return self._control.exchange(publish, look, STORE_SECONDS)
         except TransportError as error:
-            self._telemetry.store_failed(str(error))
+            if self._store_problem is None:
+                logger.info("rank %d: %s", self.rank, error)
+            self._store_problem, self._ask_again = str(error), time.monotonic() + SILENT_STORE_SECONDS
             return None
 
     # -- what went wrong ---------------------------------------------------------------------------------------------
@@ -335,10 +341,11 @@ class Watch:
             self._telemetry.table.merge_packed(table)
         known = {report.rank: report for report in self._telemetry.table.reports(time.time())}
         silent = [str(rank) for rank in others if rank not in known]
-        steps = last_steps((known[rank] for rank in others if rank in known), ASKED_RANKS)
+        reports = [known[rank] for rank in sorted(others) if rank in known]
+        steps = "; ".join(f"rank {rank}: {row.step} ({age:.1f} s ago)" for rank, age, row in reports)
         text = f"Last reported: {steps or 'nothing'}"
         text += f"; nothing from rank {', '.join(silent)}" if silent else ""
-        return text + (f". {self._telemetry.store_problem}" if self._telemetry.store_problem else "")
+        return text + (f". {self._store_problem}" if self._store_problem else "")
 
     def _step(self) -> str:
         first, last = self._posts.first, self._posts.last

@@ -20,26 +20,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from ringattn.comm import LocalGroup, LocalWorld, TransportError
-from ringattn.comm import control as control_module
 from ringattn.comm.control import (
     Control,
     LocalConnection,
     StoreConnection,
-    _Looks,
     connect,
     control_of,
     has_ended,
     own_process,
 )
-from ringattn.comm.topology import topology
-from ringattn.comm.topology.topology import discover, ring_topology
-from ringattn.comm.transport import decoded
 from ringattn.comm.transports.local import Hub
 
-from ..support.clusters import hgx
 from ..support.forked import FORKED
 from ..support.transport_cases import until
-from ..support.watch_cases import controls
 
 T = TypeVar("T")
 
@@ -186,15 +179,6 @@ def say_who(pipe: Connection) -> None:
     time.sleep(60)
 
 
-def test_looks_are_rare_and_begin_with_a_wait() -> None:
-    looks = _Looks()
-    polls = [0.02 * number for number in range(2000)]
-    found = [now for now in polls if looks.due(now)]
-    assert found == pytest.approx([1, 2, 4, 8, 16, 26, 36], abs=0.2)
-    assert not looks.due(100.0)  # another wait
-    assert not any(looks.due(time) for time in (101.5, 103.0, 104.5))  # short ones
-
-
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_every_store(kind: str, tmp_path: Path) -> None:
     served: Any = HashStore() if kind == "hash" else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -311,25 +295,3 @@ def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch
         for connection in connections:
             connection.close()
     assert prefixes[1] == prefixes[2] != prefixes[0]
-
-
-def test_what_many_ranks_move_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 alone reads the devices of all, the others the order of the ring."""
-    devices = [device for node in range(16) for device in hgx(f"gpu-{node:03}.cluster.example/{node * 977:08x}")]
-    read = list[int]()
-
-    def noted(data: bytes, key: str) -> object:
-        read.append(len(data))
-        return decoded(data, key)
-
-    monkeypatch.setattr(topology, "device_info", lambda rank: devices[rank])
-    monkeypatch.setattr(control_module, "decoded", noted)
-    moved = []
-    for size in (64, 128):
-        ranks = controls(size)
-        found = on_all(ranks, lambda control: discover(control, control.rank))  # type: ignore[arg-type]
-        assert all(one == ring_topology(devices[:size]) for one in found)
-        store: Any = ranks[0]._connection
-        assert store.store.num_keys() == 1  # the rest is taken out again
-        moved.append(sum(read))
-    assert moved[1] - moved[0] < 128 * 1000, moved  # the devices of all are more, for each rank

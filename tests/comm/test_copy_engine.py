@@ -15,9 +15,9 @@ from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports.copy_engine import copy_engine
 from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport
-from ringattn.comm.transports.copy_engine.memory import Board, Context
+from ringattn.comm.transports.copy_engine.memory import Board
 
-from ..support.cuda.driver import Driver, Result, Workers, install_driver, running
+from ..support.cuda.driver import Workers, running
 from ..support.cuda.nccl import check_held
 from ..support.transport_cases import CASES, Calling, filled, neighbours, on_ranks, until
 
@@ -88,35 +88,6 @@ def hold(workers: Workers, transport: CopyEngineTransport) -> threading.Event:
     reached = threading.Event()
     workers.put("hold", transport._lane.stream.cuda_stream, lambda: workers.block(reached.is_set), None)
     return reached
-
-
-def test_a_post_in_its_order(workers: Workers) -> None:
-    """Behind `after`: ready, then per peer the wait for its bytes, the copies, taken, and last the wait for takers."""
-
-    def fn(transport: CopyEngineTransport) -> tuple[list[Any], int]:
-        exchange(transport)
-        transport.gather(None)
-        other = 1 - transport.rank
-        mark = transport.mark()
-        before = len(workers.log)
-        fence = transport.post(
-            sends=[Message(other, filled(1, 4, CPU)), Message(other, filled(2, 8, CPU))],
-            receives=[Message(other, filled(0, 4, CPU)), Message(other, filled(0, 8, CPU))],
-            after=[mark],
-        )
-        stream: Any = transport._lane.stream
-        mine = [op for op in workers.log[before:] if op.stream is stream]
-        fence.wait()
-        transport.close()
-        return mine, transport.rank
-
-    for ops, rank in on_transports(2, fn):
-        kinds = [op.kind for op in ops]
-        assert kinds == ["wait", "write", "await", "copy", "await", "copy", "write", "await", "record"]
-        flags = [op.detail for op in ops if op.kind in ("write", "await")]
-        (sent, _), (first, one), (second, two), (took, _), (taken, _) = flags
-        assert first == second and (one, two) == (2, 3) and [value for _, value in flags] == [3, 2, 3, 3, 3]
-        assert len({sent, first, took, taken}) == 4, rank
 
 
 def test_tensors_are_held_until_compute_has_waited(workers: Workers) -> None:
@@ -309,39 +280,3 @@ def test_a_call_that_cuda_refuses_is_named(call: str, workers: Workers) -> None:
         workers.driver.fails.clear()
 
     on_transports(2, fn)
-
-
-def test_close_gives_the_rest_back_where_cuda_refuses_a_part(workers: Workers) -> None:
-    def fn(transport: CopyEngineTransport) -> None:
-        fences = keep_fences(transport)
-        exchange(transport)
-        transport.gather(None)
-        workers.driver.cuIpcCloseMemHandle = lambda address: (Result.CUDA_ERROR_INVALID_VALUE,)  # type: ignore[method-assign]
-        with pytest.raises(TransportError, match="cuIpcCloseMemHandle failed"):
-            transport.close()
-        fences.clear()
-
-    on_transports(2, fn)
-    assert not workers.driver.registered and not +workers.driver.retained
-
-
-def test_missing_bindings_are_an_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_driver(monkeypatch, None)
-
-    def fn(group: LocalGroup) -> None:
-        with pytest.raises(TransportError, match=r"on rank 0 cuda-bindings does not import .*pip install cuda-bin"):
-            opened(group)
-
-    on_ranks(2, fn)
-
-
-def test_the_context_comes_and_goes() -> None:
-    driver = Driver()
-    context = Context(driver, torch.device("cpu", 3))
-    driver.strangers |= {(3, 5), (4, 3)}
-    assert (context.pci_id(), context.problem(), context.unreadable()) == ("0000:03:00.0", None, ("0000:05:00.0",))
-    with pytest.raises(KeyError), context.current():
-        raise KeyError
-    assert driver.calls["cuCtxPushCurrent"] == driver.calls["cuCtxPopCurrent"] == 1
-    context.release()
-    assert not +driver.retained

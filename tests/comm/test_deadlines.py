@@ -47,12 +47,6 @@ def test_without_a_deadline_it_is_many_times_the_median() -> None:
     assert deadlines.limit(Post(*post(Transfer(), call=2))) == MEDIANS * 2.0
 
 
-def test_edges_are_told_in_the_direction_in_which_bytes_go() -> None:
-    several = Post("hop", Transfer(), (), [(1, 64), (1, 6)], [(2, 32)], 0.0, 1)
-    assert several.edges(0) == "32 bytes rank 2 -> rank 0, 70 bytes rank 0 -> rank 1"
-    assert Post("hop", Transfer(), (), [], [], 0.0, 1).edges(0) == "no bytes on this rank"
-
-
 def after_many(durations: float) -> Deadlines:
     """Deadlines of a ring whose first call is over."""
     deadlines = Deadlines(None, ask_why=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn.comm import (
-    Edge,
     Limits,
     LocalGroup,
     LocalTransport,
@@ -72,6 +71,7 @@ class Peers:
 
 
 def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
+    assert resolve_group(None) is resolve_group(gloo) is gloo
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ring",))
     assert group_rank_size(mesh) == (0, 1)
     both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "ring"))
@@ -88,17 +88,12 @@ def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
         resolve_group(outside)
 
 
-def test_none_is_one_device_alone_or_the_default_group(tmp_path: Path) -> None:
+def test_none_is_one_device_alone() -> None:
     assert group_rank_size(None) == (0, 1)
     assert resolve_group(None) is resolve_group(None)  # a ring kept per group is found again
     transport = open_transport(device="cpu")
     assert isinstance(transport, LocalTransport)
     assert (transport.rank, transport.size) == (0, 1)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        assert resolve_group(None) is resolve_group(dist.group.WORLD) is dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 def test_transports_of_processes_and_of_virtual_ranks(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,11 +132,8 @@ def test_what_one_device_alone_cannot_open(
     ("transport", "backend", "device", "match"),
     [
         ("process_group", "cpu:gloo,cuda:gloo", CUDA, "on rank 0 the group's backend for CUDA tensors is gloo"),
-        ("process_group", "cpu:gloo", CUDA, "backend for CUDA tensors is none"),
         ("process_group", "cuda:nccl", CPU, "the group has no backend for CPU tensors"),
-        ("nccl", "cpu:gloo", CPU, "it moves CUDA tensors, device is cpu"),
         ("nccl", "cuda:nccl", CUDA, r'CuPy does not import.*pip install "ringattn\[cupy-cuda'),
-        ("auto", "cuda:nccl", CPU, "the group has no backend for CPU tensors"),
         (
             "auto",
             "cpu:gloo,cuda:gloo",
@@ -159,76 +151,22 @@ def test_what_processes_cannot_open(
         Peers(monkeypatch, backend).choose(transport, device)
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"transport": "nccl"}, r"disagree on transport \(rank 0: auto, rank 1: nccl\)"),
-        ({"device": "cuda"}, r"disagree on device \(rank 0: cpu, rank 1: cuda\)"),
-        ({"topology": "Topology"}, r"disagree on topology \(rank 0: None, rank 1: Topology\)"),
-        ({"limits": "Limits"}, r"disagree on limits \(rank 0: Limits\(.*\), rank 1: Limits\)"),
-    ],
-)
-def test_ranks_that_disagree_are_told_who_has_what(
-    change: dict[str, object], match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("field", ["transport", "device", "topology", "limits"])
+def test_ranks_that_disagree_are_told_who_has_what(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = Peers(monkeypatch, "cpu:gloo")
-    peers.change = change
-    with pytest.raises(TransportError, match=match):
+    peers.change = {field: "another"}
+    with pytest.raises(TransportError, match=rf"disagree on {field} \(rank 0: .*, rank 1: another\)"):
         peers.choose("auto", CPU)
-
-
-class Trial:
-    """A transport whose warm-up fails where it is called `nccl`."""
-
-    rank, size = 0, 1
-
-    def __init__(self, name: str) -> None:
-        self.name, self.reason, self.closed = name, "", False
-        self.edges: list[Edge] = []
-
-    def warm_up(self, edges: Sequence[Edge]) -> None:
-        self.edges += edges
-        if self.name == "nccl":
-            raise TransportError("the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes")
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.fixture
-def tried(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
-    """What was opened, in a group whose ranks could open `nccl` and `process_group`."""
-    tried: list[Trial] = []
-
-    def make(wanted: object, name: str, *others: object) -> Trial:
-        if name == "copy_engine":
-            raise ValueError("no such device")
-        tried.append(Trial(name))
-        return tried[-1]
-
-    monkeypatch.setattr(groups, "_make", make)
-    return tried
-
-
-def open_one_of(choices: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, transport: str = "auto") -> Any:
-    monkeypatch.setattr(groups, "choose", lambda *given: (choices, ["local: of another kind"]))
-    levels = groups._levels(0, Topology.flat(1)) * len(choices[0])
-    group = dist.group.WORLD
-    assert group is not None
-    return groups._open_between_processes(groups._Wanted(group, CPU, levels, NO_LIMITS), transport, None, None)
 
 
 def test_levels_of_a_topology() -> None:
     topology = Topology(((0, 2), (3, 1)))
     inside, between = groups._levels(3, topology)
-    assert inside.members == (3, 1)
-    assert set(inside.edges) == {(0, 2), (2, 0), (3, 1), (1, 3)}
-    assert between.members == (0, 3)
-    assert set(between.edges) == {(0, 3), (3, 0), (2, 1), (1, 2)}
+    assert (inside.members, set(inside.edges)) == ((3, 1), {(0, 2), (2, 0), (3, 1), (1, 3)})
+    assert (between.members, set(between.edges)) == ((0, 3), {(0, 3), (3, 0), (2, 1), (1, 2)})
     (flat,) = groups._levels(1, Topology(((2, 0), (1,))))
-    assert flat.members == (2, 0, 1)
+    assert (flat.members, flat.nodes) == ((2, 0, 1), ((2, 0), (1,)))
     assert set(flat.edges) == {(2, 0), (0, 1), (1, 2), (0, 2), (1, 0), (2, 1)}
-    assert flat.nodes == ((2, 0), (1,))
     (flat,) = groups._levels(3, topology, flat=True)
     assert (flat.members, flat.nodes) == ((0, 2, 3, 1), topology.nodes)
     for nodes in (((0, 1, 2),), ((0,), (1,))):
@@ -304,33 +242,3 @@ def test_auto_takes_what_keeps_the_limits(able: Peers) -> None:
             able.choose(name, device, limits)
     with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1.0, and local cannot keep that"):
         open_transport(device="cpu", limits=slow)
-
-
-def test_auto_goes_on_where_a_warm_up_failed(
-    tried: list[Trial], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Every level opens or none; what was asked for is not replaced."""
-    failed = "the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes"
-    choices: list[tuple[str, ...]] = [("process_group", "nccl"), ("copy_engine",) * 2, ("process_group",) * 2]
-    with caplog.at_level("INFO"):
-        opened = open_one_of(choices, monkeypatch)
-    assert opened == tuple(tried[2:])
-    assert [(one.name, one.closed) for one in tried] == [
-        ("process_group", True),
-        ("nccl", True),
-        ("process_group", False),
-        ("process_group", False),
-    ]
-    assert opened[0].edges == [(0, 0)]
-    assert opened[0].reason == (
-        f"auto takes process_group; not local: of another kind; not process_group and nccl: {failed}; "
-        "not copy_engine: rank 0: ValueError: no such device"
-    )
-    assert 'transport "auto" passes over process_group and nccl: the warm-up' in caplog.text
-    for transport, match in (
-        ("nccl", f"^{failed}$"),
-        ("auto", '"auto" finds none that works: local: of another kind; '),
-    ):
-        with pytest.raises(TransportError, match=match):
-            open_one_of([("nccl",)], monkeypatch, transport)
-        assert tried[-1].closed

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, ProcessGroupTransport
+from ringattn.comm import LocalGroup, LocalTransport, Message, ProcessGroupTransport
 from ringattn.comm.control import control_of
 from ringattn.comm.transport import DONE, TransportError
 from ringattn.comm.transports.lanes import StreamLane, passed
 from ringattn.comm.transports.local import solo_group
 
-from ..support.cuda.device import Device, Event, Op, Stream, install_streams
+from ..support.cuda.device import Device, Event, Stream, install_streams
 from ..support.cuda.nccl import check_held
 from ..support.transport_cases import CASES, filled, on_ranks
 
@@ -40,62 +40,9 @@ def test_local_conformance(name: str, world_size: int, device: Device) -> None:
     on_ranks(world_size, lambda group: CASES[name](streamed(group), CPU))
 
 
-def test_local_orders_compute_and_copies(device: Device) -> None:
-    """Rank 0 writes, sends, writes again; rank 1 reads the slot, receives into it, reads again."""
-
-    def fn(group: LocalGroup) -> list[Op]:
-        transport = streamed(group)
-        tensor = filled(group.rank(), 8, CPU)
-        compute = device.current()
-        before = device.add("compute", compute)
-        messages = [Message(1 - group.rank(), tensor)]
-        sends, receives = (messages, []) if group.rank() == 0 else ([], messages)
-        fence = transport.post(sends=sends, receives=receives, after=[transport.mark()])
-        between = device.add("compute", compute)
-        fence.wait()
-        after = device.add("compute", compute)
-        return [before, between, after]
-
-    sender, receiver = on_ranks(2, fn)
-    (copy,) = (op for op in device.log if op.kind == "copy")
-    assert copy.stream not in (sender[0].stream, receiver[0].stream)  # a transfer stream, not a compute stream
-    assert device.happens_before(sender[0], copy), "the copy may read what the sender has not yet written"
-    assert device.happens_before(receiver[0], copy), "the copy may overwrite what the receiver still reads"
-    assert device.happens_before(copy, receiver[2]), "the receiver may read what has not yet arrived"
-    assert device.happens_before(copy, sender[2]), "the sender may overwrite what has not yet left"
-    assert not device.happens_before(copy, receiver[1]), "compute issued before the wait is held back"
-    assert not device.happens_before(sender[1], copy), "the copy waits for compute issued after the post"
-
-
 def test_local_holds_tensors_until_compute_has_waited(device: Device) -> None:
     """Also for the copy of the rank that they go to."""
     on_ranks(2, lambda group: check_held(device, streamed(group), 1 - group.rank()))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: bool, device: Device) -> None:
-    """Each rank on a stream of its own, after what the caller had enqueued; over when `run` returns, or raises."""
-
-    def fn(group: LocalGroup) -> Op:
-        op = device.add("compute", device.current())
-        if fails:
-            raise ValueError(f"rank {group.rank()}")
-        return op
-
-    with LocalWorld(3, device="cuda:0") as world:
-        made = device.add("compute", device.current())
-        if fails:
-            with pytest.raises(ValueError, match="rank"):
-                world.run(fn)
-        else:
-            assert len({op.stream for op in world.run(fn)} | {made.stream}) == 4
-    computed = [op for op in device.log if op.kind == "compute" and op is not made]
-    synchronized = [op for op in device.log if op.kind == "synchronize"]
-    assert len(computed) == 3
-    assert {op.stream for op in computed} == {op.stream for op in synchronized}
-    for op in computed:
-        assert device.happens_before(made, op)
-        assert any(device.happens_before(op, end) for end in synchronized)
 
 
 class FakeGroup:

@@ -18,18 +18,6 @@ from ringattn.comm.transports.process_group import HostStream, Work
 from ..support.transport_cases import until
 
 
-class Blocking:
-    """Work that lasts until it is interrupted."""
-
-    def __init__(self) -> None:
-        self.begun, self.interrupted, self.over = threading.Event(), threading.Event(), False
-
-    def __call__(self) -> None:
-        self.begun.set()
-        self.over = self.interrupted.wait(30) or True
-        raise TransportError("the connection is closed")
-
-
 def test_work_runs_in_order_and_behind_its_caller() -> None:
     stream, gate, seen = HostStream("test", lambda: None), threading.Event(), []
     fences = [stream.submit(gate.wait)]  # type: ignore[arg-type]
@@ -57,25 +45,6 @@ def test_what_fails_fails_for_good() -> None:
         assert fence.done()
     with pytest.raises(TransportError, match=r"^rank 3 is gone$"):
         stream.submit(lambda: None)
-    stream.close()
-
-
-def test_abort_wakes_everybody_and_interrupts_once() -> None:
-    work, calls = Blocking(), []
-    stream = HostStream("test", lambda: calls.append(1))  # a backend that nothing interrupts
-    over = stream.submit(lambda: None)
-    over.wait()
-    fences = [stream.submit(work), stream.submit(lambda: pytest.fail("ran after an abort"))]
-    work.begun.wait()
-    stream.abort("hop 3 is late")
-    stream.abort("for the second time")
-    for fence in fences:
-        with pytest.raises(TransportError, match=r"^hop 3 is late$"):
-            fence.wait()
-    over.wait()  # what was over stays so
-    assert stream.stopped.is_set()
-    assert calls == [1] and not work.over
-    work.interrupted.set()
     stream.close()
 
 

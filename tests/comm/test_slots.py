@@ -102,17 +102,6 @@ def test_slots_keep_their_high_water_mark() -> None:
         assert not everything.any()
 
 
-def test_free_hands_over_each_use_once() -> None:
-    slots = Slots(2, CPU)
-    arrived, computed, sent = Noted(), Noted(), Noted()
-    for slot, fence in ((0, arrived), (0, computed), (1, sent)):
-        slots.busy(slot, fence)
-    assert (slots.free(0), slots.free(0)) == ((arrived, computed), ())
-    slots.busy(0, sent)  # the next generation
-    assert (slots.free(0), slots.free(1)) == ((sent,), (sent,))
-    assert not any(fence.waits for fence in (arrived, computed, sent))  # whoever overwrites the slot waits
-
-
 @pytest.mark.parametrize("slot", [-1, 2])
 def test_what_slots_refuse(slot: int) -> None:
     slots = Slots(2, CPU)

@@ -28,17 +28,6 @@ def rates(ring: Topology, level: int = 0) -> list[float | None]:
     ]
 
 
-def test_eight_gpus_on_two_nodes() -> None:
-    ring = ring_topology(hgx("a")[:4] + hgx("b")[:4])
-    assert ring.nodes == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert ring.two_level
-    assert rates(ring) == [380] * 8
-    assert rates(ring, level=1) == [47] * 8
-    assert [edge[:2] for edge in ring.edges if edge.level == 1] == [
-        (0, 4), (4, 0), (1, 5), (5, 1), (2, 6), (6, 2), (3, 7), (7, 3)
-    ]  # fmt: skip
-
-
 def test_description() -> None:
     text = ring_topology(hgx("a")[:2] + hgx("b")[:2]).describe()
     assert (

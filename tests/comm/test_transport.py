@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from ringattn.comm import LocalTransport
-from ringattn.comm.transport import PATTERN_BYTES, _pattern, ring_edges
+from ringattn.comm.transport import PATTERN_BYTES, _pattern
 
-from ..support.group_cases import GROUP_CASES, group_ranks
+from ..support.forked import Ranks
+from ..support.group_cases import GROUP_CASES, group_ranks, run_cases
 from ..support.transport_cases import CASES, HOST_CASES, on_ranks
 
 PROCESSES = 4
@@ -30,12 +29,8 @@ def test_local(name: str, world_size: int) -> None:
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Per global rank, what became of the cases that its process ran: "" or a traceback."""
-    folder = tmp_path_factory.mktemp("gloo")
-    command = [sys.executable, "-m", "tests.support.group_cases", str(PROCESSES), str(folder)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, timeout=90, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(PROCESSES)]
+    with Ranks(PROCESSES, run_cases, PROCESSES, tmp_path_factory.mktemp("gloo")) as ranks:
+        return [ranks.receive(rank, 90) for rank in range(PROCESSES)]
 
 
 def assert_passed(gloo: list[dict[str, str]], ranks: list[int], case: str) -> None:
@@ -68,8 +63,3 @@ def test_what_opening_loads_only_when_it_is_asked_for() -> None:
     program = f"import sys, ringattn.comm; sys.exit(', '.join(name for name in {late} if name in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-def test_both_directions_of_a_ring() -> None:
-    assert (ring_edges([0]), ring_edges([1, 0])) == ([(0, 0)], [(1, 0), (0, 1)])
-    assert sorted(ring_edges([0, 2, 1])) == sorted(itertools.permutations(range(3), 2))

@@ -108,16 +108,6 @@ def test_an_abort_that_hangs_does_not_hold_up_the_watchdog(monkeypatch: pytest.M
     stuck.set()
 
 
-def test_agree_raises_the_same_on_every_rank_and_the_ring_stays_usable() -> None:
-    ranks = Ranks(2)
-    told = on_all(ranks.watches, lambda watch: watch.agree({"heads": 8 + watch.rank}))
-    text = "heads differs between ranks (rank 0: 8, rank 1: 9): all ranks of a ring must pass the same"
-    assert [(type(error), str(error)) for error in told] == [(ValueError, text)] * 2
-    assert on_all(ranks.watches, lambda watch: watch.agree({"heads": 8})) == [2] * 2
-    ranks.tick(5)
-    assert [transport.reasons for transport in ranks.transports] == [[], []]
-
-
 def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
     ranks = Ranks(2)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
@@ -220,36 +210,10 @@ def test_streams_end_the_process_and_show_why(clock: Clock, caplog: pytest.LogCa
     assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
 
 
-def test_a_failed_transfer_is_found_before_anybody_waits_for_it() -> None:
-    ranks, fences = running(3)
-    fences[1].finish("receive of 64 bytes from rank 0 failed: Connection closed by peer")
-    ranks.watches[1].tick()
-    ranks.tick()
-    edges = "(64 bytes rank {} -> rank {}, 64 bytes rank {} -> rank {})".format
-    found = f"rank 1: forward hop 1: K/V {edges(0, 1, 1, 2)} failed: "
-    (text,) = ranks.transports[1].reasons
-    assert text.startswith(found)
-    assert "Connection closed by peer. Last reported: nothing; nothing from rank 2, 0" in text
-    heard = f"rank 0: forward hop 1: K/V {edges(2, 0, 0, 1)} given up. Rank 1 found: {found}"
-    assert ranks.transports[0].reasons[0].startswith(heard)
-
-
 def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:
     ranks = Ranks(2, patience=0.2)
     with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.2 s\. Last reported: nothing"):
         ranks.watches[0].agree({"heads": 8})
-
-
-def test_one_rank_alone_has_nobody_to_compare_with() -> None:
-    (watch,) = Ranks(1).watches
-    watch.agree({"heads": 8})
-    watch.left(ValueError("x"))
-    watch.posted("hop", Transfer(), [], [], [])
-    with watch.span("compute"):
-        watch.tick()
-    error = TransportError("x")
-    assert watch.failed(error) is error
-    assert [report.rank for report in watch.telemetry()] == [0]
 
 
 def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> None:

@@ -1,21 +1,13 @@
-"""What a process group on the CPU must do beside what every transport must, in real processes over gloo.
-
-Run as `python -m tests.support.group_cases PROCESSES FOLDER` it runs these and every case of `transport_cases` in
-that many processes. Each leaves one JSON file in the folder: for each case that it ran the traceback of its failure,
-or "" where there was none.
-"""
+"""What a process group on the CPU must do beside what every transport must, in real processes over gloo."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import multiprocessing
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +32,6 @@ from .transport_cases import (
     CASES,
     CPU,
     HOST_CASES,
-    LARGE,
-    Calling,
     filled,
     neighbours,
     traceback_of,
@@ -58,29 +48,6 @@ PATIENCE = timedelta(seconds=5)
 def group_case(function: Callable[[dist.ProcessGroup], None]) -> Callable[[dist.ProcessGroup], None]:
     GROUP_CASES[function.__name__] = function
     return function
-
-
-@group_case
-def a_post_waits_for_nobody(group: dist.ProcessGroup) -> None:
-    """Neither for what has to be over before, nor for the peers."""
-    transport = ProcessGroupTransport(group, CPU)
-    onward, back = neighbours(transport)
-    gate = threading.Event()
-    arrived = [torch.zeros(LARGE) for _ in range(3)]
-    fences = [
-        transport.post(
-            sends=[Message(onward, torch.full((LARGE,), float(transport.rank)))],
-            receives=[Message(back, tensor)],
-            after=[Calling(gate.wait)],
-        )
-        for tensor in arrived
-    ]
-    time.sleep(0.05)
-    assert not any(fence.done() for fence in fences)
-    gate.set()
-    for fence, tensor in zip(fences, arrived, strict=True):
-        fence.wait()
-        assert values(tensor) == [back]
 
 
 @group_case
@@ -123,32 +90,6 @@ def transports_of_one_group_do_not_mix(group: dist.ProcessGroup) -> None:
 
 
 @group_case
-def a_failure_stays(group: dist.ProcessGroup) -> None:
-    """What has to be over before has failed: so does the post, and what was posted behind it."""
-    transport = ProcessGroupTransport(group, CPU)
-    onward, back = neighbours(transport)
-
-    def fail() -> None:
-        raise TransportError("the level above gave up")
-
-    sends, receives = [Message(onward, filled(1, 10, CPU))], [Message(back, filled(0, 10, CPU))]
-    gate = threading.Event()
-    fences = [
-        transport.post(sends=sends, receives=receives, after=[Calling(gate.wait), Calling(fail)]),
-        transport.post(sends=sends, receives=receives),
-    ]
-    gate.set()
-    for fence in fences:
-        with pytest.raises(TransportError, match="the level above gave up"):
-            fence.wait()
-    with pytest.raises(TransportError, match="the level above gave up"):
-        transport.post(sends=[], receives=[])
-    with pytest.raises(RuntimeError, match="a transfer failed: ValueError: what"):
-        other = ProcessGroupTransport(group, CPU)
-        other.post(sends=[], receives=[], after=[Calling(lambda: (_ for _ in ()).throw(ValueError("what")))]).wait()
-
-
-@group_case
 def buffers_of_inference_mode_are_taken(group: dist.ProcessGroup) -> None:
     transport = ProcessGroupTransport(group, CPU)
     onward, back = neighbours(transport)
@@ -174,13 +115,25 @@ def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> Non
         if name == "nccl" and wanted.group.rank() == 1:
             control.fresh_scope("process_group").gather(0, what="the tag")  # the others count what this rank does not
             raise RuntimeError("out of memory")
-        return (Fine if name == "nccl" else ProcessGroupTransport)(wanted.group, wanted.device, control=control)
+        made.append((Fine if name == "nccl" else ProcessGroupTransport)(wanted.group, wanted.device, control=control))
+        return made[-1]
 
+    made: list[Transport] = []
+    failed = "rank 1: RuntimeError: out of memory"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "_make", make)
-        patch.setattr(groups, "choose", lambda *given: ([("nccl",), ("process_group",)], []))
+        patch.setattr(groups, "choose", lambda *given: ([("nccl",), ("process_group",)], ["local: of another kind"]))
         transport = open_transport(group, device="cpu")
-    assert transport.reason == "auto takes process_group; not nccl: rank 1: RuntimeError: out of memory"
+        patch.setattr(groups, "choose", lambda *given: ([("nccl",)], []))
+        for name, match in (("nccl", f"^{failed}$"), ("auto", '"auto" finds none that works')):
+            with pytest.raises(TransportError, match=match):
+                open_transport(group, transport=name, device="cpu")
+    assert transport.reason == f"auto takes process_group; not local: of another kind; not nccl: {failed}"
+    transport.post(sends=[], receives=[]).wait()
+    for other in made:
+        if other is not transport:
+            with pytest.raises(TransportError, match="is closed"):
+                other.post(sends=[], receives=[])
 
 
 @group_case
@@ -214,8 +167,11 @@ def group_ranks(world: int, processes: int) -> list[int]:
     return list(range(processes - world, processes))
 
 
-def run_cases(rank: int, processes: int, folder: Path) -> None:
-    """Run every case on a group of every size, up to the first that fails: its peers are out of step from there on."""
+def run_cases(rank: int, pipe: Connection, processes: int, folder: Path) -> None:
+    """Run these and every case of `transport_cases` on a group of every size, and send the traceback of each, or "".
+
+    Up to the first that fails: its peers are out of step from there on.
+    """
     torch.set_num_threads(1)
     pytest.MonkeyPatch().setattr(control, "DEFAULT_TIMEOUT", PATIENCE.total_seconds())
     dist.init_process_group(
@@ -243,7 +199,7 @@ def run_cases(rank: int, processes: int, folder: Path) -> None:
             dist.barrier(meeting)  # nobody spends its patience on ranks that are still in a smaller world
         results["a_dead_peer"] = traceback_of(a_dead_peer, rank, processes, folder / "posted")
     finally:
-        (folder / f"rank{rank}.json").write_text(json.dumps(results))
+        pipe.send(results)
         os._exit(0)  # at once: the peers of a rank that failed, or that is dead on purpose, are to notice it
 
 
@@ -268,18 +224,3 @@ def a_dead_peer(rank: int, processes: int, posted: Path) -> None:
     for _ in range(2):
         with pytest.raises(TransportError, match=f"rank 0: receive of 24 bytes from rank {processes - 1} failed"):
             fence.wait()
-
-
-def main(processes: int, folder: Path) -> int:
-    # Forked: torch is imported once, and in this fresh process it has not started a thread yet.
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_cases, args=(rank, processes, folder)) for rank in range(processes)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    return max(abs(process.exitcode or 0) for process in ranks)
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))

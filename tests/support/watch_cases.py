@@ -89,10 +89,9 @@ class Aborted:
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
-        self.noticed: str | None = None
 
-    def check(self) -> str | None:
-        return self.noticed
+    def check(self) -> None:
+        """Nothing goes wrong in the background."""
 
     def abort(self, reason: str) -> None:
         self.reasons.append(reason)

@@ -257,16 +257,6 @@ class Board:
         return -(-max(1, count) * FLAG_STRIDE // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @classmethod
-    def new(cls, count: int, first: int) -> Board:
-        """A board of our own, every flag at `first`."""
-        fd = os.memfd_create("ringattn-flags")
-        os.ftruncate(fd, cls.nbytes_of(count))
-        board = cls(fd, count)
-        for index in range(count):
-            board.store(index, first)
-        return board
-
-    @classmethod
     def shared(cls, rank: int, sockets: Mapping[int, socket.socket], count: int, first: int) -> Board:
         """The board of all these ranks: the lowest makes it."""
         maker = min([rank, *sockets])
@@ -275,8 +265,12 @@ class Board:
             if not fds:  # the end of the file, or no descriptor is left for it here
                 raise TransportError(f"rank {maker} hands out no flags: it gave up, or too many files are open here")
             return cls(fds[0], count)
-        board = cls.new(count, first)
+        fd = os.memfd_create("ringattn-flags")
+        os.ftruncate(fd, cls.nbytes_of(count))
+        board = cls(fd, count)
         try:
+            for index in range(count):
+                board.store(index, first)
             for end in sockets.values():
                 socket.send_fds(end, [b"board"], [board._fd])
         except BaseException:

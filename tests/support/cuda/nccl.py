@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from ringattn.comm import Message, Transport, TransportError
+from ringattn.comm import Message, Transport
 from ringattn.comm.transports import nccl
 from ringattn.comm.transports.lanes import StreamLane
 
@@ -49,7 +49,6 @@ class Fabric:
         self.open_group = Group()
         self.index: int | None = None  # the GPU on which threads must make, poll and end communicators; None: any
         self.fail_on: str | None = None
-        self.refuses: set[int] = set()  # ranks whose memory cannot be registered
         self.async_error = ""
         self.before_end: Callable[[], None] = lambda: None
         self.on_destroy: Callable[[], None] = lambda: None
@@ -137,15 +136,6 @@ class Communicator:
         if self._fabric.fail_on == kind:
             raise NcclError("NCCL_ERROR_INVALID_USAGE")
         return here.receives
-
-    def register(self, pointer: int, nbytes: int) -> int:
-        if self._rank in self._fabric.refuses:
-            raise TransportError("NCCL: no such memory")
-        self._fabric.device.add("register", detail=(pointer, nbytes))
-        return pointer
-
-    def deregister(self, handle: int) -> None:
-        self._fabric.device.add("deregister", detail=handle)
 
     def check_async_error(self) -> None:
         self._fabric.check_place()
