@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from ringattn.bench.common.result import Result, Row, read
 from ringattn.bench.suite import command as suite
 from ringattn.bench.suite import device_cases, parts, processes
 from ringattn.bench.suite.parts import FILE, OUT, PYTHON, SECONDS, Part
+
+from ..support import suite_stand_in
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -283,3 +286,23 @@ def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert count.read_text() == "x"
     listed[0] = replace(listed[0], command=(*listed[0].command, "another"))
     assert "1 parts take up to 25 s" in call("--only", "first")[2] and count.read_text() == "xx"
+
+
+@pytest.mark.nightly
+def test_one_visit_to_a_gpu_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts in their order on stand-ins, in under three minutes; a second call has nothing left to do."""
+    listed = suite_stand_in.rehearsed()
+    monkeypatch.setattr(parts, "parts_of", lambda kind: listed)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    flags = ["bench", "suite", "--device", "cpu", "--budget", "1200", "--out", str(tmp_path)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ran = CliRunner().invoke(cli.app, flags)
+    assert ran.exit_code == 0, ran.output
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180  # whatever else runs here
+    rows = read(tmp_path / "results.json").rows
+    assert [row["part"] for row in rows] == [one.name for one in parts.gpu_parts()]
+    assert {row["state"] for row in rows} == {"done"}
+    page = (tmp_path / "report.html").read_text()
+    assert all(name in page for name in ("host.json", "beside_NCCL.json", "tune.json"))
+    assert f"{len(listed)} parts were run before" in CliRunner().invoke(cli.app, flags).output
