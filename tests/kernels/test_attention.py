@@ -163,7 +163,8 @@ def test_strided_tensors_are_used_where_they_lie(
     expected_sums = attention_backward(dout, q, k, v, *expected, dq=sums[0], dk=sums[1], dv=sums[2], **call)
     monkeypatch.setattr(attention, "launch", spy)
     out, lse = attention_forward(*given[:3], state=(own[0], lse), **call)
-    made = attention_backward(given[3], *given[:3], out, lse, dq=own[1], dk=own[2], dv=own[3], **call)
+    near_q, near_k, near_v, near_dout = given
+    made = attention_backward(near_dout, near_q, near_k, near_v, out, lse, dq=own[1], dk=own[2], dv=own[3], **call)
     for got, target, same in zip((out, *made), own, (expected[0], *expected_sums), strict=True):
         assert got is target and torch.equal(got, same)
         storage = target._base

@@ -85,7 +85,7 @@ def test_sums_are_continued(mode: str) -> None:
     for keys in (slice(0, 32), slice(32, 48)):
         call: dict[str, Any] = {"bounds": part(bounds, keys.start, keys.stop), "dlse": x.dlse, "config": config(mode)}
         sums = dq, dk[:, keys], dv[:, keys]
-        named = dict(zip(("dq", "dk", "dv"), sums, strict=True))
+        named: dict[str, Any] = dict(zip(("dq", "dk", "dv"), sums, strict=True))
         got = attention_backward(x.dout, x.q, x.k[:, keys], x.v[:, keys], out, lse, **named, **call)
         assert all(one is other for one, other in zip(got, sums, strict=True))
     whole = attention_backward(x.dout, *x[:3], out, lse, dlse=x.dlse, bounds=bounds, config=config(mode))
