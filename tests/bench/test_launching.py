@@ -210,7 +210,7 @@ def test_mpirun_and_only_rank_0_prints() -> None:
 
 
 LAUNCHED = {
-    "bench ring --seqlen 512 --heads 1 --repeats 1 --by ringattn": "ringattn zigzag",
+    "bench ring --seqlen 512 --heads 1 --repeats 1 --by ringattn": "best: ringattn zigzag",
     "bench links -b 1k -e 1k -n 1 -w 0": "best: process_group",
     "bench overlap --tokens 128 --heads 2 --repeats 1": "together ms",
     "bench kernels --seqlen 128 --heads 1 --head-dim 32 --seconds 0.01": "matrix product in the same runs",
@@ -221,7 +221,7 @@ LAUNCHED = {
     "doctor --seqlen 256 --bytes 1k": "all well",
     "tune --ring --heads 1 --head-dim 16 --seqlen 128,256 --budget 60 --save-dir {folder}": "256 tokens: best",
     "tune --heads 1 --head-dim 64 --seqlen 1k --near 1 --kernels dq --compile-only --save-dir {folder}": "written",
-    "show --seqlen 16 --world 2 --causal": "dK/dV sums",
+    "show --seqlen 16 --world 2 --causal": "dK/dV: N of shard N",
     "bench memory --tokens 2k --heads 4": "largest over smallest world",
 }
 """Commands, and what must be printed once."""

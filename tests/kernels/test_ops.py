@@ -79,8 +79,8 @@ def test_opcheck() -> None:
             op, args, test_utils=checks[:-1] if op in (ops.quantize_op, ops.dequantize_op) else checks
         )
     leaves = (x.requires_grad_() for x in inputs(SIZES)[:3])
-    call = (*leaves, True, *pack(**CALLS["scores"]()))
-    torch.library.opcheck(ops.forward_op, call, test_utils=[*checks, "test_aot_dispatch_dynamic"])
+    scored = (*leaves, True, *pack(**CALLS["scores"]()))
+    torch.library.opcheck(ops.forward_op, scored, test_utils=[*checks, "test_aot_dispatch_dynamic"])
 
 
 CONFIGS: list[dict[str, Any]] = [

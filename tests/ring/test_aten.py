@@ -29,7 +29,8 @@ def test_short_shards_cut_as_long_ones_are(
     name: str, world: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cutting, "MIN_ROWS", 4)
-    check_ring(LAYOUTS[name](53, world), inputs(53), causal=causal, backend="aten")
+    # many rows: of few ones PyTorch's largest error may be small by chance
+    check_ring(LAYOUTS[name](53, world), inputs(53, batch=16), causal=causal, backend="aten")
 
 
 DIMS = [(1, 1), (40, 40), (64, 64), (256, 256)]
