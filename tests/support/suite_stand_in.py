@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 TESTS = {
-    "local": ("comm/test_local.py", "results"),
+    "local": ("comm/test_local.py", "first_error"),
     "nccl-1": ("comm/test_nccl.py", "group"),
     "copy_engine-2": ("properties/test_on_a_gpu.py", "on_the_stand_in"),
     "killed": ("properties/test_on_a_gpu.py", "a_kill_on_the_cpu"),

@@ -26,8 +26,8 @@ COMMON = {
     ),
     "KeyValues.arrived waits for post of KeyValues._post": (SOMETIMES, HIDDEN),
     "DkvAccumulators.out waits for post of DkvAccumulators.post": (
-        SOMETIMES,
-        "the slot's last send: implied where this rank has since waited for sums that were posted behind it",
+        ALWAYS,
+        "the slot's last send: this rank has since waited for K/V or dK/dV that were posted behind it",
     ),
     "_settle of RingBuffer.__init__ waits for the device": (
         SOMETIMES,
@@ -67,10 +67,14 @@ LOCAL = COMMON | {
     "DkvAccumulators.out waits for post of DkvAccumulators.post": (ALWAYS, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.send_return": (SOMETIMES, BOTH),
-    "DkvAccumulators.out waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
+    "DkvAccumulators.out waits for _receive of DkvAccumulators.post": (ALWAYS, BOTH),
     "post of DkvAccumulators.post waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
     "post of DkvAccumulators.send_return waits for _receive of DkvAccumulators.send_return": (ALWAYS, BOTH),
     "post of KeyValues._post waits for _receive of KeyValues._post": (SOMETIMES, BOTH),
+    "_receive of DkvAccumulators.post waits for post of DkvAccumulators.post": (
+        SOMETIMES,
+        "dK and dV of one post have one point where they are final",
+    ),
     "_receive of KeyValues._post waits for post of KeyValues._post": (
         SOMETIMES,
         "K and V of one post have one point where they are final, and what passes on has waited for it before",
