@@ -26,7 +26,7 @@ def draw_call(call: Call, out: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    with themed(LIGHT), rc_context({"axes.facecolor": LIGHT.track}):  # what nobody sees stands out from the paper
+    with themed(), rc_context({"axes.facecolor": LIGHT.track}):  # what nobody sees stands out from the paper
         # room at the left: the layout engine does not count the strips beside the axes
         figure = Figure(figsize=(15, 7.2), layout=ConstrainedLayoutEngine(rect=(0.015, 0.005, 0.98, 0.99)))
         left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])

@@ -95,35 +95,30 @@ def draw(percents: dict[int, dict[int, float | None]], title: str, target: Path)
     from matplotlib import colormaps  # no picture, no need for it
     from matplotlib.figure import Figure
 
-    from ..report.theme import Theme, save, themed
+    from ..report.theme import LIGHT, themed, write_figure
 
     tokens = [*next(iter(percents.values()))]
     columns = [[math.nan if value is None else value for value in column.values()] for column in percents.values()]
     grid = [*zip(*columns, strict=True)]
 
-    def figure(theme: Theme) -> Any:
-        with themed(theme):
-            made = Figure(
-                figsize=(max(6.0, 1.6 + 0.62 * len(percents)), 2.0 + 0.42 * len(tokens)), layout="constrained"
-            )
-            axes = made.subplots()
-            axes.set_facecolor(theme.track)  # shows where there is no number
-            image = axes.pcolormesh(grid, cmap=colormaps["viridis"], vmin=0, vmax=100)
-            middles = [[0.5 + place for place in range(count)] for count in (len(percents), len(tokens))]
-            axes.set_xticks(middles[0], [binary(world) for world in percents])
-            axes.set_yticks(middles[1], [binary(one) for one in tokens])
-            axes.set_xlabel("GPUs")
-            axes.set_ylabel("tokens per GPU")
-            axes.set_title(title, fontsize=9, loc="left")
-            for row, line in enumerate(grid):
-                for column, value in enumerate(line):
-                    # on viridis; a dash is on the track
-                    color = theme.ink if math.isnan(value) else "white" if value <= 60 else "black"
-                    told = "-" if math.isnan(value) else f"{value:.0f}"
-                    axes.text(column + 0.5, row + 0.5, told, ha="center", va="center", color=color, fontsize=8)
-            if min(len(tokens), len(percents)) > 1:
-                axes.contour(*middles, grid, levels=[90], colors="red", linewidths=1.2)
-            made.colorbar(image, label="percent of ideal: one GPU divided by the GPUs; red: 90")
-        return made
-
-    save(figure, target, dpi=150)
+    with themed():
+        made = Figure(figsize=(max(6.0, 1.6 + 0.62 * len(percents)), 2.0 + 0.42 * len(tokens)), layout="constrained")
+        axes = made.subplots()
+        axes.set_facecolor(LIGHT.track)  # shows where there is no number
+        image = axes.pcolormesh(grid, cmap=colormaps["viridis"], vmin=0, vmax=100)
+        middles = [[0.5 + place for place in range(count)] for count in (len(percents), len(tokens))]
+        axes.set_xticks(middles[0], [binary(world) for world in percents])
+        axes.set_yticks(middles[1], [binary(one) for one in tokens])
+        axes.set_xlabel("GPUs")
+        axes.set_ylabel("tokens per GPU")
+        axes.set_title(title, fontsize=9, loc="left")
+        for row, line in enumerate(grid):
+            for column, value in enumerate(line):
+                # on viridis; a dash is on the track
+                color = LIGHT.ink if math.isnan(value) else "white" if value <= 60 else "black"
+                told = "-" if math.isnan(value) else f"{value:.0f}"
+                axes.text(column + 0.5, row + 0.5, told, ha="center", va="center", color=color, fontsize=8)
+        if min(len(tokens), len(percents)) > 1:
+            axes.contour(*middles, grid, levels=[90], colors="red", linewidths=1.2)
+        made.colorbar(image, label="percent of ideal: one GPU divided by the GPUs; red: 90")
+        write_figure(made, target, dpi=150)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,20 +52,20 @@ def picture(text: str) -> Path:
 
 
 @contextmanager
-def themed(theme: Theme = LIGHT) -> Iterator[None]:
+def themed() -> Iterator[None]:
     """Draw in these colours for a while; text of files is never read as mathematics."""
     from matplotlib import rc_context
 
     settings: Any = {
-        "axes.edgecolor": theme.grid,
-        "axes.labelcolor": theme.ink,
-        "axes.titlecolor": theme.ink,
+        "axes.edgecolor": LIGHT.grid,
+        "axes.labelcolor": LIGHT.ink,
+        "axes.titlecolor": LIGHT.ink,
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "text.color": theme.ink,
-        "xtick.color": theme.faint,
-        "ytick.color": theme.faint,
-        "grid.color": theme.grid,
+        "text.color": LIGHT.ink,
+        "xtick.color": LIGHT.faint,
+        "ytick.color": LIGHT.faint,
+        "grid.color": LIGHT.grid,
         "grid.linewidth": 0.6,
         "legend.frameon": False,
         "font.size": 9,
@@ -73,12 +73,6 @@ def themed(theme: Theme = LIGHT) -> Iterator[None]:
     }
     with rc_context(settings):
         yield
-
-
-def save(draw: Callable[[Theme], Any], target: Path, dpi: int) -> None:
-    """Draw into a file."""
-    with themed():
-        write_figure(draw(LIGHT), target, dpi)
 
 
 def write_figure(figure: Any, target: Path, dpi: int) -> None:
