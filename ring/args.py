@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-import torch
 from torch import Tensor
 
 from ..comm import GroupLike
@@ -104,11 +103,20 @@ class Layouts(NamedTuple):
 
 
 def prepare_call(
-    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring, *, number: int | None = None, drawn: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: AttentionArgs,
+    ring: Ring,
+    *,
+    number: int | None = None,
+    drawn: bool = False,
+    has_backward: bool | None = None,
 ) -> tuple[PreparedCall, Tensor | None]:
     """The call and its sink, checked here and, unless the forward has a ``number``, between the ranks.
 
-    ``drawn``: every rank has drawn ``dropout_seed``, and rank 0's counts.
+    ``drawn``: every rank has drawn ``dropout_seed``, and rank 0's counts. ``has_backward``: None where a graph was
+    compiled, which does not say.
 
     Raises:
         ValueError, NotImplementedError: as ``ring_attention``.
@@ -119,7 +127,9 @@ def prepare_call(
     sink, scores = sink_of(q, args.learnable_sink), scores_of(q, args, layouts)
     check_tiles(mask, scores, backend, args.config, q, v)
     if number is None:
-        fields, values = compared(q, k, v, args, layouts, mask, scores, scale, backend, drawn=drawn)
+        fields, values = compared(
+            q, k, v, args, layouts, mask, scores, scale, backend, drawn=drawn, has_backward=has_backward
+        )
         number = ring._agree(fields, q.device, values)
         if scores.dropout_p and (drawn or args.dropout_seed is None):
             scores = replace(scores, dropout_seed=ring._draw_seed(args.dropout_seed))
@@ -141,10 +151,10 @@ def compared(
     backend: str,
     *,
     drawn: bool,
+    has_backward: bool | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What all ranks must have in common: what a layer keeps from batch to batch, and what is likely to change."""
     sink, slopes = args.learnable_sink, scores.alibi_slopes
-    leaves = (q, k, v) if sink is None else (q, k, v, sink)
     meant = args._asdict() | {
         "layout": layouts.queries,
         "causal": mask.causal,
@@ -169,7 +179,7 @@ def compared(
         "head dim": (q.shape[3], v.shape[3]),
         "dtype": q.dtype,
         **{name: value for name, value in meant.items() if name not in (*CHANGING, *OWN)},
-        "gradient": torch.is_grad_enabled() and any(x.requires_grad for x in leaves),  # whether there is a backward
+        "gradient": has_backward,
     }
     return fields, {name: meant[name] for name in CHANGING}
 

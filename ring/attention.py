@@ -10,9 +10,9 @@ import torch
 from ..comm import GroupLike
 from ..kernels import KernelConfig
 from ..kernels.checks import check_tensor
-from .args import AttentionArgs, Options, prepare_call
-from .checked import checked
-from .ops import RingAttention, forward, traced
+from .args import AttentionArgs, Options
+from .checked import check_autograd, checked
+from .ops import EagerCall, RingAttention, packed_call, traced
 from .ring import Ring, device_of, resolve_ring
 from .schedule.layout import LayoutLike
 from .schedule.mask import BlockMask, Longformer
@@ -147,13 +147,13 @@ def ring_attention(
     with used._entered(device):
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_tensor(name, x, may_be_meta=x is not q)  # before any of their attributes is read
+        check_autograd("ring_attention", q, k, v)
         (return_lse,) = checked(return_lse=return_lse)
         q, k, v = autocast(q, k, v)
-        call, sink = prepare_call(q, k, v, args, used)
-        with torch.no_grad():
-            results = forward(call, q, k, v, sink)
-    # After the call: what hooks of saved tensors raise, as checkpointing does to stop, is nothing to tell other ranks
-    out, lse = RingAttention.apply(q, k, v, sink, call, results)  # type: ignore[no-untyped-call]
+    leaves = [x for x in (q, k, v, learnable_sink) if isinstance(x, torch.Tensor)]
+    call = EagerCall(args, used, torch.is_grad_enabled() and any(x.requires_grad for x in leaves))
+    # After the checks: what hooks of saved tensors raise, as checkpointing does to stop, is nothing to tell other ranks
+    out, lse, _ = RingAttention.apply(None, q, k, v, *packed_call(call))  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 

@@ -1,15 +1,17 @@
-"""What a call computes, forward and backward: by a node of autograd, or in a graph of torch.compile by ops of its own.
+"""What a call computes, forward and backward: two ops of torch.library, which autograd and checkpointing see.
 
-What is checked, agreed on, planned and sent is so when the graph runs, not when it is made. An op takes tensors,
-numbers and text. What changes from call to call travels as values: spans of a layout, boundaries of documents and
-blocks of a mask as CPU tensors, so that other ones, and other numbers of them, are no new graph. A ring or a member of
-a ``LocalWorld``, which is no value, is named by a number, a process group by its name. The rest is a graph's constants.
+A call of eager is an object, and the ops take its handle. In a graph of torch.compile, what is checked, agreed on,
+planned and sent is so when the graph runs, not when it is made, and an op takes tensors, numbers and text. What changes
+from call to call travels as values: spans of a layout, boundaries of documents and blocks of a mask as CPU tensors, so
+that other ones, and other numbers of them, are no new graph. A ring or a member of a ``LocalWorld``, which is no value,
+is named by a number, a process group by its name. The rest is a graph's constants.
 """
 
 from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import LocalGroup
-from ..comm.kept import of_handle
+from ..comm.kept import handle_of, of_handle
 from ..kernels.ops import NO_SLOPE, pack_config, unpack_config
 from ..kernels.scores import SEEDS
 from . import loop
@@ -34,82 +36,7 @@ ONCE = "ring_attention has no second derivative: its gradients cannot be differe
 NAMESPACE = __package__.rpartition(".")[0].replace(".", "__")  # another copy under another name has ops of its own
 
 
-# --- the computation ------------------------------------------------------------------------------------------------
-
-
-def forward(call: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of this rank's queries."""
-    ring, _, steps, scale, scores, backend, config = call
-    with ring.call(steps, "forward", q, k, scores) as running:
-        start = None if sink is None else sink_state(sink, q, v.shape[3])
-        backends = forward_backends(backend, running.chunks, q, softmax_scale=scale, config=config, start=start)
-        loop.forward(running, backends, k, v)
-    outs, lses = zip(*(backend.result() for backend in backends), strict=True)
-    return joined(outs, 2), joined(lses, 1)
-
-
-def gradients(
-    call: PreparedCall,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """``(dq, dk, dv, dsink)``: of this rank's queries and keys, and this rank's part of that of the sink.
-
-    Raises:
-        ValueError: another rank is at the backward of another forward.
-    """
-    ring, number, steps, scale, scores, backend, config = call
-    ring._agree({"call": "backward"}, q.device, of=number)
-    dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
-    with ring.call(steps, "backward", q, k, scores) as running:
-        given = (dout, q, out, lse, dlse)
-        backends = backward_backends(backend, running.chunks, *given, softmax_scale=scale, config=config)
-        loop.backward(running, backends, k, v, (dk, dv))
-    dsink = None if sink is None else sink_gradient(sink, row_delta(backend, dout, out, dlse), lse)
-    return joined([backend.result() for backend in backends], 2), dk, dv, dsink
-
-
-class RingAttention(torch.autograd.Function):
-    """The node of a call that is not traced."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        call: PreparedCall,
-        results: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``, which :func:`forward` has computed."""
-        out, lse = results
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        # slopes are saved for autograd's check that nobody has changed them in place by the time of the backward
-        ctx.save_for_backward(q, k, v, out, lse, sink, call.scores.alibi_slopes)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Of q, k, v and the sink; refuses to be differentiated again."""
-        *saved, _ = ctx.saved_tensors
-        with ctx.call.ring._entered(saved[0].device), torch.no_grad():
-            grads: tuple[Tensor | None, ...] = gradients(ctx.call, dout, dlse, *saved)
-        if torch.is_grad_enabled():  # create_graph: without a node that refuses, the gradients would pass as constants
-            given = [x for x in (*saved[:3], dout, dlse) if x is not None]
-            known = [x for x in grads if x is not None]
-            refusing = iter(_NoSecondDerivative.apply(len(known), *known, *given))  # type: ignore[no-untyped-call]
-            grads = tuple(None if x is None else next(refusing) for x in grads)
-        return *grads, None, None
+# --- sinks ----------------------------------------------------------------------------------------------------------
 
 
 def sink_state(sink: Tensor, q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
@@ -127,16 +54,6 @@ def sink_gradient(sink: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
     """
     weights = torch.exp(sink.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)  # a sink at -inf alone
     return -(weights * delta).sum((0, 2)).to(sink.dtype)
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> Any:
-        return tuple(grad.clone() for grad in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError(ONCE)
 
 
 # --- arguments of an op -------------------------------------------------------------------------------------------
@@ -249,7 +166,9 @@ OP_ARGUMENTS: dict[str, OpArgument] = {
 }
 """Of every field of :class:`AttentionArgs`."""
 
-SCHEMA = ", ".join([*(argument.schema for argument in OP_ARGUMENTS.values()), "SymInt ring, SymInt member, str group"])
+SCHEMA = ", ".join(
+    [*(argument.schema for argument in OP_ARGUMENTS.values()), "SymInt ring, SymInt member, str group, SymInt call"]
+)
 _made: Any = namedtuple  # of names that no type checker knows
 Packed = _made("Packed", [one.split()[-1] for one in SCHEMA.split(", ")])
 
@@ -262,12 +181,16 @@ def pack_args(args: AttentionArgs, ring: Ring | None, group: Any) -> Any:
         ring=0 if ring is None else ring.number,
         member=group.number if is_local else 0,
         group="" if group is None or is_local else _name_of(group),
+        call=0,
     )
     if not args.dropout_p or args.dropout_seed is not None:
         return packed
     # an op of torch's own, so that checkpointing repeats the number that it drew
     drawn = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
     return packed._replace(dropout_seed=drawn, drawn=True)
+
+
+_NOTHING = pack_args(AttentionArgs(), None, None)
 
 
 def _name_of(group: Any) -> str:
@@ -290,6 +213,10 @@ def ring_of_call(packed: Any, device: torch.device) -> Ring:
     Raises:
         RuntimeError: it, or the group, is gone.
     """
+    call: Any = of_handle(packed.call)
+    if call is not None:
+        made: Ring = call.ring
+        return made
     for what, number in (("ring", packed.ring), ("group", packed.member)):
         if number and of_handle(number) is None:
             raise RuntimeError(f"the {what} of a compiled call is gone: keep it until its backward is done")
@@ -304,23 +231,51 @@ def ring_of_call(packed: Any, device: torch.device) -> Ring:
 # --- the ops --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
+class EagerCall:
+    """A call that no graph holds: its arguments as they were given, and what the forward has prepared of them."""
+
+    args: AttentionArgs
+    ring: Ring
+    has_backward: bool
+    prepared: PreparedCall | None = None
+
+
 def traced(
     q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring | None, group: Any
 ) -> tuple[Tensor, Tensor]:
     """``ring_attention`` as torch.compile reads it: it only packs."""
-    out, lse, *_ = _FORWARD(q, k, v, *pack_args(args, ring, group))
+    out, lse, _ = _FORWARD(q, k, v, *pack_args(args, ring, group))
     return out, lse
 
 
-def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """``out``, ``lse``, and what the backward must have: the seed of dropout, and the number of the forward."""
+def packed_call(call: EagerCall) -> Any:
+    """The handle of a call as the arguments of an op, which lives as long as the call; and what autograd is to see."""
+    given = (call.args.learnable_sink, call.args.alibi_slopes)
+    sink, slopes = (x if isinstance(x, Tensor) else None for x in given)
+    return _NOTHING._replace(learnable_sink=sink, alibi_slopes=slopes, call=handle_of(call))
+
+
+def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``out``, ``lse``, and what a graph's backward must have: the seed of dropout, and the number of the forward."""
     packed = Packed(*args)
     ring = ring_of_call(packed, q.device)
     with ring._entered(q.device):
-        call, sink = prepare_call(q, k, v, unpack_args(packed), ring, drawn=packed.drawn)
-        out, lse = forward(call, q, k, v, sink)
-    numbers = (torch.tensor(number, device="cpu") for number in (_signed(call.scores.dropout_seed), call.number))
-    return out.contiguous(), lse.contiguous(), *numbers
+        call, sink = prepare_packed(packed, q, k, v, ring)
+        with ring.call(call.plan, "forward", q, k, call.scores) as running:
+            backends = forward_backends(
+                call.backend,
+                running.chunks,
+                q,
+                softmax_scale=call.softmax_scale,
+                config=call.config,
+                start=None if sink is None else sink_state(sink, q, v.shape[3]),
+            )
+            loop.forward(running, backends, k, v)
+        outs, lses = zip(*(backend.result() for backend in backends), strict=True)
+        out, lse = joined(outs, 2).contiguous(), joined(lses, 1).contiguous()
+    numbers = () if packed.call else (_signed(call.scores.dropout_seed), call.number)
+    return out, lse, torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _gradients(
@@ -331,23 +286,55 @@ def _gradients(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    number: Tensor,
+    numbers: Tensor,
     *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, and that of the sink, empty where there is none."""
+    """dq, dk, dv, and this rank's part of that of the sink, empty where there is none.
+
+    Raises:
+        ValueError: another rank is at the backward of another forward.
+    """
     packed = Packed(*args)
     ring = ring_of_call(packed, q.device)
     with ring._entered(q.device):
-        call, sink = prepare_call(q, k, v, unpack_args(packed), ring, number=int(number))
-        dq, dk, dv, dsink = gradients(call, dout, dlse, q, k, v, out, lse, sink)
-    return dq.contiguous(), dk, dv, lse.new_empty(0) if dsink is None else dsink
+        call, sink = prepare_packed(packed, q, k, v, ring, numbers)
+        ring._agree({"call": "backward"}, q.device, of=call.number)
+        dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        with ring.call(call.plan, "backward", q, k, call.scores) as running:
+            given = (dout, q, out, lse, dlse)
+            scale, config = call.softmax_scale, call.config
+            backends = backward_backends(call.backend, running.chunks, *given, softmax_scale=scale, config=config)
+            loop.backward(running, backends, k, v, (dk, dv))
+        delta = None if sink is None else row_delta(call.backend, dout, out, dlse)
+        dsink = lse.new_empty(0) if sink is None or delta is None else sink_gradient(sink, delta, lse)
+        dq = joined([backend.result() for backend in backends], 2).contiguous()
+    return dq, dk, dv, dsink
 
 
-def _fake_ring_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def prepare_packed(
+    packed: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, numbers: Tensor | None = None
+) -> tuple[PreparedCall, Tensor | None]:
+    """The call of an op and its sink; ``numbers`` are those of the forward whose backward this is."""
+    call: Any = of_handle(packed.call)
+    if call is None:
+        args, number = unpack_args(packed), None
+        if numbers is not None:
+            seed, number = numbers.tolist()
+            args = args._replace(dropout_seed=seed % SEEDS if args.dropout_p else None)
+        return prepare_call(q, k, v, args, ring, number=number, drawn=packed.drawn)
+    if numbers is None:
+        call.prepared, _ = prepare_call(q, k, v, call.args, ring, has_backward=call.has_backward)
+    return call.prepared, packed.learnable_sink
+
+
+def _fake_ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if Packed(*args).call:  # no graph's: the dispatcher comes here for a tensor on meta, which the checks refuse
+        return _ring_attention(q, k, v, *args)
     batch, rows, heads, _dim = q.shape
     out, lse = q.new_empty(batch, rows, heads, v.shape[3]), q.new_empty(batch, heads, rows, dtype=torch.float32)
-    numbers = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
-    return out, lse, *numbers
+    return out, lse, torch.empty(2, dtype=torch.int64, device="cpu")
 
 
 def _fake_gradients(
@@ -358,58 +345,79 @@ def _fake_gradients(
     return q.new_empty(q.shape), torch.empty_like(k), torch.empty_like(v), dsink
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, *args = inputs
-    out, lse, seed, number = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(seed, number)
-    packed = Packed(*args)
-    if packed.alibi_slopes is not None and packed.alibi_slopes.requires_grad:
-        raise ValueError(NO_SLOPE)
-    packed = packed._replace(dropout_seed=seed if packed.dropout_p else None, drawn=False)
-    tensors = {name: x for name, x in packed._asdict().items() if isinstance(x, Tensor)}
-    ctx.names, ctx.packed = tuple(tensors), packed._replace(**dict.fromkeys(tensors))
-    ctx.save_for_backward(q, k, v, out, lse, number, *tensors.values())
+class RingAttention(torch.autograd.Function):
+    """The node of the forward op."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The op's results; ``keyset``: of the dispatcher that is at it, or None."""
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, numbers = (
+                _FORWARD(q, k, v, *args)
+                if keyset is None
+                else _FORWARD.redispatch(keyset & torch._C._after_autograd_keyset, q, k, v, *args)
+            )
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(numbers)
+        packed = Packed(*args)
+        if packed.alibi_slopes is not None and packed.alibi_slopes.requires_grad:
+            raise ValueError(NO_SLOPE)
+        ctx.call = of_handle(packed.call)  # kept for the backward
+        packed = packed._replace(dropout_seed=None, drawn=False)
+        # slopes too, for autograd's check that nobody has changed them in place by the time of the backward
+        tensors = {name: x for name, x in zip(packed._fields, packed, strict=True) if isinstance(x, Tensor)}
+        ctx.names, ctx.packed = tuple(tensors), packed._replace(**dict.fromkeys(tensors))
+        ctx.save_for_backward(q, k, v, out, lse, numbers, *tensors.values())
+        return out, lse, numbers
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        """Of q, k, v and the sink; refuses to be differentiated again."""
+        q, k, v, out, lse, numbers, *tensors = ctx.saved_tensors
+        packed = ctx.packed._replace(**dict(zip(ctx.names, tensors, strict=True)))
+        dq, dk, dv, dsink = _GRADIENTS(dout, dlse, q, k, v, out, lse, numbers, *packed)
+        of_args = packed._replace(**dict.fromkeys(packed._fields))
+        return None, dq, dk, dv, *of_args._replace(learnable_sink=None if packed.learnable_sink is None else dsink)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, number, *tensors = ctx.saved_tensors
-    packed = ctx.packed._replace(**dict(zip(ctx.names, tensors, strict=True)))
-    dq, dk, dv, dsink = _GRADIENTS(dout, dlse, q, k, v, out, lse, number, *packed)
-    of_args = packed._replace(**dict.fromkeys(packed._fields))
-    return dq, dk, dv, *of_args._replace(learnable_sink=None if packed.learnable_sink is None else dsink)
+def _autograd(keyset: Any, *args: Any) -> Any:
+    """What ``torch.library.register_autograd`` makes, which spends 0.2 ms in every call to look for defaults."""
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        return RingAttention.apply(keyset, *args)  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _FORWARD.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
 def _refuse(ctx: Any, *_: Tensor) -> None:
     raise RuntimeError(ONCE)
 
 
-def _defined(name: str, function: Any, tensors: str, returns: str, fake: Any, autograd: Any, keep: Any = None) -> Any:
-    """Define an op; what torch.compile calls."""
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _defined(name: str, function: Any, tensors: str, returns: str, fake: Any) -> Any:
+    """Define an op. Not by ``custom_op``, whose checks take the host longer than all else outside the hops."""
     # waits on the host and talks to other ranks, which no CUDA graph can replay
     tags = [tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None]
-    op = torch.library.custom_op(
-        f"{NAMESPACE}::{name}", function, mutates_args=(), schema=f"({tensors}, {SCHEMA}) -> {returns}", tags=tags
-    )
-    op.register_fake(fake)
-    op.register_autograd(autograd, setup_context=keep)
+    _LIBRARY.define(f"{name}({tensors}, {SCHEMA}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag, *tags))
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 _GRADIENTS = _defined(
     "ring_attention_backward",
     _gradients,
-    "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor number",
+    "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor numbers",
     "(Tensor, Tensor, Tensor, Tensor)",
     _fake_gradients,
-    _refuse,
 )
 _FORWARD = _defined(
     "ring_attention",
     _ring_attention,
     "Tensor q, Tensor k, Tensor v",
-    "(Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor)",
     _fake_ring_attention,
-    _backward,
-    _keep,
 )
+torch.library.register_autograd(f"{NAMESPACE}::ring_attention_backward", _refuse, lib=_LIBRARY)
+_LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)

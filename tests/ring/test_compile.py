@@ -232,10 +232,9 @@ def test_opcheck(name: str) -> None:
     packed = packed_call(**{argument: value for argument, value in CALLS[name].items() if argument != "return_lse"})
     op = torch.ops.ringattn.ring_attention.default
     torch.library.opcheck(op, (q, k, v, *packed), test_utils=(*NO_BACKWARD, "test_aot_dispatch_dynamic"))
-    out, lse, seed, number = op(*(x.detach() for x in (q, k, v)), *packed)
-    saved = packed._replace(dropout_seed=seed if packed.dropout_p else None)
+    out, lse, numbers = op(*(x.detach() for x in (q, k, v)), *packed)
     given = [x.detach().requires_grad_() for x in (torch.randn_like(out), q, k, v, out, lse)]
-    op, args = torch.ops.ringattn.ring_attention_backward.default, (given[0], None, *given[1:], number, *saved)
+    op, args = torch.ops.ringattn.ring_attention_backward.default, (given[0], None, *given[1:], numbers, *packed)
     torch.library.opcheck(op, args, test_utils=NO_BACKWARD)
 
 
