@@ -311,11 +311,9 @@ class Preflight:
 
     def _all_met(self, number: int) -> None:
         """All ranks have come to a call, or have said that they did not: what came before is nobody's question."""
-        self._met = max(self._met, number)
-        for number in [number for number in self._words if number < self._met]:
-            del self._words[number]
-        for number in [number for number in self._heard if number <= self._met]:
-            del self._heard[number]
+        self._met = number
+        self._words = {call: said for call, said in self._words.items() if call >= number}
+        self._heard = {call: said for call, said in self._heard.items() if call > number}
 
     def _count(self, fields: Fields | None, keys: tuple[str, str]) -> None:
         self._calls.append(_Call(self.number + 1, fields))

@@ -263,7 +263,7 @@ class Watch:
             return
         publish, verdict = self._preflight.hear(published)
         if verdict is not None:
-            return self._fail(Failure(self.rank, "ValueError", verdict.text), publish)
+            return self._fail(Failure(self.rank, "ValueError", verdict.text))
         if publish or table:
             self._exchange({**publish, **table})
 
@@ -316,13 +316,13 @@ class Watch:
         where = f"{post.label} ({post.edges(self.rank)})" if post is not None else self._step()
         self._fail(Failure(self.rank, theirs.kind, f"rank {self.rank}: {where} given up. {_by(theirs)}"), tell=False)
 
-    def _fail(self, failure: Failure, publish: Mapping[str, object] | None = None, *, tell: bool = True) -> None:
+    def _fail(self, failure: Failure, *, tell: bool = True) -> None:
         """Tell the others first: what they see when the transports break must have its reason in the store."""
         with self._lock:
             if self._failure is not None:
                 return
             if tell:
-                self._exchange({**(publish or {}), "failure": tuple(failure)}, look=["failure"])
+                self._exchange({"failure": tuple(failure)}, look=["failure"])
             self._failure = failure
         logger.error("%s", failure.text)
         within(ABORT_SECONDS, lambda: self._abort(failure.text), self.device, "abort")

@@ -162,6 +162,14 @@ def test_a_ring_that_rests_only_looks_for_questions(clock: Clock) -> None:
     clock.now += 5
     ranks.tick(5)
     assert ranks.connection(0).asked == asked + 1
+    ranks.connection(0).problem = "the store is silent"
+    ranks.watches[0].enter()
+    ranks.watches[0].left(ValueError("k has 6 heads"))  # told once the store answers
+    for problem, told in (("the store is silent", None), (None, {"1": [None, "ValueError: k has 6 heads", False]})):
+        clock.now += 20
+        ranks.connection(0).problem = problem
+        ranks.tick()
+        assert ranks.controls[1].look("words/0") == told
 
 
 def test_the_newest_row_stays() -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -129,7 +130,9 @@ def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
     assert ranks.transports[0].reasons == ranks.transports[1].reasons == [text]
 
 
-def test_a_connection_that_breaks_because_a_rank_refused_and_left() -> None:
+@pytest.mark.parametrize("ticks", [0, 1, 2])
+def test_a_connection_that_breaks_because_a_rank_refused_and_left(ticks: int) -> None:
+    """A tick hears the question and says what it does, the next one hears why, if nothing has broken before."""
     ranks = Ranks(2)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
     ranks.watches[1].enter()
@@ -138,8 +141,13 @@ def test_a_connection_that_breaks_because_a_rank_refused_and_left() -> None:
     watch.agree({"heads": 8})
     watch.begin("forward")
     watch.posted("forward hop 1: K/V", Transfer(), [DONE], [(1, 64)], [(1, 64)])
+    text = "rank 1 refused this call: ValueError: k has 6 heads"
+    for _ in range(ticks):
+        watch.tick()
+    words: Any = ranks.controls[1].look("words/0") or {}
+    assert ("2" in words, ranks.transports[0].reasons) == (ticks > 0, [text] * (ticks > 1))
     raised = watch.failed(TransportError("Connection closed by peer"))
-    assert (type(raised), str(raised)) == (ValueError, "rank 1 refused this call: ValueError: k has 6 heads")
+    assert (type(raised), str(raised)) == (ValueError, text)
 
 
 def test_a_process_that_was_stopped_starts_its_clocks_again(clock: Clock) -> None:
