@@ -16,16 +16,16 @@ from ..support.watch_cases import MemoryConnection, controls, on_all
 MUST = "all ranks of a ring must pass the same"
 
 
-def preflights(size: int) -> list[Preflight]:
-    return [Preflight(control) for control in controls(size)]
+def preflights(size: int, patience: float = 5.0) -> list[Preflight]:
+    return [Preflight(control) for control in controls(size, patience)]
 
 
-def agree(preflight: Preflight, fields: dict[str, Any], timeout: float = 5.0, **changing: Any) -> Verdict | None:
-    return preflight.agree(fields, changing, timeout=timeout, stop=lambda: None)
+def agree(preflight: Preflight, fields: dict[str, Any], **changing: Any) -> Verdict | None:
+    return preflight.agree(fields, changing, stop=lambda: None)
 
 
 def backward(preflight: Preflight, of: int) -> Verdict | None:
-    return preflight.agree({"call": "backward"}, of=of, timeout=5.0, stop=lambda: None)
+    return preflight.agree({"call": "backward"}, of=of, stop=lambda: None)
 
 
 def traffic(preflight: Preflight) -> int:
@@ -180,11 +180,11 @@ def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
 
 
 def test_ranks_whose_earlier_calls_differ_do_not_meet() -> None:
-    ranks = preflights(2)
+    ranks = preflights(2, patience=0.3)
     on_all(ranks, lambda one: agree(one, {"heads": 8}))
     ranks[0]._count({"heads": "16"}, ("16", ""))
     ranks[1]._count({"heads": "4"}, ("4", ""))
-    told = on_all(ranks, lambda one: agree(one, {"heads": 2}, timeout=0.3))
+    told = on_all(ranks, lambda one: agree(one, {"heads": 2}))
     assert told == [Verdict("the ranks did not make the same calls before call 3", True)] * 2
 
 
@@ -220,7 +220,7 @@ def test_a_question_is_repeated_when_another_one_took_its_place(
         return "enough" if len(asked) == 4 else None
 
     with pytest.raises(TransportError, match="enough"):
-        ranks[0].agree({"heads": 4}, timeout=5.0, stop=stop)
+        ranks[0].agree({"heads": 4}, stop=stop)
     assert asked[1:] == [other if stays else 3] * 3
 
 
@@ -234,7 +234,7 @@ def test_a_short_wait_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         return "enough" if len(looks) == 3 else None
 
     with pytest.raises(TransportError, match="enough"):
-        rank.agree({"heads": 8}, timeout=5.0, stop=stop)
+        rank.agree({"heads": 8}, stop=stop)
     assert looks == [1, 2, 3]  # whether all have come, each time
 
 
@@ -265,7 +265,7 @@ def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten(
 
     assert on_all(ranks, late) == [None] * 2
     assert verdicts(ranks) == [None] * 2
-    assert all(quiet(one) for one in ranks)
+    assert all(quiet(one) for _ in range(2) for one in ranks)
     for ahead in (0, 1):
         for _ in range(KEPT_CALLS - ahead):
             assert [agree(rank, {"heads": 8}) for rank in ranks] == [None] * 2
@@ -291,7 +291,7 @@ def test_a_rank_that_waits_further_on_hears_of_a_question_about_an_earlier_call(
             return "told" if ended[-1] is not None else None
 
         with pytest.raises(TransportError, match="told"):
-            rank.agree({"heads": 2}, timeout=5.0, stop=stop)
+            rank.agree({"heads": 2}, stop=stop)
         return ended[-1]
 
     text = f"heads differs between ranks (rank 0: 4, rank 1: 8): {MUST}"
@@ -318,7 +318,7 @@ def test_a_refusal_stays_until_everybody_has_heard_it() -> None:
         if rank is ranks[0]:
             rank.refuse(ValueError("k has 6 heads"))
             rank.refuse(ValueError("k has 7 heads"))
-            return [agree(rank, {"heads": 2}, timeout=5.0)]
+            return [agree(rank, {"heads": 2})]
         time.sleep(0.2)
         return [agree(rank, {"heads": heads}) for heads in (4, 4, 2)]
 

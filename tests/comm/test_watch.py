@@ -18,10 +18,10 @@ from ringattn.comm import DONE, LocalGroup, LocalWorld, TransportError
 from ringattn.comm.control import Control
 from ringattn.comm.watchdog import watch as module
 from ringattn.comm.watchdog.deadlines import NEVER
-from ringattn.comm.watchdog.watch import Watch, Watchdog, open_watch
+from ringattn.comm.watchdog.watch import Watch, Watchdog, open_watch, ring_control
 
 from ..support.transport_cases import until
-from ..support.watch_cases import Clock, Ranks, Transfer, controls, on_all, running
+from ..support.watch_cases import Aborted, Clock, Ranks, Transfer, Unconfirmed, controls, on_all, running
 
 CPU = torch.device("cpu")
 
@@ -70,8 +70,16 @@ def test_a_connection_that_a_peer_closed_on_purpose_is_not_the_reason() -> None:
 
 def test_what_is_no_transport_error_stays_and_the_others_hear_of_it() -> None:
     ranks, _ = running(2)
-    error = MemoryError("out of memory")
+    error, connection, told = MemoryError("out of memory"), ranks.connection(0), list[Any]()
+    connection.store = Unconfirmed(connection.store)
+
+    def abort(reason: str) -> None:
+        told.append(ranks.controls[1].look("failure"))  # the reason is there before what it explains
+        Aborted.abort(ranks.transports[0], reason)
+
+    ranks.transports[0].abort = abort  # type: ignore[method-assign]
     assert ranks.watches[0].failed(error) is error
+    assert told == [[0, "TransportError", ranks.transports[0].reasons[0]]]
     assert len(ranks.transports[0].reasons) == 1  # the peer still writes to what is about to be freed
     ranks.tick()
     assert "failed: MemoryError: out of memory" in ranks.transports[1].reasons[0]
@@ -246,7 +254,10 @@ def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> N
 
 def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
     def fn(group: LocalGroup) -> list[tuple[float | None, object]]:
-        watches = [open_watch(group, CPU, deadline=deadline, transports=list) for deadline in (None, 5.0)]
+        watches = [
+            open_watch(group, CPU, control=ring_control(group, deadline), deadline=deadline, transports=list)
+            for deadline in (None, 5.0)
+        ]
         for watch in watches:
             watch.close()
         return [(watch._posts._seconds, watch._fatal) for watch in watches]
@@ -262,8 +273,8 @@ def test_only_streams_of_a_gpu_end_the_process(
     """With a code that schedulers take for a reason to start it again."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(module, "control_of", lambda group, patience: controls(2)[0])
-    watch = open_watch(object(), torch.device(device), deadline=5.0, transports=list)  # type: ignore[arg-type]
+    group: Any = object()
+    watch = open_watch(group, torch.device(device), control=controls(2)[0], deadline=5.0, transports=list)
     watch.failed(TransportError("the connection is gone"))
     assert ended == codes and os.EX_TEMPFAIL == 75
     assert ("this process ends: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(codes)
