@@ -135,6 +135,12 @@ def test_compute_and_wait_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatc
     assert row.version == 40
 
 
+def test_a_large_world_pulls_a_table_less_often_than_it_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    telemetry, moments = Telemetry(0, 64, CPU, None), iter([100.0, 100.25, 100.5, 100.75])
+    monkeypatch.setattr(time, "time", lambda: next(moments))
+    assert [telemetry.next_peer() for _ in range(4)] == [peer_at(0, 64, 200), None, peer_at(0, 64, 201), None]
+
+
 def test_gauges_are_read_now_and_then(clock: Clock) -> None:
     reads: list[int] = []
 

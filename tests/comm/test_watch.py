@@ -46,7 +46,9 @@ def test_a_late_transfer_is_told_to_all(clock: Clock) -> None:
         "waits for (its deadline). Last reported: rank 0: in a forward after forward hop 1: K/V ("
     )
     assert "; rank 1: in a forward after forward hop 1: K/V (" in text
-    ranks.tick()  # the others hear it in one tick
+    asked = ranks.connection(0).asked
+    ranks.tick()  # the others hear it in one tick, and ask no more
+    assert ranks.connection(0).asked == asked + 1
     for rank in (0, 1):
         (heard,) = ranks.transports[rank].reasons
         assert heard.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 found: rank 2: ")
@@ -82,7 +84,10 @@ def test_what_is_no_transport_error_stays_and_the_others_hear_of_it() -> None:
     assert told == [[0, "TransportError", ranks.transports[0].reasons[0]]]
     assert len(ranks.transports[0].reasons) == 1  # the peer still writes to what is about to be freed
     ranks.tick()
-    assert "failed: MemoryError: out of memory" in ranks.transports[1].reasons[0]
+    (heard,) = ranks.transports[1].reasons
+    edges = "64 bytes rank 0 -> rank 1, 64 bytes rank 1 -> rank 0"
+    assert heard.startswith(f"rank 1: forward hop 1: K/V ({edges}) given up. Rank 0 found: rank 0: ")
+    assert "failed: MemoryError: out of memory" in heard
 
 
 def test_a_store_that_is_gone_is_said_and_the_deadline_holds(clock: Clock) -> None:
@@ -156,6 +161,8 @@ def test_a_connection_that_breaks_because_a_rank_refused_and_left(ticks: int) ->
     assert ("2" in words, ranks.transports[0].reasons) == (ticks > 0, [text] * (ticks > 1))
     raised = watch.failed(TransportError("Connection closed by peer"))
     assert (type(raised), str(raised)) == (ValueError, text)
+    words = ranks.controls[1].look("words/0")
+    assert "2" in words
 
 
 def test_a_process_that_was_stopped_starts_its_clocks_again(clock: Clock) -> None:
