@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from ringattn.comm import LocalGroup, LocalWorld, TransportError
+from ringattn.comm import control as control_module
 from ringattn.comm.control import (
     Control,
     LocalConnection,
@@ -160,23 +162,24 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
     assert store.num_keys() == 0
 
 
-def test_a_process_that_has_ended() -> None:
-    here, there = FORKED.Pipe()
-    process = FORKED.Process(target=say_who, args=(there,), daemon=True)
-    process.start()
-    who = here.recv()
-    assert not has_ended(who) and not has_ended(own_process())
-    assert has_ended([who[0], who[1], "1"])  # its number was given to another
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_a_process_that_has_ended(asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its parent has asked for its exit code."""
+    machine, number, start = own_process()
+    assert not has_ended([machine, number, start])
+    assert has_ended([machine, number, "1"])  # its number was given to another
+    child = subprocess.Popen(["sleep", "60"])
+    who = [machine, str(child.pid), control_module._stat(str(child.pid))[control_module.START]]
+    assert not has_ended(who)
+    child.kill()
+    if asked_for:
+        child.wait()
+    until(lambda: has_ended(who))
+    child.wait()
     for unknown in (["another machine", *who[1:]], ["", *who[1:]], [*who, 1], "1", None):
         assert not has_ended(unknown)
-    process.kill()
-    until(lambda: has_ended(who))
-    process.join()
-
-
-def say_who(pipe: Connection) -> None:
-    pipe.send(own_process())
-    time.sleep(60)
+    monkeypatch.setattr(control_module, "PROC", tmp_path)  # a system that tells nothing
+    assert not has_ended(own_process())
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])

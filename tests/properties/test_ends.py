@@ -78,6 +78,7 @@ def member(rank: int, pipe: Connection, body: Callable[[int], Any], size: int, p
     gc.freeze()  # what is imported is large, and stays
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # nobody ends while others still connect to it
     store: Store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
     pipe.send(body(rank))
