@@ -165,7 +165,8 @@ def test_memory_of_real_processes(alone: None, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_memory_of_two_level_rings_is_constant(alone: None) -> None:
-    asked = "bench memory --nodes 2 --world 4,8 --tokens 1k --heads 4"
+    # a process may take 2 MB more than another of the same work: 2% of a rank's memory here, 6% with 1k tokens
+    asked = "bench memory --nodes 2 --world 4,8 --tokens 4k --heads 4"
     result = CliRunner().invoke(cli.app, asked.split())
     assert result.exit_code == 0 and "2 nodes" in result.output, result.output
 
