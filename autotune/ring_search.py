@@ -21,7 +21,7 @@ from ..bench.common.launching import Member, cores, member, spawn, world_of
 from ..bench.common.memory import Needs, needs_of_ranks, refuse_too_large
 from ..bench.common.memory_table import tuned_bytes
 from ..bench.common.output import prints
-from ..bench.common.provenance import provenance
+from ..bench.common.provenance import command, provenance
 from ..bench.common.result import Result
 from ..bench.common.timing import Clock, Ranks
 from ..bench.ring.candidates import Candidate, Setting, ours
@@ -35,7 +35,7 @@ from .rings import CPU, DEFAULT, RingEntry, RingPoint, RingSetting, settings
 from .search import Budget, Measured, Reading, clocks_of, planned, samples, search
 from .space import SHORT, Shape
 from .store import known, private_folder, save
-from .tune import driver, progress, short_command
+from .tune import driver, progress
 
 CHECKED = 192  # tokens per rank of the check: several tiles, and float64 scores that are quick
 LONG = {short: name for name, short in SHORT.items()}
@@ -195,7 +195,7 @@ def entry_of(point: RingPoint, found: Measured[RingSetting], transport: str) -> 
         point, replace(found.best, transport=transport), datetime.now(UTC).isoformat(timespec="seconds"), runs.median,
         runs.spread, samples(found.readings.get(DEFAULT, found.readings[found.best])).median,
         {"triton": triton.__version__, "torch": torch.__version__}, driver(), clocks_of(found.readings[found.best]),
-        short_command(),
+        command(),
     )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from ..comm import Limits, resolve_group
 from ..comm.control import control_of
 from ..kernels import tables
-from ..kernels.strict import Check, checked_as, either, named, number, one_of, optional, text, whole
-from ..kernels.tables import DTYPES, MASKS, MOST_TOKENS, NO_GPU, Gpu, RefusedTable, Table
+from ..kernels.files import converted
+from ..kernels.tables import NO_GPU, Gpu, RefusedTable, Table
 
 TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one
 CHUNKS = (1, 2, 4, 8)
@@ -81,34 +81,13 @@ class RingEntry:
     """Of rank 0's GPU; ``throttled``: of any rank's."""
     command: str = ""
 
+    def __post_init__(self) -> None:
+        if self.point.length < 1:
+            raise ValueError(f"length is {self.point.length}: it must be at least 1")
+
     def as_json(self) -> dict[str, Any]:
         told = asdict(self)
         return {**told.pop("point")._asdict(), **told}
-
-
-_SETTING: dict[str, Check] = {
-    "transport": one_of("auto", "nccl", "copy_engine", "process_group"),
-    "chunks": whole(1, 1024),
-    "channels": optional(one_of(1, 2, 4, 8, 16, 32, 64)),
-}
-_RING: dict[str, Check] = {
-    "world": whole(2, MOST_RANKS),
-    "heads": whole(1, 4096),
-    "kv_heads": whole(1, 4096),
-    "head_dim": whole(1, 256),
-    "dtype": one_of(*DTYPES),
-    "mask": one_of(*MASKS),
-    "length": whole(1, MOST_TOKENS),
-    "setting": lambda value: None if isinstance(value, dict) else "an object",
-    "date": text(r"\d{4}-\d\d-\d\d[ -~]{0,30}", "an ISO 8601 date"),
-    "seconds": number(zero=False),
-    "spread": number(),
-    "baseline": number(zero=False),
-    "versions": named(text()),
-    "driver": optional(text()),
-    "clocks": named(optional(either(number(), text()))),
-    "command": text(),
-}
 
 
 def rings_of(table: Table) -> tuple[RingEntry, ...]:
@@ -123,13 +102,11 @@ def rings_of(table: Table) -> tuple[RingEntry, ...]:
         raise RefusedTable(f"{table.path} is refused: {error}") from error
 
 
-def _entry(where: str, given: object) -> RingEntry:
-    taken = checked_as(where, given, _RING)
-    setting = RingSetting(**checked_as(f"{where}.setting", taken.pop("setting"), _SETTING))
-    point = RingPoint(*(taken.pop(name) for name in RingPoint._fields))
-    if setting.chunks > point.kv_heads:
-        raise ValueError(f"{where}.setting.chunks is {setting.chunks}: there are {point.kv_heads} key heads")
-    return RingEntry(point, setting, **taken)
+def _entry(where: str, row: Mapping[str, Any]) -> RingEntry:
+    point = {name: row[name] for name in RingPoint._fields if name in row}
+    rest = {name: value for name, value in row.items() if name not in point}
+    entry: RingEntry = converted(RingEntry, rest | {"point": point}, where)
+    return entry
 
 
 def ring_settings(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ..kernels import tables
-from ..kernels.strict import load_json, regular_file
 from ..kernels.tables import Entry, Gpu, Table, as_json, file_name, parse, read
 from .rings import RingEntry, rings_of
 
@@ -46,7 +45,7 @@ def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[
     told = tuple(one.as_json() for one in kept.values())
     table = Table(gpu.name, gpu.arch, before.triton, tuple(merged(before.entries, entries)), told)
     written = json.dumps(as_json(table), indent=1) + "\n"
-    rings_of(replace(parse(written), path=path))  # what is written is what is read
+    rings_of(replace(parse(json.loads(written)), path=path))  # what is written is what is read
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{path.name}.", delete=False) as draft:  # 0600
         try:
             draft.write(written)
@@ -67,10 +66,10 @@ def known(folder: Path, gpu: Gpu) -> Table:
         RefusedTable: it cannot be read.
     """
     version = tables.triton_version()
-    try:
-        table = read(folder / file_name(gpu.name, version))
-    except (FileNotFoundError, NotADirectoryError):
+    path = folder / file_name(gpu.name, version)
+    if not path.exists():
         return Table(gpu.name, gpu.arch, version, ())
+    table = read(path)
     rings_of(table)
     return table
 
@@ -97,10 +96,10 @@ class Journal:
         self._found: dict[str, dict[str, Any]] = {}
         for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
             try:
-                told = load_json(line)
+                told = json.loads(line)
                 if told["digest"] == digest:
                     self._found[str(told["key"])] = dict(told["value"])
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 continue
 
     def get(self, key: str) -> dict[str, Any] | None:
@@ -110,6 +109,6 @@ class Journal:
     def put(self, key: str, value: dict[str, Any]) -> None:
         """Keep a value, also across the end of this process."""
         line = json.dumps({"digest": self._digest, "key": key, "value": value}, allow_nan=False)
-        with regular_file(self.path, "ab", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) as file:
+        with self.path.open("ab") as file:
             file.write(f"\n{line}\n".encode())  # a line that an interrupted write has begun ends here
         self._found[key] = value

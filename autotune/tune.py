@@ -42,7 +42,6 @@ from .store import Journal, known, private_folder, save
 
 CANDIDATES = 20  # of a point that get time on a GPU: the best quarter or so of what compiles
 SCHEDULES_OF = 2  # the best of them are also tried in every other tile schedule
-MOST_COMMAND = 400  # characters that a table takes
 
 Progress = Callable[[str, int | None], None]
 """Called with a part of a run and how many steps more it has, or None: one of them is done."""
@@ -263,13 +262,8 @@ def _provenance() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"triton": triton.__version__, "torch": torch.__version__},
-        "command": short_command(),
+        "command": command(),
     }
-
-
-def short_command() -> str:
-    """What was typed, as far as a table takes it."""
-    return "".join(letter if " " <= letter <= "~" else "?" for letter in command())[:MOST_COMMAND]
 
 
 def tune(config: TuneConfig, workers: int, step: Progress) -> Result:

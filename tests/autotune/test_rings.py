@@ -80,21 +80,14 @@ def test_the_cpu_has_rings_and_no_tiles(folders: Folders) -> None:
     path = save(folders[0], CPU, rings=[made()])
     assert path.name.startswith("cpu_triton-")
     assert ring_settings(POINT, None) == CHUNKED
-    with pytest.raises(ValueError, match="arch is 0, no GPU: such a table has settings of rings alone"):
-        save(folders[0], CPU, [entry()])
-
-
-NCCL = {"transport": "nccl", "chunks": 1, "channels": None}
 
 
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"world": 1}, "rings[0].world is 1: it must be a whole number from 2"),
+        ({"world": None}, "rings[0].point.world is None"),
+        ({"length": 0}, "rings[0]: length is 0"),
         ({"setting": []}, "rings[0].setting is []"),
-        ({"setting": NCCL | {"channels": 3}}, "channels is 3"),
-        ({"setting": NCCL | {"chunks": 8}}, "chunks is 8: there are 4"),
-        ({"setting": {"transport": "nccl"}}, "rings[0].setting.channels is missing"),
     ],
 )
 def test_what_is_not_the_schema_is_refused(changed: dict[str, Any], told: str) -> None:
@@ -111,7 +104,7 @@ def test_a_damaged_table_is_told_and_passed_over(folders: Folders) -> None:
     told = json.loads(path.read_text())
     del told["rings"][0]["baseline"]
     path.write_text(json.dumps(told))
-    reason = re.escape(f"{path} is refused: rings[0].baseline is missing")
+    reason = re.escape(f"{path} is refused: rings[0]: ") + ".*missing 1 required positional argument: 'baseline'"
     with pytest.warns(UserWarning, match=f"{reason}; what a ring"):
         assert ring_settings(POINT, H200) is None
     save(package, H200, rings=[made(setting=DEFAULT)])
