@@ -236,7 +236,7 @@ def estimated_entry(found: PointResult) -> Entry:
     assert found.estimate is not None
     result = found.ranked.results[found.estimate]
     return Entry(
-        found.point, found.estimate, estimated=True, bound=result.bound, bound_by=result.bound_by, **_provenance()
+        found.point, found.estimate, estimated=True, bound=result.bound, bound_by=result.bound_by, **measurement()
     )  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def measured_entry(found: PointResult) -> Entry:
     return Entry(
         found.point, found.tile, estimated=False, seconds=samples(runs).median, spread=samples(runs).spread,
         beside=median_beside(runs), baseline=found.baseline_seconds, clocks=clocks_of(runs), driver=driver(),
-        **_provenance(),
+        **measurement(),
     )  # fmt: skip
 
 
@@ -258,7 +258,8 @@ def driver() -> str | None:
         return None
 
 
-def _provenance() -> dict[str, Any]:
+def measurement() -> dict[str, Any]:
+    """When, with which versions and by which command."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"triton": triton.__version__, "torch": torch.__version__},

@@ -16,7 +16,7 @@ import threading
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -28,9 +28,6 @@ import triton
 from .config import EPILOGUES, FORWARD_KERNELS, ORDERS, SHARED_LIMIT, KernelConfig, Tile
 from .files import converted, read_object
 from .target import target
-
-NO_GPU = 0
-"""The arch of the table of a machine without a GPU."""
 
 KERNELS = ("forward", "dq", "dkdv")
 SINGLE_PASS = ("single_pass", "single_pass_deterministic")
@@ -149,21 +146,23 @@ class Table:
     arch: int  # compute capability without the dot
     triton: tuple[int, int]
     entries: tuple[Entry, ...]
-    rings: tuple[Mapping[str, Any], ...] = ()
-    """Settings of whole rings, as they stand in the file: no kernel reads them, `autotune/rings.py` checks them."""
-    path: Path | None = field(default=None, compare=False)  # the file it was read from
 
 
 def file_name(gpu: str, triton: tuple[int, int]) -> str:
-    """``nvidia-h200_triton-3.7.json``: letters, digits and dashes of the GPU's name, so that no name leaves a folder.
+    """``nvidia-h200_triton-3.7.json``.
 
     Raises:
         ValueError: a name without a letter or digit.
     """
+    return f"{slug_of(gpu)}_triton-{triton[0]}.{triton[1]}.json"
+
+
+def slug_of(gpu: str) -> str:
+    """``nvidia-h200``: letters, digits and dashes of a GPU's name, so that no name leaves a folder."""
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")[:80]
     if not slug:
         raise ValueError(f"gpu is {gpu!r}: a name of a table takes at least one letter or digit")
-    return f"{slug}_triton-{triton[0]}.{triton[1]}.json"
+    return slug
 
 
 def shared_limit(arch: int) -> int:
@@ -197,7 +196,6 @@ class _File(NamedTuple):
     arch: int
     triton: str
     entries: list[dict[str, Any]]
-    rings: list[dict[str, Any]] = []  # noqa: RUF012
 
 
 def read(path: Path) -> Table:
@@ -207,7 +205,7 @@ def read(path: Path) -> Table:
         RefusedTable: it cannot be read, is no regular file, too large, not JSON, or not of this schema.
     """
     try:
-        return replace(parse(read_object(path)), path=path)
+        return parse(read_object(path))
     except ValueError as error:
         raise RefusedTable(f"{path} is refused: {error}") from error
 
@@ -235,14 +233,14 @@ def parse(data: Mapping[str, Any]) -> Table:
             raise ValueError(f"entries[{i}].tile takes at least {least} bytes of shared memory, a block has {limit}")
     if len({entry.point for entry in entries}) < len(entries):
         raise ValueError("two entries are for the same point")
-    return Table(file.gpu, file.arch, (int(release[1]), int(release[2])), entries, tuple(file.rings))
+    return Table(file.gpu, file.arch, (int(release[1]), int(release[2])), entries)
 
 
 def as_json(table: Table) -> dict[str, Any]:
     """What :func:`parse` reads."""
     entries = [_entry_as_json(entry) for entry in sorted(table.entries, key=lambda one: one.point)]
     version = ".".join(map(str, table.triton))
-    return _File(SCHEMA, VERSION, table.gpu, table.arch, version, entries, list(table.rings))._asdict()
+    return _File(SCHEMA, VERSION, table.gpu, table.arch, version, entries)._asdict()
 
 
 def _entry_as_json(entry: Entry) -> dict[str, Any]:
@@ -375,10 +373,15 @@ def tables_of(gpu: Gpu, config_dir: str | None, *, estimated: bool = False) -> l
         config_dir: looked into in place of the user's cache, before what ships with the kernels.
         estimated: also those made for a compute capability, without a GPU.
     """
-    folders = [*([Path(config_dir)] if config_dir else [user_folder()]), *PACKAGE]
-    there = [folder for folder in folders if folder is not None]
+    folders = folders_of(config_dir)
     names = dict.fromkeys([gpu.name, *([f"sm_{gpu.arch}"] if estimated else [])])
-    return [table for name in names for table in _tables(name, gpu, there)]
+    return [table for name in names for table in _tables(name, gpu, folders)]
+
+
+def folders_of(config_dir: str | None) -> list[Path]:
+    """The folders that are looked into, the one to ask first first: ``config_dir`` or the user's, and the package's."""
+    own = Path(config_dir) if config_dir else user_folder()
+    return [*([own] if own is not None else []), *PACKAGE]
 
 
 def forget() -> None:

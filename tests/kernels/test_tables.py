@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.autotune.rings import rings_of
 from ringattn.kernels import Tile, tables
 from ringattn.kernels.tables import (
     Gpu,
@@ -203,5 +202,5 @@ def test_the_tables_that_ship_are_good() -> None:
     for path in paths:
         shipped = read(path)
         assert path.name == file_name(shipped.gpu, shipped.triton)
-        assert rings_of(shipped) == () and all(one.estimated and one.bound for one in shipped.entries)
+        assert all(one.estimated and one.bound for one in shipped.entries)
         assert not any(options_of(one.tile) for one in shipped.entries), "an estimate that serves nobody"
