@@ -70,7 +70,6 @@ def run(
     from ..bench.common.launching import cores
     from ..bench.common.output import prints
     from ..bench.common.result import finish
-    from ..kernels.strict import one_of
     from ..kernels.tables import KERNELS, TUNED, user_folder
     from .space import SHORT, Shape
 
@@ -93,8 +92,8 @@ def run(
             gpu, device, why = target(arch, compile_only)
             names = tuple(kernels.split(",")) if kernels else KERNELS if near is not None else TUNED
             for name in names:
-                if (needs := one_of(*TUNED)(name)) is not None:
-                    raise ValueError(f"--kernels has {name!r}: it must be {needs}")
+                if name not in TUNED:
+                    raise ValueError(f"--kernels has {name!r}: it must be one of {', '.join(TUNED)}")
             seconds = budget or (BUDGET if device is not None else float("inf"))
             config = TuneConfig(shape, tuple(seqlen), causal, gpu, device, folder, seconds, names, near)
             if json != "-":

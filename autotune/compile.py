@@ -39,7 +39,6 @@ from ..kernels.launch import COPY_ENGINE_ARCH, fills_boxes
 from ..kernels.order import l2_of
 from ..kernels.quantize import SCALE_TOKENS, dequantize, num_warps, quantize, scale_shape
 from ..kernels.scores import PLAIN
-from ..kernels.strict import one_of
 from ..kernels.tables import DTYPES, OPTIONS, SINGLE_PASS, Option, Options, options_of
 from ..kernels.target import Target, compiling_for
 
@@ -333,8 +332,8 @@ OF_GROUPS = ("pack_gqa", "dkdv_splits")
 OF_LAUNCHES = ("sm_margin",)
 """Options that no compiler is told of."""
 
-CHECKS = {**OPTIONS, "single_pass": {**OPTIONS["single_pass"], "backward": one_of("hopper")}}
-"""By kernel, the options that a compiler may be asked for. No table has the last one: it is no tuned kernel."""
+COMPILED: dict[str, dict[str, Sequence[Option]]] = {**OPTIONS, "single_pass": {"backward": ("hopper",)}}
+"""By kernel, options and values that a compiler may be asked for. No table has the last one: it is no tuned kernel."""
 
 DEFAULTS: dict[str, object] = {one.name: one.default for one in fields(KernelConfig)}
 """Of ``KernelConfig``: what a variant or a candidate need not say."""
@@ -416,8 +415,8 @@ def lacking(variant: Variant, options: Options) -> str | None:
     """The first of the options that a kernel of such heads does not have on such a GPU, and who has it; or None."""
     for name, value in options:
         told = f"option is {name}={value}"
-        if name not in CHECKS.get(variant.kernel, {}):
-            having = [kernel for kernel, known in CHECKS.items() if name in known]
+        if name not in COMPILED.get(variant.kernel, {}):
+            having = [kernel for kernel, known in COMPILED.items() if name in known]
             return f"{told}: it is of {', '.join(having)}, not of {variant.kernel}"
         if name in OF_GROUPS and not variant.grouped:
             return f"{told}: it is of several query heads per key head, gqa"
@@ -433,16 +432,17 @@ def options_of_words(words: Sequence[str]) -> Options:
     Raises:
         ValueError: no such field that the compiler is told of, or no value of it.
     """
-    checks = {name: check for known in CHECKS.values() for name, check in known.items() if name not in OF_LAUNCHES}
-    literals: dict[str, Option] = {"True": True, "False": False}
+    values = {name: each for known in COMPILED.values() for name, each in known.items() if name not in OF_LAUNCHES}
     made: dict[str, Option] = {}
     for word in words:
         name, _, text = word.partition("=")
-        if name not in checks:
-            raise ValueError(f"option is {word!r}: it must be NAME=VALUE with one of {', '.join(checks)}")
-        value = literals.get(text, int(text) if text.isdecimal() else text)
-        if (needs := checks[name](value)) is not None:
-            raise ValueError(f"option {name} is {text!r}: it must be {needs}")
+        if name not in values:
+            raise ValueError(f"option is {word!r}: it must be NAME=VALUE with one of {', '.join(values)}")
+        value = next((one for one in values[name] if str(one) == text), None)
+        if value is None:
+            first, *_, last = words = [*map(str, values[name])]
+            takes = f"a whole number from {first} to {last}" if first.isdecimal() else f"one of {', '.join(words)}"
+            raise ValueError(f"option {name} is {text!r}: it must be {takes}")
         if value != DEFAULTS[name]:
             made[name] = value
     return tuple(sorted(made.items()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 
 from ..bench.common.attention import AttentionConfig
 from ..bench.common.errors import Exact
@@ -31,11 +29,11 @@ from ..comm.control import control_of
 from ..comm.topology import nvml
 from ..kernels.tables import gpu_of
 from ..ring import Ring
-from .rings import CPU, DEFAULT, RingEntry, RingPoint, RingSetting, settings
+from .rings import CPU, DEFAULT, RingEntry, RingPoint, RingSetting, read_rings, save_ring, settings
 from .search import Budget, Measured, Reading, clocks_of, planned, samples, search
 from .space import SHORT, Shape
-from .store import known, private_folder, save
-from .tune import driver, progress, short_command
+from .store import private_folder
+from .tune import driver, measurement, progress
 
 CHECKED = 192  # tokens per rank of the check: several tiles, and float64 scores that are quick
 LONG = {short: name for name, short in SHORT.items()}
@@ -79,7 +77,7 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
     """A search per length, with even parts of ``budget`` seconds; failed are those where no setting runs.
 
     Raises:
-        RefusedTable: the folder has a table of this GPU that cannot be read.
+        RefusedTable: the folder has a file of this GPU's rings that cannot be read.
         ValueError: the folder cannot be made.
         typer.BadParameter: a length that does not fit the free memory, with the one that does.
         typer.Exit: a rank failed.
@@ -88,7 +86,7 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
     kind, place = problems[0].device, member()
     device = torch.device(kind, 0) if place is None else place.shared_device(kind)
     if prints():
-        known(private_folder(folder), gpu_of(device) or CPU)  # what could not be added to is refused early
+        read_rings(private_folder(folder), gpu_of(device) or CPU)  # what could not be added to is refused early
     for problem in problems:
         check_room(problem)
     found = Result("tune --ring", UNITS, provenance=provenance(torch.device(kind)))
@@ -156,7 +154,7 @@ def search_ring(place: Member, device: torch.device, problem: AttentionConfig, b
         step(part, planned(len(tried) - 1))
         found = search(tried, DEFAULT, check, run, left, done=lambda: step(part, None))
         entry = None if found.best is None else entry_of(point, found, rings[found.best].transport)
-        path = save(folder, gpu, rings=[entry]) if entry is not None and place.rank == 0 else None
+        path = save_ring(folder, gpu, entry) if entry is not None and place.rank == 0 else None
     return result_of(point, found, entry, path)
 
 
@@ -191,12 +189,9 @@ def entry_of(point: RingPoint, found: Measured[RingSetting], transport: str) -> 
     """Medians in seconds, of the best, with the transport that it was."""
     assert found.best is not None
     runs = samples(found.readings[found.best])
-    return RingEntry(
-        point, replace(found.best, transport=transport), datetime.now(UTC).isoformat(timespec="seconds"), runs.median,
-        runs.spread, samples(found.readings.get(DEFAULT, found.readings[found.best])).median,
-        {"triton": triton.__version__, "torch": torch.__version__}, driver(), clocks_of(found.readings[found.best]),
-        short_command(),
-    )  # fmt: skip
+    baseline = samples(found.readings.get(DEFAULT, found.readings[found.best])).median
+    about = {**measurement(), "driver": driver(), "clocks": clocks_of(found.readings[found.best])}
+    return RingEntry(point, replace(found.best, transport=transport), runs.median, runs.spread, baseline, about)
 
 
 def result_of(point: RingPoint, found: Measured[RingSetting], entry: RingEntry | None, path: Path | None) -> Result:

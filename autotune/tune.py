@@ -42,7 +42,6 @@ from .store import Journal, known, private_folder, save
 
 CANDIDATES = 20  # of a point that get time on a GPU: the best quarter or so of what compiles
 SCHEDULES_OF = 2  # the best of them are also tried in every other tile schedule
-MOST_COMMAND = 400  # characters that a table takes
 
 Progress = Callable[[str, int | None], None]
 """Called with a part of a run and how many steps more it has, or None: one of them is done."""
@@ -237,7 +236,7 @@ def estimated_entry(found: PointResult) -> Entry:
     assert found.estimate is not None
     result = found.ranked.results[found.estimate]
     return Entry(
-        found.point, found.estimate, estimated=True, bound=result.bound, bound_by=result.bound_by, **_provenance()
+        found.point, found.estimate, estimated=True, bound=result.bound, bound_by=result.bound_by, **measurement()
     )  # fmt: skip
 
 
@@ -248,7 +247,7 @@ def measured_entry(found: PointResult) -> Entry:
     return Entry(
         found.point, found.tile, estimated=False, seconds=samples(runs).median, spread=samples(runs).spread,
         beside=median_beside(runs), baseline=found.baseline_seconds, clocks=clocks_of(runs), driver=driver(),
-        **_provenance(),
+        **measurement(),
     )  # fmt: skip
 
 
@@ -259,17 +258,13 @@ def driver() -> str | None:
         return None
 
 
-def _provenance() -> dict[str, Any]:
+def measurement() -> dict[str, Any]:
+    """When, with which versions and by which command."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"triton": triton.__version__, "torch": torch.__version__},
-        "command": short_command(),
+        "command": command(),
     }
-
-
-def short_command() -> str:
-    """What was typed, as far as a table takes it."""
-    return "".join(letter if " " <= letter <= "~" else "?" for letter in command())[:MOST_COMMAND]
 
 
 def tune(config: TuneConfig, workers: int, step: Progress) -> Result:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ..common.files import read_object
+from ...kernels.files import read_object
 from ..common.result import Result, cell, read
 from ..timeline.events import PREDICTED, Timeline, alike, from_chrome
 from . import charts, timelines
