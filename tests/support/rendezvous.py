@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringattn.comm import Fence, Message, Slots
-from ringattn.comm.transport import DONE
+from ringattn.comm.transport import DONE, Edge
 from ringattn.ring import loop
 from ringattn.ring.buffers import BETWEEN, INSIDE, Call, Key, Kind, Tensors, chunks_of
 from ringattn.ring.schedule.plan import HopMask, Plan
@@ -124,13 +124,15 @@ class World:
 class Level:
     """One level's transport of one rank: of a transport what the loop calls."""
 
-    def __init__(self, world: World, level: int, rank: int) -> None:
+    def __init__(self, world: World, level: int, rank: int, edges: Sequence[Edge]) -> None:
         self.world, self.level, self.rank = world, level, rank
+        self.peers = {to for source, to in edges if source == rank}
 
     def mark(self) -> Fence:
         return DONE
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence]) -> Fence:
+        assert {peer for peer, _ in sends} <= self.peers, "over an edge that nobody has opened"
         group = Group(self.world, self.rank, [*sends], [*receives], after)
         self.world.post(self.level, group)
         return group
@@ -222,10 +224,11 @@ def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1)
 
     def one(rank: int) -> None:
         mine = steps(plan, rank)
+        transports: Any = tuple(Level(world, level, rank, edges) for level, edges in enumerate(plan.edges))
         call = Call(
             plan=mine,
             phase=phase,
-            transports=(Level(world, INSIDE, rank), Level(world, BETWEEN, rank)),  # type: ignore[arg-type]
+            transports=transports,
             kv_slots=Slots(mine.kv_slots * chunks, CPU),
             dkv_slots=Slots(mine.dkv_slots * chunks, CPU),
             span=lambda kind, hop: nullcontext(),
