@@ -102,6 +102,8 @@ TOKENS = 12
 BLOCKS = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window_size": (4, 2)},
+    "window to the left": {"window_size": (3, -1)},
+    "window to the right": {"window_size": (-1, 2)},
     "prefix": {"causal": True, "prefix_length": 5},
     "documents": {"cu_seqlens": [0, 3, 3, 10, TOKENS]},
     "longformer": {"window_size": (2, 2), "global_tokens": [(0, 2), (7, 8)]},
