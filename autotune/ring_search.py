@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton
 
 from ..bench.common.attention import AttentionConfig
@@ -135,7 +134,7 @@ def search_ring(place: Member, device: torch.device, problem: AttentionConfig, b
         return replace(mine, throttled=tuple(dict.fromkeys(chain(*reasons))))
 
     with ExitStack() as stack:
-        small, shards = replace(problem, seqlen=CHECKED * problem.world), inputs(problem, device)
+        small, shards = replace(problem, seqlen=CHECKED * problem.world), problem.drawn(place.rank, device)
         # twice the error of PyTorch's attention in the same dtype, plus rounding: the rule of the tests
         exact, limits = judged(small, small.tensors(), range(small.kv_heads), torch.device("cpu"))
         tried = settings(point, problem.device)
@@ -175,16 +174,6 @@ def error_of(
 def candidate_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:
     """``ring_attention`` through one of the rings."""
     return ours(problem.layout, Setting(problem, (problem.layout,), device, lambda: ring))
-
-
-def inputs(problem: AttentionConfig, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """q, k, v and dout of this rank, made where they are used."""
-    draw = torch.Generator(device).manual_seed(problem.seed + dist.get_rank())
-    tokens, dtype = problem.held.lengths[dist.get_rank()], getattr(torch, problem.dtype)
-    return tuple(
-        torch.randn(1, tokens, count, problem.head_dim, generator=draw, device=device, dtype=dtype)
-        for count in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    )
 
 
 def entry_of(point: RingPoint, found: Measured[RingSetting], transport: str) -> RingEntry:

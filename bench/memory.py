@@ -58,17 +58,15 @@ def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, grou
 
     from ..comm.topology.topology import Topology
     from ..ring import Ring, ring_attention
-    from .common.attention import DTYPES
     from .common.memory import PeakMemory
 
     measured = PeakMemory(torch.device("cpu"))
     topology = Topology.grid(nodes, config.world // nodes) if nodes > 1 else None
     dtypes: dict[str, Any] = {"wire_dtype": form.wire_dtype, "grad_wire_dtype": form.grad_wire_dtype}
     with Ring(group, topology=topology, slots=form.slots, chunks=chunks, **dtypes) as ring:
-        shards = [(batch, config.seqlen // config.world, *rest) for batch, _, *rest in config.shapes]
-        q, k, v, dout = (torch.randn(shape).to(DTYPES[config.dtype]) for shape in shards)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = ring_attention(q, k, v, layout=config.held, ring=ring, causal=config.causal)
+        *inputs, dout = config.drawn(ring.rank, torch.device("cpu"))
+        leaves = [x.requires_grad_() for x in inputs]
+        out = ring_attention(*leaves, layout=config.held, ring=ring, causal=config.causal)
         assert isinstance(out, torch.Tensor)
         forward = measured.bytes
         grads = torch.autograd.grad(out, leaves, dout)

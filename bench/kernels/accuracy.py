@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from ...comm import LocalGroup, LocalWorld
 from ...kernels import KernelConfig
 from ...kernels.experimental.hopper_launch import is_hopper
 from ...ring import Layout, ring_attention
-from ..common.attention import DTYPES
+from ..common.attention import DTYPES, forward_backward
 from ..common.errors import tolerance
 from ..suite.cases import NotHere, Number, poisoned
 from .contender import Variant
@@ -110,10 +111,8 @@ def draw(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, i
 
 def exactly(given: Inputs, causal: bool) -> Results:
     """The reference, and its gradients by autograd, in float64."""
-    leaves = [x.detach().double().requires_grad_() for x in given[:3]]
-    out, lse = reference.attention(*leaves, causal=causal)
-    grads = torch.autograd.grad((out, lse), leaves, (given.dout.double(), given.dlse.double()))
-    return Results(out.detach(), lse.detach(), *grads)
+    q, k, v, *grads = (x.double() for x in given)
+    return Results(*forward_backward(partial(reference.attention, causal=causal), (q, k, v), *grads))
 
 
 def by_pytorch(given: Inputs, causal: bool) -> Results:
@@ -146,16 +145,13 @@ def _lse_of_operator(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor | 
 def on_shards(given: Inputs, causal: bool, world: int, backend: str) -> Results:
     """What a zigzag ring of virtual ranks computes."""
     layout, config = Layout.zigzag(given.q.shape[1], world), config_of(backend, given.q)
-    options: dict[str, Any] = {"causal": causal, "return_lse": True, "config": config}
+    name = "aten" if backend == "aten" else "triton"
+    options: dict[str, Any] = {"causal": causal, "return_lse": True, "config": config, "backend": name}
 
     def of_rank(group: LocalGroup) -> Results:
-        rank = group.rank()
-        *leaves, dout = (layout.shard(x, rank).detach() for x in given[:4])
-        leaves = [x.requires_grad_() for x in leaves]
-        name = "aten" if backend == "aten" else "triton"
-        out, lse = ring_attention(*leaves, layout=layout, group=group, backend=name, **options)
-        grads = torch.autograd.grad((out, lse), leaves, (dout, layout.shard(given.dlse, rank, dim=2)))
-        return Results(out.detach(), lse.detach(), *grads)
+        *inputs, dout = (layout.shard(x, group.rank()) for x in given[:4])
+        attend = partial(ring_attention, layout=layout, group=group, **options)
+        return Results(*forward_backward(attend, inputs, dout, layout.shard(given.dlse, group.rank(), dim=2)))
 
     with LocalWorld(world, device=given.q.device) as ranks:
         out, lse, *grads = zip(*ranks.run(of_rank), strict=True)

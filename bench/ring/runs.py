@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...reference.masks import Masks
 from ...ring import Ring
-from ..common.attention import BACKWARD_FLOPS, AttentionConfig
+from ..common.attention import BACKWARD_FLOPS, AttentionConfig, Tensors
 from ..common.errors import Exact, chosen_heads, exact_results, pytorch_results, tolerances
 from ..common.flags import binary
 from ..common.launching import Member
@@ -38,7 +38,7 @@ from ..common.memory_table import (
 )
 from ..common.result import Result, Row
 from ..common.timing import Clock, Ranks, Samples, interleaved
-from .candidates import PEERS, Candidate, Setting, Tensors, candidates, ours
+from .candidates import PEERS, Candidate, Setting, candidates, ours
 
 WARM_TOKENS = 64
 UNITS = {

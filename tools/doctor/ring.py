@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from ...bench.common.attention import DTYPES
+from ...bench.common.attention import DTYPES, forward_backward
 from ...bench.common.flags import binary, human
 from ...bench.kernels.accuracy import Inputs, Results, by_pytorch, exactly, judged
 from ...bench.links.runs import ONE_WAY, Ends, Way
@@ -175,12 +175,10 @@ def _against_reference(ranks: Ranks, seqlen: int, dtype: str) -> str:
 
     def compute() -> tuple[str, str]:
         shards = [layout.shard(x, ranks.rank, dim).contiguous() for x, dim in zip(given, DIMS, strict=True)]
-        leaves = [x.requires_grad_() for x in shards[:3]]
         with Ring(ranks.group) as ring:
-            out, lse = ring_attention(*leaves, layout=layout, ring=ring, causal=True, return_lse=True)
-            grads = torch.autograd.grad((out, lse), leaves, shards[3:])
+            attend = partial(ring_attention, layout=layout, ring=ring, causal=True, return_lse=True)
             file = io.BytesIO()
-            torch.save([x.detach().cpu() for x in (out, lse, *grads)], file)
+            torch.save([x.cpu() for x in forward_backward(attend, shards[:3], *shards[3:])], file)
             # through the store: what is being judged does not carry the evidence
             return ring.transport, file.getvalue().hex()
 
