@@ -16,8 +16,8 @@ import triton
 
 from ..bench.common.attention import AttentionConfig
 from ..bench.common.errors import Exact
-from ..bench.common.launching import Member, cores, member, spawn, world_of
-from ..bench.common.memory import Needs, needs_of_ranks, refuse_too_large
+from ..bench.common.launching import Member, member, spawn, threads_of, world_of
+from ..bench.common.memory import refuse_ranks
 from ..bench.common.memory_table import tuned_bytes
 from ..bench.common.output import prints
 from ..bench.common.provenance import provenance
@@ -58,10 +58,9 @@ def problems_of(
     if place is not None and place.world < 2:
         raise ValueError("the launcher started 1 rank: a ring to tune takes at least 2")
     ranks = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
-    threads = max(1, cores() // (place.local_world if place is not None else ranks))
     whole = AttentionConfig(
-        ranks, ranks, 1, shape.heads, shape.kv_heads, shape.head_dim, LONG[shape.dtype], causal, "zigzag", threads, 0,
-        device,
+        ranks, ranks, 1, shape.heads, shape.kv_heads, shape.head_dim, LONG[shape.dtype], causal, "zigzag",
+        threads_of(None, ranks), 0, device,
     )  # fmt: skip
     return [replace(whole, seqlen=tokens * ranks) for tokens in lengths]
 
@@ -89,7 +88,8 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
     if prints():
         known(private_folder(folder), gpu_of(device) or CPU)  # what could not be added to is refused early
     for problem in problems:
-        check_room(problem)
+        rings = len(settings(point_of(problem), kind))
+        refuse_ranks("--seqlen", problem, partial(tuned_bytes, rings=rings), per_rank=True)
     found = Result("tune --ring", UNITS, provenance=provenance(torch.device(kind)))
     for problem in problems:
         one = spawn(problem.world, search_ring, problem, budget / len(problems), folder, device=kind)
@@ -97,18 +97,6 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
         found.failed += one.failed
         found.notes += one.notes
     return found
-
-
-def check_room(problem: AttentionConfig) -> None:
-    """Refuse what does not fit this machine's free memory, with the tokens that do: typer.BadParameter."""
-    place, device, point = member(), torch.device(problem.device), point_of(problem)
-    count = len(settings(point, problem.device))
-
-    def needed(tokens: int) -> Needs:
-        whole = replace(problem, seqlen=tokens * problem.world)
-        return needs_of_ranks(tuned_bytes(whole, count), device, place.local_world if place else problem.world)
-
-    refuse_too_large("--seqlen", point.length, needed, device, unit=f"tokens on each of {problem.world} ranks")
 
 
 # one rank of a search

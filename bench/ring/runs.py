@@ -20,7 +20,7 @@ from ...ring import Ring
 from ..common.attention import BACKWARD_FLOPS, AttentionConfig, Tensors
 from ..common.errors import Exact, chosen_heads, exact_results, pytorch_results, tolerances
 from ..common.flags import binary
-from ..common.launching import Member
+from ..common.launching import Member, ranks_here
 from ..common.memory import PROCESS_BYTES, Needs, PeakMemory, freed_at_once, gpus_of
 from ..common.memory_table import (
     ALL_CORES,
@@ -253,7 +253,7 @@ def best(rows: Sequence[Row]) -> list[str]:
 # what it takes of memory
 
 
-def needs(problem: AttentionConfig, layouts: Sequence[str], kinds: Sequence[str], ranks_here: int) -> Needs:
+def needs(problem: AttentionConfig, *, layouts: Sequence[str], kinds: Sequence[str]) -> Needs:
     """What all ranks of one machine take: the whole inputs, shards by every order, float64, and the largest peak.
 
     Beside them the slots of every layout's ring of ours, which stay open while all are timed.
@@ -264,8 +264,9 @@ def needs(problem: AttentionConfig, layouts: Sequence[str], kinds: Sequence[str]
     kept = (len(layouts) + 2) * shard(problem) * inputs(problem) + len(layouts) * slots
     peaks = {kind: candidate_bytes(kind, problem) - (slots if kind == OURS else 0) for kind in kinds}
     alone, shared = peaks.pop(WHOLE, 0), max((size for kind, size in peaks.items() if kind != ALL_CORES), default=0)
-    host = ranks_here * (drawn + PROCESS_BYTES)
+    ranks = ranks_here(problem.world)
+    host = ranks * (drawn + PROCESS_BYTES)
     if problem.device == "cpu":
-        return Needs(host + ranks_here * kept + max(ranks_here * shared, alone + whole, judged_bytes(problem)))
-    on_one = -(-ranks_here // gpus_of(ranks_here))
+        return Needs(host + ranks * kept + max(ranks * shared, alone + whole, judged_bytes(problem)))
+    on_one = -(-ranks // gpus_of(ranks))
     return Needs(host, on_one * (kept + shared) + max(alone + whole, judged_bytes(problem)))

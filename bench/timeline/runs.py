@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from ...ring import Ring, Trace, TraceSpan, ring_attention
 from ..common.attention import AttentionConfig, forward_backward, mask_data
 from ..common.flags import device_here
 from ..common.launching import Member, spawn
-from ..common.memory import Needs, needs_of_ranks, refuse_too_large
+from ..common.memory import Needs, refuse_ranks
 from ..common.memory_table import OURS, candidate_bytes
 from ..common.provenance import provenance
 from .events import MACHINE, Event, Timeline
@@ -119,8 +119,14 @@ def timeline_of(ring: Ring, trace: Trace, title: str, about: Mapping[str, Any]) 
 def measured(place: Member | None, problem: AttentionConfig, repeats: int) -> Timeline | None:
     """The timeline, on rank 0, of the launcher's ranks, of virtual ranks of a GPU, or of new processes of the CPU."""
     device = device_here(problem.device) if place is None else place.shared_device(problem.device)
-    check_room(problem, device, place)
-    if place is None and device.type == "cuda":
+    virtual_ranks = place is None and device.type == "cuda"
+
+    def taken(one: AttentionConfig) -> int | Needs:
+        each = candidate_bytes(OURS, one)
+        return Needs(0, one.world * each) if virtual_ranks else each
+
+    refuse_ranks("--seqlen", problem, taken)
+    if virtual_ranks:
         return virtual(problem, device, repeats)
     return spawn(problem.world, measure, problem, repeats, device=problem.device)
 
@@ -163,15 +169,3 @@ def _together(ring: Ring) -> None:
             control_of(ring.group).gather(None, what="the ranks to be ready")
     else:
         dist.barrier(ring.group)
-
-
-def check_room(problem: AttentionConfig, device: torch.device, place: Member | None) -> None:
-    """Refuse what does not fit this machine's free memory, with the length that does: typer.BadParameter."""
-
-    def needed(tokens: int) -> Needs:
-        each = candidate_bytes(OURS, replace(problem, seqlen=tokens))
-        if place is None and device.type == "cuda":
-            return Needs(0, problem.world * each)  # virtual ranks of this process
-        return needs_of_ranks(each, device, problem.world if place is None else place.local_world)
-
-    refuse_too_large("--seqlen", problem.seqlen, needed, device, unit=f"tokens over {problem.world} ranks")
