@@ -92,10 +92,7 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
         refuse_ranks("--seqlen", problem, partial(tuned_bytes, rings=rings), per_rank=True)
     found = Result("tune --ring", UNITS, provenance=provenance(torch.device(kind)))
     for problem in problems:
-        one = spawn(problem.world, search_ring, problem, budget / len(problems), folder, device=kind)
-        found.rows += one.rows
-        found.failed += one.failed
-        found.notes += one.notes
+        found.add(spawn(problem.world, search_ring, problem, budget / len(problems), folder, device=kind))
     return found
 
 

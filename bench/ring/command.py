@@ -90,10 +90,7 @@ def ring(
         configs.append(runs.RingConfig(problems, tuple(layout), repeats, prefixes, flags.timer_of_rings(device, timer)))
     result = Result("bench ring", runs.UNITS)
     for config in configs:
-        part = spawn(config.problems[0].world, runs.measure, config, device=device)
-        result.rows += part.rows
-        result.notes += [note for note in part.notes if note not in result.notes]
-        result.failed += part.failed
+        result.add(spawn(config.problems[0].world, runs.measure, config, device=device))
     result.notes += [*runs.crossovers(result.rows), *runs.best(result.rows)]
     result.provenance = provenance(torch.device(device))
     finish(result, json, csv)

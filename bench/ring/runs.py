@@ -78,10 +78,7 @@ def measure(place: Member, device: torch.device, config: RingConfig) -> Result:
     for problem in config.problems:
         with ExitStack() as rings:
             setting = Setting(problem, config.layouts, device, partial(opened, rings, problem.transport), shared)
-            part = measured(setting, config, place.rank)
-        result.rows += part.rows
-        result.notes += [note for note in part.notes if note not in result.notes]
-        result.failed += part.failed
+            result.add(measured(setting, config, place.rank))
     return result
 
 
