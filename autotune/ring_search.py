@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -15,7 +15,7 @@ import torch
 import triton
 
 from ..bench.common.attention import AttentionConfig
-from ..bench.common.errors import Exact
+from ..bench.common.errors import Inputs, Judge, judge_of
 from ..bench.common.launching import Member, member, spawn, threads_of, world_of
 from ..bench.common.memory import refuse_ranks
 from ..bench.common.memory_table import tuned_bytes
@@ -24,11 +24,12 @@ from ..bench.common.provenance import provenance
 from ..bench.common.result import Result
 from ..bench.common.timing import Clock, Ranks
 from ..bench.ring.candidates import Candidate, Setting, ours
-from ..bench.ring.runs import gathered, judged
+from ..bench.ring.runs import gathered
 from ..comm import resolve_group
 from ..comm.control import control_of
 from ..comm.topology import nvml
 from ..kernels.tables import gpu_of
+from ..reference.masks import Masks
 from ..ring import Ring
 from .rings import CPU, DEFAULT, RingEntry, RingPoint, RingSetting, settings
 from .search import Budget, Measured, Reading, clocks_of, planned, samples, search
@@ -121,13 +122,13 @@ def search_ring(place: Member, device: torch.device, problem: AttentionConfig, b
     with ExitStack() as stack:
         small, shards = replace(problem, seqlen=CHECKED * problem.world), problem.drawn(place.rank, device)
         # twice the error of PyTorch's attention in the same dtype, plus rounding: the rule of the tests
-        exact, limits = judged(small, small.tensors(), range(small.kv_heads), torch.device("cpu"))
+        judge = judge_of(Inputs(*small.tensors()), Masks(causal=small.causal))
         tried = settings(point, problem.device)
 
         def check(one: RingSetting) -> str | None:
             try:
                 rings[one] = stack.enter_context(Ring(**one.arguments))
-                if (wrong := error_of(small, rings[one], device, exact, limits)) is not None:
+                if (wrong := error_of(small, rings[one], device, judge)) is not None:
                     return wrong
                 steps[one] = candidate_of(problem, rings[one], device)
                 steps[one].run(shards)  # compiles
@@ -144,16 +145,13 @@ def search_ring(place: Member, device: torch.device, problem: AttentionConfig, b
     return result_of(point, found, entry, path)
 
 
-def error_of(
-    problem: AttentionConfig, ring: Ring, device: torch.device, exact: Exact, limits: Mapping[str, float]
-) -> str | None:
+def error_of(problem: AttentionConfig, ring: Ring, device: torch.device, judge: Judge) -> str | None:
     """The result that errs by more than is allowed; the same on every rank."""
-    candidate, heads = candidate_of(problem, ring, device), range(problem.kv_heads)
-    results = gathered(candidate, candidate.run(candidate.shards(problem.tensors(), device)), problem, heads)
-    for name, error in exact.differences(results).items():
-        if not error <= limits[name]:  # also NaN
-            return f"{name} errs by {error:.2g}, allowed are {limits[name]:.2g}"
-    return None
+    candidate = candidate_of(problem, ring, device)
+    mine = candidate.run(candidate.shards(problem.tensors(), device))
+    errors = judge.differences(gathered(candidate, mine, problem, judge.kv_heads))
+    wrong = [f"{name} errs by {errors[name]:.2g}, allowed are {judge.limits[name]:.2g}" for name in judge.wrong(errors)]
+    return wrong[0] if wrong else None
 
 
 def candidate_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...reference.masks import Masks
 from ...ring import Ring
 from ..common.attention import BACKWARD_FLOPS, AttentionConfig, Tensors
-from ..common.errors import Exact, chosen_heads, exact_results, pytorch_results, tolerances
+from ..common.errors import RESULTS, Inputs, chosen_heads, judge_of
 from ..common.flags import binary
 from ..common.launching import Member, ranks_here
 from ..common.memory import PROCESS_BYTES, Needs, PeakMemory, freed_at_once, gpus_of
@@ -133,7 +133,9 @@ def checked(
     """Run each once: its errors against float64, the memory that its first run takes."""
     tensors, found = problem.tensors(), dict[str, Checked]()
     heads = chosen_heads(problem.batch, problem.heads, problem.kv_heads, problem.seqlen, problem.seqlen)
-    exact, allowed = (None, {}) if rank else judged(problem, tensors, heads, device)
+    judge = None if rank else judge_of(Inputs(*(x.to(device) for x in tensors)), Masks(causal=problem.causal), heads)
+    if judge is not None:  # the device is for the candidates
+        judge = judge._replace(exact={name: x.cpu() for name, x in judge.exact.items()})
     held: list[tuple[Tensor, Tensors]] = []  # whose tokens somebody has already: kept once
     for name, candidate in able.items():
         memory = PeakMemory(device)
@@ -142,8 +144,8 @@ def checked(
         peak = memory.bytes
         results = gathered(candidate, mine, problem, heads)
         del mine
-        errors = {} if exact is None else exact.differences(results)
-        wrong = [what for what, error in errors.items() if not error <= allowed[what]]  # a NaN fails too
+        errors = {} if judge is None else judge.differences(results)
+        wrong = [] if judge is None else judge.wrong(errors)
         if candidate.positions is not None:
             tokens = candidate.positions
             shards = next((same for other, same in held if torch.equal(tokens, other)), shards)
@@ -177,18 +179,9 @@ def row_of(problem: AttentionConfig, candidate: Candidate, of: Checked, times: S
     }
 
 
-def judged(
-    problem: AttentionConfig, tensors: Tensors, heads: Sequence[int], device: torch.device
-) -> tuple[Exact, dict[str, float]]:
-    """float64 of some heads on rank 0, and what each result may err by."""
-    q, k, v, dout = (x.to(device) for x in tensors)
-    options = Masks(causal=problem.causal)
-    exact = exact_results(q, k, v, dout, heads, options)
-    tolerance = tolerances(exact, pytorch_results(q, k, v, dout, exact, options))
-    return exact._replace(exact=tuple(x.cpu() for x in exact.exact)), tolerance
-
-
-def gathered(candidate: Candidate, mine: Tensors, problem: AttentionConfig, kv_heads: Sequence[int]) -> list[Tensor]:
+def gathered(
+    candidate: Candidate, mine: Tensors, problem: AttentionConfig, kv_heads: Sequence[int]
+) -> dict[str, Tensor]:
     """Some heads of the results of all ranks, in the order of positions, float64, on every rank."""
     group = problem.heads // problem.kv_heads
     heads = [head * group + member for head in kv_heads for member in range(group)]
@@ -198,7 +191,7 @@ def gathered(candidate: Candidate, mine: Tensors, problem: AttentionConfig, kv_h
         target[:, candidate.positions] = part[:, :, some].to("cpu", torch.float64)
     for target in full:
         dist.all_reduce(target)  # every position is one rank's alone, so that the sum is a copy
-    return full
+    return dict(zip(RESULTS, full, strict=True))
 
 
 def where_time_goes(candidate: Candidate, shards: Tensors) -> tuple[float | None, float | None]:

@@ -100,17 +100,17 @@ def test_exact_results_are_the_reference(options: Any, monkeypatch: pytest.Monke
     k, v = torch.randn(1, 24, 2, 8), torch.randn(1, 24, 2, 8)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, _ = reference.attention(*leaves, **options)
-    whole = [out, *torch.autograd.grad(out, leaves, dout.double())]
-    found = errors.exact_results(q, k, v, dout, (1,), options)
-    assert found.heads == (2, 3) and max(found.errors(whole).values()) < 1e-12
-    whole[2] = whole[2] + 1e-3
-    assert found.errors(whole)["dk"] == pytest.approx(1e-3)
-    plain = errors.pytorch_results(q, k, v, dout, found, options)
-    usual, limits = found.differences(plain), errors.tolerances(found, plain)
-    eps = torch.finfo(torch.float32).eps
-    assert max(usual.values()) < 1e-5
+    whole = dict(zip(errors.RESULTS, [out, *torch.autograd.grad(out, leaves, dout.double())], strict=True))
+    judge = errors.judge_of(errors.Inputs(q, k, v, dout), options, (1,))
+    assert judge.heads == (2, 3) and max(judge.errors(whole).values()) < 1e-12
+    whole["dk"] = whole["dk"] + 1e-3
+    assert judge.errors(whole)["dk"] == pytest.approx(1e-3) and judge.wrong(judge.errors(whole)) == ["dk"]
+    assert judge.wrong({"dv": math.nan, "dq": 0.0}) == ["dv"]
+    eps, usual = torch.finfo(torch.float32).eps, judge.usual
+    assert 0 < max(usual.values()) < 1e-5
     assert [errors.chosen_heads(1, 8, 4, n, n) for n in (64, 1 << 14)] == [(0, 1, 2, 3), (0, 3)]
-    assert limits == {name: pytest.approx(2 * usual[name] + eps * size) for name, size in found.sizes().items()}
+    sizes = {name: judge.exact[name].abs().max().item() for name in errors.RESULTS}
+    assert judge.limits == {name: pytest.approx(2 * usual[name] + eps * size) for name, size in sizes.items()}
 
 
 def test_limits_hold_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +122,7 @@ def test_limits_hold_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     config = AttentionConfig(64, 1, 2, heads=4, kv_heads=2, head_dim=16, causal=False, seqused_k=(0, 33))
     (q, k, v, dout), options = config.tensors(), config.options(CPU)
-    exact = errors.exact_results(q, k, v, dout, (0, 1), options)
-    assert max(exact.differences(errors.pytorch_results(q, k, v, dout, exact, options)).values()) < 1e-5
+    assert max(errors.judge_of(errors.Inputs(q, k, v, dout), options).usual.values()) < 1e-5
 
 
 # provenance
