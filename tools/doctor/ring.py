@@ -25,7 +25,7 @@ from .machine import facts, machine
 
 AUTO = "auto"
 REPEATS = 3  # timed transfers of one way, one behind the other, after one that is not
-MOST_ALL_PAIRS = 16  # ranks up to which every pair is warmed up, since accumulators go home from anywhere
+MOST_ALL_PAIRS = 16  # ranks up to which every pair is warmed up, since any rank may send dK/dV to its owner
 FRACTION = 0.25  # of what an edge should carry: less is no matter of tuning, the bytes take another way
 PRINTED = 8  # edges of a line
 GIGA = 1e9
