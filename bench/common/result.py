@@ -37,6 +37,12 @@ class Result:
     """What a reader should know; the last one is the line that matters, as in ``best: ...``."""
     provenance: dict[str, Any] = field(default_factory=dict)
 
+    def add(self, other: Result) -> None:
+        """Take in what another part of the same command found; a note that both have is told once."""
+        self.rows += other.rows
+        self.failed += other.failed
+        self.notes += [note for note in other.notes if note not in self.notes]
+
     def text(self, width: int | None = None) -> str:
         """Table, notes and failures for a terminal.
 

@@ -22,7 +22,7 @@ from ringattn.autotune.rings import CPU, DEFAULT, read_rings, save_ring, setting
 from ringattn.autotune.search import Measured, Reading
 from ringattn.autotune.space import Shape
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.common.errors import Exact
+from ringattn.bench.common.errors import RESULTS, Judge
 from ringattn.bench.common.launching import Member
 from ringattn.comm import Limits
 from ringattn.kernels.tables import RefusedTable
@@ -121,15 +121,14 @@ def test_two_processes_choose_as_one(tmp_path: Path) -> None:
 
 def test_a_ring_that_errs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, whose ring is told to err by more than PyTorch's error explains, or by less."""
-    x = torch.randn(4, 1, 8, 2, 16, dtype=torch.float64)
-    exact, problem = Exact((0,), (0,), tuple(x)), AttentionConfig(16, 2)
+    x = dict(zip(RESULTS, torch.randn(4, 1, 8, 2, 16, dtype=torch.float64), strict=True))
+    judge, problem = Judge((0,), (0,), x, {}, dict.fromkeys(x, 1e-6)), AttentionConfig(16, 2)
     monkeypatch.setattr(ring_search, "candidate_of", lambda problem, factor, device: SimpleNamespace(
-        shards=lambda tensors, device: (), run=lambda shards: tuple(x * factor)
+        shards=lambda tensors, device: (), run=lambda shards: {name: each * factor for name, each in x.items()}
     ))  # fmt: skip
     monkeypatch.setattr(ring_search, "gathered", lambda one, mine, problem, heads: mine)
     for factor, told in ((1.0, None), (1.01, "out errs by"), (torch.nan, "out errs by nan")):
-        limits = dict.fromkeys(exact.sizes(), 1e-6)
-        found = ring_search.error_of(problem, factor, torch.device("cpu"), exact, limits)  # type: ignore[arg-type]
+        found = ring_search.error_of(problem, factor, torch.device("cpu"), judge)  # type: ignore[arg-type]
         assert found is None if told is None else str(found).startswith(told)
 
 

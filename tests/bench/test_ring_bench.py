@@ -218,7 +218,7 @@ def test_the_rings_of_all_layouts_keep_their_slots() -> None:
     for device in ("cpu", "cuda"):
         for kinds, more in (([OURS], 4 * slots), ([OURS, ALL_GATHER], 4 * slots), ([ALL_GATHER], 0)):
             one, three = (
-                runs.needs(replace(problem, device=device), layouts, kinds, 2)  # of two ranks, which share a GPU
+                runs.needs(replace(problem, device=device), layouts=layouts, kinds=kinds)  # two ranks share a GPU
                 for layouts in (["zigzag"], ["zigzag", "contiguous", "striped"])
             )
             assert three.host + three.gpu - one.host - one.gpu == 2 * shards + more

@@ -166,7 +166,7 @@ DELTA: list[tuple[dict[str, Any], str]] = [
 WHOLE: list[tuple[dict[str, Any], str]] = [
     *DELTA,
     ({"out": zeros(2, 6, 4, 24)}, r"^out has shape \[2, 6, 4, 24\]: it must be \[2, 8, 4, 24\]"),
-    ({"dk": DK}, "dk and dv: pass both sums, or neither"),
+    ({"dk": DK}, "dk and dv: pass both accumulators, or neither"),
     ({"dq": DQ[:1].expand(2, 8, 4, 16)}, "^dq has strides .*: it is written to"),
     ({"dk": DK.half(), "dv": DV}, "^dk is torch.float16: it must be torch.float32"),
 ]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ringattn import Ring, ring_attention
 from ringattn.comm import TransportError
