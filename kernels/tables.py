@@ -263,16 +263,16 @@ _TILE: dict[str, Check] = {
 
 # Fields of `KernelConfig` that may be tuned, by kernel, left out of a file where they have their default.
 # `autotune/space.py` says which values are tried.
-_DEALT: dict[str, Check] = {
+_TILE_SCHEDULE: dict[str, Check] = {
     "order": one_of(*ORDERS),
     "persistent": typed("true or false", bool),
     "sm_margin": whole(1, MOST_PROCESSORS),  # a ring launches by tables, and its transfers need a place
 }
-_PACKED = {"pack_gqa": _DEALT["persistent"]}
+_PACKED = {"pack_gqa": _TILE_SCHEDULE["persistent"]}
 OPTIONS: dict[str, dict[str, Check]] = {
-    "forward": {"forward_kernel": one_of(*FORWARD_KERNELS)} | _DEALT | _PACKED,
-    "dq": _DEALT | _PACKED,
-    "dkdv": _DEALT | {"dkdv_splits": whole(1, MOST_GROUP), "dkdv_epilogue": one_of(*EPILOGUES)},
+    "forward": {"forward_kernel": one_of(*FORWARD_KERNELS)} | _TILE_SCHEDULE | _PACKED,
+    "dq": _TILE_SCHEDULE | _PACKED,
+    "dkdv": _TILE_SCHEDULE | {"dkdv_splits": whole(1, MOST_GROUP), "dkdv_epilogue": one_of(*EPILOGUES)},
     **{kernel: {} for kernel in SINGLE_PASS},  # their order is their own
 }
 
