@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
+
+from .checks import check_tensor, is_real
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +24,15 @@ class BlockSparseIndex:
     visible: torch.Tensor
     block: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        """ValueError: another dtype or shape, or no positive block."""
+        check_tensor("visible", self.visible, may_be_meta=True)
+        if self.visible.dtype != torch.bool or self.visible.dim() != 2:
+            got = f"{self.visible.dtype} {list(self.visible.shape)}"
+            raise ValueError(f"visible is {got}: it must be bool [query blocks, key blocks]")
+        if not is_real(self.block, Integral) or self.block < 1:
+            raise ValueError(f"block is {self.block!r}: it must be a whole number of at least 1")
 
     @cached_property
     def offsets(self) -> torch.Tensor:
@@ -119,6 +131,8 @@ class Bounds:
         vectors = {"lo": (rows, "query row"), "hi": (rows, "query row"), "seqused_k": (batch, "batch row")}
         for name, (length, what) in vectors.items():
             end = getattr(self, name)
+            if end is not None:
+                check_tensor(f"bounds.{name}", end, may_be_meta=True)
             if end is not None and (end.dtype != torch.int32 or end.shape != (length,) or end.device != device):
                 got = f"{end.dtype} {list(end.shape)} on {end.device}"
                 raise ValueError(f"bounds.{name} is {got}: it must be int32 [{length}] on {device}, one per {what}")
@@ -129,10 +143,10 @@ class Bounds:
 
     def _check_block_sparse(self, index: BlockSparseIndex, rows: int, columns: int, device: torch.device) -> None:
         wanted = tuple(-(-length // index.block) for length in (rows, columns))
-        if index.visible.dtype != torch.bool or tuple(index.visible.shape) != wanted:
+        if tuple(index.visible.shape) != wanted:
             raise ValueError(
-                f"bounds.block_sparse is {index.visible.dtype} {list(index.visible.shape)}: for {rows} queries and "
-                f"{columns} keys in blocks of {index.block} it must be bool {list(wanted)}"
+                f"bounds.block_sparse is {list(index.visible.shape)} blocks: for {rows} queries and {columns} keys in "
+                f"blocks of {index.block} it must be {list(wanted)}"
             )
         if index.device != device:
             raise ValueError(f"bounds.block_sparse is for {index.device}: it must be for {device}")

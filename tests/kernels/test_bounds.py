@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import chain, combinations_with_replacement, pairwise, product
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +57,19 @@ def test_ranges_are_what_is_visible(rows: int, columns: int, data: st.DataObject
                 assert first % 16 == last % 16 == 0
                 read[row, first // 16 : last // 16] = True
         assert torch.equal(read, shown)
+
+
+@pytest.mark.parametrize(("visible", "block", "message"), [
+    (torch.ones(2, 2), 16, r"visible is torch.float32 \[2, 2\]: it must be bool \[query blocks, key blocks\]"),
+    (torch.ones(2, 2, dtype=torch.uint8), 16, "visible is torch.uint8 "),
+    (torch.ones(2, dtype=torch.bool), 16, r"visible is torch.bool \[2\]: it must be bool \[query blocks, key"),
+    ([[True]], 16, "visible is <class 'list'>: it must be a torch.Tensor"),
+    (torch.ones(2, 2, dtype=torch.bool), 0, "block is 0: it must be a whole number of at least 1"),
+    (torch.ones(2, 2, dtype=torch.bool), 16.0, "block is 16.0: it must be a whole number of at least 1"),
+])  # fmt: skip
+def test_what_is_no_block_sparse_index(visible: Any, block: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        BlockSparseIndex(visible, block)
 
 
 def test_what_is_empty() -> None:
