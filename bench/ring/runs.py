@@ -82,6 +82,8 @@ def measure(place: Member, device: torch.device, config: RingConfig) -> Result:
         result.rows += part.rows
         result.notes += [note for note in part.notes if note not in result.notes]
         result.failed += part.failed
+    if device.type == "cpu" and len(config.problems) > 1:
+        result.notes.append("peaks are upper bounds but for the first length: a launcher's ranks measure them all")
     return result
 
 
