@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from ringattn.bench.common.result import Result
 from ringattn.bench.report import charts, command, timelines
-from ringattn.bench.report.page import html, key, read_folder, shown
+from ringattn.bench.report.page import html, order, read_folder, shown
 from ringattn.bench.report.theme import inline
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 
@@ -90,7 +90,7 @@ def test_provenance_is_first_then_what_failed_then_the_files(page: str) -> None:
     assert "<p>copy_engine does not open here: device is cpu</p>" in page
     assert '<button type="button">busbw, GB/s</button>' in page and ">note<" not in page  # an empty column
     outline = Outline(page)
-    assert all("data-key" in one for one in outline.tags("td"))
+    assert all(re.fullmatch(r"\d*", one["data-order"]) for one in outline.tags("td"))
     assert len(outline.tags("caption")) == len(outline.tags("table")) == 4
 
 
@@ -139,8 +139,12 @@ def test_no_string_of_a_file_becomes_markup(page: str, tmp_path: Path) -> None:
     assert "{{ 7*7 }}" in hostile and ">49<" not in hostile
 
 
-def test_cells_are_short_and_sort_as_numbers() -> None:
-    assert [key(value) for value in (3, 0.5, True, None, "a")] == ["3", "0.5", "1", "", "a"]
+def test_tables_sort_by_numbers_and_by_words() -> None:
+    assert order([3, 0.5, True, None, 10, 3]) == [2, 0, 1, "", 3, 2]
+    assert order(["b", None, "A", "b", "c", 7]) == [2, "", 1, 2, 3, 0]
+
+
+def test_cells_are_short() -> None:
     assert [shown(value) for value in (12345, 0.123456, 1e7, False)] == ["12345", "0.1235", "1e+07", "no"]
     assert len(shown("x" * 10_000)) < 500
 
