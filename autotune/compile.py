@@ -9,10 +9,10 @@ twice: whatever an entry would launch is what is compiled, to the key in Triton'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -108,37 +108,26 @@ def compiled(launch: Launch, arch: int) -> Launch:
     """
     if not isinstance(launch.kernel, JITFunction):
         raise ValueError("TRITON_INTERPRET is set: kernels are interpreted and there is nothing to compile; unset it")
-    with _driver(arch):
+    with patch.object(driver, "_active", StandInDriver(arch, device=1000 + arch)):
         binary = launch.kernel.warmup(*launch.arguments, grid=(launch.grid,), **launch.options)
     return replace(launch, binary=binary)
 
 
-class _Driver:
-    """What the JIT asks a driver before it compiles."""
+class StandInDriver:
+    """What Triton asks a driver before a launch, of a GPU that need not be here."""
 
-    def __init__(self, arch: int) -> None:
-        self._arch = arch
+    def __init__(self, arch: int, device: int) -> None:
+        """``device``: the JIT keeps binaries by it, so each kind of GPU has a number that no other has."""
+        self._arch, self._device = arch, device
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> int:
-        """A number of its own for every arch: the JIT keeps binaries by device."""
-        return 1000 + self._arch
+        return self._device
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-@contextmanager
-def _driver(arch: int) -> Iterator[None]:
-    """The driver of a GPU of that kind, in the place of this machine's."""
-    before = vars(driver)["_active"]
-    driver.set_active(_Driver(arch))
-    try:
-        yield
-    finally:
-        vars(driver)["_active"] = before
 
 
 # what entries are called with

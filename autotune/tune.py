@@ -82,7 +82,7 @@ class TuneConfig:
     folder: Path
     budget: float  # seconds on the GPU; to compile where nothing is measured
     kernels: tuple[str, ...] = TUNED
-    near: int | None = None
+    tiles: int | None = None
     """So many tiles alone, those nearest to the built-in one; None: the whole space, the best in every schedule."""
 
     @property
@@ -172,14 +172,14 @@ def _compiled(config: TuneConfig, point: Point, compiler: Compiler) -> PointResu
     arch, heads, default = config.gpu.arch, config.shape.heads, built_in(point, config.gpu.arch)
     assert default is not None
     tiles = space(point, arch)
-    if config.near is not None:
-        tiles = nearest(tiles, default, config.near)
+    if config.tiles is not None:
+        tiles = nearest(tiles, default, config.tiles)
     # what is timed, of the point's length, and the shards that a result is checked by
     launched = ((RANKING_ROLE, None), *((role, checked_sides(point)) for role in ("first", "middle", "last")))
     try:
         ranked = rank_candidates(
             point, arch, compiler, tiles, heads=heads, count=CANDIDATES,
-            schedules_of=SCHEDULES_OF if config.near is None else 0,
+            schedules_of=SCHEDULES_OF if config.tiles is None else 0,
         )  # fmt: skip
         compiler(job_of(point, tile, arch, heads, *how) for tile, how in product([*ranked.tiles, default], launched))
     except OutOfBudget as spent:

@@ -44,16 +44,16 @@ ARCH = re.compile(r"sm_(\d{2,3})")
 Option = str | int  # bool too
 Options = tuple[tuple[str, Option], ...]
 
-_DEALT: dict[str, Sequence[Option]] = {
+_TILE_SCHEDULE: dict[str, Sequence[Option]] = {
     "order": ORDERS,
     "persistent": (False, True),
     "sm_margin": range(1, 1025),  # a ring launches by tables, and its transfers need a place
 }
 _PACKED: dict[str, Sequence[Option]] = {"pack_gqa": (False, True)}
 OPTIONS: dict[str, dict[str, Sequence[Option]]] = {
-    "forward": {"forward_kernel": FORWARD_KERNELS} | _DEALT | _PACKED,
-    "dq": _DEALT | _PACKED,
-    "dkdv": _DEALT | {"dkdv_splits": range(1, 1025), "dkdv_epilogue": EPILOGUES},
+    "forward": {"forward_kernel": FORWARD_KERNELS} | _TILE_SCHEDULE | _PACKED,
+    "dq": _TILE_SCHEDULE | _PACKED,
+    "dkdv": _TILE_SCHEDULE | {"dkdv_splits": range(1, 1025), "dkdv_epilogue": EPILOGUES},
     **{kernel: {} for kernel in SINGLE_PASS},  # their order is their own
 }
 """Fields of ``KernelConfig`` that may be tuned and their values, by kernel; a file leaves out a default.

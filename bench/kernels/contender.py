@@ -80,7 +80,7 @@ class Given:
     def halves(self) -> list[tuple[slice, tuple[Bounds, ...]]]:
         """Keys and bounds of two hops that are together the whole; none where blocks say what is visible."""
         parts, middle, end = self.bounds, self.config.seqlen // 2, self.config.seqlen
-        if not middle or any(part.runs is not None for part in parts):
+        if not middle or any(part.block_sparse is not None for part in parts):
             return []
         first, second = (tuple(_among(part, *keys) for part in parts) for keys in ((0, middle), (middle, end)))
         return [(slice(0, middle), first), (slice(middle, None), second)]

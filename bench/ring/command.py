@@ -87,7 +87,10 @@ def ring(
             for tokens in sorted(seqlen)
         )  # fmt: skip
         refuse_ranks("--seqlen", problems[-1], partial(runs.needs, layouts=layout, kinds=kinds))
-        configs.append(runs.RingConfig(problems, tuple(layout), repeats, prefixes, flags.timer_of_rings(device, timer)))
+        # on the CPU every size has processes of its own: holes of an earlier one's heap would count as its peak
+        apart = [(problem,) for problem in problems] if device == "cpu" and place is None else [problems]
+        timer_of_ranks = flags.timer_of_rings(device, timer)
+        configs += [runs.RingConfig(some, tuple(layout), repeats, prefixes, timer_of_ranks) for some in apart]
     result = Result("bench ring", runs.UNITS)
     for config in configs:
         result.add(spawn(config.problems[0].world, runs.measure, config, device=device))

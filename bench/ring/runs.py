@@ -79,6 +79,8 @@ def measure(place: Member, device: torch.device, config: RingConfig) -> Result:
         with ExitStack() as rings:
             setting = Setting(problem, config.layouts, device, partial(opened, rings, problem.transport), shared)
             result.add(measured(setting, config, place.rank))
+    if device.type == "cpu" and len(config.problems) > 1:
+        result.notes.append("peaks are upper bounds but for the first length: a launcher's ranks measure them all")
     return result
 
 

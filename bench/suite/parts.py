@@ -94,7 +94,7 @@ def gpu_parts() -> list[Part]:
         case("LocalWorld", 12),
         *(_between_gpus(gpus) if gpus > 1 else ()),
         Part("tune", "tiles next to the default's, by what time is left",
-             (*RINGATTN, "tune", "--heads", "16", "--head-dim", "128", "--seqlen", "8k", "--causal", "--near", "4",
+             (*RINGATTN, "tune", "--heads", "16", "--head-dim", "128", "--seqlen", "8k", "--causal", "--tiles", "4",
               "--budget", SECONDS, "--save-dir", f"{OUT}/tables", "--json", FILE), 45),
     ]  # fmt: skip
 
