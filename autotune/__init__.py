@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .rings import RingEntry, RingPoint, RingSetting, ring_settings, shared_ring_settings
+    from .rings import RingEntry, RingPoint, RingSetting, ring_settings, save_ring, shared_ring_settings
     from .store import save
 
-__all__ = ["RingEntry", "RingPoint", "RingSetting", "ring_settings", "save", "shared_ring_settings"]
+__all__ = ["RingEntry", "RingPoint", "RingSetting", "ring_settings", "save", "save_ring", "shared_ring_settings"]
 
 
 def __getattr__(name: str) -> Any:

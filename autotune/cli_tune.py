@@ -44,8 +44,8 @@ def run(
         float | None,
         typer.Option(min=1, help="Seconds on the GPU, default 300; where nothing is measured, to compile, all."),
     ] = None,
-    near: Annotated[
-        int | None, typer.Option(min=1, help="So many tiles next to the default's alone, of two passes.")
+    tiles: Annotated[
+        int | None, typer.Option(min=1, help="Try so many tiles, those nearest to the default, of the two passes.")
     ] = None,
     ring: Annotated[
         bool, typer.Option("--ring", help="Tune what all ranks share (transport, chunks, channels) by whole steps.")
@@ -70,7 +70,6 @@ def run(
     from ..bench.common.launching import cores
     from ..bench.common.output import prints
     from ..bench.common.result import finish
-    from ..kernels.strict import one_of
     from ..kernels.tables import KERNELS, TUNED, user_folder
     from .space import SHORT, Shape
 
@@ -91,12 +90,12 @@ def run(
             from .tune import TuneConfig, progress, tune
 
             gpu, device, why = target(arch, compile_only)
-            names = tuple(kernels.split(",")) if kernels else KERNELS if near is not None else TUNED
+            names = tuple(kernels.split(",")) if kernels else KERNELS if tiles is not None else TUNED
             for name in names:
-                if (needs := one_of(*TUNED)(name)) is not None:
-                    raise ValueError(f"--kernels has {name!r}: it must be {needs}")
+                if name not in TUNED:
+                    raise ValueError(f"--kernels has {name!r}: it must be one of {', '.join(TUNED)}")
             seconds = budget or (BUDGET if device is not None else float("inf"))
-            config = TuneConfig(shape, tuple(seqlen), causal, gpu, device, folder, seconds, names, near)
+            config = TuneConfig(shape, tuple(seqlen), causal, gpu, device, folder, seconds, names, tiles)
             if json != "-":
                 typer.echo(f"{len(config.points)} kernels, masks and lengths for {gpu.name}; {why}")
             with progress() as step:

@@ -9,10 +9,10 @@ twice: whatever an entry would launch is what is compiled, to the key in Triton'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -39,7 +39,6 @@ from ..kernels.launch import COPY_ENGINE_ARCH, fills_boxes
 from ..kernels.order import l2_of
 from ..kernels.quantize import SCALE_TOKENS, dequantize, num_warps, quantize, scale_shape
 from ..kernels.scores import PLAIN
-from ..kernels.strict import one_of
 from ..kernels.tables import DTYPES, OPTIONS, SINGLE_PASS, Option, Options, options_of
 from ..kernels.target import Target, compiling_for
 
@@ -109,37 +108,26 @@ def compiled(launch: Launch, arch: int) -> Launch:
     """
     if not isinstance(launch.kernel, JITFunction):
         raise ValueError("TRITON_INTERPRET is set: kernels are interpreted and there is nothing to compile; unset it")
-    with _driver(arch):
+    with patch.object(driver, "_active", StandInDriver(arch, device=1000 + arch)):
         binary = launch.kernel.warmup(*launch.arguments, grid=(launch.grid,), **launch.options)
     return replace(launch, binary=binary)
 
 
-class _Driver:
-    """What the JIT asks a driver before it compiles."""
+class StandInDriver:
+    """What Triton asks a driver before a launch, of a GPU that need not be here."""
 
-    def __init__(self, arch: int) -> None:
-        self._arch = arch
+    def __init__(self, arch: int, device: int) -> None:
+        """``device``: the JIT keeps binaries by it, so each kind of GPU has a number that no other has."""
+        self._arch, self._device = arch, device
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> int:
-        """A number of its own for every arch: the JIT keeps binaries by device."""
-        return 1000 + self._arch
+        return self._device
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-@contextmanager
-def _driver(arch: int) -> Iterator[None]:
-    """The driver of a GPU of that kind, in the place of this machine's."""
-    before = vars(driver)["_active"]
-    driver.set_active(_Driver(arch))
-    try:
-        yield
-    finally:
-        vars(driver)["_active"] = before
 
 
 # what entries are called with
@@ -333,8 +321,8 @@ OF_GROUPS = ("pack_gqa", "dkdv_splits")
 OF_LAUNCHES = ("sm_margin",)
 """Options that no compiler is told of."""
 
-CHECKS = {**OPTIONS, "single_pass": {**OPTIONS["single_pass"], "backward": one_of("hopper")}}
-"""By kernel, the options that a compiler may be asked for. No table has the last one: it is no tuned kernel."""
+COMPILED: dict[str, dict[str, Sequence[Option]]] = {**OPTIONS, "single_pass": {"backward": ("hopper",)}}
+"""By kernel, options and values that a compiler may be asked for. No table has the last one: it is no tuned kernel."""
 
 DEFAULTS: dict[str, object] = {one.name: one.default for one in fields(KernelConfig)}
 """Of ``KernelConfig``: what a variant or a candidate need not say."""
@@ -416,8 +404,8 @@ def lacking(variant: Variant, options: Options) -> str | None:
     """The first of the options that a kernel of such heads does not have on such a GPU, and who has it; or None."""
     for name, value in options:
         told = f"option is {name}={value}"
-        if name not in CHECKS.get(variant.kernel, {}):
-            having = [kernel for kernel, known in CHECKS.items() if name in known]
+        if name not in COMPILED.get(variant.kernel, {}):
+            having = [kernel for kernel, known in COMPILED.items() if name in known]
             return f"{told}: it is of {', '.join(having)}, not of {variant.kernel}"
         if name in OF_GROUPS and not variant.grouped:
             return f"{told}: it is of several query heads per key head, gqa"
@@ -433,16 +421,17 @@ def options_of_words(words: Sequence[str]) -> Options:
     Raises:
         ValueError: no such field that the compiler is told of, or no value of it.
     """
-    checks = {name: check for known in CHECKS.values() for name, check in known.items() if name not in OF_LAUNCHES}
-    literals: dict[str, Option] = {"True": True, "False": False}
+    values = {name: each for known in COMPILED.values() for name, each in known.items() if name not in OF_LAUNCHES}
     made: dict[str, Option] = {}
     for word in words:
         name, _, text = word.partition("=")
-        if name not in checks:
-            raise ValueError(f"option is {word!r}: it must be NAME=VALUE with one of {', '.join(checks)}")
-        value = literals.get(text, int(text) if text.isdecimal() else text)
-        if (needs := checks[name](value)) is not None:
-            raise ValueError(f"option {name} is {text!r}: it must be {needs}")
+        if name not in values:
+            raise ValueError(f"option is {word!r}: it must be NAME=VALUE with one of {', '.join(values)}")
+        value = next((one for one in values[name] if str(one) == text), None)
+        if value is None:
+            first, *_, last = words = [*map(str, values[name])]
+            takes = f"a whole number from {first} to {last}" if first.isdecimal() else f"one of {', '.join(words)}"
+            raise ValueError(f"option {name} is {text!r}: it must be {takes}")
         if value != DEFAULTS[name]:
             made[name] = value
     return tuple(sorted(made.items()))

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..bench.common.errors import Inputs, Judge, judge_of
 from ..bench.common.timing import Clock
-from ..bench.kernels.accuracy import Inputs, Results, by_pytorch, draw, exactly, judged
+from ..bench.kernels.accuracy import draw
 from ..bench.kernels.beside import Copy, bytes_for
 from ..comm.topology import nvml
 from ..comm.transports.lanes import HIGH_PRIORITY, new_stream
 from ..kernels import FULL, Bounds, Tile, attention_delta
 from ..kernels.tables import DTYPES, SINGLE_PASS, Point
+from ..reference.masks import Masks
 from ..ring import Mask, bounds
 from .candidates import job_of
 from .compile import call
@@ -72,11 +74,9 @@ class DeviceTrials:
             raise  # nothing works on this device any more
         except Exception as failed:
             return f"{type(failed).__name__}: {failed}".splitlines()[0][:300]
-        exact, pytorch = self._right
-        for name, mine in ours.items():
-            error, usual, limit = judged(mine, getattr(pytorch, name), getattr(exact, name))
-            if not error <= limit:  # also NaN
-                return f"{name} errs by {error:.3g}, PyTorch's by {usual:.3g}"
+        errors = self._judge.differences(ours)
+        for name in self._judge.wrong(errors):
+            return f"{name} errs by {errors[name]:.3g}, PyTorch's by {self._judge.usual[name]:.3g}"
         return None
 
     def run(self, tile: Tile) -> Reading:
@@ -146,9 +146,8 @@ class DeviceTrials:
         return draw(self._device, DTYPES[self.point.dtype], sizes, batch=1)
 
     @cached_property
-    def _right(self) -> tuple[Results, Results]:
-        causal = self.point.mask == "bounded"
-        return exactly(self._given, causal), by_pytorch(self._given, causal)
+    def _judge(self) -> Judge:
+        return judge_of(self._given, Masks(causal=self.point.mask == "bounded"))
 
     def _shards(self) -> list[slice]:
         count = len(CHECKED_ROLES)
@@ -156,11 +155,11 @@ class DeviceTrials:
         return [slice(*edge) for edge in pairwise([*edges, self._checked])]
 
     def _results(self, tile: Tile) -> dict[str, Tensor]:
-        kernel, given, exact = self.point.kernel, self._given, self._right[0]
+        kernel, given, exact = self.point.kernel, self._given, self._judge.exact
         over_keys = kernel in ("forward", "dq")  # else the shards are of queries
-        whole: dict[str, Tensor] = given._asdict() | {"lse": exact.lse.float().contiguous()}
+        whole: dict[str, Tensor] = given._asdict() | {"lse": exact["lse"].float().contiguous()}
         if kernel != "forward":
-            whole["delta"] = attention_delta(given.dout, exact.out.to(given.q.dtype), given.dlse)
+            whole["delta"] = attention_delta(given.dout, exact["out"].to(given.q.dtype), given.dlse)
         if kernel in SINGLE_PASS:
             whole["dq"] = torch.zeros(given.q.shape, device=self._device)
         names = RESULTS.get(kernel, ("dk", "dv"))

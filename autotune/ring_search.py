@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import triton
 
 from ..bench.common.attention import AttentionConfig
-from ..bench.common.errors import Exact
-from ..bench.common.launching import Member, cores, member, spawn, world_of
-from ..bench.common.memory import Needs, needs_of_ranks, refuse_too_large
+from ..bench.common.errors import Inputs, Judge, judge_of
+from ..bench.common.launching import Member, member, spawn, threads_of, world_of
+from ..bench.common.memory import refuse_ranks
 from ..bench.common.memory_table import tuned_bytes
 from ..bench.common.output import prints
 from ..bench.common.provenance import provenance
 from ..bench.common.result import Result
 from ..bench.common.timing import Clock, Ranks
 from ..bench.ring.candidates import Candidate, Setting, ours
-from ..bench.ring.runs import gathered, judged
+from ..bench.ring.runs import gathered
 from ..comm import resolve_group
 from ..comm.control import control_of
 from ..comm.topology import nvml
 from ..kernels.tables import gpu_of
+from ..reference.masks import Masks
 from ..ring import Ring
-from .rings import CPU, DEFAULT, RingEntry, RingPoint, RingSetting, settings
+from .rings import CPU, DEFAULT, RingEntry, RingPoint, RingSetting, read_rings, save_ring, settings
 from .search import Budget, Measured, Reading, clocks_of, planned, samples, search
 from .space import SHORT, Shape
-from .store import known, private_folder, save
-from .tune import driver, progress, short_command
+from .store import private_folder
+from .tune import driver, measurement, progress
 
 CHECKED = 192  # tokens per rank of the check: several tiles, and float64 scores that are quick
 LONG = {short: name for name, short in SHORT.items()}
@@ -59,10 +57,9 @@ def problems_of(
     if place is not None and place.world < 2:
         raise ValueError("the launcher started 1 rank: a ring to tune takes at least 2")
     ranks = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
-    threads = max(1, cores() // (place.local_world if place is not None else ranks))
     whole = AttentionConfig(
-        ranks, ranks, 1, shape.heads, shape.kv_heads, shape.head_dim, LONG[shape.dtype], causal, "zigzag", threads, 0,
-        device,
+        ranks, ranks, 1, shape.heads, shape.kv_heads, shape.head_dim, LONG[shape.dtype], causal, "zigzag",
+        threads_of(None, ranks), 0, device,
     )  # fmt: skip
     return [replace(whole, seqlen=tokens * ranks) for tokens in lengths]
 
@@ -79,7 +76,7 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
     """A search per length, with even parts of ``budget`` seconds; failed are those where no setting runs.
 
     Raises:
-        RefusedTable: the folder has a table of this GPU that cannot be read.
+        RefusedTable: the folder has a file of this GPU's rings that cannot be read.
         ValueError: the folder cannot be made.
         typer.BadParameter: a length that does not fit the free memory, with the one that does.
         typer.Exit: a rank failed.
@@ -88,28 +85,14 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
     kind, place = problems[0].device, member()
     device = torch.device(kind, 0) if place is None else place.shared_device(kind)
     if prints():
-        known(private_folder(folder), gpu_of(device) or CPU)  # what could not be added to is refused early
+        read_rings(private_folder(folder), gpu_of(device) or CPU)  # what could not be added to is refused early
     for problem in problems:
-        check_room(problem)
+        rings = len(settings(point_of(problem), kind))
+        refuse_ranks("--seqlen", problem, partial(tuned_bytes, rings=rings), per_rank=True)
     found = Result("tune --ring", UNITS, provenance=provenance(torch.device(kind)))
     for problem in problems:
-        one = spawn(problem.world, search_ring, problem, budget / len(problems), folder, device=kind)
-        found.rows += one.rows
-        found.failed += one.failed
-        found.notes += one.notes
+        found.add(spawn(problem.world, search_ring, problem, budget / len(problems), folder, device=kind))
     return found
-
-
-def check_room(problem: AttentionConfig) -> None:
-    """Refuse what does not fit this machine's free memory, with the tokens that do: typer.BadParameter."""
-    place, device, point = member(), torch.device(problem.device), point_of(problem)
-    count = len(settings(point, problem.device))
-
-    def needed(tokens: int) -> Needs:
-        whole = replace(problem, seqlen=tokens * problem.world)
-        return needs_of_ranks(tuned_bytes(whole, count), device, place.local_world if place else problem.world)
-
-    refuse_too_large("--seqlen", point.length, needed, device, unit=f"tokens on each of {problem.world} ranks")
 
 
 # one rank of a search
@@ -135,15 +118,15 @@ def search_ring(place: Member, device: torch.device, problem: AttentionConfig, b
         return replace(mine, throttled=tuple(dict.fromkeys(chain(*reasons))))
 
     with ExitStack() as stack:
-        small, shards = replace(problem, seqlen=CHECKED * problem.world), inputs(problem, device)
+        small, shards = replace(problem, seqlen=CHECKED * problem.world), problem.drawn(place.rank, device)
         # twice the error of PyTorch's attention in the same dtype, plus rounding: the rule of the tests
-        exact, limits = judged(small, small.tensors(), range(small.kv_heads), torch.device("cpu"))
+        judge = judge_of(Inputs(*small.tensors()), Masks(causal=small.causal))
         tried = settings(point, problem.device)
 
         def check(one: RingSetting) -> str | None:
             try:
                 rings[one] = stack.enter_context(Ring(**one.arguments))
-                if (wrong := error_of(small, rings[one], device, exact, limits)) is not None:
+                if (wrong := error_of(small, rings[one], device, judge)) is not None:
                     return wrong
                 steps[one] = candidate_of(problem, rings[one], device)
                 steps[one].run(shards)  # compiles
@@ -156,20 +139,17 @@ def search_ring(place: Member, device: torch.device, problem: AttentionConfig, b
         step(part, planned(len(tried) - 1))
         found = search(tried, DEFAULT, check, run, left, done=lambda: step(part, None))
         entry = None if found.best is None else entry_of(point, found, rings[found.best].transport)
-        path = save(folder, gpu, rings=[entry]) if entry is not None and place.rank == 0 else None
+        path = save_ring(folder, gpu, entry) if entry is not None and place.rank == 0 else None
     return result_of(point, found, entry, path)
 
 
-def error_of(
-    problem: AttentionConfig, ring: Ring, device: torch.device, exact: Exact, limits: Mapping[str, float]
-) -> str | None:
+def error_of(problem: AttentionConfig, ring: Ring, device: torch.device, judge: Judge) -> str | None:
     """The result that errs by more than is allowed; the same on every rank."""
-    candidate, heads = candidate_of(problem, ring, device), range(problem.kv_heads)
-    results = gathered(candidate, candidate.run(candidate.shards(problem.tensors(), device)), problem, heads)
-    for name, error in exact.differences(results).items():
-        if not error <= limits[name]:  # also NaN
-            return f"{name} errs by {error:.2g}, allowed are {limits[name]:.2g}"
-    return None
+    candidate = candidate_of(problem, ring, device)
+    mine = candidate.run(candidate.shards(problem.tensors(), device))
+    errors = judge.differences(gathered(candidate, mine, problem, judge.kv_heads))
+    wrong = [f"{name} errs by {errors[name]:.2g}, allowed are {judge.limits[name]:.2g}" for name in judge.wrong(errors)]
+    return wrong[0] if wrong else None
 
 
 def candidate_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:
@@ -177,26 +157,13 @@ def candidate_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> 
     return ours(problem.layout, Setting(problem, (problem.layout,), device, lambda: ring))
 
 
-def inputs(problem: AttentionConfig, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """q, k, v and dout of this rank, made where they are used."""
-    draw = torch.Generator(device).manual_seed(problem.seed + dist.get_rank())
-    tokens, dtype = problem.held.lengths[dist.get_rank()], getattr(torch, problem.dtype)
-    return tuple(
-        torch.randn(1, tokens, count, problem.head_dim, generator=draw, device=device, dtype=dtype)
-        for count in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    )
-
-
 def entry_of(point: RingPoint, found: Measured[RingSetting], transport: str) -> RingEntry:
     """Medians in seconds, of the best, with the transport that it was."""
     assert found.best is not None
     runs = samples(found.readings[found.best])
-    return RingEntry(
-        point, replace(found.best, transport=transport), datetime.now(UTC).isoformat(timespec="seconds"), runs.median,
-        runs.spread, samples(found.readings.get(DEFAULT, found.readings[found.best])).median,
-        {"triton": triton.__version__, "torch": torch.__version__}, driver(), clocks_of(found.readings[found.best]),
-        short_command(),
-    )  # fmt: skip
+    baseline = samples(found.readings.get(DEFAULT, found.readings[found.best])).median
+    about = {**measurement(), "driver": driver(), "clocks": clocks_of(found.readings[found.best])}
+    return RingEntry(point, replace(found.best, transport=transport), runs.median, runs.spread, baseline, about)
 
 
 def result_of(point: RingPoint, found: Measured[RingSetting], entry: RingEntry | None, path: Path | None) -> Result:

@@ -1,6 +1,5 @@
-"""Settings that all ranks of a ring share, tuned with the kernels that they run beside, and where they are kept.
+"""Settings that all ranks of a ring share, and the file of a GPU's: ``<gpu>_rings.json``, beside its tables of tiles.
 
-They stand in the section ``rings`` of a GPU's table, beside the tiles, and are checked here: kernels do not know rings.
 Nothing here runs a ring: what does is handed in.
 """
 
@@ -12,23 +11,23 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ..comm import Limits, resolve_group
 from ..comm.control import control_of
-from ..kernels import tables
-from ..kernels.strict import Check, checked_as, either, named, number, one_of, optional, text, whole
-from ..kernels.tables import DTYPES, MASKS, MOST_TOKENS, NO_GPU, Gpu, RefusedTable, Table
+from ..kernels.files import converted, read_object
+from ..kernels.tables import Gpu, RefusedTable, folder_of, folders_of, slug_of
+from .store import write
 
 TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one
 CHUNKS = (1, 2, 4, 8)
 CHANNELS = (None, 2, 4, 8, 16)
 """Of NCCL's point-to-point transfers; each takes a multiprocessor from the kernels. None: NCCL's choice, at most 8."""
 
-CPU = Gpu("CPU", NO_GPU)
-MOST_RANKS = 1 << 20
+CPU = Gpu("CPU", 0)
 
 
 class RingPoint(NamedTuple):
@@ -71,65 +70,48 @@ class RingEntry:
 
     point: RingPoint
     setting: RingSetting
-    date: str  # ISO 8601
     seconds: float  # median of one step
     spread: float  # half the interquartile range over the median
     baseline: float  # median of the default in the same turns
-    versions: Mapping[str, str] = field(default_factory=dict)
-    driver: str | None = None
-    clocks: Mapping[str, float | str | None] = field(default_factory=dict)
-    """Of rank 0's GPU; ``throttled``: of any rank's."""
-    command: str = ""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """For people: date, versions, driver, command; clocks of rank 0's GPU, "throttled" of any rank's."""
 
-    def as_json(self) -> dict[str, Any]:
-        told = asdict(self)
-        return {**told.pop("point")._asdict(), **told}
+    def __post_init__(self) -> None:
+        if self.point.length < 1:
+            raise ValueError(f"length is {self.point.length}: it must be at least 1")
 
 
-_SETTING: dict[str, Check] = {
-    "transport": one_of("auto", "nccl", "copy_engine", "process_group"),
-    "chunks": whole(1, 1024),
-    "channels": optional(one_of(1, 2, 4, 8, 16, 32, 64)),
-}
-_RING: dict[str, Check] = {
-    "world": whole(2, MOST_RANKS),
-    "heads": whole(1, 4096),
-    "kv_heads": whole(1, 4096),
-    "head_dim": whole(1, 256),
-    "dtype": one_of(*DTYPES),
-    "mask": one_of(*MASKS),
-    "length": whole(1, MOST_TOKENS),
-    "setting": lambda value: None if isinstance(value, dict) else "an object",
-    "date": text(r"\d{4}-\d\d-\d\d[ -~]{0,30}", "an ISO 8601 date"),
-    "seconds": number(zero=False),
-    "spread": number(),
-    "baseline": number(zero=False),
-    "versions": named(text()),
-    "driver": optional(text()),
-    "clocks": named(optional(either(number(), text()))),
-    "command": text(),
-}
+def rings_file(folder: Path, gpu: Gpu) -> Path:
+    """Of the settings of a GPU."""
+    return folder / f"{slug_of(gpu.name)}_rings.json"
 
 
-def rings_of(table: Table) -> tuple[RingEntry, ...]:
-    """The settings of a table.
+def read_rings(folder: Path, gpu: Gpu) -> tuple[RingEntry, ...]:
+    """The settings that a folder has for a GPU; none where it has no file of them.
 
     Raises:
-        RefusedTable: an entry is not of this schema; the message has the path, the field, what it got, what it takes.
+        RefusedTable: the file is something else; the message has the path, the field, what it got, what it takes.
     """
+    path = rings_file(folder, gpu)
     try:
-        return tuple(_entry(f"rings[{i}]", given) for i, given in enumerate(table.rings))
+        data = read_object(path) if path.exists() else {"rings": []}
+        rings: tuple[RingEntry, ...] = converted(tuple[RingEntry, ...], data.get("rings"), "rings")
     except ValueError as error:
-        raise RefusedTable(f"{table.path} is refused: {error}") from error
+        raise RefusedTable(f"{path} is refused: {error}") from error
+    return rings
 
 
-def _entry(where: str, given: object) -> RingEntry:
-    taken = checked_as(where, given, _RING)
-    setting = RingSetting(**checked_as(f"{where}.setting", taken.pop("setting"), _SETTING))
-    point = RingPoint(*(taken.pop(name) for name in RingPoint._fields))
-    if setting.chunks > point.kv_heads:
-        raise ValueError(f"{where}.setting.chunks is {setting.chunks}: there are {point.kv_heads} key heads")
-    return RingEntry(point, setting, **taken)
+def save_ring(folder: Path, gpu: Gpu, entry: RingEntry) -> Path:
+    """Add an entry to a GPU's file in ``folder``, in the place of an older one of its point; the file's path.
+
+    Raises:
+        RefusedTable: there is one that cannot be read: it is left as it is.
+        ValueError: the folder cannot be made.
+    """
+    entries = {one.point: one for one in (*read_rings(folder, gpu), entry)}.values()
+    data = {"rings": [{**asdict(one), "point": one.point._asdict()} for one in entries]}
+    write(path := rings_file(folder, gpu), data)
+    return path
 
 
 def ring_settings(
@@ -146,12 +128,12 @@ def ring_settings(
     Raises:
         ValueError: ``config_dir`` is no folder.
     """
-    found = [
-        one
-        for table in tables.tables_of(gpu or CPU, tables.folder_of(config_dir))
-        for one in _serving(table)
-        if one.point._replace(length=point.length) == point
-    ]
+    found = []
+    for folder in folders_of(folder_of(config_dir)):
+        try:
+            found += [one for one in read_rings(folder, gpu or CPU) if one.point._replace(length=point.length) == point]
+        except RefusedTable as error:
+            warnings.warn(f"{error}; what a ring takes by itself is used", UserWarning, stacklevel=2)
     if not found:
         return None
     return min(found, key=lambda one: abs(math.log(one.point.length / point.length))).setting
@@ -186,15 +168,6 @@ def shared_ring_settings(
     if isinstance(told, str):
         raise ValueError(told)
     return None if told is None else RingSetting(**told)
-
-
-def _serving(table: Table) -> tuple[RingEntry, ...]:
-    """The settings of a table; with a warning none, where it is refused."""
-    try:
-        return rings_of(table)
-    except RefusedTable as error:
-        warnings.warn(f"{error}; what a ring takes by itself is used", UserWarning, stacklevel=3)
-        return ()
 
 
 def settings(point: RingPoint, device: str) -> list[RingSetting]:

@@ -6,14 +6,11 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..kernels import tables
-from ..kernels.strict import load_json, regular_file
 from ..kernels.tables import Entry, Gpu, Table, as_json, file_name, parse, read
-from .rings import RingEntry, rings_of
 
 PRIVATE = 0o700
 
@@ -33,31 +30,34 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[RingEntry] = ()) -> Path:
-    """Add entries, and settings of rings, to the table of a GPU and this Triton version in ``folder``; its path.
+def save(folder: Path, gpu: Gpu, entries: Iterable[Entry]) -> Path:
+    """Add entries to the table of a GPU and this Triton version in ``folder``; its path.
 
     Raises:
         RefusedTable: there is one that cannot be read: it is left as it is.
         ValueError: the folder cannot be made, or an entry is not what a reader takes.
     """
     before = known(folder, gpu)
-    path = private_folder(folder) / file_name(gpu.name, before.triton)
-    kept = {one.point: one for one in (*rings_of(before), *rings)}
-    told = tuple(one.as_json() for one in kept.values())
-    table = Table(gpu.name, gpu.arch, before.triton, tuple(merged(before.entries, entries)), told)
-    written = json.dumps(as_json(table), indent=1) + "\n"
-    rings_of(replace(parse(written), path=path))  # what is written is what is read
+    data = as_json(Table(gpu.name, gpu.arch, before.triton, tuple(merged(before.entries, entries))))
+    parse(data)  # what is written is what is read
+    path = folder / file_name(gpu.name, before.triton)
+    write(path, data)
+    tables.forget()
+    return path
+
+
+def write(path: Path, data: object) -> None:
+    """JSON into a file of a private folder, whole or not at all."""
+    folder = private_folder(path.parent)
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{path.name}.", delete=False) as draft:  # 0600
         try:
-            draft.write(written)
+            draft.write(json.dumps(data, indent=1) + "\n")
             draft.flush()
             os.fsync(draft.fileno())
             os.replace(draft.name, path)
         except BaseException:
             os.unlink(draft.name)
             raise
-    tables.forget()
-    return path
 
 
 def known(folder: Path, gpu: Gpu) -> Table:
@@ -67,12 +67,8 @@ def known(folder: Path, gpu: Gpu) -> Table:
         RefusedTable: it cannot be read.
     """
     version = tables.triton_version()
-    try:
-        table = read(folder / file_name(gpu.name, version))
-    except (FileNotFoundError, NotADirectoryError):
-        return Table(gpu.name, gpu.arch, version, ())
-    rings_of(table)
-    return table
+    path = folder / file_name(gpu.name, version)
+    return read(path) if path.exists() else Table(gpu.name, gpu.arch, version, ())
 
 
 def merged(before: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
@@ -97,10 +93,10 @@ class Journal:
         self._found: dict[str, dict[str, Any]] = {}
         for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
             try:
-                told = load_json(line)
+                told = json.loads(line)
                 if told["digest"] == digest:
                     self._found[str(told["key"])] = dict(told["value"])
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 continue
 
     def get(self, key: str) -> dict[str, Any] | None:
@@ -110,6 +106,6 @@ class Journal:
     def put(self, key: str, value: dict[str, Any]) -> None:
         """Keep a value, also across the end of this process."""
         line = json.dumps({"digest": self._digest, "key": key, "value": value}, allow_nan=False)
-        with regular_file(self.path, "ab", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) as file:
+        with self.path.open("ab") as file:
             file.write(f"\n{line}\n".encode())  # a line that an interrupted write has begun ends here
         self._found[key] = value

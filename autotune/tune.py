@@ -42,7 +42,6 @@ from .store import Journal, known, private_folder, save
 
 CANDIDATES = 20  # of a point that get time on a GPU: the best quarter or so of what compiles
 SCHEDULES_OF = 2  # the best of them are also tried in every other tile schedule
-MOST_COMMAND = 400  # characters that a table takes
 
 Progress = Callable[[str, int | None], None]
 """Called with a part of a run and how many steps more it has, or None: one of them is done."""
@@ -83,7 +82,7 @@ class TuneConfig:
     folder: Path
     budget: float  # seconds on the GPU; to compile where nothing is measured
     kernels: tuple[str, ...] = TUNED
-    near: int | None = None
+    tiles: int | None = None
     """So many tiles alone, those nearest to the built-in one; None: the whole space, the best in every schedule."""
 
     @property
@@ -173,14 +172,14 @@ def _compiled(config: TuneConfig, point: Point, compiler: Compiler) -> PointResu
     arch, heads, default = config.gpu.arch, config.shape.heads, built_in(point, config.gpu.arch)
     assert default is not None
     tiles = space(point, arch)
-    if config.near is not None:
-        tiles = nearest(tiles, default, config.near)
+    if config.tiles is not None:
+        tiles = nearest(tiles, default, config.tiles)
     # what is timed, of the point's length, and the shards that a result is checked by
     launched = ((RANKING_ROLE, None), *((role, checked_sides(point)) for role in ("first", "middle", "last")))
     try:
         ranked = rank_candidates(
             point, arch, compiler, tiles, heads=heads, count=CANDIDATES,
-            schedules_of=SCHEDULES_OF if config.near is None else 0,
+            schedules_of=SCHEDULES_OF if config.tiles is None else 0,
         )  # fmt: skip
         compiler(job_of(point, tile, arch, heads, *how) for tile, how in product([*ranked.tiles, default], launched))
     except OutOfBudget as spent:
@@ -237,7 +236,7 @@ def estimated_entry(found: PointResult) -> Entry:
     assert found.estimate is not None
     result = found.ranked.results[found.estimate]
     return Entry(
-        found.point, found.estimate, estimated=True, bound=result.bound, bound_by=result.bound_by, **_provenance()
+        found.point, found.estimate, estimated=True, bound=result.bound, bound_by=result.bound_by, **measurement()
     )  # fmt: skip
 
 
@@ -248,7 +247,7 @@ def measured_entry(found: PointResult) -> Entry:
     return Entry(
         found.point, found.tile, estimated=False, seconds=samples(runs).median, spread=samples(runs).spread,
         beside=median_beside(runs), baseline=found.baseline_seconds, clocks=clocks_of(runs), driver=driver(),
-        **_provenance(),
+        **measurement(),
     )  # fmt: skip
 
 
@@ -259,17 +258,13 @@ def driver() -> str | None:
         return None
 
 
-def _provenance() -> dict[str, Any]:
+def measurement() -> dict[str, Any]:
+    """When, with which versions and by which command."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"triton": triton.__version__, "torch": torch.__version__},
-        "command": short_command(),
+        "command": command(),
     }
-
-
-def short_command() -> str:
-    """What was typed, as far as a table takes it."""
-    return "".join(letter if " " <= letter <= "~" else "?" for letter in command())[:MOST_COMMAND]
 
 
 def tune(config: TuneConfig, workers: int, step: Progress) -> Result:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from .. import __version__
 
 EXTRA = "the command line needs the extra `cli`: pip install 'ringattn[cli]'"
-PACKAGES = ("typer", "rich", "matplotlib", "jinja2", "pynvml", "platformdirs")
+PACKAGES = ("typer", "rich", "matplotlib", "jinja2", "pynvml")
 """What the extra installs, as it is imported."""
 
 try:

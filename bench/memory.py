@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,17 +59,15 @@ def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, grou
 
     from ..comm.topology.topology import Topology
     from ..ring import Ring, ring_attention
-    from .common.attention import DTYPES
     from .common.memory import PeakMemory
 
     measured = PeakMemory(torch.device("cpu"))
     topology = Topology.grid(nodes, config.world // nodes) if nodes > 1 else None
     dtypes: dict[str, Any] = {"wire_dtype": form.wire_dtype, "grad_wire_dtype": form.grad_wire_dtype}
     with Ring(group, topology=topology, slots=form.slots, chunks=chunks, **dtypes) as ring:
-        shards = [(batch, config.seqlen // config.world, *rest) for batch, _, *rest in config.shapes]
-        q, k, v, dout = (torch.randn(shape).to(DTYPES[config.dtype]) for shape in shards)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = ring_attention(q, k, v, layout=config.held, ring=ring, causal=config.causal)
+        *inputs, dout = config.drawn(ring.rank, torch.device("cpu"))
+        leaves = [x.requires_grad_() for x in inputs]
+        out = ring_attention(*leaves, layout=config.held, ring=ring, causal=config.causal)
         assert isinstance(out, torch.Tensor)
         forward = measured.bytes
         grads = torch.autograd.grad(out, leaves, dout)
@@ -120,8 +119,7 @@ def memory(
     """Peak memory per rank for the same tokens per rank: the same for every number of ranks, or exit 1."""
     kv_heads = flags.kv_heads_of(heads, kv_heads)
     flags.check_chunks([chunks], kv_heads)
-    place = member()
-    worlds = worlds_of(place, worlds)
+    worlds = worlds_of(member(), worlds)
     for world in worlds:
         if nodes > 1 and (world % nodes or world // nodes < 2):
             raise typer.BadParameter(f"--nodes is {nodes}: {world} processes are not {nodes} nodes of 2 or more each")
@@ -129,29 +127,25 @@ def memory(
     from torch import device
 
     from .common.attention import AttentionConfig
-    from .common.memory import Needs, needs_of_ranks, refuse_too_large
+    from .common.memory import refuse_ranks
     from .common.memory_table import OURS, RingForm, candidate_bytes
     from .common.provenance import provenance
 
     form, cpu, most = RingForm(nodes > 1, slots, wire_dtype, grad_wire_dtype), device("cpu"), max(worlds)
 
-    def config(world: int, tokens: int) -> AttentionConfig:
+    def config(world: int) -> AttentionConfig:
         return AttentionConfig(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
 
-    def needed(tokens: int) -> Needs:
-        ranks_here = most if place is None else min(most, place.local_world)
-        return needs_of_ranks(candidate_bytes(OURS, config(most, tokens), form), cpu, ranks_here)
-
-    refuse_too_large("--tokens", tokens, needed, cpu, unit=f"tokens on each of {most} ranks")
+    refuse_ranks("--tokens", config(most), partial(candidate_bytes, OURS, form=form), per_rank=True)
     with Console(stderr=True).status("measuring"):
-        found = spawn(most, measure, [config(world, tokens) for world in worlds], form, nodes, chunks)
+        found = spawn(most, measure, [config(world) for world in worlds], form, nodes, chunks)
     if len(found) < len(worlds):
         return  # a rank of the launcher's that the largest ring leaves out, or that is in some rings only
     rows = rows_of(worlds, found)
     highest = [row["peak"] for row in rows]
     spread = max(highest) / min(highest) - 1
     wires = [f"{what} as {kind}" for what, kind in (("K/V", wire_dtype), ("dK/dV", grad_wire_dtype)) if kind]
-    title = [config(most, tokens).title, f"{nodes} nodes", f"{slots} slots", f"{chunks} chunks", *wires]
+    title = [config(most).title, f"{nodes} nodes", f"{slots} slots", f"{chunks} chunks", *wires]
     failed = [f"memory per rank differs by {spread:.1%} between worlds, {ALLOWED_SPREAD:.0%} allowed"]
     told = f"peak of a rank: {max(highest):.4g} MB; largest over smallest world: {spread:+.2%}"
     failed = failed if spread > ALLOWED_SPREAD else []

@@ -40,7 +40,7 @@ def own_process() -> list[str]:
 def has_ended(process: object) -> bool:
     """Whether the process that told this has ended; False where it runs, or cannot be seen from here."""
     match process:
-        case [str(machine), str(number), str(start)] if machine and machine == _machine() and number.isdigit():
+        case [str(machine), str(number), str(start)] if machine and machine == _machine():
             stat = _stat(number)
             return stat[STATE] in ENDED or stat[START] != start
     return False

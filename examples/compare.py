@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..bench.common.attention import DTYPES
+from ..bench.common.errors import tolerance
 from ..bench.common.flags import human
 from ..bench.common.provenance import provenance
 from ..bench.common.result import Result, Row
@@ -63,13 +65,13 @@ def row_of(
 def losses(job: Job, runs: Runs) -> Iterator[dict[str, Any]]:
     """The loss of every step; where float64 was not computed, PyTorch's error is the larger one of where it was."""
     known = {step: abs(runs.whole.losses[step] - exact) for step, exact in runs.exact.losses.items()}
-    largest = max(known.values())
+    largest, dtype = max(known.values()), DTYPES[job.dtype]
     for step in range(job.steps):
         sharded, whole = runs.ring.losses[step], runs.whole.losses[step]
         # a token's loss is the difference of two numbers of this size: log-sum-exp of its logits, and one of them
         size = runs.whole.logits[step] + math.log(BYTES)
         error = abs(sharded - runs.exact.losses[step]) if step in known else None
-        row = row_of(step, "loss", abs(sharded - whole), error, known.get(step), 2 * largest + eps(job) * size)
+        row = row_of(step, "loss", abs(sharded - whole), error, known.get(step), tolerance(largest, size, dtype))
         yield row | {"sharded": sharded, "whole": whole}
 
 
@@ -79,13 +81,8 @@ def gradients(job: Job, runs: Runs) -> Iterator[dict[str, Any]]:
         for name in runs.exact.gradients[step]:
             sharded, whole, exact = (run.gradients[step][name].double() for run in (runs.ring, runs.whole, runs.exact))
             error, theirs = ((x - exact).abs().max().item() for x in (sharded, whole))
-            allowed = 2 * theirs + eps(job) * exact.abs().max().item()
+            allowed = tolerance(theirs, exact.abs().max().item(), DTYPES[job.dtype])
             yield row_of(step, name, (sharded - whole).abs().max().item(), error, theirs, allowed)
-
-
-def eps(job: Job) -> float:
-    """Relative rounding of the dtype that attention and matrix products run in."""
-    return torch.finfo(getattr(torch, job.dtype)).eps
 
 
 def spent(name: str, job: Job, run: Run) -> str:

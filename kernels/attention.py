@@ -325,7 +325,7 @@ def attention_backward(
         q, k, v, bounds, scores, softmax_scale, config: as in the forward.
         out, lse: of the whole forward, after its last shard.
         dlse: gradient of ``lse``, fp32 ``[B, H, Sq]``, or None.
-        dq, dk, dv: fp32 sums that are continued in place; new tensors in the inputs' dtype where None. ``dk`` and
+        dq, dk, dv: fp32 accumulators, added to in place; new tensors in the inputs' dtype where None. ``dk`` and
             ``dv`` are passed both or neither.
 
     Returns:
@@ -335,7 +335,7 @@ def attention_backward(
         ValueError: an argument does not fit.
     """
     if (dk is None) != (dv is None):
-        raise ValueError("dk and dv: pass both sums, or neither")
+        raise ValueError("dk and dv: pass both accumulators, or neither")
     check_qkv(q, k, v)
     check_config(config, q, v)
     check_like("out", out, (*q.shape[:3], v.shape[3]), None, q.device)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
+
+from .checks import check_tensor, is_real
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,12 +18,21 @@ class BlockSparseIndex:
 
     ``visible`` is bool ``[query blocks, key blocks]`` on the CPU; the last block of either side may be shorter. As the
     kernels read it: query block i sees the keys ``begins[r] <= j < ends[r]`` for ``offsets[i] <= r < offsets[i + 1]``,
-    ascending and disjoint runs; int32, on ``device``.
+    ascending and disjoint ranges; int32, on ``device``.
     """
 
     visible: torch.Tensor
     block: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        """ValueError: another dtype or shape, or no positive block."""
+        check_tensor("visible", self.visible, may_be_meta=True)
+        if self.visible.dtype != torch.bool or self.visible.dim() != 2:
+            got = f"{self.visible.dtype} {list(self.visible.shape)}"
+            raise ValueError(f"visible is {got}: it must be bool [query blocks, key blocks]")
+        if not is_real(self.block, Integral) or self.block < 1:
+            raise ValueError(f"block is {self.block!r}: it must be a whole number of at least 1")
 
     @cached_property
     def offsets(self) -> torch.Tensor:
@@ -30,22 +42,22 @@ class BlockSparseIndex:
 
     @cached_property
     def begins(self) -> torch.Tensor:
-        """Of all runs, one query block after the other."""
+        """Of all ranges, one query block after the other."""
         return self._edges(1)
 
     @cached_property
     def ends(self) -> torch.Tensor:
-        """Of all runs; the last one may be past the last key."""
+        """Of all ranges; the last one may be past the last key."""
         return self._edges(-1)
 
     @cached_property
     def transposed(self) -> BlockSparseIndex:
-        """By key: which runs of queries each block of keys is seen by."""
+        """By key: which ranges of queries each block of keys is seen by."""
         return BlockSparseIndex(self.visible.T, self.block, self.device)
 
     @cached_property
     def _steps(self) -> torch.Tensor:
-        """Along the keys: 1 where a run begins, -1 one past its end."""
+        """Along the keys: 1 where a range begins, -1 one past its end."""
         return torch.nn.functional.pad(self.visible.to(torch.int8), (1, 1)).diff(dim=1)
 
     def _edges(self, step: int) -> torch.Tensor:
@@ -60,7 +72,7 @@ class Bounds:
     ``0 <= lo <= hi <= Sk``; a row that sees nothing has ``lo == hi``. Any mask whose ends never decrease along the
     positions of a shard becomes such a pair, for any layout (causal, sliding window, packed documents, prefix-LM).
     Both None: all keys. Two things narrow that further: ``seqused_k``, int32 ``[B]``, how many of the shard's keys each
-    batch row has, and ``runs``, which blocks of queries see which blocks of keys.
+    batch row has, and ``block_sparse``, which blocks of queries see which blocks of keys.
 
     Compared by identity: a ``Bounds`` is made once per (layout, mask, hop) and reused.
     """
@@ -68,7 +80,7 @@ class Bounds:
     lo: torch.Tensor | None
     hi: torch.Tensor | None
     seqused_k: torch.Tensor | None = None
-    runs: BlockSparseIndex | None = None
+    block_sparse: BlockSparseIndex | None = None
     _transposed: dict[int, Bounds] = field(default_factory=dict, repr=False)
     _add_orders: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
 
@@ -80,14 +92,14 @@ class Bounds:
     @property
     def block(self) -> int | None:
         """Positions per block, where there are blocks."""
-        return None if self.runs is None else self.runs.block
+        return None if self.block_sparse is None else self.block_sparse.block
 
     @property
     def is_empty(self) -> bool:
         """Whether no query sees any key; reads the vectors, so that it is for the host's."""
         intervals = self.lo is not None and self.hi is not None and not bool((self.lo < self.hi).any())
         seqused_k = self.seqused_k is not None and not bool((self.seqused_k > 0).any())
-        return intervals or seqused_k or (self.runs is not None and not bool(self.runs.visible.any()))
+        return intervals or seqused_k or (self.block_sparse is not None and not bool(self.block_sparse.visible.any()))
 
     def transposed(self, seqlen_k: int) -> Bounds:
         """The same mask by key: the key at row ``j`` is seen by the queries ``lo[j] <= i < hi[j]``, ``[Sk]``; cached.
@@ -95,21 +107,22 @@ class Bounds:
         As neither end decreases, ``i`` sees ``j`` exactly from the first row with ``hi > j`` up to the first row with
         ``lo > j``. ``seqused_k`` stays: it is then about rows.
         """
-        if self.lo is None and self.runs is None:
+        if self.lo is None and self.block_sparse is None:
             return self
         if seqlen_k not in self._transposed:
             first = last = None
             if self.lo is not None and self.hi is not None:
                 keys = torch.arange(seqlen_k, device=self.lo.device, dtype=torch.int32)
                 first, last = (torch.searchsorted(end, keys, right=True, out_int32=True) for end in (self.hi, self.lo))
-            self._transposed[seqlen_k] = Bounds(first, last, self.seqused_k, self.runs and self.runs.transposed)
+            by_key = self.block_sparse and self.block_sparse.transposed
+            self._transposed[seqlen_k] = Bounds(first, last, self.seqused_k, by_key)
         return self._transposed[seqlen_k]
 
     def to(self, device: torch.device) -> Bounds:
         """These bounds on another device."""
         lo, hi, seqused_k = (None if x is None else x.to(device) for x in (self.lo, self.hi, self.seqused_k))
-        runs = self.runs and replace(self.runs, device=device)
-        return self if (lo, hi, seqused_k, runs) == (None,) * 4 else Bounds(lo, hi, seqused_k, runs)
+        block_sparse = self.block_sparse and replace(self.block_sparse, device=device)
+        return self if (lo, hi, seqused_k, block_sparse) == (None,) * 4 else Bounds(lo, hi, seqused_k, block_sparse)
 
     def check(self, batch: int, rows: int, columns: int, device: torch.device) -> None:
         """Refuse what does not fit ``rows`` queries and ``columns`` keys, ``batch`` rows, on ``device``: ValueError."""
@@ -118,23 +131,25 @@ class Bounds:
         vectors = {"lo": (rows, "query row"), "hi": (rows, "query row"), "seqused_k": (batch, "batch row")}
         for name, (length, what) in vectors.items():
             end = getattr(self, name)
+            if end is not None:
+                check_tensor(f"bounds.{name}", end, may_be_meta=True)
             if end is not None and (end.dtype != torch.int32 or end.shape != (length,) or end.device != device):
                 got = f"{end.dtype} {list(end.shape)} on {end.device}"
                 raise ValueError(f"bounds.{name} is {got}: it must be int32 [{length}] on {device}, one per {what}")
             if end is not None and not end.is_contiguous():
                 raise ValueError(f"bounds.{name} has stride {end.stride()}: it must be contiguous")
-        if self.runs is not None:
-            self._check_runs(self.runs, rows, columns, device)
+        if self.block_sparse is not None:
+            self._check_block_sparse(self.block_sparse, rows, columns, device)
 
-    def _check_runs(self, runs: BlockSparseIndex, rows: int, columns: int, device: torch.device) -> None:
-        wanted = tuple(-(-length // runs.block) for length in (rows, columns))
-        if runs.visible.dtype != torch.bool or tuple(runs.visible.shape) != wanted:
+    def _check_block_sparse(self, index: BlockSparseIndex, rows: int, columns: int, device: torch.device) -> None:
+        wanted = tuple(-(-length // index.block) for length in (rows, columns))
+        if tuple(index.visible.shape) != wanted:
             raise ValueError(
-                f"bounds.runs is {runs.visible.dtype} {list(runs.visible.shape)}: for {rows} queries and {columns} "
-                f"keys in blocks of {runs.block} it must be bool {list(wanted)}"
+                f"bounds.block_sparse is {list(index.visible.shape)} blocks: for {rows} queries and {columns} keys in "
+                f"blocks of {index.block} it must be {list(wanted)}"
             )
-        if runs.device != device:
-            raise ValueError(f"bounds.runs is for {runs.device}: it must be for {device}")
+        if index.device != device:
+            raise ValueError(f"bounds.block_sparse is for {index.device}: it must be for {device}")
 
 
 FULL = Bounds(None, None)

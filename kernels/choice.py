@@ -142,7 +142,7 @@ def _one_pass(tile: Tile) -> KernelConfig:
 
 def launch_traits(bounds: Bounds, scores: Scores) -> dict[str, Any]:
     """What of a launch decides its tile, beside its tensors: arguments of :func:`tile_for`."""
-    plain = scores.is_plain and bounds.seqused_k is None and bounds.runs is None
+    plain = scores.is_plain and bounds.seqused_k is None and bounds.block_sparse is None
     return {"block": bounds.block, "full": bounds.is_full, "plain": plain}
 
 
@@ -258,7 +258,7 @@ class Bound:
     def _plan(self, kernel: str, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores) -> LaunchPlan:
         """As planned at the first launch of its kind: shards differ in their length and their part of the mask."""
         plain = scores is PLAIN or scores.is_plain
-        key = kernel, k.shape[1], bounds.lo is None, bounds.seqused_k is None, bounds.runs, plain
+        key = kernel, k.shape[1], bounds.lo is None, bounds.seqused_k is None, bounds.block_sparse, plain
         plan = self._plans.get(key)
         if plan is None:
             check_config(self._config, self._q, v)

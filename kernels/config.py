@@ -53,7 +53,7 @@ class KernelConfig:
 
     - ``forward_kernel``: "portable", or "hopper": for sm_90, two warpgroups of 64 query rows (``block_q`` 128, 8
       warps), 64 or 128 keys per tile, ``num_stages`` tiles each of K and V. Hops whose bounds have ``seqused_k`` or
-      ``runs``, and empty ones, go to the portable kernel with the same tile.
+      ``block_sparse``, and empty ones, go to the portable kernel with the same tile.
     - ``dkdv_splits``: parts of the query heads of each key head, each a dK/dV program of its own; a second kernel adds
       them up in a fixed order. A divisor of the query heads per key head, or "auto": by programs and multiprocessors
       (``order.splits_for``), 1 where there is no GPU. Takes fp32 memory of as many times dK and dV.

@@ -16,7 +16,7 @@ from .bounds import Bounds
 from .config import LEAST_SIDE, KernelConfig, Tile
 from .device.modify import UNMODIFIED, Modifiers
 from .device.parts import dot
-from .device.tiles import BlockRuns, Interval, Shape, Strided
+from .device.tiles import BlockSparseRanges, Interval, Shape, Strided
 from .scores import PLAIN, Scores
 from .tables import gpu_of
 from .target import target
@@ -88,9 +88,9 @@ def strided(x: torch.Tensor) -> Strided:
 
 
 def interval(bounds: Bounds) -> Interval:
-    runs = bounds.runs
-    listed = None if runs is None else BlockRuns(runs.offsets, runs.begins, runs.ends, runs.block)
-    return Interval(bounds.lo, bounds.hi, bounds.seqused_k, listed)
+    index = bounds.block_sparse
+    ranges = None if index is None else BlockSparseRanges(index.offsets, index.begins, index.ends, index.block)
+    return Interval(bounds.lo, bounds.hi, bounds.seqused_k, ranges)
 
 
 def modifiers(scores: Scores, device: torch.device, *, rows_are_keys: bool = False) -> Modifiers:

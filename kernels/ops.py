@@ -65,13 +65,13 @@ def pack(
     config: KernelConfig | None = None,
 ) -> Call:
     """The arguments of an entry as those of an op."""
-    runs, seed = bounds.runs, scores.dropout_seed
+    index, seed = bounds.block_sparse, scores.dropout_seed
     return Call(
         bounds.lo,
         bounds.hi,
         bounds.seqused_k,
-        None if runs is None else runs.visible,
-        0 if runs is None else runs.block,
+        None if index is None else index.visible,
+        0 if index is None else index.block,
         scores.softcap,
         scores.alibi_slopes,
         scores.dropout_p,
@@ -117,14 +117,14 @@ def _choice(word: str) -> str | int | bool | None:
 def unpack(device: torch.device, *args: Any) -> dict[str, Any]:
     """The arguments of an op as those of an entry."""
     call = Call(*args)
-    runs = None if call.visible is None else BlockSparseIndex(call.visible, call.block, device)
-    plain = all(x is None for x in (call.lo, call.hi, call.seqused_k, runs))
+    block_sparse = None if call.visible is None else BlockSparseIndex(call.visible, call.block, device)
+    plain = all(x is None for x in (call.lo, call.hi, call.seqused_k, block_sparse))
     scores = Scores(
         call.softcap, call.alibi_slopes, call.dropout_p, call.dropout_seed % SEEDS, call.first_head,
         call.q_positions, call.k_positions,
     )  # fmt: skip
     return {
-        "bounds": FULL if plain else Bounds(call.lo, call.hi, call.seqused_k, runs),
+        "bounds": FULL if plain else Bounds(call.lo, call.hi, call.seqused_k, block_sparse),
         "scores": scores,
         "softmax_scale": call.softmax_scale,
         "config": unpack_config(call.tiles, call.choices),

@@ -100,6 +100,7 @@ class Scores:
         ):
             if given is None:
                 raise ValueError(f"{name} of the scores is None: ALiBi and dropout need int32 [{length}] on {device}")
+            check_tensor(f"{name} of the scores", given, may_be_meta=True)
             if given.dtype != torch.int32 or given.shape != (length,) or given.device != device:
                 got = f"{given.dtype} {list(given.shape)} on {given.device}"
                 raise ValueError(f"{name} of the scores is {got}: it must be int32 [{length}] on {device}")

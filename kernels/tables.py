@@ -1,7 +1,7 @@
 """Tuned tiles: what one is chosen for, the JSON file of all of a GPU, and which tables serve a launch.
 
-A file may come from anywhere: it is read as data, never executed, and anything that is not exactly the schema below is
-refused with the file's path and the reason. ``kernels/README.md`` has the format for people.
+A file is data, never executed, and what is not of the schema below is refused with the file's path and the reason.
+``kernels/README.md`` has the format for people.
 
 Tables are looked for in the user's folder (``config_dir``, ``RINGATTN_CONFIG_DIR``, or the cache) and then in the
 package's. A table is read once per process and a look-up is one dictionary access: nothing is timed, ever.
@@ -15,8 +15,8 @@ import re
 import threading
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -25,27 +25,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .config import EPILOGUES, FORWARD_KERNELS, LEAST_SIDE, ORDERS, SHARED_LIMIT, KernelConfig, Tile
-from .strict import (
-    Check,
-    checked_as,
-    either,
-    load_json,
-    named,
-    number,
-    one_of,
-    optional,
-    power_of_two,
-    read_text,
-    shown,
-    text,
-    typed,
-    whole,
-)
+from .config import EPILOGUES, FORWARD_KERNELS, ORDERS, SHARED_LIMIT, KernelConfig, Tile
+from .files import converted, read_object
 from .target import target
-
-NO_GPU = 0
-"""The arch of the table of a machine without a GPU."""
 
 KERNELS = ("forward", "dq", "dkdv")
 SINGLE_PASS = ("single_pass", "single_pass_deterministic")
@@ -61,6 +43,23 @@ ARCH = re.compile(r"sm_(\d{2,3})")
 
 Option = str | int  # bool too
 Options = tuple[tuple[str, Option], ...]
+
+_TILE_SCHEDULE: dict[str, Sequence[Option]] = {
+    "order": ORDERS,
+    "persistent": (False, True),
+    "sm_margin": range(1, 1025),  # a ring launches by tables, and its transfers need a place
+}
+_PACKED: dict[str, Sequence[Option]] = {"pack_gqa": (False, True)}
+OPTIONS: dict[str, dict[str, Sequence[Option]]] = {
+    "forward": {"forward_kernel": FORWARD_KERNELS} | _TILE_SCHEDULE | _PACKED,
+    "dq": _TILE_SCHEDULE | _PACKED,
+    "dkdv": _TILE_SCHEDULE | {"dkdv_splits": range(1, 1025), "dkdv_epilogue": EPILOGUES},
+    **{kernel: {} for kernel in SINGLE_PASS},  # their order is their own
+}
+"""Fields of ``KernelConfig`` that may be tuned and their values, by kernel; a file leaves out a default.
+
+``autotune/space.py`` says which values are tried.
+"""
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,24 @@ class Entry:
     clocks: Mapping[str, float | str | None] = field(default_factory=dict)
     command: str = ""
 
+    def __post_init__(self) -> None:
+        point, options = self.point, dict[str, Any](options_of(self.tile))
+        for word, words in ((point.kernel, TUNED), (point.dtype, [*DTYPES]), (point.mask, MASKS)):
+            if word not in words:
+                raise ValueError(f"{word!r:.60} is not one of {', '.join(words)}")
+        if min(point.head_dim, point.head_dim_v, point.group, point.length) < 1:
+            raise ValueError(f"{point} must have head dims, group and length of at least 1")
+        if max(self.tile.block_q, self.tile.block_k) > MOST_SIDE:
+            raise ValueError(f"{self.tile} has a side of more than {MOST_SIDE}")
+        for name, value in options.items():
+            if value not in OPTIONS[point.kernel].get(name, ()):
+                raise ValueError(f"options.{name:.60} is {value!r:.60}: {point.kernel} has no such option or value")
+        KernelConfig(self.tile, self.tile, self.tile, **options)  # refuses options that do not go together
+        if self.estimated != (self.seconds is None) or (self.seconds is not None and self.seconds <= 0):
+            raise ValueError(
+                f"estimated is {self.estimated} and seconds {self.seconds}: null of an estimate, else above 0"
+            )
+
 
 @dataclass(frozen=True)
 class Table:
@@ -129,21 +146,23 @@ class Table:
     arch: int  # compute capability without the dot
     triton: tuple[int, int]
     entries: tuple[Entry, ...]
-    rings: tuple[Mapping[str, Any], ...] = ()
-    """Settings of whole rings, as they stand in the file: no kernel reads them, `autotune/rings.py` checks them."""
-    path: Path | None = field(default=None, compare=False)  # the file it was read from
 
 
 def file_name(gpu: str, triton: tuple[int, int]) -> str:
-    """``nvidia-h200_triton-3.7.json``: letters, digits and dashes of the GPU's name, so that no name leaves a folder.
+    """``nvidia-h200_triton-3.7.json``.
 
     Raises:
         ValueError: a name without a letter or digit.
     """
+    return f"{slug_of(gpu)}_triton-{triton[0]}.{triton[1]}.json"
+
+
+def slug_of(gpu: str) -> str:
+    """``nvidia-h200``: letters, digits and dashes of a GPU's name, so that no name leaves a folder."""
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")[:80]
     if not slug:
         raise ValueError(f"gpu is {gpu!r}: a name of a table takes at least one letter or digit")
-    return f"{slug}_triton-{triton[0]}.{triton[1]}.json"
+    return slug
 
 
 def shared_limit(arch: int) -> int:
@@ -165,70 +184,63 @@ def least_shared(point: Point, tile: Tile) -> int:
 
 SCHEMA = "ringattn tiles"
 VERSION = 1
-MOST_BYTES = 4 << 20
-MOST_ENTRIES = 10_000
-MOST_TOKENS = 1 << 40
 MOST_SIDE = 512
-MOST_STAGES = 8
-MOST_GROUP = 1024
-MOST_PROCESSORS = 1024
+
+
+class _File(NamedTuple):
+    """What a file holds, by its names."""
+
+    schema: str
+    version: int
+    gpu: str
+    arch: int
+    triton: str
+    entries: list[dict[str, Any]]
 
 
 def read(path: Path) -> Table:
     """The table of a file.
 
     Raises:
-        RefusedTable: it is no regular file, too large, not JSON, or not of this schema.
-        FileNotFoundError: there is none.
+        RefusedTable: it cannot be read, is no regular file, too large, not JSON, or not of this schema.
     """
     try:
-        return replace(parse(read_text(path, MOST_BYTES)), path=path)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
+        return parse(read_object(path))
+    except ValueError as error:
         raise RefusedTable(f"{path} is refused: {error}") from error
 
 
-def parse(text: str) -> Table:
-    """The table that JSON text describes.
+def parse(data: Mapping[str, Any]) -> Table:
+    """The table that a JSON object describes.
 
     Raises:
-        ValueError: the text is not JSON or not of this schema; the message names the field, what it got, what it takes.
+        ValueError: the object is not of this schema; the message names the field, what it got, what it takes.
     """
-    data = load_json(text)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ValueError(f"schema is {shown(data.get('schema') if isinstance(data, dict) else data)}, not {SCHEMA!r}")
-    version = data.get("version")
-    if type(version) is int and version > VERSION:
-        raise ValueError(f"its schema is version {version}, this code reads up to {VERSION}: update ringattn")
-    checked_as("", data, _TABLE, optional={"rings"})
-    arch, (major, minor) = data["arch"], data["triton"].split(".")
-    made_without_gpu = ARCH.fullmatch(data["gpu"])
-    if made_without_gpu and int(made_without_gpu[1]) != arch:
-        raise ValueError(f"gpu is {data['gpu']} and arch {arch}")
-    entries = tuple(_entry(f"entries[{i}]", given) for i, given in enumerate(data["entries"]))
-    if made_without_gpu and not all(entry.estimated for entry in entries):
-        raise ValueError(f"gpu is {data['gpu']}: a table of no GPU has estimated entries alone")
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"schema is {data.get('schema')!r:.60}, not {SCHEMA!r}")
+    if (version := data.get("version")) != VERSION:
+        raise ValueError(f"its schema is version {version!r:.60}, this code reads {VERSION}: update ringattn")
+    file: _File = converted(_File, data, "table")
+    release = re.fullmatch(r"(\d{1,3})\.(\d{1,3})", file.triton)
+    if release is None:
+        raise ValueError(f"triton is {file.triton!r:.60}: it must be a version such as 3.7")
+    entries = tuple(_entry(row, f"entries[{i}]") for i, row in enumerate(file.entries))
+    if ARCH.fullmatch(file.gpu) and (file.gpu != f"sm_{file.arch}" or not all(one.estimated for one in entries)):
+        raise ValueError(f"gpu is {file.gpu} and arch {file.arch}: such a table has estimates alone, of that arch")
+    limit = shared_limit(file.arch)
     for i, entry in enumerate(entries):
-        if (least := least_shared(entry.point, entry.tile)) > (limit := shared_limit(arch)):
-            raise ValueError(
-                f"entries[{i}].tile takes at least {least} bytes of shared memory, a block of sm_{arch} has {limit}"
-            )
+        if (least := least_shared(entry.point, entry.tile)) > limit:
+            raise ValueError(f"entries[{i}].tile takes at least {least} bytes of shared memory, a block has {limit}")
     if len({entry.point for entry in entries}) < len(entries):
         raise ValueError("two entries are for the same point")
-    if arch == NO_GPU and entries:
-        raise ValueError(f"arch is {NO_GPU}, no GPU: such a table has settings of rings alone")
-    return Table(data["gpu"], arch, (int(major), int(minor)), entries, tuple(data.get("rings", ())))
+    return Table(file.gpu, file.arch, (int(release[1]), int(release[2])), entries)
 
 
 def as_json(table: Table) -> dict[str, Any]:
     """What :func:`parse` reads."""
     entries = [_entry_as_json(entry) for entry in sorted(table.entries, key=lambda one: one.point)]
     version = ".".join(map(str, table.triton))
-    return {
-        "schema": SCHEMA, "version": VERSION, "gpu": table.gpu, "arch": table.arch, "triton": version,
-        "entries": entries, **({"rings": list(table.rings)} if table.rings else {}),
-    }  # fmt: skip
+    return _File(SCHEMA, VERSION, table.gpu, table.arch, version, entries)._asdict()
 
 
 def _entry_as_json(entry: Entry) -> dict[str, Any]:
@@ -237,83 +249,13 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
     return entry.point._asdict() | data | {"tile": fields_of(entry.tile), "options": options_of(entry.tile)} | more
 
 
-def _entry(where: str, given: object) -> Entry:
-    taken = checked_as(where, given, _ENTRY, optional={"options"})
-    point = Point(*(taken.pop(name) for name in Point._fields))
-    options = checked_as(
-        f"{where}.options", taken.pop("options", {}), known := OPTIONS[point.kernel], optional={*known}
-    )
-    tile = Tile(**checked_as(f"{where}.tile", taken.pop("tile"), _TILE))
-    try:
-        KernelConfig(tile, tile, tile, **options)
-    except ValueError as error:
-        raise ValueError(f"{where}.options do not go together: {error}") from None
-    entry = Entry(point, with_options(tile, options), **taken)
-    if entry.estimated != (entry.seconds is None):
-        raise ValueError(f"{where}.estimated is {entry.estimated} and seconds {entry.seconds}: one or the other")
+def _entry(row: dict[str, Any], where: str) -> Entry:
+    point = {name: row[name] for name in Point._fields if name in row}
+    rest = {name: value for name, value in row.items() if name not in (*point, "options")}
+    options = converted(dict[str, Any], row.get("options", {}), f"{where}.options")
+    tile = with_options(converted(Tile, row.get("tile"), f"{where}.tile"), options)
+    entry: Entry = converted(Entry, rest | {"point": point, "tile": tile}, where)
     return entry
-
-
-_TILE: dict[str, Check] = {
-    "block_q": power_of_two(LEAST_SIDE, MOST_SIDE),
-    "block_k": power_of_two(LEAST_SIDE, MOST_SIDE),
-    "num_warps": one_of(1, 2, 4, 8, 16),
-    "num_stages": whole(1, MOST_STAGES),
-}
-
-# Fields of `KernelConfig` that may be tuned, by kernel, left out of a file where they have their default.
-# `autotune/space.py` says which values are tried.
-_DEALT: dict[str, Check] = {
-    "order": one_of(*ORDERS),
-    "persistent": typed("true or false", bool),
-    "sm_margin": whole(1, MOST_PROCESSORS),  # a ring launches by tables, and its transfers need a place
-}
-_PACKED = {"pack_gqa": _DEALT["persistent"]}
-OPTIONS: dict[str, dict[str, Check]] = {
-    "forward": {"forward_kernel": one_of(*FORWARD_KERNELS)} | _DEALT | _PACKED,
-    "dq": _DEALT | _PACKED,
-    "dkdv": _DEALT | {"dkdv_splits": whole(1, MOST_GROUP), "dkdv_epilogue": one_of(*EPILOGUES)},
-    **{kernel: {} for kernel in SINGLE_PASS},  # their order is their own
-}
-
-_ENTRY: dict[str, Check] = {
-    "kernel": one_of(*TUNED),
-    "dtype": one_of(*DTYPES),
-    "head_dim": whole(1, 256),
-    "head_dim_v": whole(1, 256),
-    "group": whole(1, MOST_GROUP),
-    "mask": one_of(*MASKS),
-    "length": whole(1, MOST_TOKENS),
-    "tile": typed("an object", dict),
-    "options": typed("an object", dict),
-    "estimated": typed("true or false", bool),
-    "date": text(r"\d{4}-\d\d-\d\d[ -~]{0,30}", "an ISO 8601 date"),
-    "seconds": optional(number(zero=False)),
-    "spread": optional(number()),
-    "beside": optional(number(zero=False)),
-    "baseline": optional(number(zero=False)),
-    "bound": optional(number()),
-    "bound_by": text(),
-    "versions": named(text()),
-    "driver": optional(text()),
-    "clocks": named(optional(either(number(), text()))),
-    "command": text(),
-}
-_TABLE: dict[str, Check] = {
-    "schema": one_of(SCHEMA),
-    "version": whole(1, VERSION),
-    "gpu": text(r"[ -~]{1,100}", "the name of a GPU, at most 100 printable characters"),
-    "arch": either(whole(70, 999), one_of(NO_GPU)),
-    "triton": text(r"\d{1,3}\.\d{1,3}", "a version such as 3.7"),
-    "entries": lambda value: (
-        None if isinstance(value, list) and len(value) <= MOST_ENTRIES else f"a list of at most {MOST_ENTRIES} entries"
-    ),
-    "rings": lambda value: (
-        None
-        if isinstance(value, list) and len(value) <= MOST_ENTRIES and all(isinstance(one, dict) for one in value)
-        else f"a list of at most {MOST_ENTRIES} objects"
-    ),
-}
 
 
 CONFIG_DIR = "RINGATTN_CONFIG_DIR"
@@ -431,10 +373,15 @@ def tables_of(gpu: Gpu, config_dir: str | None, *, estimated: bool = False) -> l
         config_dir: looked into in place of the user's cache, before what ships with the kernels.
         estimated: also those made for a compute capability, without a GPU.
     """
-    folders = [*([Path(config_dir)] if config_dir else [user_folder()]), *PACKAGE]
-    there = [folder for folder in folders if folder is not None]
+    folders = folders_of(config_dir)
     names = dict.fromkeys([gpu.name, *([f"sm_{gpu.arch}"] if estimated else [])])
-    return [table for name in names for table in _tables(name, gpu, there)]
+    return [table for name in names for table in _tables(name, gpu, folders)]
+
+
+def folders_of(config_dir: str | None) -> list[Path]:
+    """The folders that are looked into, the one to ask first first: ``config_dir`` or the user's, and the package's."""
+    own = Path(config_dir) if config_dir else user_folder()
+    return [*([own] if own is not None else []), *PACKAGE]
 
 
 def forget() -> None:
@@ -500,15 +447,13 @@ def _read(path: Path, name: str, gpu: Gpu, version: Version) -> Table | None:
     except RefusedTable as error:
         _warn(f"{error}; the built-in tiles are used")
         return None
-    except FileNotFoundError:  # gone since it was listed
-        return None
     for what, got, wanted in (
         ("gpu", table.gpu, name),
         ("arch", table.arch, gpu.arch),
         ("triton", table.triton, version),
     ):
         if got != wanted:
-            _warn(f"{path} is refused: its {what} is {got!r}, this is {wanted!r}; the built-in tiles are used")
+            _warn(f"{path} is refused: its {what} is {got!r:.60}, this is {wanted!r}; the built-in tiles are used")
             return None
     return table
 

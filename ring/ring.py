@@ -51,6 +51,10 @@ IN_USE = (
     "this ring is in use by a call of another thread: one call at a time, in the same order on every rank; a Ring for "
     "each thread lets them compute side by side"
 )
+CAPTURED = (
+    "the current stream is captured into a CUDA graph, and a ring waits on the host for other ranks: capture what is "
+    "before and after the call"
+)
 VERSIONS = {"ringattn": __version__, "torch": torch.__version__, "triton": triton.__version__}
 
 
@@ -268,6 +272,7 @@ class Ring:
             RuntimeError: a call of another thread is in progress. Ranks whose threads race need not agree on which
                 call came first, so the ring is lost, as after any other failure. Or a thread whose wait for other
                 virtual ranks would never end.
+            NotImplementedError: the current stream is captured into a CUDA graph.
         """
         if self.size == 1:
             yield
@@ -285,6 +290,8 @@ class Ring:
             watch.enter()
             try:
                 self._use(device)
+                if _is_capturing(device):
+                    raise NotImplementedError(CAPTURED)
                 yield
                 if self._misused is not None:
                     raise self._misused
@@ -413,6 +420,10 @@ class Ring:
         if error is not None:
             self._broken = repr(error)
         self.close()
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _drain(slots: Slots) -> None:

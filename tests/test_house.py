@@ -197,7 +197,7 @@ def test_import_is_lazy(tmp_path: Path) -> None:
 
 
 def test_folders_import_without_extras(tmp_path: Path) -> None:
-    extras = {"cupy", "typer", "rich", "matplotlib", "jinja2", "platformdirs"}
+    extras = {"cupy", "typer", "rich", "matplotlib", "jinja2"}
     folders = ", ".join(f"ringattn.{folder}" for folder in ("kernels", "comm", "ring", "reference"))
     run(f"import sys, {folders}; assert not {extras!r} & set(sys.modules)", tmp_path)
 

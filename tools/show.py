@@ -165,9 +165,10 @@ def mask_text(call: Call) -> str:
     from .call import mask_cells
 
     ranks, grid = mask_cells(call, min(max(4 * call.layout.world, LEAST_CELLS), MOST_CELLS))
-    owners = " " * 9 + " ".join(_mark(rank) for rank in ranks)
-    rows = [f"{f'rank {rank}':<9}" + " ".join(_mark(hop) for hop in row) for rank, row in zip(ranks, grid, strict=True)]
-    return "\n".join([*LEGEND, owners, *rows])
+    rows = [["", *map(_mark, ranks)]]
+    rows += [[f"rank {rank}", *map(_mark, row)] for rank, row in zip(ranks, grid, strict=True)]
+    widest = max(len(name) for name, *_ in rows) + 2
+    return "\n".join([*LEGEND, *(f"{name:<{widest}}" + " ".join(marks) for name, *marks in rows)])
 
 
 def _mark(number: int) -> str:

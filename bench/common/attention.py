@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,8 @@ from ...ring.schedule.mask import UNLIMITED, BlockMask, Longformer
 from .flags import DTYPE_BYTES, Pattern, binary
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+Tensors = tuple[Tensor, ...]
+
 BACKWARD_FLOPS = 2.5  # five products of the forward's two
 
 
@@ -104,10 +106,17 @@ class AttentionConfig:
         dims = (self.head_dim, self.head_dim, self.value_dim, self.value_dim)
         return [(self.batch, self.seqlen, *of) for of in zip(heads, dims, strict=True)]
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> Tensors:
         """q, k, v and dout of the whole sequence, the same on every rank, on the CPU."""
         draw = torch.Generator().manual_seed(self.seed)
         return tuple(torch.randn(shape, generator=draw).to(DTYPES[self.dtype]) for shape in self.shapes)
+
+    def drawn(self, rank: int, device: torch.device) -> Tensors:
+        """q, k, v and dout of a rank's tokens, another draw on each rank, made where they are used."""
+        draw, length = torch.Generator(device).manual_seed(self.seed + rank), self.held.lengths[rank]
+        shapes = [(batch, length, *of) for batch, _, *of in self.shapes]
+        options: dict[str, Any] = {"generator": draw, "device": device, "dtype": DTYPES[self.dtype]}
+        return tuple(torch.randn(shape, **options) for shape in shapes)
 
     @cached_property
     def pairs(self) -> int:
@@ -130,6 +139,14 @@ class AttentionConfig:
         return forward_flops(
             square, heads=self.heads, head_dim=self.head_dim, head_dim_v=self.value_dim, batch=self.batch
         )
+
+
+def forward_backward(attend: Callable[..., Any], inputs: Sequence[Tensor], *gradients: Tensor) -> Tensors:
+    """What ``attend`` makes of q, k and v: out, or out and lse; then dq, dk and dv for the gradients of these."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    made = attend(*leaves)
+    results = made if isinstance(made, tuple) else (made,)
+    return (*(x.detach() for x in results), *torch.autograd.grad(results, leaves, gradients))
 
 
 def forward_flops(pairs: int, *, heads: int, head_dim: int, head_dim_v: int | None = None, batch: int = 1) -> int:

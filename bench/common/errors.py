@@ -6,8 +6,9 @@ they differ in nothing but their data. Where several are asked for, the first an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,32 +16,50 @@ from torch import Tensor
 
 from ... import reference
 from ...reference.masks import Masks, by_batch
+from .attention import forward_backward
 
 BLOCK_BYTES = 256 << 20  # of the scores of one block of queries
 FEW_SCORES = 1 << 28  # with no more of them every head is looked at
 RESULTS = ("out", "dq", "dk", "dv")
+WITH_LSE = ("out", "lse", "dq", "dk", "dv")
+NO_DROPOUT = 0.0
 
 
-class Exact(NamedTuple):
-    """float64 results of some key/value heads and of the query heads that read them."""
+class Inputs(NamedTuple):
+    """``[B, S, H, D]``, heads of k and v a divisor of those of q; ``dlse`` is ``[B, H, S]``, where lse counts too."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor | None = None
+
+
+class Judge(NamedTuple):
+    """What results of some key/value heads, and of the query heads that read them, are held against; all by name."""
 
     kv_heads: tuple[int, ...]
     heads: tuple[int, ...]
-    exact: tuple[Tensor, ...]  # out, dq, dk, dv of these heads
+    exact: dict[str, Tensor]  # float64
+    usual: dict[str, float]  # the largest errors of PyTorch's attention
+    limits: dict[str, float]  # what others may be
 
-    def errors(self, results: Sequence[Tensor]) -> dict[str, float]:
-        """The largest difference of each of ``[B, S, H, D]`` results; of out alone where no gradients are given."""
-        chosen = (self.heads, self.heads, self.kv_heads, self.kv_heads)
-        return self.differences([x[:, :, list(heads)].detach() for x, heads in zip(results, chosen, strict=False)])
+    def errors(self, results: Mapping[str, Tensor]) -> dict[str, float]:
+        """The largest difference of each result of all heads."""
+        return self.differences({name: _some(name, x, self.heads, self.kv_heads) for name, x in results.items()})
 
-    def differences(self, part: Sequence[Tensor]) -> dict[str, float]:
+    def differences(self, part: Mapping[str, Tensor]) -> dict[str, float]:
         """The same of results that are these heads alone."""
-        named = zip(RESULTS, part, self.exact, strict=False)
-        return {name: float((x.double() - exact.to(x.device)).abs().max()) for name, x, exact in named}
+        return {name: _largest(x.detach().double() - self.exact[name].to(x.device)) for name, x in part.items()}
 
-    def sizes(self) -> dict[str, float]:
-        """The largest element of each result."""
-        return {name: float(x.abs().max()) for name, x in zip(RESULTS, self.exact, strict=True)}
+    def wrong(self, errors: Mapping[str, float]) -> list[str]:
+        """The results that err by more than is allowed; a NaN does."""
+        return [name for name, error in errors.items() if not error <= self.limits[name]]
+
+
+def tolerance(pytorch_error: float, largest: float, dtype: torch.dtype) -> float:
+    """Twice the error of PyTorch's attention in that dtype, plus its rounding of the largest element."""
+    return 2 * pytorch_error + torch.finfo(dtype).eps * largest
 
 
 def chosen_heads(batch: int, heads: int, kv_heads: int, rows: int, keys: int) -> tuple[int, ...]:
@@ -49,31 +68,51 @@ def chosen_heads(batch: int, heads: int, kv_heads: int, rows: int, keys: int) ->
     return tuple(range(kv_heads)) if few else tuple(dict.fromkeys((0, kv_heads - 1)))
 
 
-def exact_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, kv_heads: Sequence[int], options: Masks) -> Exact:
-    """Compute them on the device of the inputs.
+def judge_of(given: Inputs, options: Masks, kv_heads: Sequence[int] | None = None) -> Judge:
+    """Compute it on the device of the inputs.
 
     Args:
-        q, k, v, dout: ``[B, S, H, D]``, heads of k and v a divisor of those of q.
-        kv_heads: which to look at.
-        options: the mask, as :func:`ringattn.reference.attention` takes it.
+        given: of all heads.
+        options: the mask, as :func:`ringattn.reference.attention` takes it; where lse counts, every row sees a key.
+        kv_heads: which to look at; default: all.
     """
-    group = q.shape[2] // k.shape[2]
-    heads = [head * group + member for head in kv_heads for member in range(group)]
-    q, dout = (x[:, :, heads].detach().double() for x in (q, dout))
-    k, v = (x[:, :, list(kv_heads)].detach().double() for x in (k, v))
-    out, dq = torch.empty_like(dout), torch.empty_like(q)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    count, group = given.k.shape[2], given.q.shape[2] // given.k.shape[2]
+    kv_heads = tuple(range(count) if kv_heads is None else kv_heads)
+    heads = tuple(head * group + member for head in kv_heads for member in range(group))
+    named = {name: x for name, x in given._asdict().items() if x is not None}
+    part = Inputs(**{name: _some(name, x, heads, kv_heads) for name, x in named.items()})
+    exact, plain = exact_results(part, options), pytorch_results(part, options)
+    usual = Judge(kv_heads, heads, exact, {}, {}).differences(plain)
+    limits = {name: tolerance(usual[name], _largest(exact[name]), x.dtype) for name, x in plain.items()}
+    return Judge(kv_heads, heads, exact, usual, limits)
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max())
+
+
+def _some(name: str, x: Tensor, heads: Sequence[int], kv_heads: Sequence[int]) -> Tensor:
+    """Some heads of an input or a result."""
+    chosen = list(kv_heads if name in ("k", "v", "dk", "dv") else heads)
+    return x[:, chosen] if name in ("lse", "dlse") else x[:, :, chosen]
+
+
+def exact_results(given: Inputs, options: Masks) -> dict[str, Tensor]:
+    """The reference and its gradients, in float64."""
+    q, k, v, dout = (x.detach().double() for x in given[:4])
+    out, dq, dk, dv = torch.empty_like(dout), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=q.dtype, device=q.device)
+    dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse.double()
     rows, keys = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
-    step = max(1, BLOCK_BYTES // (8 * q.shape[0] * len(heads) * k.shape[1]))
+    step = max(1, BLOCK_BYTES // (8 * q.shape[0] * q.shape[2] * k.shape[1]))
     for start in range(0, q.shape[1], step):
         near = slice(start, start + step)
-        leaves = [x.requires_grad_() for x in (q[:, near].clone(), k.detach(), v.detach())]
-        block, _ = reference.attention(*leaves, q_positions=rows[near], k_positions=keys, **options)
-        grads = torch.autograd.grad(block, leaves, dout[:, near])
-        out[:, near], dq[:, near] = block.detach(), grads[0]
-        dk += grads[1]
-        dv += grads[2]
-    return Exact(tuple(kv_heads), tuple(heads), (out, dq, dk, dv))
+        attend = partial(reference.attention, q_positions=rows[near], k_positions=keys, **options)
+        made = forward_backward(attend, (q[:, near], k, v), dout[:, near], dlse[:, :, near])
+        out[:, near], lse[:, :, near], dq[:, near] = made[:3]
+        dk += made[3]
+        dv += made[4]
+    return dict(zip(WITH_LSE, (out, lse, dq, dk, dv), strict=True))
 
 
 def is_square(options: Masks) -> bool:
@@ -82,36 +121,42 @@ def is_square(options: Masks) -> bool:
     return all(name == "causal" or value is plain.get(name) or value == (-1, -1) for name, value in options.items())
 
 
-def pytorch_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, of: Exact, options: Masks) -> list[Tensor]:
-    """PyTorch's attention in the inputs' own dtype, of the same heads: what errors are compared with."""
-    heads, kv_heads = list(of.heads), list(of.kv_heads)
-    parts = (q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], dout[:, :, heads])
-    *inputs, given = (x.detach().transpose(1, 2).contiguous() for x in parts)
-    leaves = [x.requires_grad_() for x in inputs]
-    causal = bool(options.get("causal"))
-    masked: dict[str, Any] = {"is_causal": causal}
-    group = len(heads) // len(kv_heads)
-    keys, values = leaves[1:]
-    blind: Tensor | None = None
-    if not is_square(options):  # by a mask, for which few backends take grouped heads, and math keeps all scores
-        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        positions = torch.arange(q.shape[1], device=q.device)
+def pytorch_results(given: Inputs, options: Masks) -> dict[str, Tensor]:
+    """PyTorch's attention in the inputs' own dtype, as it chooses its backend: what errors are compared with.
+
+    It returns no lse: the gradient through it is that of ``logsumexp``.
+    """
+    *inputs, dout = (x.detach().transpose(1, 2).contiguous() for x in given[:4])
+    q, k, v = leaves = [x.requires_grad_() for x in inputs]
+    causal, square, group = bool(options.get("causal")), is_square(options), q.shape[1] // k.shape[1]
+    if not square or given.dlse is not None:
+        positions = torch.arange(q.shape[2], device=q.device)
         seen = by_batch(reference.visible(positions, positions, **options))
+    if square:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=group > 1)
+    else:  # by a mask, for which few backends take grouped heads, and math keeps all scores
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
         # rows that see nothing, of which backends make 0 or NaN: they see all, and without dout they add nothing
         blind = ~seen.any(-1, keepdim=True)
-        masked, given = {"attn_mask": seen | blind}, given.masked_fill(blind, 0)
-    out = F.scaled_dot_product_attention(leaves[0], keys, values, enable_gqa=keys.shape[1] != len(heads), **masked)
-    grads = torch.autograd.grad(out, leaves, given)
-    out = out if blind is None else out.masked_fill(blind, 0)
-    return [x.detach().transpose(1, 2) for x in (out, *grads)]
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen | blind).masked_fill(blind, 0)
+    results, gradients = [out], [dout]
+    if given.dlse is not None:
+        scores = q.float() @ k.repeat_interleave(group, dim=1).float().mT * q.shape[-1] ** -0.5
+        results.append(scores.masked_fill(~seen, -torch.inf).logsumexp(-1))
+        gradients.append(given.dlse)
+    grads = torch.autograd.grad(results, leaves, gradients)
+    named = {name: x.detach().transpose(1, 2) for name, x in zip(RESULTS, (out, *grads), strict=True)}
+    if given.dlse is not None:
+        told = _lse_of_operator(q.detach(), k.detach(), v.detach(), causal) if square else None
+        named["lse"] = results[1].detach() if told is None else told
+    return named
 
 
-def tolerance(pytorch_error: float, largest: float, dtype: torch.dtype) -> float:
-    """Twice the error of PyTorch's attention in that dtype, plus its rounding of the largest element."""
-    return 2 * pytorch_error + torch.finfo(dtype).eps * largest
-
-
-def tolerances(of: Exact, plain: Sequence[Tensor]) -> dict[str, float]:
-    """Of each result, by PyTorch's results of the same heads."""
-    usual, dtype = of.differences(plain), plain[0].dtype
-    return {name: tolerance(usual[name], size, dtype) for name, size in of.sizes().items()}
+def _lse_of_operator(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor | None:
+    """``lse`` as PyTorch's flash operator computes it; None where it has none for such inputs."""
+    on_gpu = q.device.type == "cuda"
+    if q.shape[-1] != v.shape[-1] or (on_gpu and q.dtype == torch.float32):
+        return None
+    name = "_scaled_dot_product_flash_attention" + ("" if on_gpu else "_for_cpu")
+    lse: Tensor = getattr(torch.ops.aten, name)(q, k, v, NO_DROPOUT, causal)[1]
+    return lse

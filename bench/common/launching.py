@@ -134,6 +134,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def ranks_here(world: int) -> int:
+    """How many of so many ranks are on this machine: all, or as many as the launcher started here."""
+    place = member()
+    return world if place is None else min(world, place.local_world)
+
+
+def threads_of(given: int | None, world: int) -> int:
+    """Of each of so many ranks: what ``--threads`` says, or its share of the cores."""
+    return given or max(1, cores() // ranks_here(world))
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """That many threads of PyTorch's for a while."""

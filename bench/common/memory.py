@@ -9,14 +9,18 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import typer
 
 from .flags import binary
-from .launching import TORCHRUN, member
+from .launching import TORCHRUN, member, ranks_here
+
+if TYPE_CHECKING:
+    from .attention import AttentionConfig
 
 GB = 1e9
 PROCESS_BYTES = 400 << 20  # Python, torch and its libraries
@@ -141,6 +145,27 @@ def refuse_too_large(
     """
     if refusal := too_large(size, needed, free_here(device), unit=unit, step=step):
         raise typer.BadParameter(f"{option}: {refusal}")
+
+
+def refuse_ranks(
+    option: str, config: AttentionConfig, taken: Callable[[AttentionConfig], int | Needs], *, per_rank: bool = False
+) -> None:
+    """The same of an attention over ranks.
+
+    Args:
+        option: the one that says how many tokens there are in all, or with ``per_rank`` on each rank.
+        config: as it was asked for.
+        taken: bytes of tensors of each rank, or what all of this machine take, by the attention.
+        per_rank: which of the two ``option`` says.
+    """
+    device, here, tokens = torch.device(config.device), ranks_here(config.world), config.world if per_rank else 1
+
+    def needed(size: int) -> Needs:
+        bytes_taken = taken(replace(config, seqlen=size * tokens))
+        return bytes_taken if isinstance(bytes_taken, Needs) else needs_of_ranks(bytes_taken, device, here)
+
+    unit = f"tokens {'on each of' if per_rank else 'over'} {config.world} ranks"
+    refuse_too_large(option, config.seqlen // tokens, needed, device, unit=unit)
 
 
 def too_large(size: int, needed: Callable[[int], Needs], free: Needs, *, unit: str, step: int = STEP) -> str | None:

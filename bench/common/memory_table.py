@@ -2,7 +2,7 @@
 
 Counted are the tensors that are there at the peak, a little above what is measured. A row says bytes per element of q
 (batch x heads x head dim per token) and of k, of this rank's tokens and of the whole sequence; ``e`` is the size of an
-element of the dtype, sums are fp32. ``bench/README.md`` explains the rows.
+element of the dtype, dK/dV accumulators are fp32. ``bench/README.md`` explains the rows.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Row(NamedTuple):
 def candidate_rows(e: int) -> dict[str, Row]:
     """Per candidate of ``bench ring``; in 4e are inputs and results: q, k, v, dout, out, dq, dk, dv."""
     return {
-        OURS: Row(4 * e + FP32, 5 * e),  # dQ in fp32, one piece's dK/dV; beside them its slots
-        # two buffers of K/V, of sums what leaves, what came and one block's, and dQ in fp32 beside a block's
+        OURS: Row(4 * e + FP32, 5 * e),  # dQ in fp32, dK/dV of a chunk; beside them its slots
+        # two buffers of K/V; dK/dV accumulators that are sent and received, dK/dV of a block; dQ in fp32 and of a block
         BASELINE: Row(5 * e + FP32, 10 * e + 4 * FP32),
         # K/V of all tokens, gradients of all tokens in fp32 and one of them once more in the order of ranks
         ALL_GATHER: Row(4 * e + FP32, 4 * e, 0, 2 * e + 3 * FP32),
@@ -91,33 +91,33 @@ def ring_parts(config: AttentionConfig, form: RingForm = PLAIN_RING) -> dict[str
         "q, k, v and out": n * inputs(config),
         "their gradients": n * inputs(config),
         "dQ, fp32": n * q * FP32,
-        "one piece's dK/dV": n * k * e,
+        "dK/dV of a chunk": n * k * e,
     }
     return own | slot_parts(config, form)
 
 
 def slot_parts(config: AttentionConfig, form: RingForm = PLAIN_RING) -> dict[str, int]:
-    """What a ring keeps from call to call, whatever the world: slots of K/V and of fp32 sums.
+    """What a ring keeps from call to call, whatever the world: slots of K/V and of dK/dV accumulators in fp32.
 
-    Of two levels some more for the rail, and the total of what came home over it. What travels in another dtype is
-    encoded in one more slot by its owner, and decoded into memory of its own.
+    Of two levels some more for the rail, and the total of the dK/dV that it brought to their owner. What travels in
+    another dtype is encoded in one more slot by its owner, and decoded into memory of its own.
     """
     if config.world == 1:
         return {}
     dtype, elements_of_kv = DTYPES[config.dtype], 2 * shard(config) * elements(config)[1]
     wire, grad_wire = wire_of(form.wire_dtype, dtype), grad_wire_of(form.grad_wire_dtype)
-    kv, sums = elements_of_kv * dtype.itemsize, elements_of_kv * FP32
+    kv, dkv = elements_of_kv * dtype.itemsize, elements_of_kv * FP32
     found = {
         "K/V slots": (form.slots + ROOT_SLOTS * form.two_level + (wire is not None)) * _on_wire(config, wire, kv),
-        "slots of sums": (DKV_SLOTS + RAIL_SLOTS * form.two_level) * _on_wire(config, grad_wire, sums),
-        "sums that are home, fp32": sums * form.two_level,
-        "decoded": kv * (wire is not None) + sums * (grad_wire is not None),
+        "dK/dV slots": (DKV_SLOTS + RAIL_SLOTS * form.two_level) * _on_wire(config, grad_wire, dkv),
+        "own dK/dV accumulators, fp32": dkv * form.two_level,
+        "decoded": kv * (wire is not None) + dkv * (grad_wire is not None),
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
 def _on_wire(config: AttentionConfig, wire: Wire | None, plain: int) -> int:
-    """A pair of a rank's K/V, or of their sums, in the form in which they travel."""
+    """A pair of a rank's K/V, or of their dK/dV, in the form in which they travel."""
     if wire is None:
         return plain
     shape = (config.batch, shard(config), config.kv_heads, config.head_dim)

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,16 +43,12 @@ def write_file(target: str | Path, data: str | bytes) -> None:
     Raises:
         typer.BadParameter: it cannot be written.
     """
-    from ...kernels.strict import regular_file  # which brings torch
-
     try:
         Path(target).parent.mkdir(parents=True, exist_ok=True)
-        with regular_file(Path(target), "wb", os.O_WRONLY | os.O_CREAT) as file:
-            file.truncate()
-            file.write(data.encode() if isinstance(data, str) else data)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise typer.BadParameter(f"cannot write {target}: {why}") from None
+        check_targets(target)
+        Path(target).write_bytes(data.encode() if isinstance(data, str) else data)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {target}: {error.strerror}") from None
 
 
 def write_json(target: str | Path, data: object, indent: int | None = 2) -> None:

@@ -47,7 +47,8 @@ def command() -> str:
         program = "python -m ringattn"
     elif spec is not None and spec.origin == sys.argv[0]:
         program = f"python -m {spec.name}"
-    return f"{program} {shlex.join(sys.argv[1:])}".strip()
+    # names of files are any bytes; what is kept is text
+    return f"{program} {shlex.join(sys.argv[1:])}".strip().encode(errors="replace").decode()
 
 
 def sources() -> str:

@@ -18,7 +18,8 @@ import typer
 from .output import prints, write_csv, write_json
 
 SCHEMA = "ringattn result"
-Row = Mapping[str, Any]  # text, numbers, booleans, None
+Cell = str | bool | float | None
+Row = Mapping[str, Any]  # of cells
 
 
 @dataclass
@@ -35,6 +36,12 @@ class Result:
     notes: list[str] = field(default_factory=list)
     """What a reader should know; the last one is the line that matters, as in ``best: ...``."""
     provenance: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, other: Result) -> None:
+        """Take in what another part of the same command found; a note that both have is told once."""
+        self.rows += other.rows
+        self.failed += other.failed
+        self.notes += [note for note in other.notes if note not in self.notes]
 
     def text(self, width: int | None = None) -> str:
         """Table, notes and failures for a terminal.
@@ -109,31 +116,16 @@ def read(path: Path) -> Result:
     Raises:
         ValueError: the file is something else; the message names it and what it has to be.
     """
-    from .files import read_object  # which brings torch
+    from ...kernels.files import converted, read_object  # which brings torch
 
     try:
         data = read_object(path)
         if data.pop("schema", None) != SCHEMA:
             raise ValueError(f"its schema is not {SCHEMA!r}")
-        _check(data)
+        result: Result = converted(Result, data, "result")
+        converted(list[dict[str, Cell]], result.rows, "rows")
+        if any(row.keys() - result.units.keys() for row in result.rows):
+            raise ValueError("rows must have no fields but the columns of units")
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; it takes what a command wrote with --json") from None
-    return Result(**data)
-
-
-def _check(data: Mapping[str, Any]) -> None:
-    """Every field is there and of its kind: ValueError."""
-    from ...kernels.strict import checked_as, typed
-
-    kinds = {"case": str, "units": dict, "rows": list, "failed": list, "notes": list, "provenance": dict}
-    checked_as("", data, {name: typed(f"of type {kind.__name__}", kind) for name, kind in kinds.items()})
-    for name in ("failed", "notes"):
-        if not all(isinstance(one, str) for one in data[name]):
-            raise ValueError(f"{name} must be texts")
-    if not all(isinstance(unit, str) for unit in data["units"].values()):
-        raise ValueError("units must be texts by columns")
-    for row in data["rows"]:
-        if not isinstance(row, dict) or not row.keys() <= data["units"].keys():
-            raise ValueError("rows must be objects whose fields are columns of units")
-        if not all(isinstance(value, str | int | float | None) for value in row.values()):
-            raise ValueError("a row takes texts, numbers, true, false and null")
+    return result

@@ -21,10 +21,10 @@ from unittest.mock import patch
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from ...autotune.compile import StandInDriver
 from ...comm.control import control_of
 from ...comm.transport import Edge, Transport
 from ...comm.transports import nccl
@@ -147,19 +147,6 @@ def nothing(*arguments: object, **named: object) -> None:
     """In the place of whatever reaches a device."""
 
 
-class NoDriver:
-    """What Triton asks a driver on its way to a launch."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return -1  # what is "compiled" for it is nobody else's
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def no_launches() -> Any:
     """Nothing of Triton's runs, under its interpreter neither."""
     return patch.object(type(forward_kernel), "run", nothing)
@@ -194,7 +181,7 @@ def no_device() -> Iterator[None]:
         # as if of a GPU: its spans are events; and no thread beside this one
         patch.object(ring_module, "open_watch", lambda group, device, **named: opened(group, NO_DEVICE, **named)),
         patch.object(watch, "_WATCHDOG", SimpleNamespace(add=nothing)),
-        patch.object(driver, "_active", NoDriver()),
+        patch.object(driver, "_active", StandInDriver(90, device=-1)),
         patch.object(triton.compiler, "compile", lambda *arguments, **named: kernel),
         patch.object(launching, "check_cpu", nothing),
         nullcontext() if issubclass(type(forward_kernel), JITFunction) else no_launches(),

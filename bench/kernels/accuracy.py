@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from ... import reference
 from ...comm import LocalGroup, LocalWorld
 from ...kernels import KernelConfig
 from ...kernels.experimental.hopper_launch import is_hopper
+from ...reference.masks import Masks
 from ...ring import Layout, ring_attention
-from ..common.attention import DTYPES
-from ..common.errors import tolerance
+from ..common.attention import DTYPES, Tensors, forward_backward
+from ..common.errors import WITH_LSE, Inputs, judge_of
 from ..suite.cases import NotHere, Number, poisoned
 from .contender import Variant
 
-NO_DROPOUT = 0.0
 HOPPER = "hopper"
 BACKENDS = {
     HOPPER: {"forward_kernel": "hopper", "backward": "hopper"},
@@ -28,24 +27,6 @@ BACKENDS = {
 }
 """As a backend: Triton kernels in the place of the default ones, by fields of their config."""
 ANY_ORDER = (HOPPER, "single_pass")  # in which dQ is added: its last bits change from run to run
-
-
-class Inputs(NamedTuple):
-    """Of the whole sequence; what the results are functions of."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    dlse: Tensor
-
-
-class Results(NamedTuple):
-    out: Tensor
-    lse: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
 
 
 def accuracy(
@@ -75,7 +56,7 @@ def accuracy(
         raise NotHere("the Hopper kernels take GPUs of compute capability 9.0")
     for causal in (True, False):
         given = draw(device, DTYPES[dtype], (seqlen, *heads, head_dim, head_dim_v or head_dim))
-        exact, pytorch = exactly(given, causal), by_pytorch(given, causal)
+        judge = judge_of(given, Masks(causal=causal))
         for world in causal_worlds if causal else full_worlds:
             labels = {
                 "by": backend, "dtype": dtype, "head_dim": head_dim, "seqlen": seqlen,
@@ -83,18 +64,12 @@ def accuracy(
             }  # fmt: skip
             with poisoned():
                 first, second = (on_shards(given, causal, world, backend) for _ in range(2))
-            for name, ours, theirs, right in zip(Results._fields, first, pytorch, exact, strict=True):
-                error, usual, limit = judged(ours, theirs, right)
-                yield Number(f"error of {name}", error, "absolute", labels, limit, note=f"PyTorch's: {usual:.3g}")
-            kept = [name for name in Results._fields if name != "dq" or backend not in ANY_ORDER]
-            changed = sum(int((getattr(first, name) != getattr(second, name)).sum()) for name in kept)
+            for name, error in judge.differences(first).items():
+                note = f"PyTorch's: {judge.usual[name]:.3g}"
+                yield Number(f"error of {name}", error, "absolute", labels, judge.limits[name], note=note)
+            kept = [name for name in first if name != "dq" or backend not in ANY_ORDER]
+            changed = sum(int((first[name] != second[name]).sum()) for name in kept)
             yield Number("changed in a second run", changed, "elements", labels, limit=0)
-
-
-def judged(ours: Tensor, pytorch: Tensor, exact: Tensor) -> tuple[float, float, float]:
-    """Largest error of ours and of PyTorch's result of the same dtype, and what ours may be at most."""
-    error, usual = ((x.double() - exact).abs().max().item() for x in (ours, pytorch))
-    return error, usual, tolerance(usual, exact.abs().max().item(), ours.dtype)
 
 
 def draw(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], *, batch: int = 2) -> Inputs:
@@ -108,58 +83,30 @@ def draw(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, i
     return Inputs(q, k, v, dout, torch.randn(batch, heads, seqlen, device=device))
 
 
-def exactly(given: Inputs, causal: bool) -> Results:
-    """The reference, and its gradients by autograd, in float64."""
-    leaves = [x.detach().double().requires_grad_() for x in given[:3]]
-    out, lse = reference.attention(*leaves, causal=causal)
-    grads = torch.autograd.grad((out, lse), leaves, (given.dout.double(), given.dlse.double()))
-    return Results(out.detach(), lse.detach(), *grads)
-
-
-def by_pytorch(given: Inputs, causal: bool) -> Results:
-    """PyTorch's SDPA as it chooses its backend. It returns no lse: the gradient through it is that of ``logsumexp``."""
-    leaves = [x.detach().clone().requires_grad_() for x in given[:3]]
-    q, k, v = (x.transpose(1, 2) for x in leaves)
-    grouped = q.shape[1] != k.shape[1]
-    out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    lse = scores.logsumexp(-1)
-    grads = torch.autograd.grad((out, lse), leaves, (given.dout, given.dlse))
-    told = _lse_of_operator(q.detach(), k.detach(), v.detach(), causal)
-    return Results(out.detach(), lse.detach() if told is None else told, *grads)
-
-
-def _lse_of_operator(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor | None:
-    """``lse`` as PyTorch's flash operator computes it; None where it has none for such inputs."""
-    on_gpu = q.device.type == "cuda"
-    if q.shape[-1] != v.shape[-1] or (on_gpu and q.dtype == torch.float32):
-        return None
-    name = "_scaled_dot_product_flash_attention" + ("" if on_gpu else "_for_cpu")
-    lse: Tensor = getattr(torch.ops.aten, name)(q, k, v, NO_DROPOUT, causal)[1]
-    return lse
-
-
-def on_shards(given: Inputs, causal: bool, world: int, backend: str) -> Results:
+def on_shards(given: Inputs, causal: bool, world: int, backend: str) -> dict[str, Tensor]:
     """What a zigzag ring of virtual ranks computes."""
     layout, config = Layout.zigzag(given.q.shape[1], world), config_of(backend, given.q)
-    options: dict[str, Any] = {"causal": causal, "return_lse": True, "config": config}
+    name = "aten" if backend == "aten" else "triton"
+    options: dict[str, Any] = {"causal": causal, "return_lse": True, "config": config, "backend": name}
 
-    def of_rank(group: LocalGroup) -> Results:
-        rank = group.rank()
-        *leaves, dout = (layout.shard(x, rank).detach() for x in given[:4])
-        leaves = [x.requires_grad_() for x in leaves]
-        name = "aten" if backend == "aten" else "triton"
-        out, lse = ring_attention(*leaves, layout=layout, group=group, backend=name, **options)
-        grads = torch.autograd.grad((out, lse), leaves, (dout, layout.shard(given.dlse, rank, dim=2)))
-        return Results(out.detach(), lse.detach(), *grads)
+    def of_rank(group: LocalGroup) -> Tensors:
+        q, k, v, *gradients = shards_of(given, layout, group.rank())
+        attend = partial(ring_attention, layout=layout, group=group, **options)
+        return forward_backward(attend, (q, k, v), *gradients)
 
     with LocalWorld(world, device=given.q.device) as ranks:
-        out, lse, *grads = zip(*ranks.run(of_rank), strict=True)
-    return Results(layout.unshard(out), layout.unshard(lse, dim=2), *map(layout.unshard, grads))
+        return unsharded(layout, ranks.run(of_rank))
+
+
+def shards_of(given: Inputs, layout: Layout, rank: int) -> Tensors:
+    """A rank's tokens of q, k, v, dout and dlse."""
+    return tuple(layout.shard(x, rank, 2 if name == "dlse" else 1) for name, x in given._asdict().items())
+
+
+def unsharded(layout: Layout, parts: Sequence[Tensors]) -> dict[str, Tensor]:
+    """Out, lse and gradients of the whole sequence, from those of every rank."""
+    named = zip(WITH_LSE, zip(*parts, strict=True), strict=True)
+    return {name: layout.unshard(shards, 2 if name == "lse" else 1) for name, shards in named}
 
 
 def config_of(backend: str, q: Tensor) -> KernelConfig | None:

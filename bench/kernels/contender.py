@@ -34,7 +34,7 @@ from ...ring.backends import backward_backends, forward_backends
 from ...ring.buffers import MaskArgs, chunks_of
 from ...ring.loop import ForwardBackend, add
 from ...ring.schedule.plan import plan
-from ..common.attention import DTYPES, AttentionConfig
+from ..common.attention import AttentionConfig
 from ..common.memory import free_memory
 from ..common.timing import Step
 
@@ -64,7 +64,7 @@ class Given:
     @classmethod
     def drawn(cls, config: AttentionConfig, device: torch.device) -> Given:
         """Random inputs."""
-        return cls(config, *(torch.randn(shape, device=device).to(DTYPES[config.dtype]) for shape in config.shapes))
+        return cls(config, *config.drawn(0, device))
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +80,7 @@ class Given:
     def halves(self) -> list[tuple[slice, tuple[Bounds, ...]]]:
         """Keys and bounds of two hops that are together the whole; none where blocks say what is visible."""
         parts, middle, end = self.bounds, self.config.seqlen // 2, self.config.seqlen
-        if not middle or any(part.runs is not None for part in parts):
+        if not middle or any(part.block_sparse is not None for part in parts):
             return []
         first, second = (tuple(_among(part, *keys) for part in parts) for keys in ((0, middle), (middle, end)))
         return [(slice(0, middle), first), (slice(middle, None), second)]

@@ -19,7 +19,7 @@ from ...comm.transports.lanes import HIGH_PRIORITY, new_stream
 from ...kernels import Bounds, attention_forward
 from ...ring import Layout, Mask, bounds
 from ..common.attention import BACKWARD_FLOPS, DTYPES, AttentionConfig, forward_flops, mask_title
-from ..common.errors import RESULTS, Exact, chosen_heads, exact_results, pytorch_results, tolerances
+from ..common.errors import RESULTS, Inputs, Judge, chosen_heads, judge_of
 from ..common.flags import OF_RINGS
 from ..common.result import Result, Row
 from ..common.timing import Clock, Samples, Step, interleaved, nearest, repeats_within
@@ -70,13 +70,11 @@ def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequen
     """
     found, labels = Result("bench kernels", UNITS), labels_of(config)
     steps, errors = dict[str, Step](), dict[str, dict[str, float]]()
-    side, options = PRODUCT_SIDE[clock.device.type], config.options(clock.device)
+    side = PRODUCT_SIDE[clock.device.type]
     with clock.stage():
         given = Given.drawn(config, clock.device)
-        inputs = (given.q, given.k, given.v, given.dout)
         heads = chosen_heads(config.batch, config.heads, config.kv_heads, config.seqlen, config.seqlen)
-        exact = exact_results(*inputs, heads, options)
-        limits = tolerances(exact, pytorch_results(*inputs, exact, options))
+        judge = judge_of(Inputs(given.q, given.k, given.v, given.dout), config.options(clock.device), heads)
         for one in contenders(clock.device):
             if by and one.name not in by:
                 continue
@@ -88,14 +86,15 @@ def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequen
                 if one.name == OURS:
                     found.failed.append(f"{OURS} is not there: {reason}")
                 continue
-            for what, name, error in _errors(ready, exact):
-                if one.ours and not error <= limits[name]:  # NaN fails too
+            for what, name, error in _errors(ready, judge):
+                limit = judge.limits[name]
+                if one.ours and judge.wrong({name: error}):
                     shape = ", ".join(f"{key} {value}" for key, value in labels.items())
-                    told = f"{name} errs by {error:.3g}, {limits[name]:.3g} allowed"
+                    told = f"{name} errs by {error:.3g}, {limit:.3g} allowed"
                     found.failed.append(f"{what} by {one.name}: {told}; {shape}")
                 worst = errors.setdefault(f"{what}:{one.name}", {"error": 0.0, "error/allowed": 0.0})
                 worst["error"] = max(worst["error"], error)
-                worst["error/allowed"] = max(worst["error/allowed"], error / limits[name])
+                worst["error/allowed"] = max(worst["error/allowed"], error / limit)
         a, b = (torch.randn(side, side, device=clock.device).to(DTYPES[config.dtype]) for _ in range(2))
         steps[PRODUCT] = clock.prepared(lambda: a @ b)
         for step in steps.values():
@@ -109,12 +108,12 @@ def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequen
     return found
 
 
-def _errors(ready: Ready, exact: Exact) -> Iterator[tuple[str, str, float]]:
+def _errors(ready: Ready, judge: Judge) -> Iterator[tuple[str, str, float]]:
     """The pass, the result, and its largest difference from float64."""
-    for name, error in exact.errors(ready.results).items():
+    for name, error in judge.errors(dict(zip(RESULTS, ready.results, strict=False))).items():
         yield FORWARD if name == RESULTS[0] else BACKWARD, name, error
     if ready.carried is not None:
-        yield STATE, RESULTS[0], exact.errors([ready.carried])[RESULTS[0]]
+        yield STATE, RESULTS[0], judge.errors({RESULTS[0]: ready.carried})[RESULTS[0]]
 
 
 def _captured(clock: Clock, step: Step) -> Step:

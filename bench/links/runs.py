@@ -372,10 +372,8 @@ def everywhere(world: int, config: LinksConfig) -> Result:
         found = spawn(world, measure, replace(config, transports=between), device=config.device)
     if between != config.transports:
         with threads(1), LocalWorld(world, device=config.device) as ranks:
-            here = ranks.run(partial(_of_virtual_rank, replace(config, transports=(IN_PROCESS,)), ranks.device))[0]
-        found.rows += here.rows
-        found.notes += here.notes
-        found.failed += here.failed
+            here = replace(config, transports=(IN_PROCESS,))
+            found.add(ranks.run(partial(_of_virtual_rank, here, ranks.device))[0])
     for row in found.rows:
         if row["#wrong"]:
             lost = f"{row['#wrong']} bytes did not arrive as they left"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..common import flags
-from ..common.launching import cores, member, spawn, world_of
+from ..common.launching import member, spawn, threads_of, world_of
 from ..common.result import finish
 
 if TYPE_CHECKING:
-    from ..common.memory import Needs
     from .runs import Setting
 
 LINK_SHARE = 0.8
@@ -54,7 +54,7 @@ def overlap(
     import torch
 
     from ..common.attention import AttentionConfig
-    from ..common.memory import needs_of_ranks, refuse_too_large
+    from ..common.memory import refuse_ranks
     from ..common.memory_table import settings_bytes
     from ..common.provenance import provenance
     from .runs import OverlapConfig, measure
@@ -63,9 +63,7 @@ def overlap(
     on_gpu = device == "cuda"
     if on_gpu:
         flags.check_mode(context, "on a GPU, whose links are not throttled", context.params.keys() - {"link_share"})
-    place = member()
-    world = world_of(place, world, max(2, torch.cuda.device_count() if on_gpu else 0))
-    ranks_here = world if place is None else place.local_world
+    world = world_of(member(), world, max(2, torch.cuda.device_count() if on_gpu else 0))
     kv_heads = flags.kv_heads_of(heads, kv_heads)
     flags.check_chunks(chunks, kv_heads)
     transport = transport or ("auto" if on_gpu else "process_group")
@@ -73,19 +71,13 @@ def overlap(
     settings, reasons = rings_of(slots, prefetch, chunks, world)
     timer = flags.timer_of_rings(device, timer)
 
-    def problem(tokens: int) -> AttentionConfig:
-        return AttentionConfig(
-            world * tokens, world, batch, heads, kv_heads, head_dim, dtype or ("bfloat16" if on_gpu else "float32"),
-            causal, layout.value, threads or max(1, cores() // ranks_here), seed, device, transport,
-        )  # fmt: skip
-
-    def needed(tokens: int) -> Needs:
-        nbytes = settings_bytes(problem(tokens), [slots for slots, _, _ in settings])
-        return needs_of_ranks(nbytes, torch.device(device), ranks_here)
-
-    unit = f"tokens on each of {world} ranks"
-    refuse_too_large("--tokens", tokens, needed, torch.device(device), unit=unit)
-    config = OverlapConfig(problem(tokens), settings, repeats, None if on_gpu else link_share, timer)
+    problem = AttentionConfig(
+        world * tokens, world, batch, heads, kv_heads, head_dim, dtype or ("bfloat16" if on_gpu else "float32"),
+        causal, layout.value, threads_of(threads, world), seed, device, transport,
+    )  # fmt: skip
+    each = partial(settings_bytes, slots=[slots for slots, _, _ in settings])
+    refuse_ranks("--tokens", problem, each, per_rank=True)
+    config = OverlapConfig(problem, settings, repeats, None if on_gpu else link_share, timer)
     result = spawn(world, measure, config, device=device)
     result.notes = [*(f"no ring: {reason}" for reason in reasons), *result.notes]
     result.provenance = provenance(torch.device(device))

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ...comm import DONE, Fence, Limits, Message, Transport
-from ...ring import Mask, Ring, loop
+from ...ring import Ring, loop
 from ...ring.backends import backward_backends, forward_backends, joined, resolve_backend
 from ...ring.buffers import Call, Tensors, ignore_post
 from ...ring.schedule.plan import Plan, plan
-from ..common.attention import DTYPES, AttentionConfig
+from ..common.attention import AttentionConfig
 from ..common.flags import human
 from ..common.launching import Member
 from ..common.result import Result, Row
@@ -88,17 +88,13 @@ class Shard:
         backend: str = "",
         revised: Callable[[Plan], Plan] | None = None,
     ) -> None:
-        mask, tokens = Mask(causal=problem.causal), problem.held.lengths[ring.rank]
         self._ring, self._backend = ring, backend or resolve_backend("auto", device)
-        own = plan(problem.held, mask, ring.rank, ring.direction, device, ring.topology, ring.slots)
+        own = plan(problem.held, problem.mask, ring.rank, ring.direction, device, ring.topology, ring.slots)
         self._plan = own if revised is None else revised(own)
         self._scale = 1 / math.sqrt(problem.head_dim)
         self.nbytes = dict.fromkeys(PHASES, 0)
         """That a pass moves, once it was run as compute alone."""
-        self.q, self.k, self.v, self.dout = (
-            torch.randn(problem.batch, tokens, heads, problem.head_dim, device=device).to(DTYPES[problem.dtype])
-            for heads in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-        )
+        self.q, self.k, self.v, self.dout = problem.drawn(ring.rank, device)
         # what a backward reads; and K/V of real shards lie in the ring's slots from here on
         self.out, self.lse = self.run(FORWARD, TOGETHER)
 
@@ -151,7 +147,6 @@ def measure(place: Member, device: torch.device, config: OverlapConfig) -> Resul
     """One rank of the measurement; every rank has the rows."""
     problem = config.problem
     torch.set_num_threads(problem.threads)
-    torch.manual_seed(problem.seed + place.rank)
     speed = None if config.link_share is None else link_speed(config, config.link_share, device)
     limits = Limits(bytes_per_second=speed)
     with ExitStack() as stack:

@@ -198,8 +198,8 @@ class Call:
 def area_of(bounds: Bounds, rows: int, keys: int) -> Area:
     """The area of one part of a hop's mask."""
     share = 1.0
-    if bounds.runs is not None:  # of a block-sparse pattern the keys that a row sees, on average
-        seen_keys = float((bounds.runs.ends - bounds.runs.begins).sum()) * bounds.runs.block
+    if bounds.block_sparse is not None:  # of a block-sparse pattern the keys that a row sees, on average
+        seen_keys = float((bounds.block_sparse.ends - bounds.block_sparse.begins).sum()) * bounds.block_sparse.block
         share = min(seen_keys / max(rows * keys, 1), 1.0)
     if bounds.lo is None or bounds.hi is None or not rows:
         return Area(rows * keys * share, rows, keys, keys * share, 0)

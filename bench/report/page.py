@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ..common.files import read_object
+from ...kernels.files import read_object
 from ..common.result import Result, cell, read
 from ..timeline.events import PREDICTED, Timeline, alike, from_chrome
 from . import charts, timelines
@@ -78,12 +78,13 @@ def html(folder: Folder) -> str:
     # whatever gets into the page by mistake, a browser runs this script and no other
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"shown": shown, "key": key}
+    environment.filters |= {"shown": shown}
     sections = [
         {
             "file": file,
             "result": result,
             "columns": [name for name in result.units if any(row.get(name) is not None for row in result.rows)],
+            "orders": {name: order([row.get(name) for row in result.rows]) for name in result.units},
             "provenance": list(told_first(result.provenance)),
             "charts": list(drawn(folder, number)),
         }
@@ -126,9 +127,17 @@ def shown(value: object) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
 
 
-def key(value: object) -> str:
-    """What a cell sorts by: a number as Python writes it, or text."""
-    return str(int(value)) if isinstance(value, bool) else "" if value is None else str(value)[:LONGEST]
+def order(values: Sequence[object]) -> list[int | str]:
+    """The place of each value in its column, sorted: numbers by size, then words by the alphabet; "" of what is empty.
+
+    Equal values share a place.
+    """
+
+    def key(value: object) -> tuple[bool, Any]:
+        return isinstance(value, str), value.casefold() if isinstance(value, str) else value
+
+    places = {one: place for place, one in enumerate(sorted({key(value) for value in values if value is not None}))}
+    return ["" if value is None else places[key(value)] for value in values]
 
 
 def drawn(folder: Folder, number: int) -> Iterator[tuple[str, Any]]:

@@ -1,20 +1,13 @@
 "use strict";
-// numbers by size, words by the alphabet; what says nothing goes last, whichever way
-function compare(a, b) {
-  const x = Number(a), y = Number(b);
-  return Number.isNaN(x) || Number.isNaN(y) ? a.localeCompare(b) : x - y;
-}
+// every cell has its place in its column; what is empty has none and goes last, whichever way
 function sort(header) {
-  const table = header.closest("table"), body = table.tBodies[0];
-  const down = header.getAttribute("aria-sort") === "ascending", column = header.cellIndex;
-  for (const one of table.tHead.rows[0].cells) one.setAttribute("aria-sort", "none");
-  header.setAttribute("aria-sort", down ? "descending" : "ascending");
-  const key = row => row.cells[column].dataset.key;
+  const body = header.closest("table").tBodies[0], column = header.cellIndex;
+  const sign = header.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+  for (const one of header.parentNode.cells) one.setAttribute("aria-sort", "none");
+  header.setAttribute("aria-sort", sign < 0 ? "descending" : "ascending");
+  const place = row => row.cells[column].dataset.order;
   const rows = Array.from(body.rows);
-  rows.sort((a, b) => {
-    if (key(a) === "" || key(b) === "") return (key(a) === "") - (key(b) === "");
-    return down ? compare(key(b), key(a)) : compare(key(a), key(b));
-  });
+  rows.sort((a, b) => (place(a) === "") - (place(b) === "") || sign * (place(a) - place(b)));
   body.append(...rows);
 }
 for (const button of document.querySelectorAll("thead button"))

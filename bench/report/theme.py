@@ -93,11 +93,15 @@ def inline(figure: Any, name: str) -> str:
     from matplotlib import rc_context
 
     buffer = io.StringIO()
-    with rc_context({"svg.hashsalt": "ringattn", "svg.fonttype": "none"}):
+    with rc_context({"svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     # matplotlib names its version and its home page in a comment and a block of metadata
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", buffer.getvalue(), flags=re.DOTALL)
-    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
+    # and its ids by digests of places, whose last bits the layout's solver gives as it likes: numbers in their place
+    ids = dict[str, str]()
+    text = re.sub(
+        r'(\bid="|url\(#|href="#)([\w.]+)', lambda each: each[1] + ids.setdefault(each[2], f"{name}-{len(ids)}"), text
+    )
     # a hundredth of a point is finer than any screen
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", " "), text)
     return re.sub(r"\s*\n\s*", "\n", text[text.index("<svg") :])

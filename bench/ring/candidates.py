@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...ring import Mask, Ring, ring_attention
 from ...ring.schedule.schedule import schedule
-from ..common.attention import DTYPES, AttentionConfig
+from ..common.attention import DTYPES, AttentionConfig, Tensors, forward_backward
 from ..common.launching import cores
 from ..common.memory_table import (
     ALL_CORES,
@@ -33,7 +33,6 @@ from ..common.timing import Stopwatch
 from .baselines import AllGather, Ulysses, baseline_ring_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Tensors = tuple[Tensor, ...]
 
 ZHUZILIN = "ring-flash-attn"
 CONTEXT_PARALLEL = "PyTorch context_parallel"
@@ -101,11 +100,8 @@ class Candidate:
         if self.positions is None:
             return ()
         torch.set_num_threads(self.threads)
-        *inputs, dout = shards
-        leaves = [x.detach().requires_grad_() for x in inputs]
         with self.around():
-            out = self.attend(*leaves)
-            return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+            return forward_backward(self.attend, shards[:3], shards[3])
 
 
 Maker = Callable[[Setting], Candidate]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
 from ..common import flags
-from ..common.launching import cores, member, spawn, world_of
+from ..common.launching import member, spawn, threads_of, world_of
 from ..common.result import Result, finish
-
-if TYPE_CHECKING:
-    from ..common.attention import AttentionConfig
 
 DEFAULT_WORLD = 2
 
@@ -64,6 +61,8 @@ def ring(
     import torch
 
     from ..common.attention import AttentionConfig
+    from ..common.memory import refuse_ranks
+    from ..common.memory_table import OURS
     from ..common.provenance import provenance
     from . import runs
 
@@ -77,25 +76,24 @@ def ring(
         raise typer.BadParameter(f"--seqlen is {min(seqlen)}: {max(worlds)} processes need a token each")
     flags.check_transport(transport, device, max(worlds))
     names, prefixes = chosen_names(layout, by)
+    kinds = list({OURS if name.startswith(f"{OURS} ") else name for name in names})
     configs = []
     for ranks in worlds:
-        ranks_here = place.local_world if place is not None else ranks
-        threads_each = threads or max(1, cores() // ranks_here)
         problems = tuple(
             AttentionConfig(
-                tokens, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout[0], threads_each, seed, device,
-                transport,
+                tokens, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout[0],
+                threads_of(threads, ranks), seed, device, transport,
             )
             for tokens in sorted(seqlen)
         )  # fmt: skip
-        check_room(problems[-1], layout, names, ranks_here)
-        configs.append(runs.RingConfig(problems, tuple(layout), repeats, prefixes, flags.timer_of_rings(device, timer)))
+        refuse_ranks("--seqlen", problems[-1], partial(runs.needs, layouts=layout, kinds=kinds))
+        # on the CPU every size has processes of its own: holes of an earlier one's heap would count as its peak
+        apart = [(problem,) for problem in problems] if device == "cpu" and place is None else [problems]
+        timer_of_ranks = flags.timer_of_rings(device, timer)
+        configs += [runs.RingConfig(some, tuple(layout), repeats, prefixes, timer_of_ranks) for some in apart]
     result = Result("bench ring", runs.UNITS)
     for config in configs:
-        part = spawn(config.problems[0].world, runs.measure, config, device=device)
-        result.rows += part.rows
-        result.notes += [note for note in part.notes if note not in result.notes]
-        result.failed += part.failed
+        result.add(spawn(config.problems[0].world, runs.measure, config, device=device))
     result.notes += [*runs.crossovers(result.rows), *runs.best(result.rows)]
     result.provenance = provenance(torch.device(device))
     finish(result, json, csv)
@@ -114,20 +112,3 @@ def chosen_names(layouts: list[str], by: str | None) -> tuple[list[str], tuple[s
         if not any(name.startswith(prefix) for name in known):
             raise typer.BadParameter(f"--by has {prefix!r}: there are {', '.join(known)}")
     return list(chosen(layouts, prefixes)), prefixes
-
-
-def check_room(problem: AttentionConfig, layouts: list[str], names: list[str], ranks_here: int) -> None:
-    """Stop before anything starts where this machine's memory does not hold it: typer.BadParameter."""
-    import torch
-
-    from ..common.memory import Needs, refuse_too_large
-    from ..common.memory_table import OURS
-    from .runs import needs
-
-    kinds = list({OURS if name.startswith(f"{OURS} ") else name for name in names})
-
-    def needed(tokens: int) -> Needs:
-        return needs(replace(problem, seqlen=tokens), layouts, kinds, ranks_here)
-
-    unit = f"tokens over {problem.world} ranks"
-    refuse_too_large("--seqlen", problem.seqlen, needed, torch.device(problem.device), unit=unit)

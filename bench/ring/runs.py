@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...reference.masks import Masks
 from ...ring import Ring
-from ..common.attention import BACKWARD_FLOPS, AttentionConfig
-from ..common.errors import Exact, chosen_heads, exact_results, pytorch_results, tolerances
+from ..common.attention import BACKWARD_FLOPS, AttentionConfig, Tensors
+from ..common.errors import RESULTS, Inputs, chosen_heads, judge_of
 from ..common.flags import binary
-from ..common.launching import Member
+from ..common.launching import Member, ranks_here
 from ..common.memory import PROCESS_BYTES, Needs, PeakMemory, freed_at_once, gpus_of
 from ..common.memory_table import (
     ALL_CORES,
@@ -38,7 +38,7 @@ from ..common.memory_table import (
 )
 from ..common.result import Result, Row
 from ..common.timing import Clock, Ranks, Samples, interleaved
-from .candidates import PEERS, Candidate, Setting, Tensors, candidates, ours
+from .candidates import PEERS, Candidate, Setting, candidates, ours
 
 WARM_TOKENS = 64
 UNITS = {
@@ -78,10 +78,9 @@ def measure(place: Member, device: torch.device, config: RingConfig) -> Result:
     for problem in config.problems:
         with ExitStack() as rings:
             setting = Setting(problem, config.layouts, device, partial(opened, rings, problem.transport), shared)
-            part = measured(setting, config, place.rank)
-        result.rows += part.rows
-        result.notes += [note for note in part.notes if note not in result.notes]
-        result.failed += part.failed
+            result.add(measured(setting, config, place.rank))
+    if device.type == "cpu" and len(config.problems) > 1:
+        result.notes.append("peaks are upper bounds but for the first length: a launcher's ranks measure them all")
     return result
 
 
@@ -136,7 +135,9 @@ def checked(
     """Run each once: its errors against float64, the memory that its first run takes."""
     tensors, found = problem.tensors(), dict[str, Checked]()
     heads = chosen_heads(problem.batch, problem.heads, problem.kv_heads, problem.seqlen, problem.seqlen)
-    exact, allowed = (None, {}) if rank else judged(problem, tensors, heads, device)
+    judge = None if rank else judge_of(Inputs(*(x.to(device) for x in tensors)), Masks(causal=problem.causal), heads)
+    if judge is not None:  # the device is for the candidates
+        judge = judge._replace(exact={name: x.cpu() for name, x in judge.exact.items()})
     held: list[tuple[Tensor, Tensors]] = []  # whose tokens somebody has already: kept once
     for name, candidate in able.items():
         memory = PeakMemory(device)
@@ -145,8 +146,8 @@ def checked(
         peak = memory.bytes
         results = gathered(candidate, mine, problem, heads)
         del mine
-        errors = {} if exact is None else exact.differences(results)
-        wrong = [what for what, error in errors.items() if not error <= allowed[what]]  # a NaN fails too
+        errors = {} if judge is None else judge.differences(results)
+        wrong = [] if judge is None else judge.wrong(errors)
         if candidate.positions is not None:
             tokens = candidate.positions
             shards = next((same for other, same in held if torch.equal(tokens, other)), shards)
@@ -180,18 +181,9 @@ def row_of(problem: AttentionConfig, candidate: Candidate, of: Checked, times: S
     }
 
 
-def judged(
-    problem: AttentionConfig, tensors: Tensors, heads: Sequence[int], device: torch.device
-) -> tuple[Exact, dict[str, float]]:
-    """float64 of some heads on rank 0, and what each result may err by."""
-    q, k, v, dout = (x.to(device) for x in tensors)
-    options = Masks(causal=problem.causal)
-    exact = exact_results(q, k, v, dout, heads, options)
-    tolerance = tolerances(exact, pytorch_results(q, k, v, dout, exact, options))
-    return exact._replace(exact=tuple(x.cpu() for x in exact.exact)), tolerance
-
-
-def gathered(candidate: Candidate, mine: Tensors, problem: AttentionConfig, kv_heads: Sequence[int]) -> list[Tensor]:
+def gathered(
+    candidate: Candidate, mine: Tensors, problem: AttentionConfig, kv_heads: Sequence[int]
+) -> dict[str, Tensor]:
     """Some heads of the results of all ranks, in the order of positions, float64, on every rank."""
     group = problem.heads // problem.kv_heads
     heads = [head * group + member for head in kv_heads for member in range(group)]
@@ -201,7 +193,7 @@ def gathered(candidate: Candidate, mine: Tensors, problem: AttentionConfig, kv_h
         target[:, candidate.positions] = part[:, :, some].to("cpu", torch.float64)
     for target in full:
         dist.all_reduce(target)  # every position is one rank's alone, so that the sum is a copy
-    return full
+    return dict(zip(RESULTS, full, strict=True))
 
 
 def where_time_goes(candidate: Candidate, shards: Tensors) -> tuple[float | None, float | None]:
@@ -253,7 +245,7 @@ def best(rows: Sequence[Row]) -> list[str]:
 # what it takes of memory
 
 
-def needs(problem: AttentionConfig, layouts: Sequence[str], kinds: Sequence[str], ranks_here: int) -> Needs:
+def needs(problem: AttentionConfig, *, layouts: Sequence[str], kinds: Sequence[str]) -> Needs:
     """What all ranks of one machine take: the whole inputs, shards by every order, float64, and the largest peak.
 
     Beside them the slots of every layout's ring of ours, which stay open while all are timed.
@@ -264,8 +256,9 @@ def needs(problem: AttentionConfig, layouts: Sequence[str], kinds: Sequence[str]
     kept = (len(layouts) + 2) * shard(problem) * inputs(problem) + len(layouts) * slots
     peaks = {kind: candidate_bytes(kind, problem) - (slots if kind == OURS else 0) for kind in kinds}
     alone, shared = peaks.pop(WHOLE, 0), max((size for kind, size in peaks.items() if kind != ALL_CORES), default=0)
-    host = ranks_here * (drawn + PROCESS_BYTES)
+    ranks = ranks_here(problem.world)
+    host = ranks * (drawn + PROCESS_BYTES)
     if problem.device == "cpu":
-        return Needs(host + ranks_here * kept + max(ranks_here * shared, alone + whole, judged_bytes(problem)))
-    on_one = -(-ranks_here // gpus_of(ranks_here))
+        return Needs(host + ranks * kept + max(ranks * shared, alone + whole, judged_bytes(problem)))
+    on_one = -(-ranks // gpus_of(ranks))
     return Needs(host, on_one * (kept + shared) + max(alone + whole, judged_bytes(problem)))

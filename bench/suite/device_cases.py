@@ -22,7 +22,7 @@ from ...kernels import FULL, attention_forward, dequantize, quantize, scale_shap
 from ...ring import Layout, ring_attention
 from ...ring.wire import Scaled
 from ..common import memory
-from ..common.attention import DTYPES
+from ..common.attention import DTYPES, forward_backward
 from ..common.flags import device_here
 from ..common.output import write_json
 from ..common.provenance import provenance
@@ -167,13 +167,8 @@ def local_world(
 
 def pass_of_a_rank(shards: list[list[Tensor]], layout: Layout, group: LocalGroup, *, backward: bool) -> Any:
     """Out, or out, dq, dk and dv, of one virtual rank."""
-    *inputs, dout = shards[group.rank()]
-    if not backward:
-        return ring_attention(*inputs, layout=layout, group=group, causal=True)
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = ring_attention(*leaves, layout=layout, group=group, causal=True)
-    assert isinstance(out, Tensor)
-    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+    attend, (*inputs, dout) = partial(ring_attention, layout=layout, group=group, causal=True), shards[group.rank()]
+    return forward_backward(attend, inputs, dout) if backward else attend(*inputs)
 
 
 def right(backend: str, dtype: str, head_dim: int, **more: Any) -> tuple[str, Run]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import flags
-from ..common.launching import cores, member, world_of
+from ..common.launching import member, threads_of, world_of
 from ..common.output import check_targets, prints, write_json
 from ..common.result import Result, finish
 from ..report.theme import picture
@@ -53,9 +53,9 @@ def timeline(
     device, kv_heads = flags.device_name(device), flags.kv_heads_of(heads, kv_heads)
     if seqlen < ranks:
         raise typer.BadParameter(f"--seqlen is {seqlen}: {ranks} ranks need a token each")
-    threads = threads or max(1, cores() // (place.local_world if place is not None else ranks))
     problem = AttentionConfig(
-        seqlen, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, threads, seed, device
+        seqlen, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, threads_of(threads, ranks), seed,
+        device,
     )  # fmt: skip
     check_targets(trace, out)
     recorded = runs.measured(place, problem, repeats)

@@ -6,11 +6,11 @@ a thread per lane, a complete event ("X") per span, microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...kernels.strict import checked_as, shown, typed, whole
+from ...kernels.files import converted
 
 SCHEMA = "ringattn timeline 2"
 LANES = ("compute", "wait", "send", "receive")
@@ -23,7 +23,6 @@ MACHINE = {"threads", "seed", "device", "transport"}
 IGNORED = MACHINE | {"nodes"}  # a prediction alone says these
 MICRO = 1e6
 MOST_RANKS = 1024  # of a file: a picture of more cannot be read
-MOST_TIME = 1e30
 
 
 @dataclass(frozen=True)
@@ -119,32 +118,13 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
     about: Any = trace.get("otherData")
     schema = about.get("schema") if isinstance(about, Mapping) else None
     if schema != SCHEMA:
-        raise ValueError(f"schema is {shown(schema)}: a timeline says otherData.schema = {SCHEMA!r}")
-    fields: dict[str, Any] = {name: about.get(name) for name in _ABOUT} | {"about": about.get("about", {})}
-    checked_as("otherData", fields, _ABOUT)
+        raise ValueError(f"schema is {schema!r:.60}: a timeline says otherData.schema = {SCHEMA!r}")
     try:
-        return Timeline(events=_events(trace["traceEvents"]), **fields)
+        events = [record["args"] for record in trace["traceEvents"] if record["ph"] == "X"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"this timeline is broken: {type(error).__name__}: {error}") from None
-
-
-def _events(records: Sequence[Mapping[str, Any]]) -> tuple[Event, ...]:
-    found = {f"traceEvents[{number}]": each["args"] for number, each in enumerate(records) if each["ph"] == "X"}
-    for name, fields in found.items():
-        checked_as(name, fields, _EVENT)
-    return tuple(Event(**fields) for fields in found.values())
-
-
-def _time(value: object) -> str | None:
-    return None if type(value) in (int, float) and abs(value) < MOST_TIME else "a number"  # type: ignore[arg-type]
-
-
-TEXT = typed("text", str)
-_ABOUT = {"title": TEXT, "source": TEXT, "world": whole(1, MOST_RANKS), "about": typed("an object", dict)}
-_EVENT = {
-    "rank": whole(0, MOST_RANKS - 1),
-    "hop": whole(0, MOST_RANKS**2),
-    "nbytes": whole(0, 1 << 60),
-    **dict.fromkeys(("begin", "end"), _time),
-    **dict.fromkeys(("lane", "phase", "name"), TEXT),
-}
+    fields = {name: value for name, value in about.items() if name != "schema"} | {"events": events}
+    timeline: Timeline = converted(Timeline, fields, "timeline")
+    if timeline.world > MOST_RANKS:
+        raise ValueError(f"timeline.world is {timeline.world}: it must be at most {MOST_RANKS}")
+    return timeline

@@ -5,26 +5,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ...comm import LocalGroup, LocalWorld, TransportError
 from ...comm.control import Control, control_of
 from ...ring import Ring, Trace, TraceSpan, ring_attention
-from ..common.attention import DTYPES, AttentionConfig, mask_data
+from ..common.attention import AttentionConfig, forward_backward, mask_data
 from ..common.flags import device_here
 from ..common.launching import Member, spawn
-from ..common.memory import Needs, needs_of_ranks, refuse_too_large
+from ..common.memory import Needs, refuse_ranks
 from ..common.memory_table import OURS, candidate_bytes
 from ..common.provenance import provenance
 from .events import MACHINE, Event, Timeline
-
-Tensors = tuple[Tensor, ...]
 
 CALL = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", *sorted(MACHINE))
 ROUNDS = 16  # of questions to rank 0; the fastest counts
@@ -121,8 +119,14 @@ def timeline_of(ring: Ring, trace: Trace, title: str, about: Mapping[str, Any]) 
 def measured(place: Member | None, problem: AttentionConfig, repeats: int) -> Timeline | None:
     """The timeline, on rank 0, of the launcher's ranks, of virtual ranks of a GPU, or of new processes of the CPU."""
     device = device_here(problem.device) if place is None else place.shared_device(problem.device)
-    check_room(problem, device, place)
-    if place is None and device.type == "cuda":
+    virtual_ranks = place is None and device.type == "cuda"
+
+    def taken(one: AttentionConfig) -> int | Needs:
+        each = candidate_bytes(OURS, one)
+        return Needs(0, one.world * each) if virtual_ranks else each
+
+    refuse_ranks("--seqlen", problem, taken)
+    if virtual_ranks:
         return virtual(problem, device, repeats)
     return spawn(problem.world, measure, problem, repeats, device=problem.device)
 
@@ -145,13 +149,14 @@ def recorded(problem: AttentionConfig, group: LocalGroup | None, device: torch.d
     title = f"{problem.title}, {'CPU' if device.type == 'cpu' else torch.cuda.get_device_name(device)}"
     runs = []
     with Ring(group) as ring:
-        shards = _shards(problem, ring.rank, device)
-        _step(problem, ring, shards)
+        *inputs, dout = problem.drawn(ring.rank, device)
+        attend = partial(ring_attention, layout=problem.held, ring=ring, causal=problem.causal)
+        forward_backward(attend, inputs, dout)
         about = {"call": call, "provenance": provenance(device) if ring.rank == 0 else None}
         for _ in range(repeats):
             with ring.record() as trace:
                 _together(ring)
-                _step(problem, ring, shards)
+                forward_backward(attend, inputs, dout)
             runs.append(timeline_of(ring, trace, title, about))
     recordings = sorted((run for run in runs if run is not None), key=lambda run: run.seconds)
     return recordings[len(recordings) // 2] if recordings else None
@@ -164,31 +169,3 @@ def _together(ring: Ring) -> None:
             control_of(ring.group).gather(None, what="the ranks to be ready")
     else:
         dist.barrier(ring.group)
-
-
-def _shards(problem: AttentionConfig, rank: int, device: torch.device) -> Tensors:
-    """q, k, v and dout of a rank, drawn by itself."""
-    draw, length = torch.Generator().manual_seed(problem.seed + rank), problem.held.lengths[rank]
-    shapes = [(batch, length, *of) for batch, _, *of in problem.shapes]
-    return tuple(torch.randn(shape, generator=draw).to(device, DTYPES[problem.dtype]) for shape in shapes)
-
-
-def _step(problem: AttentionConfig, ring: Ring, shards: Tensors) -> None:
-    """Forward and backward, over when it returns."""
-    *inputs, dout = shards
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = ring_attention(*leaves, layout=problem.held, ring=ring, causal=problem.causal)
-    assert isinstance(out, torch.Tensor)
-    torch.autograd.grad(out, leaves, dout)
-
-
-def check_room(problem: AttentionConfig, device: torch.device, place: Member | None) -> None:
-    """Refuse what does not fit this machine's free memory, with the length that does: typer.BadParameter."""
-
-    def needed(tokens: int) -> Needs:
-        each = candidate_bytes(OURS, replace(problem, seqlen=tokens))
-        if place is None and device.type == "cuda":
-            return Needs(0, problem.world * each)  # virtual ranks of this process
-        return needs_of_ranks(each, device, problem.world if place is None else place.local_world)
-
-    refuse_too_large("--seqlen", problem.seqlen, needed, device, unit=f"tokens over {problem.world} ranks")

@@ -159,17 +159,17 @@ class Preflight:
         *,
         of: int | None = None,
         always: bool = False,
-        timeout: float | None,
         stop: Callable[[], str | None],
     ) -> Verdict | None:
         """Count a call; unless it is the expected one, wait until all ranks have come to the same.
+
+        No longer than the control's patience.
 
         Args:
             fields: what a call keeps whenever it comes again, such as a layer's shapes; told as `brief` has it.
             values: what changes from batch to batch: expected to be what they were with these fields the last time.
             of: the number of the forward whose backward this is.
             always: wait for the others at the expected call, too: where nothing moves, nothing else would tell.
-            timeout: seconds to wait for the others.
             stop: asked while waiting; a reason that it returns ends the wait.
 
         Raises:
@@ -181,8 +181,7 @@ class Preflight:
         keys = digest_of(texts, None if of is None else number - of), digest_of(changing)
         verdict = None
         if always or not self._expected.is_next(*keys):
-            patience = self._control.patience if timeout is None else timeout
-            verdict = self._meet(number, all_fields, digest_of(self._chain, keys), patience, stop)
+            verdict = self._meet(number, all_fields, digest_of(self._chain, keys), stop)
         self._count(None if verdict else all_fields, NOT_MADE if verdict else keys)
         return verdict
 
@@ -229,15 +228,13 @@ class Preflight:
                 self._all_met(number)
         return None
 
-    def _meet(
-        self, number: int, fields: Fields, chain: str, timeout: float, stop: Callable[[], str | None]
-    ) -> Verdict | None:
+    def _meet(self, number: int, fields: Fields, chain: str, stop: Callable[[], str | None]) -> Verdict | None:
         """Wait until all ranks have come to this call; where one is at another, hear what each says of its own."""
         control = self._control
         here = f"arrived{number}/{chain}"
         verdict = None
         if control.count(here, 1) < control.size:
-            verdict = self._wait(number, fields, here, timeout, stop)
+            verdict = self._wait(number, fields, here, stop)
         if verdict is not None:
             control.forget(here)
         else:
@@ -248,9 +245,7 @@ class Preflight:
             self._all_met(number)
         return verdict
 
-    def _wait(
-        self, number: int, fields: Fields, here: str, timeout: float, stop: Callable[[], str | None]
-    ) -> Verdict | None:
+    def _wait(self, number: int, fields: Fields, here: str, stop: Callable[[], str | None]) -> Verdict | None:
         """None once all ranks have come; a verdict once each has said what its call is."""
         control, mine = self._control, Said(fields, None, False)
         what = f"what the ranks say of call {number}"
@@ -280,11 +275,11 @@ class Preflight:
                 gone, gone_at = hopeless, now
             if gone is not None and (isinstance(gone, WorldAborted) or now > gone_at + WORD_SECONDS):
                 raise gone
-            if now - begun >= timeout:
+            if now - begun >= control.patience:
                 late = ", ".join(str(rank) for rank in range(control.size) if rank not in said)
                 if not late:
                     return Verdict(f"the ranks did not make the same calls before call {number}", True)
-                raise TransportError(f"{what}: no answer from rank {late} within {timeout:g} s")
+                raise TransportError(f"{what}: no answer from rank {late} within {control.patience:g} s")
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
 
@@ -311,11 +306,9 @@ class Preflight:
 
     def _all_met(self, number: int) -> None:
         """All ranks have come to a call, or have said that they did not: what came before is nobody's question."""
-        self._met = max(self._met, number)
-        for number in [number for number in self._words if number < self._met]:
-            del self._words[number]
-        for number in [number for number in self._heard if number <= self._met]:
-            del self._heard[number]
+        self._met = number
+        self._words = {call: said for call, said in self._words.items() if call >= number}
+        self._heard = {call: said for call, said in self._heard.items() if call > number}
 
     def _count(self, fields: Fields | None, keys: tuple[str, str]) -> None:
         self._calls.append(_Call(self.number + 1, fields))

@@ -63,8 +63,8 @@ class Report(NamedTuple):
 class Table:
     """The newest row known of every rank."""
 
-    def __init__(self, rows: Mapping[int, Row] | None = None) -> None:
-        self.rows: dict[int, Row] = dict(rows or {})
+    def __init__(self) -> None:
+        self.rows: dict[int, Row] = {}
 
     def merge(self, rows: Mapping[int, Row]) -> None:
         """Keep what is newer than what is known."""
@@ -272,15 +272,15 @@ class Telemetry:
             spent = compute - compute_then, wait - wait_then, now - since
             self.table.merge({self._rank: Row(version, time.time(), step, calls, nbytes, *spent, self._read)})
 
-    def expect(self, size: int, step: str) -> None:
+    def expect(self, step: str) -> None:
         """Note the first thing that is known of every rank, until it reports something itself."""
-        if len(self.table.rows) < size:
-            self.table.merge({rank: Row(0, time.time(), step) for rank in range(size)})
+        if len(self.table.rows) < self._size:
+            self.table.merge({rank: Row(0, time.time(), step) for rank in range(self._size)})
 
     def next_peer(self) -> int | None:
         """Whose table to pull now; None between two ticks of the gossip."""
         tick = int(time.time() / period(self._size))
-        if tick == self._tick or self._size == 1:
+        if tick == self._tick:
             return None
         self._tick = tick
         return peer_at(self._rank, self._size, tick)

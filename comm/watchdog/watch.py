@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,7 +63,6 @@ class Watch:
         transports: the transports that are open now; must not hold the ring.
         fatal: called with the words of a failure after the transports are aborted: a process whose streams wait for
             bytes that never come has to end. None: aborted transports raise in whoever waits.
-        patience: seconds that the preflight waits for the other ranks; None: as long as the group's store.
         together: the ranks end together, whatever ends one of them: virtual ranks of one process.
         gauges: reads clocks and throttle reasons.
     """
@@ -76,7 +75,6 @@ class Watch:
         device: torch.device,
         transports: Callable[[], Sequence[Transport]],
         fatal: Callable[[str], None] | None = None,
-        patience: float | None = FIRST_SECONDS,
         together: bool = False,
         gauges: Gauges | None = None,
     ) -> None:
@@ -85,7 +83,6 @@ class Watch:
         self._control = control
         self._transports = transports
         self._fatal = fatal
-        self._patience = patience
         self._together = together
         self._preflight = Preflight(control)
         self._posts = Deadlines(deadline, ask_why=fatal is None and device.type == "cpu")
@@ -139,9 +136,7 @@ class Watch:
         self._number = self._preflight.number + 1
         self._waiting, self._active = True, time.monotonic()
         try:
-            verdict = self._preflight.agree(
-                fields, values, of=of, always=always, timeout=self._patience, stop=self.stopped
-            )
+            verdict = self._preflight.agree(fields, values, of=of, always=always, stop=self.stopped)
         except TransportError as error:
             raise self.failed(error) from error
         finally:
@@ -151,7 +146,7 @@ class Watch:
                 self._fail(Failure(self.rank, "ValueError", verdict.text))
             self._number = None
             raise ValueError(verdict.text)
-        self._telemetry.expect(self.size, "agreed on a call")
+        self._telemetry.expect("agreed on a call")
         return self._number
 
     def left(self, error: BaseException) -> None:
@@ -250,7 +245,7 @@ class Watch:
         if published is None:
             return
         if "failure" in published:
-            return self._hear(published["failure"])
+            return self._find(self._posts.first, "given up", Failure(*published["failure"]))
         if peer is not None:
             self._telemetry.table.merge_packed(published.get(f"table/{peer}"))
         self._answer(published, {} if peer is None else {f"table/{self.rank}": self._telemetry.table.packed()})
@@ -263,13 +258,11 @@ class Watch:
             return
         publish, verdict = self._preflight.hear(published)
         if verdict is not None:
-            return self._fail(Failure(self.rank, "ValueError", verdict.text), publish)
+            return self._fail(Failure(self.rank, "ValueError", verdict.text))
         if publish or table:
             self._exchange({**publish, **table})
 
-    def _exchange(
-        self, publish: Mapping[str, object] | None = None, look: Sequence[str] = ()
-    ) -> dict[str, object] | None:
+    def _exchange(self, publish: Mapping[str, object] | None = None, look: Sequence[str] = ()) -> dict[str, Any] | None:
         """None where the store does not answer; it is then left alone for a while."""
         if time.monotonic() < self._ask_again:
             return None
@@ -283,46 +276,41 @@ class Watch:
 
     # -- what went wrong ---------------------------------------------------------------------------------------------
 
-    def _find(self, post: Post | None, what: str, *, look_first: bool = True) -> None:
-        """This rank found something wrong: say what, unless another rank's find explains it."""
+    def _find(self, post: Post | None, what: str, theirs: Failure | None = None, *, look_first: bool = True) -> None:
+        """This rank found something wrong: say what, unless another rank's find (`theirs`, if known) explains it."""
         where = f"{post.label} ({post.edges(self.rank)})" if post is not None else self._step()
-        theirs = self._explained() if look_first else None
+        if theirs is None and look_first:
+            theirs = self._explained()
         if theirs is not None and theirs.kind == "ValueError":
             return self._fail(theirs, tell=theirs.rank == self.rank)
         text = f"rank {self.rank}: {where} {what}"
         if theirs is not None:
-            return self._fail(Failure(self.rank, theirs.kind, f"{text}. {_by(theirs)}"), tell=False)
+            text = f"{text}. Rank {theirs.rank} found: {theirs.text}"
+            return self._fail(Failure(self.rank, theirs.kind, text), tell=False)
         self._fail(Failure(self.rank, "TransportError", f"{text}. {self._last_steps(post)}"))
 
     def _explained(self) -> Failure | None:
         """What another rank has found or said that explains what this one sees."""
         for _ in range(2):  # the first round may bring a question, the second what others said to it
             published = self._exchange(look=["failure", *self._preflight.wanted()])
-            if published is None or "failure" in published:
-                return _failure(published.get("failure")) if published else None
+            if published is None:
+                return None
+            if "failure" in published:
+                return Failure(*published["failure"])
             publish, verdict = self._preflight.hear(published)
             if verdict is not None:
                 return Failure(self.rank, "ValueError", verdict.text)
             self._exchange(publish)
         return None
 
-    def _hear(self, published: object) -> None:
-        theirs = _failure(published)
-        if theirs is None:
-            return
-        if theirs.kind == "ValueError":
-            return self._fail(theirs, tell=False)
-        post = self._posts.first
-        where = f"{post.label} ({post.edges(self.rank)})" if post is not None else self._step()
-        self._fail(Failure(self.rank, theirs.kind, f"rank {self.rank}: {where} given up. {_by(theirs)}"), tell=False)
-
-    def _fail(self, failure: Failure, publish: Mapping[str, object] | None = None, *, tell: bool = True) -> None:
+    def _fail(self, failure: Failure, *, tell: bool = True) -> None:
         """Tell the others first: what they see when the transports break must have its reason in the store."""
         with self._lock:
             if self._failure is not None:
                 return
             if tell:
-                self._exchange({**(publish or {}), "failure": tuple(failure)}, look=["failure"])
+                # with a look, for a TCPStore confirms only what it is asked
+                self._exchange({"failure": tuple(failure)}, look=["failure"])
             self._failure = failure
         logger.error("%s", failure.text)
         within(ABORT_SECONDS, lambda: self._abort(failure.text), self.device, "abort")
@@ -365,14 +353,6 @@ class Watch:
         return ValueError(failure.text) if failure.kind == "ValueError" else TransportError(failure.text)
 
 
-def _failure(published: object) -> Failure | None:
-    return Failure(*published) if isinstance(published, (list, tuple)) else None
-
-
-def _by(theirs: Failure) -> str:
-    return f"Rank {theirs.rank} found: {theirs.text}"
-
-
 # sysexits' EX_TEMPFAIL: what torchrun and schedulers restart
 EXIT_CODE = 75
 # A pipe that nobody reads must not keep the process.
@@ -400,7 +380,7 @@ class Watchdog:
         """End with the process: a thread that returns from C++ into an interpreter that is gone brings it down."""
         self._end.set()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None:
             thread.join(1.0)
 
     def _run(self) -> None:
@@ -443,7 +423,7 @@ def open_watch(
     group: Group,
     device: torch.device,
     *,
-    control: Control | None = None,
+    control: Control,
     deadline: float | None,
     transports: Callable[[], Sequence[Transport]],
     gauges: Gauges | None = None,
@@ -453,21 +433,19 @@ def open_watch(
     Args:
         group: the ring's ranks.
         device: where they compute.
-        control: of this ring alone; None: a new one, see `ring_control`.
+        control: of this ring alone, see `ring_control`; the preflight waits no longer than its patience.
         deadline: seconds that a transfer may take; None: many times the median hop, and no limit in a `LocalWorld`,
             which has one of its own.
         transports: the transports that are open now; must not hold the ring.
         gauges: reads clocks and throttle reasons of the device.
     """
     local = isinstance(group, LocalGroup)
-    control = control or ring_control(group, deadline)
     watch = Watch(
         control,
         deadline=NEVER if local and deadline is None else deadline,
         device=device,
         transports=transports,
         fatal=None if local or device.type == "cpu" else end_process,
-        patience=control.patience,
         together=local,
         gauges=gauges,
     )

@@ -19,8 +19,8 @@ from .tiles import (
     clipped,
     of_head,
     program,
+    ranges_of_block,
     row_interval,
-    run_range,
     tile_range,
     tile_rows,
     vector_of,
@@ -132,14 +132,14 @@ def dq_tile(
     k, v = of_head(k, batch, head // shape.group), of_head(v, batch, head // shape.group)
 
     acc = zeros(BLOCK_Q, HEAD_DIM)
-    if bounds.runs is None:
+    if bounds.block_sparse is None:
         acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, start, full_start, full_end, end,
                        softmax_scale, seqlen_k, modifiers, place,
                        HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
     else:
-        begin_run, end_run = run_range(bounds.runs, first, shape)
-        for run in range(begin_run, end_run):
-            head_start, middle, tail, stop = clipped(bounds.runs, run, start, full_start, full_end, end)
+        first_range, end_range = ranges_of_block(bounds.block_sparse, first, shape)
+        for index in range(first_range, end_range):
+            head_start, middle, tail, stop = clipped(bounds.block_sparse, index, start, full_start, full_end, end)
             acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, head_start, middle, tail, stop,
                            softmax_scale, seqlen_k, modifiers, place,
                            HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip

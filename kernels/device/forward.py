@@ -20,8 +20,8 @@ from .tiles import (
     as_column,
     clipped,
     of_head,
+    ranges_of_block,
     row_interval,
-    run_range,
     tile_rows,
     vector_of,
     visible,
@@ -135,14 +135,14 @@ def forward_tile(
     q_tile = load_rows(of_head(q, batch, column), offs_q, shape.rows, HEAD_DIM, True)
     place = placed(modifiers, offs_q, shape.rows, batch, column, shape.heads)
     k, v = of_head(k, batch, head // shape.group), of_head(v, batch, head // shape.group)
-    if bounds.runs is None:
+    if bounds.block_sparse is None:
         acc, l_i, m_i = fold_range(acc, l_i, m_i, q_tile, k, v, lo, hi, start, full_start, full_end, end,
                                    softmax_scale, seqlen_k, modifiers, place,
                                    HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
     else:
-        begin_run, end_run = run_range(bounds.runs, first, shape)
-        for run in range(begin_run, end_run):
-            head_start, middle, tail, stop = clipped(bounds.runs, run, start, full_start, full_end, end)
+        first_range, end_range = ranges_of_block(bounds.block_sparse, first, shape)
+        for index in range(first_range, end_range):
+            head_start, middle, tail, stop = clipped(bounds.block_sparse, index, start, full_start, full_end, end)
             acc, l_i, m_i = fold_range(acc, l_i, m_i, q_tile, k, v, lo, hi, head_start, middle, tail, stop,
                                        softmax_scale, seqlen_k, modifiers, place,
                                        HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip

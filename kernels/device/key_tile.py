@@ -8,7 +8,7 @@ import triton.language as tl
 from ..experimental.dq_sum import add_to_dq, place_of
 from .modify import column_positions, is_kept, modified, placed, score_unit
 from .parts import accumulate, added, load_lse, load_rows, load_tile, products, scaled, store_rows, zeros
-from .tiles import Shape, clipped, of_head, row_interval, run_range, visible
+from .tiles import Shape, clipped, of_head, ranges_of_block, row_interval, visible
 
 
 @triton.jit
@@ -93,16 +93,16 @@ def key_tile(
         place = placed(modifiers, offs_k, seqlen_k, batch, head_q, shape.heads * shape.group)
         q_head, dout_head = of_head(q, batch, head_q), of_head(dout, batch, head_q)
         adds = place_of(dq, turns, tile, tiles, batch, head_q, shape.heads * shape.group, shape.columns, BLOCK_Q)
-        if bounds.runs is None:
+        if bounds.block_sparse is None:
             dk, dv = dkdv_step(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi, start, end,
                                softmax_scale, shape.columns, modifiers, place, dq, box, turns, adds,
                                HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
         else:
-            begin_run, end_run = run_range(bounds.runs, first, shape)
-            for run in range(begin_run, end_run):
-                run_start, _, _, stop = clipped(bounds.runs, run, start, start, start, end)
+            first_range, end_range = ranges_of_block(bounds.block_sparse, first, shape)
+            for index in range(first_range, end_range):
+                range_start, _, _, stop = clipped(bounds.block_sparse, index, start, start, start, end)
                 dk, dv = dkdv_step(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi,
-                                   run_start, stop, softmax_scale, shape.columns, modifiers, place, dq, box, turns,
+                                   range_start, stop, softmax_scale, shape.columns, modifiers, place, dq, box, turns,
                                    adds, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
     dk = scaled(dk, softmax_scale)
     if modifiers.counter is not None:

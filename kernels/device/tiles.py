@@ -20,8 +20,8 @@ class Strided(NamedTuple):
     stride_h: Any
 
 
-class BlockRuns(NamedTuple):
-    """A ``BlockSparseIndex``: which runs of columns each block of rows sees."""
+class BlockSparseRanges(NamedTuple):
+    """A ``BlockSparseIndex``: which ranges of columns each block of rows sees."""
 
     offsets: Any
     begins: Any
@@ -36,8 +36,8 @@ class Interval(NamedTuple):
     hi: Any
     seqused_k: Any = None
     """Keys of each batch row, or None."""
-    runs: Any = None
-    """``BlockRuns`` or None."""
+    block_sparse: Any = None
+    """``BlockSparseRanges`` or None."""
 
 
 class Order(NamedTuple):
@@ -206,16 +206,16 @@ def visit_key_tile(tile, batch, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def run_range(runs, first, shape):
-    """The runs of columns that the block of rows with row ``first`` sees: [begin, end) of ``begins`` and ``ends``."""
-    block = (first if shape.packed is None else first // shape.packed) // runs.block
-    return tl.load(runs.offsets + block), tl.load(runs.offsets + block + 1)
+def ranges_of_block(ranges, first, shape):
+    """The ranges of columns that the block of rows with row ``first`` sees: [begin, end) of ``begins`` and ``ends``."""
+    block = (first if shape.packed is None else first // shape.packed) // ranges.block
+    return tl.load(ranges.offsets + block), tl.load(ranges.offsets + block + 1)
 
 
 @triton.jit
-def clipped(runs, run, start, full_start, full_end, end):
-    """What is left of a tile range inside one run."""
-    begin, past = tl.load(runs.begins + run), tl.load(runs.ends + run)
+def clipped(ranges, index, start, full_start, full_end, end):
+    """What is left of a tile range inside one range."""
+    begin, past = tl.load(ranges.begins + index), tl.load(ranges.ends + index)
     start = tl.maximum(start, begin)
     end = tl.maximum(tl.minimum(end, past), start)
     full_start = tl.minimum(tl.maximum(full_start, start), end)

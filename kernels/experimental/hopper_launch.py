@@ -34,7 +34,7 @@ def takes(
     *,
     requested: bool = True,
 ) -> bool:
-    """Whether the Hopper kernel runs this hop: not with ``seqused_k`` or ``runs``, nor without rows or keys.
+    """Whether the Hopper kernel runs this hop: not with ``seqused_k`` or ``block_sparse``, nor without rows or keys.
 
     These come and go from hop to hop, and the portable kernel takes them, with the same tile. What is the same for
     all hops of a call is the caller's to choose, and refused on every hop alike: where the caller ``requested`` this
@@ -87,7 +87,7 @@ def check_room(field: str, head_dim: int, nbytes: int, fewer: str) -> None:
 
 def runs(bounds: Bounds, q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether a hop is one of the Hopper kernels': with queries and keys, without padding or blocks."""
-    return bounds.seqused_k is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
+    return bounds.seqused_k is None and bounds.block_sparse is None and q.numel() > 0 and k.numel() > 0
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -112,7 +112,7 @@ class Gradients(Bound):
         q, config = self._q, self._config
         assert config is not None
         if self._hopper and self._takes(
-            (bounds.seqused_k is None, bounds.runs is None), k, v,
+            (bounds.seqused_k is None, bounds.block_sparse is None), k, v,
             lambda: hopper_backward_launch.takes(q, k, v, self._dout, self._dq, bounds, scores, config),
         ):  # fmt: skip
             hopper_backward_launch.launch_hopper_backward(
@@ -186,7 +186,7 @@ def add_order(
     Whoever waits, waits for programs launched before, which is what keeps the order from locking up: a table, and not
     arithmetic in the kernel, because a number too high would wait for nobody.
     """
-    if bounds.lo is None and bounds.seqused_k is None and bounds.runs is None:
+    if bounds.lo is None and bounds.seqused_k is None and bounds.block_sparse is None:
         return None
     key = (batch, queries, keys, tile.block_q, tile.block_k)
     if key not in bounds._add_orders:
@@ -207,9 +207,9 @@ def key_tile_visits(bounds: Bounds, queries: int, keys: int, tile: Tile, device:
         start, stop = by_key.lo[first][None], by_key.hi[last]
         begin = start // tile.block_q * tile.block_q
         there = there & (stop > start)[:, :, None] & (columns >= begin[:, :, None]) & (columns < stop[:, :, None])
-    if bounds.runs is not None:
-        blocks = bounds.runs.visible.to(device)
-        there = there & blocks[columns // bounds.runs.block][:, first // bounds.runs.block].T
+    if bounds.block_sparse is not None:
+        blocks = bounds.block_sparse.visible.to(device)
+        there = there & blocks[columns // bounds.block_sparse.block][:, first // bounds.block_sparse.block].T
     return there.expand(-1, -1, len(columns))
 
 

@@ -80,7 +80,7 @@ def regions(bounds: Bounds, rows: int, keys: int, *, operator: bool = True) -> t
     """
     if rows == 0 or keys == 0:
         return ()
-    if bounds.is_full and bounds.seqused_k is None and bounds.runs is None:  # FULL serves every number of rows and keys
+    if bounds.is_full and bounds.seqused_k is None and bounds.block_sparse is None:  # serves any rows and keys
         return (Region(Kind.RECTANGLE if operator else Kind.BLOCKWISE, 0, rows, 0, keys),)
     cached, key = _cache.setdefault(bounds, {}), (rows, keys, operator)
     if key not in cached:
@@ -126,8 +126,8 @@ def _regions(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[R
         lo, hi = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), keys, dtype=torch.int32)
     for first, end, used in _batches(bounds.seqused_k, keys):
         near = lo.clamp(max=used), hi.clamp(max=used)
-        if bounds.runs is not None:
-            cut = list(_block_sparse(*near, bounds.runs, operator))
+        if bounds.block_sparse is not None:
+            cut = list(_block_sparse(*near, bounds.block_sparse, operator))
         else:
             cut = list(_cut(*near)) if operator else list(_blockwise(*near, 0, rows))
         yield from (region._replace(batch=first, batch_end=end) for region in cut)

@@ -165,7 +165,7 @@ def _hop_masks(mask: Mask, positions: Positions, shard: int) -> tuple[HopMask, .
         visible = mask.blocks.between(layout, rank, kv_layout, shard)
         index = None if bool(visible.all()) else BlockSparseIndex(visible, mask.blocks.block)
     parts = [bounds(part, layout.positions(rank), kv_layout.positions(shard)) for part in mask.parts]
-    parts = [replace(part, runs=index) for part in parts]
+    parts = [replace(part, block_sparse=index) for part in parts]
     visible_parts = [part for part in parts if not part.is_empty] or parts[:1]
     return tuple(HopMask(part.to(device), positions, shard) for part in visible_parts)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 
 from .schedule import Hop, Schedule
 
-PRINTED = 16  # ranks and hops: a larger table is printed with its middle left out
+WIDTH = 80  # columns of a terminal
+PRINTED = 16  # ranks and hops: a larger table, or a wider one, is printed with its middle left out
 OUTER = "|"  # stands between the outer steps of a two-level ring
 
 Cell = Callable[[Schedule, Hop], str]
@@ -20,15 +22,21 @@ def text(plan: Schedule) -> str:
     first = "root: < arrive, » return to the owner by rail" if several else "hop 0: < arrive"
     return "\n".join(
         [
-            _header(plan),
+            textwrap.fill(_header(plan), WIDTH),
             "",
-            f"K/V: N shard N is computed with, {passing}, . nothing comes",
+            _legend(f"K/V: N shard N is computed with, {passing}, . nothing comes"),
             *_table(plan, _kv_cell),
             "",
-            f"dK/dV: N of shard N, > sent on, {back}, . none; {first}",
+            _legend(f"dK/dV: N of shard N, > sent on, {back}, . none, {first}"),
             *_table(plan, _dkv_cell),
         ]
     )
+
+
+def _legend(signs: str) -> str:
+    """Lines that break at commas."""
+    whole = signs.replace(" ", "\xa0").replace(",\xa0", ", ")
+    return textwrap.fill(whole, WIDTH).replace("\xa0", " ")
 
 
 def _header(plan: Schedule) -> str:
@@ -67,11 +75,16 @@ def _dkv_cell(plan: Schedule, hop: Hop) -> str:
 
 
 def _table(plan: Schedule, cell: Cell) -> list[str]:
+    """With as many hops as fit."""
+    tables = (_lines(plan, cell, shown(plan.count, most)) for most in range(PRINTED, 2, -1))
+    return next(lines for lines in tables if max(map(len, lines)) <= WIDTH)
+
+
+def _lines(plan: Schedule, cell: Cell, columns: Sequence[int | None]) -> list[str]:
     """Rows in ring order, so that what leaves a row comes in one row further; outer steps are set apart."""
-    numbers, order = shown(plan.world), [rank for node in plan.nodes for rank in node]
-    columns = shown(plan.count)
+    order = [rank for node in plan.nodes for rank in node]
     rows = [["", *_columns(plan, columns, lambda hop: f"hop {hop}")]]
-    for place in numbers:
+    for place in shown(plan.world):
         if place is None:
             rows.append([OUTER if column == OUTER else "…" for column in rows[0]])
             continue
@@ -80,7 +93,7 @@ def _table(plan: Schedule, cell: Cell) -> list[str]:
         cells = _columns(plan, columns, lambda hop, hops=hops: cell(plan, hops[hop]))  # type: ignore[misc]
         rows.append([f"{node}rank {order[place]}", *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["   ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _columns(plan: Schedule, numbers: Sequence[int | None], cell: Callable[[int], str]) -> Iterator[str]:
@@ -90,8 +103,9 @@ def _columns(plan: Schedule, numbers: Sequence[int | None], cell: Callable[[int]
         yield "…" if hop is None else cell(hop)
 
 
-def shown(count: int) -> Sequence[int | None]:
+def shown(count: int, most: int = PRINTED) -> Sequence[int | None]:
     """The ranks or hops that are printed; None where some are left out."""
-    if count <= PRINTED:
+    if count <= most:
         return range(count)
-    return [*range(PRINTED - 4), None, *range(count - 3, count)]
+    last = max(1, most // 5)
+    return [*range(most - last - 1), None, *range(count - last, count)]

@@ -18,18 +18,16 @@ from ringattn import Ring
 from ringattn.autotune import RingEntry, RingPoint, RingSetting, ring_search, ring_settings
 from ringattn.autotune.cli_tune import app
 from ringattn.autotune.ring_search import entry_of, problems_of, result_of
-from ringattn.autotune.rings import CPU, DEFAULT, rings_of, settings
+from ringattn.autotune.rings import CPU, DEFAULT, read_rings, save_ring, settings
 from ringattn.autotune.search import Measured, Reading
 from ringattn.autotune.space import Shape
-from ringattn.autotune.store import known, save
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.common.errors import Exact
+from ringattn.bench.common.errors import RESULTS, Judge
 from ringattn.bench.common.launching import Member
 from ringattn.comm import Limits
-from ringattn.kernels import choice, default_config
-from ringattn.kernels.tables import RefusedTable, Table, read
+from ringattn.kernels.tables import RefusedTable
 
-from ..support.tile_tables import DATE, H200, entry, folders
+from ..support.tile_tables import H200, folders
 
 __all__ = ["folders"]
 
@@ -39,7 +37,7 @@ CHUNKED = RingSetting("nccl", 2, 8)
 
 
 def made(point: RingPoint = POINT, setting: RingSetting = CHUNKED, **changed: Any) -> RingEntry:
-    return RingEntry(point, setting, DATE, 1e-3, 0.01, 1.2e-3, {"triton": "3.7.1"}, **changed)
+    return RingEntry(point, setting, 1e-3, 0.01, 1.2e-3, {"triton": "3.7.1"}, **changed)
 
 
 def test_what_is_tried() -> None:
@@ -56,71 +54,36 @@ def test_what_is_tried() -> None:
         assert {"limits": Limits()} | eval(str(one), {"Ring": dict, "Limits": Limits}) == one.arguments
 
 
-# what is kept and believed
-
-
-def test_settings_live_beside_the_tiles(folders: Folders) -> None:
-    path, newer = save(folders[0], H200, [entry()]), replace(CHUNKED, chunks=4)
-    assert save(folders[0], H200, rings=[made(), made(POINT._replace(length=32768), DEFAULT)]) == path
-    save(folders[0], H200, [entry(entry().point._replace(length=1024))], rings=[made(setting=newer)])
-    found = read(path)
-    assert len(found.entries) == 2
-    assert {one.point.length: one.setting for one in rings_of(found)} == {1024: newer, 32768: DEFAULT}
+def test_the_nearest_length_serves(folders: Folders) -> None:
+    newer = replace(CHUNKED, chunks=4)
+    for entry in (made(), made(POINT._replace(length=32768), DEFAULT), made(setting=newer)):
+        path = save_ring(folders[0], H200, entry)
+    assert path.name == "nvidia-h200_rings.json" and path.stat().st_mode & 0o777 == 0o600
+    assert {one.point.length: one.setting for one in read_rings(folders[0], H200)} == {1024: newer, 32768: DEFAULT}
     assert ring_settings(POINT._replace(length=3000), H200) == newer
     assert ring_settings(POINT._replace(length=16384), H200) == DEFAULT
     assert ring_settings(POINT._replace(world=4), H200) is None
     assert ring_settings(POINT, None) is None
-    with pytest.MonkeyPatch.context() as patch:  # what reads tiles reads them as before
-        patch.setattr(choice, "gpu_of", lambda device: H200)
-        q, v = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
-        assert default_config(q, v).forward == entry().tile
-
-
-def test_the_cpu_has_rings_and_no_tiles(folders: Folders) -> None:
-    path = save(folders[0], CPU, rings=[made()])
-    assert path.name.startswith("cpu_triton-")
+    assert save_ring(folders[0], CPU, made()).name == "cpu_rings.json"
     assert ring_settings(POINT, None) == CHUNKED
-    with pytest.raises(ValueError, match="arch is 0, no GPU: such a table has settings of rings alone"):
-        save(folders[0], CPU, [entry()])
 
 
-NCCL = {"transport": "nccl", "chunks": 1, "channels": None}
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"world": 1}, "rings[0].world is 1: it must be a whole number from 2"),
-        ({"setting": []}, "rings[0].setting is []"),
-        ({"setting": NCCL | {"channels": 3}}, "channels is 3"),
-        ({"setting": NCCL | {"chunks": 8}}, "chunks is 8: there are 4"),
-        ({"setting": {"transport": "nccl"}}, "rings[0].setting.channels is missing"),
-    ],
-)
-def test_what_is_not_the_schema_is_refused(changed: dict[str, Any], told: str) -> None:
-    table = Table("NVIDIA H200", 90, (3, 7), (), ({**made().as_json(), **changed},))
-    with pytest.raises(RefusedTable) as error:
-        rings_of(replace(table, path=Path("/there/x.json")))
-    assert str(error.value).startswith("/there/x.json is refused: ") and told in str(error.value)
-
-
-def test_a_damaged_table_is_told_and_passed_over(folders: Folders) -> None:
+def test_a_damaged_file_is_told_and_passed_over(folders: Folders) -> None:
     """As for kernels: a warning with the path and the reason, and what else there is serves."""
     user, package = folders
-    path = save(user, H200, rings=[made()])
-    told = json.loads(path.read_text())
-    del told["rings"][0]["baseline"]
-    path.write_text(json.dumps(told))
-    reason = re.escape(f"{path} is refused: rings[0].baseline is missing")
-    with pytest.warns(UserWarning, match=f"{reason}; what a ring"):
+    path = save_ring(user, H200, made())
+    data = json.loads(path.read_text())
+    data["rings"][0]["point"]["length"] = 0
+    path.write_text(json.dumps(data))
+    reason = re.escape(f"{path} is refused: rings[0]: length is 0")
+    with pytest.warns(UserWarning, match=f"{reason}.*; what a ring"):
         assert ring_settings(POINT, H200) is None
-    save(package, H200, rings=[made(setting=DEFAULT)])
+    save_ring(package, H200, made(setting=DEFAULT))
     with pytest.warns(UserWarning, match=reason):
         assert ring_settings(POINT, H200) == DEFAULT
     assert ring_settings(POINT, H200, package) == DEFAULT  # without a warning
-    for add in (lambda: known(user, H200), lambda: save(user, H200, rings=[made()])):  # it is left as it is
-        with pytest.raises(RefusedTable, match=reason):
-            add()
+    with pytest.raises(RefusedTable, match=reason):  # it is left as it is
+        save_ring(user, H200, made())
 
 
 # the command
@@ -151,22 +114,21 @@ def test_two_processes_choose_as_one(tmp_path: Path) -> None:
     told = json.loads(report.read_text())
     assert told["case"] == "tune --ring" and "best: Ring(" in told["notes"][-1]
     assert [(row["chunks"], row["runs"]) for row in told["rows"]] == [(1, 15), (2, 15)]
-    (kept,) = rings_of(read(next(tmp_path.glob("cpu_triton-*.json"))))
+    (kept,) = read_rings(tmp_path, CPU)
     assert kept.point == RingPoint(2, 2, 2, 16, "fp32", "bounded", 64) and kept.setting.transport == "process_group"
     assert ring_settings(kept.point, None, tmp_path) == kept.setting
 
 
 def test_a_ring_that_errs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, whose ring is told to err by more than PyTorch's error explains, or by less."""
-    x = torch.randn(4, 1, 8, 2, 16, dtype=torch.float64)
-    exact, problem = Exact((0,), (0,), tuple(x)), AttentionConfig(16, 2)
+    x = dict(zip(RESULTS, torch.randn(4, 1, 8, 2, 16, dtype=torch.float64), strict=True))
+    judge, problem = Judge((0,), (0,), x, {}, dict.fromkeys(x, 1e-6)), AttentionConfig(16, 2)
     monkeypatch.setattr(ring_search, "candidate_of", lambda problem, factor, device: SimpleNamespace(
-        shards=lambda tensors, device: (), run=lambda shards: tuple(x * factor)
+        shards=lambda tensors, device: (), run=lambda shards: {name: each * factor for name, each in x.items()}
     ))  # fmt: skip
     monkeypatch.setattr(ring_search, "gathered", lambda one, mine, problem, heads: mine)
     for factor, told in ((1.0, None), (1.01, "out errs by"), (torch.nan, "out errs by nan")):
-        limits = dict.fromkeys(exact.sizes(), 1e-6)
-        found = ring_search.error_of(problem, factor, torch.device("cpu"), exact, limits)  # type: ignore[arg-type]
+        found = ring_search.error_of(problem, factor, torch.device("cpu"), judge)  # type: ignore[arg-type]
         assert found is None if told is None else str(found).startswith(told)
 
 
@@ -178,7 +140,7 @@ def test_what_a_search_says() -> None:
     found = Measured(CHUNKED, readings, {RingSetting("copy_engine"): "no such link"}, False)
     kept = entry_of(POINT, found, "nccl")
     assert (kept.setting, kept.seconds, kept.baseline) == (CHUNKED, 1e-3, 4e-3)
-    assert kept.clocks == {"sm_mhz": 1300.0, "throttled": "power cap"}
+    assert kept.about["clocks"] == {"sm_mhz": 1300.0, "throttled": "power cap"}
     told = result_of(POINT, found, kept, Path("x.json"))
     assert [(row["transport"], row["runs"], row["note"]) for row in told.rows] == [
         ("auto", 5, "what a ring takes by itself"), ("nccl", 5, ""), ("copy_engine", 0, "no such link")

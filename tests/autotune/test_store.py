@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringattn.autotune.store import Journal, merged, private_folder, save
-from ringattn.kernels import tables
+from ringattn.kernels import Tile, tables
 from ringattn.kernels.tables import RefusedTable, read, tuned
 
 from ..support.tile_tables import H200, POINT, TILE, entry, estimate, folders
@@ -92,8 +92,8 @@ def test_a_table_that_cannot_be_read_is_left_as_it_is(folders: Folders) -> None:
 def test_a_write_that_fails_leaves_the_table_before(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(folders[0], H200, [entry()])
     before = path.read_text()
-    with pytest.raises(ValueError, match="command is"):  # which a reader refuses
-        save(folders[0], H200, [entry(command="x" * 500)])
+    with pytest.raises(ValueError, match="bytes of shared memory"):  # which a reader refuses
+        save(folders[0], H200, [entry(tile=Tile(128, 512, 8, 3))])
 
     def interrupted(*paths: object) -> None:
         raise KeyboardInterrupt

@@ -64,7 +64,7 @@ def asked(*arguments: str) -> Any:
         (["--save-dir", "/dev/null/x"], "/dev/null/x is no folder to save in"),
         (["--world", "5"], "--world is given without --ring"),
         (["--ring", "--value-dim", "64"], "--value-dim is 64: rings are tuned with values of --head-dim"),
-        (["--ring", "--arch", "sm_80", "--near", "2"], "--arch, --near has no say with --ring"),
+        (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles has no say with --ring"),
         (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks take"),
     ],
 )
@@ -122,8 +122,8 @@ def test_without_a_gpu_it_compiles_and_says_so(tmp_path: Path, folders: Folders,
     assert f"written: {path}" in told["notes"] and told["notes"][-1].startswith("best: by bounds alone; estimates")
     again = json.loads(asked(*SMALL, "--arch", "sm_80", "--compile-only", "--json", "-").output)
     assert again["rows"] == told["rows"]
-    near = json.loads(asked(*SMALL, "--arch", "sm_80", "--near", "2", "--json", "-").output)
-    assert [(row["kernel"], row["tried"]) for row in near["rows"]] == [(kernel, 2) for kernel in KERNELS]
+    few = json.loads(asked(*SMALL, "--arch", "sm_80", "--tiles", "2", "--json", "-").output)
+    assert [(row["kernel"], row["tried"]) for row in few["rows"]] == [(kernel, 2) for kernel in KERNELS]
 
 
 def test_a_budget_to_compile_leaves_whole_points_and_says_what_is_left(

@@ -82,10 +82,13 @@ def test_documents_are_drawn_by_a_seed() -> None:
 
 
 def test_inputs_and_their_flops() -> None:
-    """The same inputs on every rank."""
+    """The same inputs on every rank; drawn by each its own, of as many tokens as it holds."""
     config = AttentionConfig(12, 2, heads=4, kv_heads=2, head_dim=6, head_dim_v=3, seed=3)
     assert [x.shape for x in config.tensors()] == [(1, 12, 4, 6), (1, 12, 2, 6), (1, 12, 2, 3), (1, 12, 4, 3)]
     assert all(torch.equal(a, b) for a, b in zip(config.tensors(), config.tensors(), strict=True))
+    drawn = [config.drawn(rank, CPU) for rank in (0, 1, 1)]
+    assert [x.shape[1] for x in drawn[0]] == [6] * 4 and not any(map(torch.equal, drawn[0], drawn[1]))
+    assert all(map(torch.equal, drawn[1], drawn[2]))
     assert config.flops == 2 * (12 * 13 // 2) * (6 + 3) * 4 and config.flash_flops == 2 * (12 * 12 // 2) * (6 + 3) * 4
     assert forward_flops(7, heads=3, head_dim=4, batch=2) == 2 * 7 * (4 + 4) * 3 * 2 and BACKWARD_FLOPS == 2.5
 
@@ -97,20 +100,21 @@ def test_inputs_and_their_flops() -> None:
 def test_exact_results_are_the_reference(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "BLOCK_BYTES", 8 * 24 * 2 * 7)  # 7 rows at a time
     q, dout = torch.randn(1, 24, 4, 8), torch.randn(1, 24, 4, 8)
-    k, v = torch.randn(1, 24, 2, 8), torch.randn(1, 24, 2, 8)
+    k, v, dlse = torch.randn(1, 24, 2, 8), torch.randn(1, 24, 2, 8), torch.randn(1, 4, 24)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, _ = reference.attention(*leaves, **options)
-    whole = [out, *torch.autograd.grad(out, leaves, dout.double())]
-    found = errors.exact_results(q, k, v, dout, (1,), options)
-    assert found.heads == (2, 3) and max(found.errors(whole).values()) < 1e-12
-    whole[2] = whole[2] + 1e-3
-    assert found.errors(whole)["dk"] == pytest.approx(1e-3)
-    plain = errors.pytorch_results(q, k, v, dout, found, options)
-    usual, limits = found.differences(plain), errors.tolerances(found, plain)
-    eps = torch.finfo(torch.float32).eps
-    assert max(usual.values()) < 1e-5
+    results = reference.attention(*leaves, **options)
+    grads = torch.autograd.grad(results, leaves, (dout.double(), dlse.double()))
+    whole = dict(zip(errors.WITH_LSE, [*results, *grads], strict=True))
+    judge = errors.judge_of(errors.Inputs(q, k, v, dout, dlse), options, (1,))
+    assert judge.heads == (2, 3) and max(judge.errors(whole).values()) < 1e-12
+    whole["dk"] = whole["dk"] + 1e-3
+    assert judge.errors(whole)["dk"] == pytest.approx(1e-3) and judge.wrong(judge.errors(whole)) == ["dk"]
+    assert judge.wrong({"dv": math.nan, "dq": 0.0}) == ["dv"]
+    eps, usual = torch.finfo(torch.float32).eps, judge.usual
+    assert 0 < max(usual.values()) < 1e-5
     assert [errors.chosen_heads(1, 8, 4, n, n) for n in (64, 1 << 14)] == [(0, 1, 2, 3), (0, 3)]
-    assert limits == {name: pytest.approx(2 * usual[name] + eps * size) for name, size in found.sizes().items()}
+    sizes = {name: judge.exact[name].abs().max().item() for name in errors.WITH_LSE}
+    assert judge.limits == {name: pytest.approx(2 * usual[name] + eps * size) for name, size in sizes.items()}
 
 
 def test_limits_hold_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +126,7 @@ def test_limits_hold_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     config = AttentionConfig(64, 1, 2, heads=4, kv_heads=2, head_dim=16, causal=False, seqused_k=(0, 33))
     (q, k, v, dout), options = config.tensors(), config.options(CPU)
-    exact = errors.exact_results(q, k, v, dout, (0, 1), options)
-    assert max(exact.differences(errors.pytorch_results(q, k, v, dout, exact, options)).values()) < 1e-5
+    assert max(errors.judge_of(errors.Inputs(q, k, v, dout), options).usual.values()) < 1e-5
 
 
 # provenance

@@ -220,7 +220,7 @@ LAUNCHED = {
     "demo --seqlen 64 --steps 1 --layers 1": "AGREE",
     "doctor --seqlen 256 --bytes 1k": "all well",
     "tune --ring --heads 1 --head-dim 16 --seqlen 128,256 --budget 60 --save-dir {folder}": "256 tokens: best",
-    "tune --heads 1 --head-dim 64 --seqlen 1k --near 1 --kernels dq --compile-only --save-dir {folder}": "written",
+    "tune --heads 1 --head-dim 64 --seqlen 1k --tiles 1 --kernels dq --compile-only --save-dir {folder}": "written",
     "show --seqlen 16 --world 2 --causal": "dK/dV: N of shard N",
     "bench memory --tokens 2k --heads 4": "largest over smallest world",
 }

@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
-from ringattn.bench.common.files import read_object
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.clock import run
 from ringattn.bench.predict.links import Link
 from ringattn.bench.predict.program import COMPUTE, PASSES, Op, Program, record
 from ringattn.bench.predict.speed import ADD, POINT
 from ringattn.bench.timeline.events import Timeline, from_chrome
+from ringattn.kernels.files import read_object
 
 WORLD, TOKENS, HEADS, HEAD_DIM = 3, 1024, 4, 64
 LINK = Link(1e9, 1e-3)  # of processes of one machine, by gloo: little beside what a hop computes

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench.common import memory_table
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.common.launching import spawn
+from ringattn.bench.common.launching import Member, spawn
 from ringattn.bench.common.memory_table import ALL_GATHER, BASELINE, LUCIDRAINS, OURS, ULYSSES, WHOLE
 from ringattn.bench.common.result import Result, Row, read
-from ringattn.bench.ring import candidates, runs
+from ringattn.bench.ring import candidates, command, runs
 from ringattn.bench.ring.candidates import CONTEXT_PARALLEL, Candidate, Refused, Setting, sdpa
 from ringattn.bench.ring.runs import RingConfig, best, crossovers, measure
 from ringattn.comm import LocalGroup, LocalWorld
@@ -66,6 +66,29 @@ def test_everyone_agrees_in_real_processes(tmp_path: Path) -> None:
     assert f"not there: {CONTEXT_PARALLEL}: it has no sharding strategy" in ran.stdout
     assert [note.split()[2] for note in found.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
     assert found.notes[-1].startswith("best: ")
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_every_length_has_processes_of_its_own(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks count what an earlier one left in the heap; a launcher's ranks measure all, which the notes say."""
+    taken: list[list[int]] = []
+
+    def measured(setting: Setting, *_: object) -> Result:
+        return Result("bench ring", runs.UNITS)
+
+    def spawned(world: int, measure: Any, config: RingConfig, **_: object) -> Result:
+        taken.append([problem.seqlen for problem in config.problems])
+        part: Result = measure(Member(0, 1, 0, 1), CPU, config)
+        return part
+
+    for name, value in (("warm_up", lambda *_: None), ("measured", measured)):
+        monkeypatch.setattr(runs, name, value)
+    monkeypatch.setattr(command, "spawn", spawned)
+    monkeypatch.setattr(command, "member", lambda: Member(0, 1, 0, 1) if launched else None)
+    ran = CliRunner().invoke(cli.app, ["bench", "ring", "--world", "1", "--seqlen", "512,256", "--device", "cpu"])
+    assert ran.exit_code == 0, ran.output
+    assert taken == ([[256, 512]] if launched else [[256], [512]])
+    assert ("peaks are upper bounds but for the first length" in ran.output) == launched
 
 
 @pytest.mark.nightly
@@ -218,7 +241,7 @@ def test_the_rings_of_all_layouts_keep_their_slots() -> None:
     for device in ("cpu", "cuda"):
         for kinds, more in (([OURS], 4 * slots), ([OURS, ALL_GATHER], 4 * slots), ([ALL_GATHER], 0)):
             one, three = (
-                runs.needs(replace(problem, device=device), layouts, kinds, 2)  # of two ranks, which share a GPU
+                runs.needs(replace(problem, device=device), layouts=layouts, kinds=kinds)  # two ranks share a GPU
                 for layouts in (["zigzag"], ["zigzag", "contiguous", "striped"])
             )
             assert three.host + three.gpu - one.host - one.gpu == 2 * shards + more

@@ -63,6 +63,7 @@ def test_a_trace_reads_back_as_it_was() -> None:
         ({"source": "guessed"}, "source is 'guessed': it must be one of measured, predicted"),
         ({"world": 1}, "an event is of rank 1: ranks are 0 to 0"),
         ({"world": "2"}, "world is '2'"),
+        ({"world": 1025}, "timeline.world is 1025: it must be at most 1024"),
     ],
 )
 def test_what_is_no_timeline_is_refused(change: dict[str, Any], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from ringattn.comm import LocalGroup, LocalWorld, TransportError
+from ringattn.comm import control as control_module
 from ringattn.comm.control import (
     Control,
     LocalConnection,
@@ -31,7 +33,7 @@ from ringattn.comm.control import (
 )
 from ringattn.comm.transports.local import Hub
 
-from ..support.forked import FORKED
+from ..support.forked import Ranks, serve
 from ..support.transport_cases import until
 
 T = TypeVar("T")
@@ -46,27 +48,25 @@ def on_all(controls: list[Control], fn: Callable[[Control], T]) -> list[T]:
         return list(pool.map(fn, controls))
 
 
-def serve_store(pipe: Connection) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def serve_store(rank: int, pipe: Connection) -> None:
+    store = serve()
     pipe.send(store.port)
     time.sleep(60)
 
 
-class StoreHost:
+class StoreHost(Ranks):
     """A process that serves a TCPStore and can be stopped or killed."""
 
     def __init__(self) -> None:
-        here, there = FORKED.Pipe()
-        self.process = FORKED.Process(target=serve_store, args=(there,), daemon=True)
-        self.process.start()
-        self.port = here.recv()
+        super().__init__(1, serve_store)
+        (self.process,) = self.processes
+        self.port = self.receive(0)
 
     def client(self) -> Store:
         store = TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
         return PrefixStore("group/", store)
 
     def signal(self, number: int) -> None:
-        assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
     def stop(self) -> None:
@@ -76,16 +76,11 @@ class StoreHost:
         while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
             time.sleep(0.001)
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-
 
 @pytest.fixture
 def host() -> Iterator[StoreHost]:
-    served = StoreHost()
-    yield served
-    served.end()
+    with StoreHost() as served:
+        yield served
 
 
 def test_rank_0_merges_for_all_and_tells_all_what_ended_it() -> None:
@@ -109,7 +104,7 @@ def test_rank_0_merges_for_all_and_tells_all_what_ended_it() -> None:
 
 
 def test_one_connection_per_group_and_nothing_read_of_an_earlier_group() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve()
     for turn in range(2):
         dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=0, world_size=1)
         group = dist.group.WORLD
@@ -160,28 +155,29 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
     assert store.num_keys() == 0
 
 
-def test_a_process_that_has_ended() -> None:
-    here, there = FORKED.Pipe()
-    process = FORKED.Process(target=say_who, args=(there,), daemon=True)
-    process.start()
-    who = here.recv()
-    assert not has_ended(who) and not has_ended(own_process())
-    assert has_ended([who[0], who[1], "1"])  # its number was given to another
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_a_process_that_has_ended(asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its parent has asked for its exit code."""
+    machine, number, start = own_process()
+    assert not has_ended([machine, number, start])
+    assert has_ended([machine, number, "1"])  # its number was given to another
+    child = subprocess.Popen(["sleep", "60"])
+    who = [machine, str(child.pid), control_module._stat(str(child.pid))[control_module.START]]
+    assert not has_ended(who)
+    child.kill()
+    if asked_for:
+        child.wait()
+    until(lambda: has_ended(who))
+    child.wait()
     for unknown in (["another machine", *who[1:]], ["", *who[1:]], [*who, 1], "1", None):
         assert not has_ended(unknown)
-    process.kill()
-    until(lambda: has_ended(who))
-    process.join()
-
-
-def say_who(pipe: Connection) -> None:
-    pipe.send(own_process())
-    time.sleep(60)
+    monkeypatch.setattr(control_module, "PROC", tmp_path)  # a system that tells nothing
+    assert not has_ended(own_process())
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_every_store(kind: str, tmp_path: Path) -> None:
-    served: Any = HashStore() if kind == "hash" else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    served: Any = HashStore() if kind == "hash" else serve()
     stores = [FileStore(str(tmp_path / "store"), 3) if kind == "file" else PrefixStore("group", served)] * 3
     controls = [opened(store, rank, 3) for rank, store in enumerate(stores)]
     for turn in range(3):
@@ -215,7 +211,7 @@ def test_late_ranks_are_named_and_a_gather_can_be_stopped() -> None:
 def test_a_killed_store_is_an_error_at_once(host: StoreHost, capfd: pytest.CaptureFixture[str]) -> None:
     control, client, others = opened(host.client(), 0, 2), host.client(), {*threading.enumerate()}
     control.publish("x", 1)
-    host.end()
+    host.close()
     begun = time.monotonic()
     calls: list[Callable[[], object]] = [
         lambda: control.exchange({"x": 1}, ["x"]),  # a TCPStore confirms only what it is asked
@@ -284,7 +280,7 @@ def test_what_a_rank_left_before_it_returned_counts(monkeypatch: pytest.MonkeyPa
 
 def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's store outlives an attempt; rank 1 died in the first one before it had used a ring."""
-    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    served = serve()
     prefixes = []
     for attempt, ranks in enumerate([[0], [0, 1]]):
         store = PrefixStore(f"/worker/attempt_{attempt}", served)

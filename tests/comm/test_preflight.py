@@ -16,16 +16,16 @@ from ..support.watch_cases import MemoryConnection, controls, on_all
 MUST = "all ranks of a ring must pass the same"
 
 
-def preflights(size: int) -> list[Preflight]:
-    return [Preflight(control) for control in controls(size)]
+def preflights(size: int, patience: float = 5.0) -> list[Preflight]:
+    return [Preflight(control) for control in controls(size, patience)]
 
 
-def agree(preflight: Preflight, fields: dict[str, Any], timeout: float = 5.0, **changing: Any) -> Verdict | None:
-    return preflight.agree(fields, changing, timeout=timeout, stop=lambda: None)
+def agree(preflight: Preflight, fields: dict[str, Any], **changing: Any) -> Verdict | None:
+    return preflight.agree(fields, changing, stop=lambda: None)
 
 
 def backward(preflight: Preflight, of: int) -> Verdict | None:
-    return preflight.agree({"call": "backward"}, of=of, timeout=5.0, stop=lambda: None)
+    return preflight.agree({"call": "backward"}, of=of, stop=lambda: None)
 
 
 def traffic(preflight: Preflight) -> int:
@@ -40,6 +40,11 @@ def tick(preflight: Preflight) -> Verdict | None:
     publish, verdict = preflight.hear(found)
     preflight._control.exchange(publish)
     return verdict
+
+
+def quiet(preflight: Preflight) -> bool:
+    """Whether the watchdog has nothing to say."""
+    return preflight.hear(preflight._control.exchange(look=preflight.wanted())) == ({}, None)
 
 
 def heard(preflight: Preflight) -> Verdict | None:
@@ -77,6 +82,7 @@ def test_every_rank_is_told_the_first_field_and_who_has_what() -> None:
     mine.append({"dtype": "fp16", "heads": 8, "mask": 2})
     told = on_all(ranks, lambda one: agree(one, mine[ranks.index(one)]))
     assert told == [Verdict(f"heads differs between ranks (rank 0: 8, rank 1: 4, rank 2: 8): {MUST}", False)] * 3
+    assert [[*one._told()] for one in ranks] == [["1"]] * 3  # for a rank that has yet to look
     # nothing has moved: with the same fields they go on, and have nothing to reproach each other with
     assert on_all(ranks, lambda one: agree(one, mine[0])) == [None] * 3
     assert len({one._chain for one in ranks}) == 1
@@ -127,8 +133,11 @@ def test_a_rank_that_refuses_while_others_go_on_is_found_by_their_watchdogs() ->
     on_all(ranks, lambda one: agree(one, {"heads": 8}))
     ranks[2].refuse(ValueError("out of range"))
     assert [agree(one, {"heads": 8}) for one in ranks[:2]] == [None] * 2
+    answers = [ranks[0].hear({"asked": 2})[0] for _ in range(2)]
+    assert answers == [{"words/0": {"2": [{"heads": "8"}, None, True]}}, {}]  # once
+    ranks[0]._control.exchange(answers[0])
     told = verdicts(ranks)
-    assert told[0] == told[1] == Verdict("rank 2 refused this call: ValueError: out of range", True)
+    assert told == [Verdict("rank 2 refused this call: ValueError: out of range", True)] * 3
 
 
 @pytest.mark.parametrize("changed", [0, 1])
@@ -171,11 +180,11 @@ def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
 
 
 def test_ranks_whose_earlier_calls_differ_do_not_meet() -> None:
-    ranks = preflights(2)
+    ranks = preflights(2, patience=0.3)
     on_all(ranks, lambda one: agree(one, {"heads": 8}))
     ranks[0]._count({"heads": "16"}, ("16", ""))
     ranks[1]._count({"heads": "4"}, ("4", ""))
-    told = on_all(ranks, lambda one: agree(one, {"heads": 2}, timeout=0.3))
+    told = on_all(ranks, lambda one: agree(one, {"heads": 2}))
     assert told == [Verdict("the ranks did not make the same calls before call 3", True)] * 2
 
 
@@ -186,27 +195,47 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
         if rank is ranks[1]:
             while rank._control.look("asked") != 1:  # the other one asks by now
                 time.sleep(0.001)
-            assert tick(rank) is None  # it hears the question before its call
+            assert quiet(rank)  # it hears the question before its call
         return agree(rank, {"heads": 4})
 
     assert on_all(ranks, one) == [None] * 2
     assert verdicts(ranks) == [None] * 2
 
 
-def test_a_question_is_repeated_when_another_one_took_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("other", "stays"), [(77, False), (1, False), (2, True)])
+def test_a_question_is_repeated_when_another_one_took_its_place(
+    other: int, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the place of one about a call before, unless all ranks have come to that."""
+    ranks = preflights(2)
+    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+    assert agree(ranks[0], {"heads": 8}) is None  # the second call, to which the other rank has not come
     for name in ("LATE_SECONDS", "ASK_SECONDS"):
         monkeypatch.setattr(f"ringattn.comm.watchdog.preflight.{name}", 0.0)
-    ranks = preflights(2)
     asked: list[object] = []
 
     def stop() -> str | None:
         asked.append(ranks[1]._control.look("asked"))
-        ranks[1]._control.publish("asked", 77)
+        ranks[1]._control.publish("asked", other)
         return "enough" if len(asked) == 4 else None
 
     with pytest.raises(TransportError, match="enough"):
-        ranks[0].agree({"heads": 8}, timeout=5.0, stop=stop)
-    assert asked == [None, 1, 1, 1]
+        ranks[0].agree({"heads": 4}, stop=stop)
+    assert asked[1:] == [other if stays else 3] * 3
+
+
+def test_a_short_wait_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringattn.comm.watchdog.preflight.LATE_SECONDS", 60.0)
+    rank, _ = preflights(2)
+    looks: list[int] = []
+
+    def stop() -> str | None:
+        looks.append(traffic(rank))
+        return "enough" if len(looks) == 3 else None
+
+    with pytest.raises(TransportError, match="enough"):
+        rank.agree({"heads": 8}, stop=stop)
+    assert looks == [1, 2, 3]  # whether all have come, each time
 
 
 def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
@@ -218,6 +247,12 @@ def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
         on_all(ranks, lambda rank, heads=heads: agree(rank, {"heads": heads, "rank": ranks.index(rank)}))  # type: ignore[misc]
         kept.add(store.num_keys())
     assert max(kept) - min(kept) <= 2
+    for _ in range(20):
+        for rank in ranks:
+            rank.refuse(ValueError("k has 6 heads"))
+        assert verdicts(ranks) == [None] * 2  # nobody went on
+        assert not any(rank._heard for rank in ranks)
+        assert [[*rank._told()] for rank in ranks] == [[str(rank.number)] for rank in ranks]
 
 
 def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten() -> None:
@@ -229,6 +264,8 @@ def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten(
         return agree(rank, {"heads": 8})
 
     assert on_all(ranks, late) == [None] * 2
+    assert verdicts(ranks) == [None] * 2
+    assert all(quiet(one) for _ in range(2) for one in ranks)
     for ahead in (0, 1):
         for _ in range(KEPT_CALLS - ahead):
             assert [agree(rank, {"heads": 8}) for rank in ranks] == [None] * 2
@@ -254,11 +291,23 @@ def test_a_rank_that_waits_further_on_hears_of_a_question_about_an_earlier_call(
             return "told" if ended[-1] is not None else None
 
         with pytest.raises(TransportError, match="told"):
-            rank.agree({"heads": 2}, timeout=5.0, stop=stop)
+            rank.agree({"heads": 2}, stop=stop)
         return ended[-1]
 
     text = f"heads differs between ranks (rank 0: 4, rank 1: 8): {MUST}"
     assert on_all(ranks, one) == [Verdict(text, True)] * 2
+
+
+def test_older_words_of_the_watchdog_do_not_stand_in_the_place_of_newer_ones() -> None:
+    ranks = preflights(2)
+    ranks[0].refuse(ValueError("k has 6 heads"))
+    late, _ = ranks[0].hear({})
+    ranks[0].refuse(ValueError("k has 7 heads"))
+    ranks[0]._control.exchange(late)
+    assert tick(ranks[0]) is None
+    words: Any = ranks[1]._control.look("words/0")
+    assert [*words] == ["1", "2"]
+    assert quiet(ranks[0])
 
 
 def test_a_refusal_stays_until_everybody_has_heard_it() -> None:
@@ -269,7 +318,7 @@ def test_a_refusal_stays_until_everybody_has_heard_it() -> None:
         if rank is ranks[0]:
             rank.refuse(ValueError("k has 6 heads"))
             rank.refuse(ValueError("k has 7 heads"))
-            return [agree(rank, {"heads": 2}, timeout=5.0)]
+            return [agree(rank, {"heads": 2})]
         time.sleep(0.2)
         return [agree(rank, {"heads": heads}) for heads in (4, 4, 2)]
 

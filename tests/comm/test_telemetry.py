@@ -135,6 +135,12 @@ def test_compute_and_wait_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatc
     assert row.version == 40
 
 
+def test_a_large_world_pulls_a_table_less_often_than_it_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    telemetry, moments = Telemetry(0, 64, CPU, None), iter([100.0, 100.25, 100.5, 100.75])
+    monkeypatch.setattr(time, "time", lambda: next(moments))
+    assert [telemetry.next_peer() for _ in range(4)] == [peer_at(0, 64, 200), None, peer_at(0, 64, 201), None]
+
+
 def test_gauges_are_read_now_and_then(clock: Clock) -> None:
     reads: list[int] = []
 
@@ -162,6 +168,14 @@ def test_a_ring_that_rests_only_looks_for_questions(clock: Clock) -> None:
     clock.now += 5
     ranks.tick(5)
     assert ranks.connection(0).asked == asked + 1
+    ranks.connection(0).problem = "the store is silent"
+    ranks.watches[0].enter()
+    ranks.watches[0].left(ValueError("k has 6 heads"))  # told once the store answers
+    for problem, told in (("the store is silent", None), (None, {"1": [None, "ValueError: k has 6 heads", False]})):
+        clock.now += 20
+        ranks.connection(0).problem = problem
+        ranks.tick()
+        assert ranks.controls[1].look("words/0") == told
 
 
 def test_the_newest_row_stays() -> None:

@@ -12,8 +12,8 @@ import torch
 from ringattn.comm import LocalTransport
 from ringattn.comm.transport import PATTERN_BYTES, _pattern
 
-from ..support.forked import Ranks
-from ..support.group_cases import GROUP_CASES, group_ranks, run_cases
+from ..support.forked import Group
+from ..support.group_cases import GROUP_CASES, PATIENCE, group_ranks, run_cases
 from ..support.transport_cases import CASES, HOST_CASES, on_ranks
 
 PROCESSES = 4
@@ -29,7 +29,7 @@ def test_local(name: str, world_size: int) -> None:
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Per global rank, what became of the cases that its process ran: "" or a traceback."""
-    with Ranks(PROCESSES, run_cases, PROCESSES, tmp_path_factory.mktemp("gloo")) as ranks:
+    with Group(PROCESSES, run_cases, tmp_path_factory.mktemp("gloo"), timeout=PATIENCE) as ranks:
         return [ranks.receive(rank, 90) for rank in range(PROCESSES)]
 
 

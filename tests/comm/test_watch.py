@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ from ringattn.comm import DONE, LocalGroup, LocalWorld, TransportError
 from ringattn.comm.control import Control
 from ringattn.comm.watchdog import watch as module
 from ringattn.comm.watchdog.deadlines import NEVER
-from ringattn.comm.watchdog.watch import Watch, Watchdog, open_watch
+from ringattn.comm.watchdog.watch import Watch, Watchdog, open_watch, ring_control
 
 from ..support.transport_cases import until
-from ..support.watch_cases import Clock, Ranks, Transfer, controls, on_all, running
+from ..support.watch_cases import Aborted, Clock, Ranks, Transfer, Unconfirmed, controls, on_all, running
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,9 @@ def test_a_late_transfer_is_told_to_all(clock: Clock) -> None:
         "waits for (its deadline). Last reported: rank 0: in a forward after forward hop 1: K/V ("
     )
     assert "; rank 1: in a forward after forward hop 1: K/V (" in text
-    ranks.tick()  # the others hear it in one tick
+    asked = ranks.connection(0).asked
+    ranks.tick()  # the others hear it in one tick, and ask no more
+    assert ranks.connection(0).asked == asked + 1
     for rank in (0, 1):
         (heard,) = ranks.transports[rank].reasons
         assert heard.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 found: rank 2: ")
@@ -69,11 +72,22 @@ def test_a_connection_that_a_peer_closed_on_purpose_is_not_the_reason() -> None:
 
 def test_what_is_no_transport_error_stays_and_the_others_hear_of_it() -> None:
     ranks, _ = running(2)
-    error = MemoryError("out of memory")
+    error, connection, told = MemoryError("out of memory"), ranks.connection(0), list[Any]()
+    connection.store = Unconfirmed(connection.store)
+
+    def abort(reason: str) -> None:
+        told.append(ranks.controls[1].look("failure"))  # the reason is there before what it explains
+        Aborted.abort(ranks.transports[0], reason)
+
+    ranks.transports[0].abort = abort  # type: ignore[method-assign]
     assert ranks.watches[0].failed(error) is error
+    assert told == [[0, "TransportError", ranks.transports[0].reasons[0]]]
     assert len(ranks.transports[0].reasons) == 1  # the peer still writes to what is about to be freed
     ranks.tick()
-    assert "failed: MemoryError: out of memory" in ranks.transports[1].reasons[0]
+    (heard,) = ranks.transports[1].reasons
+    edges = "64 bytes rank 0 -> rank 1, 64 bytes rank 1 -> rank 0"
+    assert heard.startswith(f"rank 1: forward hop 1: K/V ({edges}) given up. Rank 0 found: rank 0: ")
+    assert "failed: MemoryError: out of memory" in heard
 
 
 def test_a_store_that_is_gone_is_said_and_the_deadline_holds(clock: Clock) -> None:
@@ -129,7 +143,9 @@ def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
     assert ranks.transports[0].reasons == ranks.transports[1].reasons == [text]
 
 
-def test_a_connection_that_breaks_because_a_rank_refused_and_left() -> None:
+@pytest.mark.parametrize("ticks", [0, 1, 2])
+def test_a_connection_that_breaks_because_a_rank_refused_and_left(ticks: int) -> None:
+    """A tick hears the question and says what it does, the next one hears why, if nothing has broken before."""
     ranks = Ranks(2)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
     ranks.watches[1].enter()
@@ -138,8 +154,15 @@ def test_a_connection_that_breaks_because_a_rank_refused_and_left() -> None:
     watch.agree({"heads": 8})
     watch.begin("forward")
     watch.posted("forward hop 1: K/V", Transfer(), [DONE], [(1, 64)], [(1, 64)])
+    text = "rank 1 refused this call: ValueError: k has 6 heads"
+    for _ in range(ticks):
+        watch.tick()
+    words: Any = ranks.controls[1].look("words/0") or {}
+    assert ("2" in words, ranks.transports[0].reasons) == (ticks > 0, [text] * (ticks > 1))
     raised = watch.failed(TransportError("Connection closed by peer"))
-    assert (type(raised), str(raised)) == (ValueError, "rank 1 refused this call: ValueError: k has 6 heads")
+    assert (type(raised), str(raised)) == (ValueError, text)
+    words = ranks.controls[1].look("words/0")
+    assert "2" in words
 
 
 def test_a_process_that_was_stopped_starts_its_clocks_again(clock: Clock) -> None:
@@ -238,7 +261,10 @@ def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> N
 
 def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
     def fn(group: LocalGroup) -> list[tuple[float | None, object]]:
-        watches = [open_watch(group, CPU, deadline=deadline, transports=list) for deadline in (None, 5.0)]
+        watches = [
+            open_watch(group, CPU, control=ring_control(group, deadline), deadline=deadline, transports=list)
+            for deadline in (None, 5.0)
+        ]
         for watch in watches:
             watch.close()
         return [(watch._posts._seconds, watch._fatal) for watch in watches]
@@ -254,8 +280,8 @@ def test_only_streams_of_a_gpu_end_the_process(
     """With a code that schedulers take for a reason to start it again."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(module, "control_of", lambda group, patience: controls(2)[0])
-    watch = open_watch(object(), torch.device(device), deadline=5.0, transports=list)  # type: ignore[arg-type]
+    group: Any = object()
+    watch = open_watch(group, torch.device(device), control=controls(2)[0], deadline=5.0, transports=list)
     watch.failed(TransportError("the connection is gone"))
     assert ended == codes and os.EX_TEMPFAIL == 75
     assert ("this process ends: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(codes)

@@ -12,15 +12,15 @@ import pytest
 from ringattn import LocalWorld
 from ringattn.examples.quickstart import error
 
-from ..properties.test_processes import in_processes
+from ..support.forked import results
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 MOST = 1e-4
 
 
-def in_a_process(rank: int, world: int) -> None:
-    assert error() < MOST
+def in_a_process(rank: int) -> float:
+    return error()
 
 
 def test_alone_and_on_virtual_ranks() -> None:
@@ -29,8 +29,8 @@ def test_alone_and_on_virtual_ranks() -> None:
         assert max(world.run(error)) < MOST
 
 
-def test_processes(tmp_path: Path) -> None:
-    in_processes(2, tmp_path, in_a_process)
+def test_processes() -> None:
+    assert max(results(2, in_a_process)) < MOST
 
 
 def test_the_readme_shows_it() -> None:

@@ -26,7 +26,6 @@ from ringattn.kernels import (
     attention_dq,
     attention_forward,
 )
-from ringattn.reference.ring import merge
 
 from ..support import baselines
 from ..support.baselines import Results
@@ -244,6 +243,18 @@ def test_hops_that_see_nothing(dtype: torch.dtype) -> None:
         target = torch.empty_like(dq) if new[0] else dq
         made_dq = attention_dq(x.dout, *x[:3], lse, lse, bounds=blind, accum=dq, out=target)
         assert all(map(torch.equal, (made_dq, *made), (dq, *sums)))
+
+
+def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The (out, lse) of attention over two disjoint sets of keys, from those of each.
+
+    ``lse = log(exp(lse_1) + exp(lse_2))``, ``out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2``: the sum of two
+    softmax numerators over the sum of their denominators (M. Rabe and C. Staats, "Self-attention Does Not Need O(n^2)
+    Memory", 2021, arXiv:2112.05682, section 2).
+    """
+    lse = torch.logaddexp(one[1], other[1])
+    shares = [torch.exp(part[1] - lse).transpose(1, 2)[..., None] for part in (one, other)]
+    return shares[0] * one[0] + shares[1] * other[0], lse
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import chain, combinations_with_replacement, pairwise, product
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,43 +41,56 @@ def test_transposed_of_every_small_interval() -> None:
 
 
 @given(st.integers(0, 7), st.integers(0, 7), st.data())
-def test_runs_are_what_is_visible(rows: int, columns: int, data: st.DataObject) -> None:
+def test_ranges_are_what_is_visible(rows: int, columns: int, data: st.DataObject) -> None:
     """Read as the kernels do, both ways round."""
     cells = data.draw(st.lists(st.booleans(), min_size=rows * columns, max_size=rows * columns))
     visible = torch.tensor(cells, dtype=torch.bool).reshape(rows, columns)
     made = BlockSparseIndex(visible, 16)
     assert torch.equal(made.transposed.visible, visible.T)
-    for runs, shown in ((made, visible), (made.transposed, visible.T)):
+    for index, shown in ((made, visible), (made.transposed, visible.T)):
         read = torch.zeros_like(shown)
-        for row, (begin, end) in enumerate(pairwise(runs.offsets.tolist())):
-            pairs = list(zip(runs.begins[begin:end].tolist(), runs.ends[begin:end].tolist(), strict=True))
+        for row, (begin, end) in enumerate(pairwise(index.offsets.tolist())):
+            pairs = list(zip(index.begins[begin:end].tolist(), index.ends[begin:end].tolist(), strict=True))
             ends = list(chain.from_iterable(pairs))
-            assert ends == sorted({*ends}), "runs ascend, and do not touch"
+            assert ends == sorted({*ends}), "ranges ascend, and do not touch"
             for first, last in pairs:
                 assert first % 16 == last % 16 == 0
                 read[row, first // 16 : last // 16] = True
         assert torch.equal(read, shown)
 
 
+@pytest.mark.parametrize(("visible", "block", "message"), [
+    (torch.ones(2, 2), 16, r"visible is torch.float32 \[2, 2\]: it must be bool \[query blocks, key blocks\]"),
+    (torch.ones(2, 2, dtype=torch.uint8), 16, "visible is torch.uint8 "),
+    (torch.ones(2, dtype=torch.bool), 16, r"visible is torch.bool \[2\]: it must be bool \[query blocks, key"),
+    ([[True]], 16, "visible is <class 'list'>: it must be a torch.Tensor"),
+    (torch.ones(2, 2, dtype=torch.bool), 0, "block is 0: it must be a whole number of at least 1"),
+    (torch.ones(2, 2, dtype=torch.bool), 16.0, "block is 16.0: it must be a whole number of at least 1"),
+])  # fmt: skip
+def test_what_is_no_block_sparse_index(visible: Any, block: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        BlockSparseIndex(visible, block)
+
+
 def test_what_is_empty() -> None:
-    runs = BlockSparseIndex(torch.zeros(2, 2, dtype=torch.bool), 16)
+    index = BlockSparseIndex(torch.zeros(2, 2, dtype=torch.bool), 16)
     assert not FULL.is_empty
     assert not of([0, 1], [0, 2]).is_empty
     assert of([0, 1], [0, 1]).is_empty
     assert Bounds(None, None, torch.zeros(2, dtype=torch.int32)).is_empty
     assert not Bounds(None, None, torch.tensor([0, 1], dtype=torch.int32)).is_empty
-    assert Bounds(None, None, None, runs).is_empty
+    assert Bounds(None, None, None, index).is_empty
 
 
 def test_what_travels_with_bounds() -> None:
     """Through a transposition, which is made once, and to another device."""
-    used, runs = torch.tensor([2, 3], dtype=torch.int32), BlockSparseIndex(torch.tensor([[True, False]]), 16)
-    made = Bounds(None, None, used, runs)
+    used, index = torch.tensor([2, 3], dtype=torch.int32), BlockSparseIndex(torch.tensor([[True, False]]), 16)
+    made = Bounds(None, None, used, index)
     other = made.transposed(17)
     assert made.is_full and made.transposed(17) is other and made.transposed(18) is not other
     assert FULL.transposed(7) is FULL and FULL.to(CPU) is FULL
     assert other.seqused_k is used
-    assert other.runs is not None and other.runs.visible.tolist() == [[True], [False]]
+    assert other.block_sparse is not None and other.block_sparse.visible.tolist() == [[True], [False]]
     moved = [made.to(torch.device("meta")), of([0, 0], [1, 2]).to(torch.device("meta"))]
-    held = [moved[0].seqused_k, moved[0].runs and moved[0].runs.offsets, moved[1].lo, moved[1].hi]
+    held = [moved[0].seqused_k, moved[0].block_sparse and moved[0].block_sparse.offsets, moved[1].lo, moved[1].hi]
     assert [x is not None and x.device.type for x in held] == ["meta"] * 4

@@ -116,8 +116,10 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"bounds": vectors(lo=INDEX[:6])}, r"bounds\.lo is torch.int32 \[6\] on cpu: it must be int32 \[8\] on cpu"),
     ({"bounds": vectors(hi=zeros(16, dtype=torch.int32)[::2])}, r"bounds\.hi has stride \(2,\): it must be contiguous"),
     ({"bounds": Bounds(None, None, INDEX[:3])}, r"bounds.seqused_k is torch.int32 \[3\] .* int32 \[2\]"),
-    ({"bounds": blocks(1, 2)}, r"bounds.runs is .* bool \[1, 1\]"),
-    ({"bounds": blocks(1, 1, device=META)}, "bounds.runs is for meta"),
+    ({"bounds": Bounds([0] * 8, INDEX)}, "bounds.lo is <class 'list'>: it must be a torch.Tensor"),  # type: ignore[arg-type]
+    ({"bounds": Bounds(None, None, [8, 8])}, "bounds.seqused_k is <class 'list'>: it must be"),  # type: ignore[arg-type]
+    ({"bounds": blocks(1, 2)}, r"bounds.block_sparse is \[1, 2\] blocks: .* must be \[1, 1\]"),
+    ({"bounds": blocks(1, 1, device=META)}, "bounds.block_sparse is for meta"),
     ({"bounds": blocks(1, 1, block=24)}, "blocks of 24: they must be a multiple of 16"),
     ({"bounds": blocks(1, 1), "config": tiles(16, 32)}, "config.forward has tiles of 16 x 32: they must divide the bl"),
     ({"scores": Scores(softcap=-1.0)}, "softcap is -1.0: it must be a positive number, 1e30 at most, or 0"),
@@ -127,6 +129,7 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"scores": Scores(alibi_slopes=zeros(4, 2).T)}, "alibi_slopes has strides .*: it must be contiguous"),
     ({"scores": Scores(alibi_slopes=0.5)}, "alibi_slopes is <class 'float'>: it must be a torch.Tensor"),  # type: ignore[arg-type]
     ({"scores": DROPS}, "q_positions of the scores is None: ALiBi and dropout need int32 .8."),
+    ({"scores": replace(DROPS, q_positions=range(8))}, "q_positions of the scores is <class 'range'>: it must be"),
     ({"scores": replace(DROPS, q_positions=INDEX.long())}, r"q_positions of the scores is torch.int64 \[8\]"),
 ]
 """Of attention_forward alone, or of what every entry checks by the same function."""
@@ -166,7 +169,7 @@ DELTA: list[tuple[dict[str, Any], str]] = [
 WHOLE: list[tuple[dict[str, Any], str]] = [
     *DELTA,
     ({"out": zeros(2, 6, 4, 24)}, r"^out has shape \[2, 6, 4, 24\]: it must be \[2, 8, 4, 24\]"),
-    ({"dk": DK}, "dk and dv: pass both sums, or neither"),
+    ({"dk": DK}, "dk and dv: pass both accumulators, or neither"),
     ({"dq": DQ[:1].expand(2, 8, 4, 16)}, "^dq has strides .*: it is written to"),
     ({"dk": DK.half(), "dv": DV}, "^dk is torch.float16: it must be torch.float32"),
 ]

@@ -73,7 +73,7 @@ def test_the_bits_of_pointers_in_every_role(cuts: list[int], kind: str, moved: s
 SITUATIONS: dict[str, tuple[Bounds, Scores, dict[str, Any]]] = {
     "softcap": (FULL, Scores(softcap=20.0), {}),
     "used": (Bounds(None, None, torch.tensor([45, 7], dtype=torch.int32)), Scores(), {}),
-    "runs": (Bounds(None, None, None, BlockSparseIndex(torch.eye(1, 2, dtype=torch.bool), 32)), Scores(), {}),
+    "block_sparse": (Bounds(None, None, None, BlockSparseIndex(torch.eye(1, 2, dtype=torch.bool), 32)), Scores(), {}),
     "split": (FULL, Scores(), {"dkdv_splits": 2, "order": "longest", "persistent": True, "sm_margin": 18}),
 }
 

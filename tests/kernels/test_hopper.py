@@ -345,13 +345,13 @@ def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 HOPS: dict[str, Bounds] = {
     "used": Bounds(None, None, torch.tensor([40], dtype=torch.int32)),
-    "runs": Bounds(None, None, None, BlockSparseIndex(torch.ones(1, 1, dtype=torch.bool), 128)),
+    "block_sparse": Bounds(None, None, None, BlockSparseIndex(torch.ones(1, 1, dtype=torch.bool), 128)),
 }
 
 
 @pytest.mark.parametrize("kind", HOPS)
 def test_hops_of_the_portable_kernels(launches: Launches, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """What has ``used`` or ``runs`` goes there with the same tile, all else it is asked to check being as it must.
+    """What has ``used`` or ``block_sparse`` goes there with the same tile, all else being as it must.
 
     So does what has no keys.
     """

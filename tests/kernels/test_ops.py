@@ -50,7 +50,9 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "bounds": lambda: {"bounds": interval("causal", 24, 40), "softmax_scale": 0.3, "config": TILES},
     "used": lambda: {"bounds": Bounds(None, None, torch.tensor([13, 40], dtype=torch.int32))},
-    "runs": lambda: {"bounds": Bounds(None, None, runs=BlockSparseIndex(torch.eye(2, 3, dtype=torch.bool), 16))},
+    "block_sparse": lambda: {
+        "bounds": Bounds(None, None, block_sparse=BlockSparseIndex(torch.eye(2, 3, dtype=torch.bool), 16))
+    },
     "scores": lambda: {"scores": scores()},
 }
 
@@ -111,7 +113,7 @@ def test_attend_has_the_gradients(kind: str, config: KernelConfig | None) -> Non
     compare(Results(out.detach(), lse.detach(), *grads), Inputs(*(t.detach() for t in x)), bounds)
 
 
-@pytest.mark.parametrize("name", ["bounds", "used", "runs", "scores"])
+@pytest.mark.parametrize("name", ["bounds", "used", "block_sparse", "scores"])
 def test_attend_in_a_graph_is_what_it_is_outside(name: str) -> None:
     q, k, v = (x.requires_grad_() for x in inputs(SIZES)[:3])
     call = CALLS[name]()

@@ -171,7 +171,7 @@ def test_as_exact_as_any(choice: str, kind: str, dtype: torch.dtype, lengths: tu
 
 @pytest.mark.parametrize(
     ("features", "chosen", "heads"),
-    [("used", CHOICES["all"], 3), ("runs", CHOICES["all"], 3), ("alibi and dropout", CHOICES["all"], 3),
+    [("used", CHOICES["all"], 3), ("block_sparse", CHOICES["all"], 3), ("alibi and dropout", CHOICES["all"], 3),
      ("used", {"dkdv_splits": 2}, 4)],
 )  # fmt: skip
 def test_what_else_a_launch_may_have(features: str, chosen: dict[str, Any], heads: int) -> None:
@@ -180,7 +180,7 @@ def test_what_else_a_launch_may_have(features: str, chosen: dict[str, Any], head
     bounds, scores = interval("causal", 20, 40), Scores()
     if features == "used":
         bounds = Bounds(bounds.lo, bounds.hi, torch.tensor([13, 0], dtype=torch.int32))  # inside a tile
-    elif features == "runs":
+    elif features == "block_sparse":
         late = of(
             torch.arange(20) - 2, torch.full((20,), 40), 40
         )  # whose first tiles are masked, and whole ones behind
@@ -188,7 +188,7 @@ def test_what_else_a_launch_may_have(features: str, chosen: dict[str, Any], head
     else:
         positions: Any = {"q_positions": torch.arange(20).int(), "k_positions": torch.arange(40).int()}
         scores = Scores(alibi_slopes=torch.rand(heads) / 10, dropout_p=0.3, dropout_seed=5, **positions)
-    config = choose(tiles(16, 16 if features == "runs" else 32), **chosen)  # tiles must divide blocks
+    config = choose(tiles(16, 16 if features == "block_sparse" else 32), **chosen)  # tiles must divide blocks
     scored.compare(scored.ours(x, bounds, scores, config), x, bounds, scores)
 
 

@@ -130,12 +130,12 @@ def shards(x: Inputs, bounds: Bounds, scores: Scores, size: int) -> Iterator[tup
     assert scores.k_positions is not None
     for begin in range(0, x.k.shape[1], size):
         end = min(begin + size, x.k.shape[1])
-        near, runs = part(bounds, begin, end), bounds.runs
+        near, index = part(bounds, begin, end), bounds.block_sparse
         used = None if bounds.seqused_k is None else (bounds.seqused_k - begin).clamp(0, end - begin)
-        if runs is not None:
-            runs = BlockSparseIndex(runs.visible[:, begin // runs.block : -(-end // runs.block)], runs.block)
+        if index is not None:
+            index = BlockSparseIndex(index.visible[:, begin // index.block : -(-end // index.block)], index.block)
         told = replace(scores, k_positions=scores.k_positions[begin:end])
-        yield x.k[:, begin:end], x.v[:, begin:end], Bounds(near.lo, near.hi, used, runs), told
+        yield x.k[:, begin:end], x.v[:, begin:end], Bounds(near.lo, near.hi, used, index), told
 
 
 def test_shard_after_shard() -> None:

@@ -60,12 +60,12 @@ def test_masks_head_dims_and_lengths(kind: str, sizes: Sizes, mode: str) -> None
     check(inputs(sizes), interval(kind, sizes.queries, sizes.keys), config=config(mode))
 
 
-@pytest.mark.parametrize(("narrowed", "mode"), [("used", MODES[1]), ("runs", MODES[0]), ("both", MODES[1])])
+@pytest.mark.parametrize(("narrowed", "mode"), [("used", MODES[1]), ("block_sparse", MODES[0]), ("both", MODES[1])])
 def test_all_that_becomes_of_scores(narrowed: str, mode: str) -> None:
     x, whole, scores = inputs(scored.SIZES), interval("causal", 40, 45), scored.scores_of("all")
-    used = None if narrowed == "runs" else torch.tensor([13, 45], dtype=torch.int32)
-    runs = None if narrowed == "used" else scored.pattern(40, 45, 32)
-    bounds = Bounds(whole.lo, whole.hi, used, runs)
+    used = None if narrowed == "block_sparse" else torch.tensor([13, 45], dtype=torch.int32)
+    index = None if narrowed == "used" else scored.pattern(40, 45, 32)
+    bounds = Bounds(whole.lo, whole.hi, used, index)
     scored.compare(scored.ours(x, bounds, scores, config(mode)), x, bounds, scores)
 
 
@@ -106,7 +106,7 @@ def narrowed(kind: str, queries: int, keys: int) -> Bounds:
     return Bounds(whole.lo, whole.hi, None, scored.pattern(queries, keys, 16))
 
 
-TURNS = ("full", "causal", "window", "documents", "last rows blind", "used", "runs")
+TURNS = ("full", "causal", "window", "documents", "last rows blind", "used", "block_sparse")
 
 
 @pytest.mark.parametrize("kind", TURNS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from ringattn.ring.schedule.mask import bounds
 from ringattn.ring.shards import NAMES
 
 from .. import conftest  # noqa: F401  Triton's interpreter, here and in processes
-from ..support.forked import Ranks
+from ..support.forked import Group
 from ..support.kernel_cases import tiles
 from ..support.layouts import of_owners
 from ..support.mask_cases import Case, begin, in_blocks, taken
@@ -290,8 +288,8 @@ class Processes:
     """Ranks over gloo."""
 
     def __init__(self, run: str, world: int) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._ranks = Ranks(world, serve, world, Path(self._folder.name) / "store")
+        self._ranks = Group(world, serve, timeout=timedelta(seconds=PATIENCE))
+        self.close = self._ranks.close
 
     def play(self, calls: list[Literals], world: int) -> list[list[Outcome]]:
         """What each rank has of each call; of one that died or hangs, that."""
@@ -308,23 +306,16 @@ class Processes:
                     made[rank] = [f"ended with exit code {process.exitcode}"]
         return [one + [None] * (len(calls) - len(one)) for one in made]
 
-    def close(self) -> None:
-        self._ranks.close()
-        self._folder.cleanup()
 
-
-def serve(rank: int, end: Connection, world: int, store: Path) -> None:
+def serve(rank: int, end: Connection) -> None:
     """One process: plays what it is sent, until nobody sends any more."""
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # poisons what torch.empty returns
-    timeout = timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     rings: dict[str, Ring] = {}
     with suppress(EOFError, ConnectionResetError):
         while True:
             calls = pickle.loads(end.recv_bytes())
             try:
-                made = play(prepared(calls, world), rank, dist.group.WORLD, rings)
+                made = play(prepared(calls, dist.get_world_size()), rank, dist.group.WORLD, rings)
             except Exception as error:  # a line that means nothing
                 made = [told(error)]
             end.send_bytes(pickle.dumps(made))

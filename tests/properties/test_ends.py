@@ -6,21 +6,17 @@ import gc
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
 
 from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.comm import GroupLike, LocalGroup, TransportError
@@ -28,10 +24,9 @@ from ringattn.comm.control import control_of
 from ringattn.comm.watchdog import deadlines, preflight
 from ringattn.comm.watchdog.telemetry import TICK_SECONDS
 
-from ..support.forked import Ranks
+from ..support.forked import Ending, ending, results
 
 CPU = torch.device("cpu")
-Answer = tuple[str, str, float]  # name of an error, its text, seconds that it took
 SECONDS = 1.0  # a deadline
 GRACE = 2.5  # and what a busy machine may take beyond that
 
@@ -40,16 +35,6 @@ def step(group: GroupLike = None, ring: Ring | None = None, heads: int = 1, drop
     q, k, v = (torch.ones(1, 8, heads, 16, requires_grad=True) for _ in range(3))
     out = ring_attention(q, k, v, group=group, ring=ring, layout="contiguous", dropout_p=dropout_p)
     torch.autograd.backward(out.sum())
-
-
-def told(do: Callable[[], object]) -> Answer:
-    """How it ends."""
-    begun = time.monotonic()
-    try:
-        do()
-    except BaseException as error:
-        return type(error).__name__, str(error), time.monotonic() - begun
-    return "", "", time.monotonic() - begun
 
 
 def held() -> list[int]:
@@ -73,55 +58,34 @@ def no_more(now: Sequence[int], before: Sequence[int]) -> bool:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def member(rank: int, pipe: Connection, body: Callable[[int], Any], size: int, port: int) -> None:
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    gc.freeze()  # what is imported is large, and stays
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store: Store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
-    pipe.send(body(rank))
-
-
-def in_processes(size: int, body: Callable[[int], Any], *, ends: int | None = None, patience: float = 60) -> list[Any]:
-    """What `body(rank)` returns in processes of one group; ``ends`` is a rank that says nothing."""
-    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with Ranks(size, member, body, size, served.port) as ranks:
-        answers = [ranks.receive(rank, patience) for rank in range(size) if rank != ends]
-        for rank, process in enumerate(ranks.processes):
-            process.join(10)
-            assert process.exitcode == 0 or rank == ends
-        return answers
-
-
-def dies(rank: int, *, known: bool) -> Answer:
+def dies(rank: int, *, known: bool) -> Ending:
     """Before its first call, or before one with a new signature."""
     if known:
         step()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return told(lambda: step(heads=2))
+    return ending(lambda: step(heads=2))
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_closed_connection_ends_the_wait_for_a_killed_rank(known: bool) -> None:
-    for rank, (kind, text, seconds) in zip((0, 2), in_processes(3, partial(dies, known=known), ends=1), strict=True):
+    for rank, (kind, text, seconds) in zip((0, 2), results(3, partial(dies, known=known), ends=1), strict=True):
         assert kind == TransportError.__name__
         assert f"rank 1 is gone: its connection to rank {rank} is closed" in text or "Rank" in text, text
         assert seconds < 10
 
 
-def comes_late(rank: int) -> Answer:
+def comes_late(rank: int) -> Ending:
     """To a ring whose other rank has given up."""
     if rank:
         time.sleep(2 * SECONDS)
     ring = Ring(deadline=SECONDS)
-    answer = told(lambda: step(ring=ring))
-    return answer if told(ring.close)[0] == "" else ("close raised", "", 0.0)
+    answer = ending(lambda: step(ring=ring))
+    return answer if ending(ring.close)[0] == "" else ("close raised", "", 0.0)
 
 
 def test_a_rank_that_comes_late_waits_no_longer_than_its_deadline() -> None:
-    for kind, _, seconds in in_processes(2, comes_late):
+    for kind, _, seconds in results(2, comes_late):
         assert kind == TransportError.__name__
         assert seconds < SECONDS + GRACE
 
@@ -141,7 +105,7 @@ def groups_come_and_go(rank: int) -> list[list[int]]:
 
 
 def test_what_is_kept_for_a_group_ends_with_it() -> None:
-    for first, *others in in_processes(2, groups_come_and_go):
+    for first, *others in results(2, groups_come_and_go):
         assert first[0] == 1  # the main thread
         assert all(no_more(now, first) for now in others)
 
@@ -152,7 +116,7 @@ def forks(rank: int) -> list[str]:
     step()
     here, there = os.pipe()
     if os.fork() == 0:
-        answers = [told(lambda: step(ring=ring)), told(step), told(ring.close)]
+        answers = [ending(lambda: step(ring=ring)), ending(step), ending(ring.close)]
         os.write(there, "\n".join(f"{kind}: {text}" for kind, text, seconds in answers if seconds < 1).encode())
         os._exit(0)
     os.wait()
@@ -161,7 +125,7 @@ def forks(rank: int) -> list[str]:
 
 
 def test_a_forked_process_is_told_at_once_that_nothing_works_there() -> None:
-    for of_ring, of_group, of_close in in_processes(2, forks):
+    for of_ring, of_group, of_close in results(2, forks):
         assert re.match(r"RuntimeError: ring belongs to process \d+, from which this one was forked", of_ring)
         assert re.match(r"RuntimeError: group belongs to the process that process \d+ was forked from", of_group)
         assert of_close == ": "
@@ -283,7 +247,7 @@ def grows(rank: int, *, what: str) -> float:
 @pytest.mark.parametrize(("what", "most"), [("steps", 100), ("rings", 1000), ("worlds", 1000)])
 def test_nothing_grows(what: str, most: float) -> None:
     """Bytes of traced memory per time: torch and Python still fill some caches; a ring that stays is tens of kB."""
-    assert max(in_processes(2, partial(grows, what=what), patience=800)) <= most
+    assert max(results(2, partial(grows, what=what), patience=800)) <= most
 
 
 def test_steps_and_rings_leave_no_object_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def refuse(*_: object) -> None:
     [
         (ops, "sink_gradient", lambda *given: torch.ones(1), SINK, "dsink: error"),
         (ops, "sink_state", shared, SINK | {"backend": "triton", "tokens": 1}, "learnable_sink was changed"),
-        (masks, "is_causal", lambda prefix: lambda q, k: k < q, {"causal": True}, "the reference's out is not"),
+        (masks, "is_causal", lambda prefix: lambda q, k: k < q, {"causal": True}, "out: error"),
         (args, "mask_of", refuse, {"spoil": ["window_size", 4, -1]}, "window_size: no error that names it"),
         (shards, "exchange", lambda ring, given, shapes: [-x for x in given], {"unshard": [1, "sum"]}, "unshard puts"),
     ],

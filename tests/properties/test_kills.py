@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
 
 from ringattn import Ring, ring_attention
 from ringattn.comm import TransportError
 
-from ..support.forked import Ranks
+from ..support.forked import Ranks, join, serve
 from ..support.nightly import rest_nightly
 
 DEADLINE = 2.0  # seconds, of a transfer
@@ -99,14 +98,14 @@ def work(rank: int, pipe: Connection, kill: Kill) -> None:
 
 def steps(kill: Kill, rank: int, pipe: Connection) -> None:
     """Steps to warm up, and after the word to go steps without end."""
-    torch.set_num_threads(1)
     torch.manual_seed(rank)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    serves = kill.host == rank
-    store: Store = TCPStore("127.0.0.1", 0 if serves else pipe.recv(), is_master=serves, wait_for_workers=False)
-    if serves:
-        pipe.send(store.port)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=kill.world, timeout=timedelta(seconds=120))
+    served = serve() if kill.host == rank else None
+    if served is not None:
+        pipe.send(served.port)
+    join(rank, kill.world, served or pipe.recv(), timedelta(seconds=120))
+    with Ring() as patient:  # ranks begin as far apart as a busy machine likes: the deadline counts from here on
+        step(patient)
+    dist.barrier()
     ring = Ring(deadline=DEADLINE, chunks=kill.chunks)
     begun = time.monotonic()
     for _ in range(WARM_STEPS):
@@ -122,7 +121,7 @@ def steps(kill: Kill, rank: int, pipe: Connection) -> None:
 
 def run(kill: Kill) -> None:
     """Let it happen, and look at how each rank ends."""
-    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kill.host is None else None
+    served = serve() if kill.host is None else None
     with Ranks(kill.world, work, kill) as ranks:
         port = ranks.receive(kill.host or 0) if served is None else served.port
         for rank, end in enumerate(ranks.ends):

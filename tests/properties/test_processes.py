@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import start_processes
 
-from ringattn import Layout, Ring, ring_attention, unshard
+from ringattn import Layout, Ring, ring_attention
 from ringattn.comm import GroupLike
 
-from ..support.baselines import exact
-from ..support.forked import FORKED
+from ..support.forked import results
 from ..support.nightly import rest_nightly
-from ..support.ring_cases import LAYOUTS, inputs, run_ring
+from ..support.ring_cases import LAYOUTS, check_results, inputs, rank_part, run_ring, together
+
+TOKENS = 53
 
 
-def start(rank: int, world: int, store: str, body: Callable[[int, int], None]) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
-    try:
-        body(rank, world)
-    finally:
-        dist.destroy_process_group()
-
-
-def in_processes(world: int, folder: Path, body: Callable[[int, int], None]) -> None:
-    start_processes(
-        start, args=(world, str(folder / "store"), body), nprocs=world, start_method=FORKED.get_start_method()
-    )
+def tokens() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return inputs(TOKENS)
 
 
 def result(layout: Layout, rank: int, whole: dict[str, Tensor], group: GroupLike = None) -> list[Tensor]:
@@ -49,29 +31,13 @@ def result(layout: Layout, rank: int, whole: dict[str, Tensor], group: GroupLike
     return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
 
-def every_layout(rank: int, world: int) -> None:
-    torch.manual_seed(1)
-    whole = inputs(53)
-    truth = exact(*(whole[name] for name in ("q", "k", "v", "dout")), causal=True)
-    for make in LAYOUTS.values():
-        layout = make(53, world)
-        for got, name in zip(result(layout, rank, whole), ("out", "dq", "dk", "dv"), strict=True):
-            torch.testing.assert_close(
-                unshard(got, layout=layout, grad="slice").double(), getattr(truth, name), rtol=1e-5, atol=1e-5
-            )
+def parts_of_every_layout(rank: int) -> dict[str, list[Tensor]]:
+    """One rank's results; the inputs are the same on all."""
+    world, whole = dist.get_world_size(), tokens()
+    return {name: rank_part(make(TOKENS, world), whole, None, rank, causal=True) for name, make in LAYOUTS.items()}
 
 
-def same_bits_as_virtual_ranks(rank: int, world: int) -> None:
-    torch.manual_seed(2)
-    layout, whole = Layout.zigzag(40, world), inputs(40)
-    del whole["dlse"]  # as in `result`
-    alone = run_ring(layout, whole, causal=True)
-    got = result(layout, rank, whole)
-    for mine, theirs in zip(got, (alone.out, alone.dq, alone.dk, alone.dv), strict=True):
-        assert torch.equal(mine, layout.shard(theirs, rank))
-
-
-def groups_of_every_kind(rank: int, world: int) -> None:
+def groups_of_every_kind(rank: int) -> None:
     torch.manual_seed(3)
     whole = inputs(24)
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
@@ -90,13 +56,15 @@ def groups_of_every_kind(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", rest_nightly([2, 3, 5, 8], 2))
-def test_every_layout(world: int, tmp_path: Path) -> None:
-    in_processes(world, tmp_path, every_layout)
+def test_every_layout(world: int) -> None:
+    """As exact as PyTorch, and the bits of virtual ranks."""
+    ranks, whole = results(world, parts_of_every_layout), tokens()
+    for name, make in LAYOUTS.items():
+        layout = make(TOKENS, world)
+        ours = together(layout, [parts[name] for parts in ranks])
+        check_results(ours, whole, causal=True)
+        assert all(map(torch.equal, ours, run_ring(layout, whole, causal=True)))
 
 
-def test_same_bits_as_virtual_ranks(tmp_path: Path) -> None:
-    in_processes(2, tmp_path, same_bits_as_virtual_ranks)
-
-
-def test_groups_of_every_kind(tmp_path: Path) -> None:
-    in_processes(4, tmp_path, groups_of_every_kind)
+def test_groups_of_every_kind() -> None:
+    results(4, groups_of_every_kind)

@@ -1,9 +1,9 @@
-"""The reference against PyTorch in float64 and loops over pairs, masks and scores too, and its three forms."""
+"""The reference against PyTorch in float64 and loops over pairs, masks and scores."""
 
 from __future__ import annotations
 
 import math
-from itertools import cycle, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,9 +14,6 @@ from ringattn import reference
 from ringattn.reference.philox import philox, words
 
 from ..support.baselines import Results, exact, pytorch
-from ..support.pairwise import pairwise_cases
-
-HEADS = [(2, 2), (4, 2)]
 
 
 def tensors(
@@ -56,18 +53,7 @@ def test_rows_that_see_nothing() -> None:
 
 def test_large_scores_do_not_overflow() -> None:
     q, k, v, _, _ = tensors(6, 6)
-    for attention in (reference.attention, reference.blockwise.forward):
-        assert all(x.isfinite().all() for x in attention(q * 1e6, k, v, causal=True))
-
-
-def split(x: Tensor, owners: Tensor, world: int) -> list[Tensor]:
-    """The tokens of every rank, on dimension 1."""
-    return [x[:, owners == rank] for rank in range(world)]
-
-
-def gather(shards: list[Tensor], owners: Tensor, dim: int) -> Tensor:
-    """The tokens back in their order."""
-    return torch.cat(shards, dim).index_select(dim, owners.argsort(stable=True).argsort())
+    assert all(x.isfinite().all() for x in reference.attention(q * 1e6, k, v, causal=True))
 
 
 SHAPES: list[tuple[list[tuple[int, ...]], str]] = [
@@ -94,14 +80,14 @@ def test_refusals() -> None:
     for call, message in CALLS:
         with pytest.raises(ValueError, match=message):
             reference.attention(q, k, v, **call)
-    with pytest.raises(ValueError, match="rank 0 has positions for 2 queries and 2 keys"):
-        reference.ring.forward([q], [k], [v], q_positions=[AT[:2]])
 
 
 TOKENS = 12
 BLOCKS = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window_size": (4, 2)},
+    "window to the left": {"window_size": (3, -1)},
+    "window to the right": {"window_size": (-1, 2)},
     "prefix": {"causal": True, "prefix_length": 5},
     "documents": {"cu_seqlens": [0, 3, 3, 10, TOKENS]},
     "longformer": {"window_size": (2, 2), "global_tokens": [(0, 2), (7, 8)]},
@@ -215,32 +201,3 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
         return reference.attention(leaves[0], leaves[1], leaves[2], **at, **call | {"learnable_sink": leaves[3]})
 
     assert torch.autograd.gradcheck(finite, [x.requires_grad_() for x in (q, k, v, call["learnable_sink"])])
-
-
-@pytest.mark.parametrize(
-    ("name", "tiles", "heads"), pairwise_cases(["full", *FEATURES], [(1, 1), (3, 2), (16, 16)], HEADS)
-)
-def test_blockwise_is_dense_with_every_feature(name: str, tiles: tuple[int, int], heads: tuple[int, int]) -> None:
-    (block_q, block_k), (q, k, v, dout, dlse) = tiles, tensors(7, 10, *(heads if name == "full" else (2, 1)))
-    at: dict[str, Any] = {"q_positions": torch.randperm(TOKENS)[:7], "k_positions": torch.randperm(TOKENS)[:10]}
-    call, sizes = dict(FEATURES.get(name, {})), dict[str, Any](block_q=block_q, block_k=block_k)
-    out, lse = reference.blockwise.forward(q, k, v, **at, **call, **sizes)
-    sink = call.pop("learnable_sink", None)
-    truth = exact(q, k, v, dout, dlse, learnable_sink=sink, **at, **call)
-    grads = reference.blockwise.backward(dout, q, k, v, out, lse, dlse=dlse, **at, **call, **sizes)
-    close((out, lse, *grads), truth)
-
-
-@pytest.mark.parametrize(("name", "world"), [*zip(["full", *FEATURES], cycle([5, 2, 3, 1])), ("all", 5), ("full", 3)])
-def test_ring_is_dense_with_every_feature(name: str, world: int) -> None:
-    """Whoever holds which token, shards without tokens included."""
-    q, k, v, dout, dlse = tensors(TOKENS, TOKENS, 2, 1)
-    owners = torch.randint(world, (TOKENS,))
-    where = [(owners == rank).nonzero().squeeze(-1) for rank in range(world)]
-    qs, ks, vs, douts = (split(x, owners, world) for x in (q, k, v, dout))
-    dlses, call = [dlse[:, :, owners == rank] for rank in range(world)], dict(FEATURES.get(name, {}))
-    outs, lses = reference.ring.forward(qs, ks, vs, q_positions=where, **call)
-    sink = call.pop("learnable_sink", None)
-    grads = reference.ring.backward(douts, qs, ks, vs, outs, lses, q_positions=where, dlse=dlses, **call)
-    ours = (gather(outs, owners, 1), gather(lses, owners, 2), *(gather(x, owners, 1) for x in grads))
-    close(ours, exact(q, k, v, dout, dlse, learnable_sink=sink, **call))

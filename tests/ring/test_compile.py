@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from ringattn.ring import BlockMask, bigbird, longformer
 from ringattn.ring.args import AttentionArgs
 from ringattn.ring.ops import pack_args
 
-from ..properties.test_processes import in_processes
+from ..support.forked import results
 
 ROWS, HEADS = 64, 4
 NO_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -182,8 +181,9 @@ def test_of_the_seeds_that_ranks_draw_rank_0s_counts() -> None:
         assert_same(mine, theirs)
 
 
-def processes(rank: int, world: int) -> None:
+def processes(rank: int) -> None:
     torch.manual_seed(1)
+    world = dist.get_world_size()
     whole, layout = inputs(), Layout.zigzag(ROWS, world)
     shards = [layout.shard(x, rank).detach().requires_grad_() for x in whole]
     expected = run(block, shards, layout="zigzag", causal=True)
@@ -192,8 +192,8 @@ def processes(rank: int, world: int) -> None:
         assert_same(got, expected)
 
 
-def test_processes(tmp_path: Path) -> None:
-    in_processes(2, tmp_path, processes)
+def test_processes() -> None:
+    results(2, processes)
 
 
 def test_autocast() -> None:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
-from torch._C._distributed_c10d import TCPStore
 
 from ringattn import Ring, ring_attention
 
-from ..support.forked import Ranks
+from ..support.forked import Ending, ending, results
 
 WORLD = 3
 SOON = 10.0  # seconds; the deadline is far beyond it
@@ -114,19 +108,8 @@ def two_threads(ring: Ring) -> None:
     raise next((error for error in errors if isinstance(error, AssertionError)), None) or RuntimeError(str(errors))
 
 
-def work(rank: int, end: Connection, body: Callable[[Ring], None], port: int) -> None:
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
-    begun = time.monotonic()
-    try:
-        body(Ring(deadline=120.0))
-    except BaseException as error:
-        end.send((f"{type(error).__name__}: {error}", time.monotonic() - begun))
-    else:
-        end.send(("nothing was raised", 0.0))
+def how_it_ends(rank: int, body: Callable[[Ring], None]) -> Ending:
+    return ending(lambda: body(Ring(deadline=120.0)))
 
 
 DIFFERS = "ValueError: {} differs between ranks ("
@@ -149,9 +132,6 @@ DIFFERS = "ValueError: {} differs between ranks ("
     ],
 )
 def test_every_rank_gets_the_error_soon(body: Callable[[Ring], None], words: str, of_rank_1: str | None) -> None:
-    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with Ranks(WORLD, work, body, served.port) as ranks:
-        for rank in range(WORLD):
-            told, seconds = ranks.receive(rank)
-            assert (of_rank_1 or words if rank == 1 else words) in told
-            assert seconds < SOON
+    for rank, (kind, text, seconds) in enumerate(results(WORLD, partial(how_it_ends, body=body))):
+        assert (of_rank_1 or words if rank == 1 else words) in f"{kind}: {text}"
+        assert seconds < SOON

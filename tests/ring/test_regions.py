@@ -45,7 +45,7 @@ def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
         replace(
             draw(st.sampled_from([bounds, bounds, FULL])),
             seqused_k=torch.tensor(used, dtype=torch.int32) if used else None,
-            runs=draw(st.sampled_from([None, BlockSparseIndex(visible, block)])),
+            block_sparse=draw(st.sampled_from([None, BlockSparseIndex(visible, block)])),
         ),
         rows,
         keys,
@@ -59,10 +59,10 @@ def visible_pairs(bounds: Bounds, rows: int, keys: int) -> Tensor:
     seen = ((at >= lo[:, None]) & (at < hi[:, None]))[None]  # type: ignore[index]
     if bounds.seqused_k is not None:
         seen = seen & (torch.arange(keys) < bounds.seqused_k[:, None, None])
-    if bounds.runs is not None:
-        visible = bounds.runs.visible
+    if bounds.block_sparse is not None:
+        visible = bounds.block_sparse.visible
         for dim, length in enumerate((rows, keys)):
-            visible = visible.repeat_interleave(bounds.runs.block, dim).narrow(dim, 0, length)
+            visible = visible.repeat_interleave(bounds.block_sparse.block, dim).narrow(dim, 0, length)
         seen = seen & visible
     return seen
 

@@ -19,6 +19,7 @@ from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
 from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transport import ring_edges
 from ringattn.kernels import attention
+from ringattn.ring import ring as ring_module
 from ringattn.ring.buffers import Call, Key
 from ringattn.ring.ring import ring_of
 
@@ -281,6 +282,19 @@ def test_slopes_that_are_changed_before_the_backward_are_noticed() -> None:
     slopes.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_a_captured_stream_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog would ask for events that belong to the graph."""
+    q, k, v = (inputs(32)[name] for name in "qkv")
+
+    def one(group: LocalGroup) -> None:
+        with pytest.raises(NotImplementedError, match="captured into a CUDA graph"):
+            ring_attention(q, k, v, layout=Layout.contiguous(64, 2), group=group)
+
+    monkeypatch.setattr(ring_module, "_is_capturing", lambda _: True)
+    with LocalWorld(2) as world:
+        world.run(one)
 
 
 def test_frames_between_a_call_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

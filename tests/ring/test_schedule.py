@@ -80,7 +80,7 @@ def check_runs(plan: Schedule, wanted: set[tuple[int, int]], how: Settings) -> N
     assert sorted(gathered(ranks, "dq")) == sorted(gathered(ranks, "dkdv")) == each
     for shard, rank in enumerate(ranks):
         seers = Counter(rank for rank, seen in wanted if seen == shard)
-        assert rank.home == dict.fromkeys(range(chunks), seers)
+        assert rank.dkdv_of_own == [seers] * chunks
 
 
 def place(plan: Schedule, rank: int) -> tuple[int, int]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+
 from ringattn.comm.topology.topology import Topology
-from ringattn.ring.schedule.layout import Layout
+from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask
 from ringattn.ring.schedule.schedule import schedule
+from ringattn.ring.schedule.text import WIDTH
 
 from ..support.layouts import Window
 
@@ -19,42 +24,59 @@ def test_text_of_nodes_in_any_order_the_other_way() -> None:
     assert (
         str(schedule(Layout.contiguous(12, 6), mask, topology=topology, direction=-1))
         == """\
-6 ranks (3 nodes of 2 ranks), K/V move to the previous rank, every 2 hops to the previous node, 15 of 36 hops compute
+6 ranks (3 nodes of 2 ranks), K/V move to the previous rank, every 2 hops to the
+previous node, 15 of 36 hops compute
 
-K/V: N shard N is computed with, (N) only passes, > goes on, » leaves by rail, . nothing comes
-                hop 0   hop 1   |   hop 2     hop 3   |   hop 4   hop 5
-node 0 rank 4   4 »     .       |   (0) > »   3       |   .       2
-node 0 rank 1   1 »     .       |   (3) > »   0       |   (2) >   .
-node 1 rank 0   0 »     .       |   .         .       |   .       .
-node 1 rank 3   3 »     .       |   2 »       .       |   1       .
-node 2 rank 5   5       .       |   4         .       |   (0) >   3
-node 2 rank 2   2 »     .       |   1 »       .       |   (3) >   0
+K/V: N shard N is computed with, (N) only passes, > goes on, » leaves by rail,
+. nothing comes
+               hop 0  hop 1  |  hop 2    hop 3  |  hop 4  hop 5
+node 0 rank 4  4 »    .      |  (0) > »  3      |  .      2
+node 0 rank 1  1 »    .      |  (3) > »  0      |  (2) >  .
+node 1 rank 0  0 »    .      |  .        .      |  .      .
+node 1 rank 3  3 »    .      |  2 »      .      |  1      .
+node 2 rank 5  5      .      |  4        .      |  (0) >  3
+node 2 rank 2  2 »    .      |  1 »      .      |  (3) >  0
 
-dK/dV: N of shard N, > sent on, ^ return to the outer root, . none; root: < arrive, » return to the owner by rail
-                hop 0   hop 1   |   hop 2   hop 3   |   hop 4   hop 5
-node 0 rank 4   .       .       |   0 < »   3 ^     |   .       2 ^
-node 0 rank 1   .       .       |   3 < »   0 ^     |   2 < »   .
-node 1 rank 0   .       .       |   .       .       |   .       .
-node 1 rank 3   .       .       |   2 »     .       |   1 »     .
-node 2 rank 5   .       .       |   4 »     .       |   0 < »   3 ^
-node 2 rank 2   .       .       |   1 »     .       |   3 < »   0 ^"""
+dK/dV: N of shard N, > sent on, ^ return to the outer root, . none,
+root: < arrive, » return to the owner by rail
+               hop 0  hop 1  |  hop 2  hop 3  |  hop 4  hop 5
+node 0 rank 4  .      .      |  0 < »  3 ^    |  .      2 ^
+node 0 rank 1  .      .      |  3 < »  0 ^    |  2 < »  .
+node 1 rank 0  .      .      |  .      .      |  .      .
+node 1 rank 3  .      .      |  2 »    .      |  1 »    .
+node 2 rank 5  .      .      |  4 »    .      |  0 < »  3 ^
+node 2 rank 2  .      .      |  1 »    .      |  3 < »  0 ^"""
     )
 
 
 def test_a_large_table_leaves_its_middle_out() -> None:
     """And keeps the outer steps apart, also in the row that stands for those left out."""
-    rows = str(schedule(Layout.striped(24, 24), Mask(), topology=Topology.grid(3, 8))).split("\n\n")[1].splitlines()
+    tables = str(schedule(Layout.striped(24, 24), Mask(), topology=Topology.grid(8, 3))).split("\n\n")
+    rows = tables[1].splitlines()[1:]  # of two lines of signs
     (left_out,) = (row for row in rows if row.startswith("…"))
     outers = [column for column, sign in enumerate(rows[1]) if sign == "|"]
     assert outers and outers == [column for column, sign in enumerate(left_out) if sign == "|"]
     assert set(left_out) == set("…| ")
-    shown = [*map(str, range(12)), "21", "22", "23"]
-    assert [row.split()[3] for row in rows[2:] if row != left_out] == shown
-    assert [word for word in rows[1].replace("|", "").replace("hop", "").split() if word != "…"] == shown
+    ranks, hops = [*map(str, range(12)), "21", "22", "23"], [*map(str, range(6)), "23"]
+    assert [row.split()[3] for row in rows[2:] if row != left_out] == ranks
+    assert [word for word in rows[1].replace("|", "").replace("hop", "").split() if word != "…"] == hops
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(8, 1), (16, 1), (8, 4), (16, 2), (128, 32), (1024, 128)])
+@pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(documents=Documents([*range(0, 2049, 96), 2048]))])
+def test_lines_fit_a_terminal(world: int, nodes: int, mask: Mask) -> None:
+    """And each table has its first hops and its last one."""
+    lines = str(schedule(Layout.zigzag(2048, world), mask, topology=Topology.grid(nodes, world // nodes))).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    named = [re.findall(r"hop (\d+)", line) for line in lines if line.lstrip().startswith("hop ")]
+    assert len(named) == 2 and all(hops[0] == "0" and len(hops) >= 3 for hops in named)
 
 
 def test_distances_in_the_header() -> None:
     """Those of the hops where these do more than count up, the short way round."""
     every_second = Layout([[(start, 8)] if rank % 2 == 0 else [] for rank, start in enumerate(range(0, 64, 8))])
-    header = str(schedule(every_second, Mask())).splitlines()[0]
-    assert header == "8 ranks, K/V move to the ranks +2, +4, -2 from their owner's, 16 of 32 hops compute"
+    header = str(schedule(every_second, Mask())).partition("\n\n")[0]
+    assert (
+        header.replace("\n", " ")
+        == "8 ranks, K/V move to the ranks +2, +4, -2 from their owner's, 16 of 32 hops compute"
+    )

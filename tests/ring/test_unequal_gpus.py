@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import Layout, LocalWorld, reference, ring_attention
-from ringattn.autotune import RingEntry, RingPoint, RingSetting, ring_settings, save, shared_ring_settings
+from ringattn.autotune import RingEntry, RingPoint, RingSetting, ring_settings, save, save_ring, shared_ring_settings
 from ringattn.bench.common import launching
 from ringattn.kernels import Tile, attention, choice, launch
 from ringattn.kernels.tables import KERNELS, Point
 
-from ..support.tile_tables import DATE, H200, RTX, entry, folders
+from ..support.tile_tables import H200, RTX, entry, folders
 
 __all__ = ["folders"]
 
@@ -94,7 +94,7 @@ def settings(store: str, folder: str) -> dict[str, list[Any]]:
 def test_what_a_link_shares_is_one_choice_for_all(tmp_path: Path) -> None:
     """Really: processes over gloo; each GPU's table has another setting, and all ranks take the first one's."""
     for gpu, setting in CHOSEN.items():
-        save(tmp_path, gpu, rings=[RingEntry(RING, setting, DATE, 1e-3, 0.01, 1.2e-3)])
+        save_ring(tmp_path, gpu, RingEntry(RING, setting, 1e-3, 0.01, 1.2e-3))
     message = "config_dir is '/nowhere': there is no such folder; `ringattn tune --save-dir` makes it"
     assert launching.launch(len(GPUS), settings, str(tmp_path)) == {
         "own": [CHOSEN[gpu] for gpu in GPUS],

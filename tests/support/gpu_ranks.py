@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.comm import Group, LocalGroup, LocalTransport, NcclTransport, ProcessGroupTransport, Transport
@@ -31,6 +32,7 @@ from ringattn.comm.control import control_of
 from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport
 
 from .baselines import Results
+from .forked import join
 from .gpu_cases import RING_CASES, TOKENS, RingCase, cases_of, check_case, drawn, ring_arguments
 from .ring_cases import LAYOUTS, rank_part, together
 from .transport_cases import CASES, Case, traceback_of
@@ -147,11 +149,8 @@ def process(part: str, transport: str, rank: int, world: int, folder: Path) -> N
     """One rank of one process."""
     tell, code = telling(folder / f"rank{rank}.json"), 0
     try:
-        torch.set_num_threads(1)
         device = device_of(rank)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=PATIENCE
-        )
+        join(rank, world, FileStore(f"{folder}/store", world), PATIENCE)
         group = dist.group.WORLD
         assert group is not None
         if part == "transfers":

@@ -167,21 +167,14 @@ def group_ranks(world: int, processes: int) -> list[int]:
     return list(range(processes - world, processes))
 
 
-def run_cases(rank: int, pipe: Connection, processes: int, folder: Path) -> None:
+def run_cases(rank: int, pipe: Connection, folder: Path) -> None:
     """Run these and every case of `transport_cases` on a group of every size, and send the traceback of each, or "".
 
     Up to the first that fails: its peers are out of step from there on.
     """
-    torch.set_num_threads(1)
     pytest.MonkeyPatch().setattr(control, "DEFAULT_TIMEOUT", PATIENCE.total_seconds())
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=processes,
-        timeout=PATIENCE,
-    )
     results: dict[str, str] = {}
+    processes = dist.get_world_size()
     worlds = (2, 3, processes)
     alone = [*HOST_CASES, *GROUP_CASES]
     groups = {

@@ -155,9 +155,9 @@ def visible(bounds: Bounds, batch: int, queries: int, keys: int) -> Tensor:
     seen = dense(bounds, queries, keys).expand(batch, 1, queries, keys).clone()
     if bounds.seqused_k is not None:
         seen &= torch.arange(keys) < bounds.seqused_k[:, None, None, None]
-    if bounds.runs is not None:
-        rows, columns = (torch.arange(count) // bounds.runs.block for count in (queries, keys))
-        seen &= bounds.runs.visible[rows][:, columns]
+    if bounds.block_sparse is not None:
+        rows, columns = (torch.arange(count) // bounds.block_sparse.block for count in (queries, keys))
+        seen &= bounds.block_sparse.visible[rows][:, columns]
     return seen
 
 

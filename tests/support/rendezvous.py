@@ -1,314 +1,248 @@
-"""Runs schedules with transfers that only start when both ends are there, the strictest way there is.
+"""Runs the ring loop with transfers that only start when both ends are there, the strictest way there is.
 
-Every rank is a coroutine that issues what the ring loop issues, in its order. Each level of the ring has a queue of
-groups per rank, which run one after the other once what they wait for is over; a message moves when both its ends are
-in a group that runs. Contents are sets: K/V are the shard's number, dK/dV are counts of the ranks that added to them.
-From when its group runs until it arrives, a slot holds nothing, so that whoever still wanted what was in it fails.
+Every rank is a thread, one of which runs at a time. Each level of the ring has a queue of groups per rank, which run
+one after the other once what they wait for is over; a message moves when both its ends are in a group that runs. K/V
+hold the shard's number, dK/dV count the ranks that added to them. From when its group runs until it arrives, a slot
+holds NaN, so that whoever still wanted what was in it fails.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringattn.ring.buffers import BETWEEN, INSIDE, Key, Kind
-from ringattn.ring.dkv import ARRIVING_SLOT, LEAVING_SLOT
-from ringattn.ring.schedule.plan import Plan
-from ringattn.ring.schedule.schedule import Hop, Schedule
+import torch
+from torch import Tensor
 
-Part = tuple[int, int]  # a chunk of a slot
-Tag = tuple[str, int, int]  # what a message carries: K/V or dK/dV, of which shard, which chunk
+from ringattn.comm import Fence, Message, Slots
+from ringattn.comm.transport import DONE, Edge
+from ringattn.ring import loop
+from ringattn.ring.buffers import BETWEEN, INSIDE, Call, Key, Kind, Tensors, chunks_of
+from ringattn.ring.schedule.plan import HopMask, Plan
+from ringattn.ring.schedule.schedule import Schedule
+
+CPU = torch.device("cpu")
 Pairs = list[tuple[int, int]]
+Sizes = Sequence[tuple[int, int]]
 
 
 @dataclass(eq=False)
 class Group:
-    key: Key
-    level: int
-    sends: list[tuple[int, Tag, Callable[[], Any]]] = field(default_factory=list)
-    receives: list[tuple[int, Tag, Store, Part]] = field(default_factory=list)
-    after: list[Group] = field(default_factory=list)
-    leaving: list[tuple[int, Tag, Any]] = field(default_factory=list)  # the sends, with what they carry, once it runs
+    """One post, and its fence."""
+
+    world: World
+    rank: int
+    sends: list[Message]
+    receives: list[Message]
+    after: Sequence[Fence]
     runs: bool = False
 
-    @property
-    def over(self) -> bool:
-        return self.runs and not self.leaving and not self.receives
+    def done(self) -> bool:
+        return self.runs and not self.sends and not self.receives
+
+    def wait(self) -> None:
+        self.world.wait(self)
 
     def start(self) -> None:
-        if self.runs or not all(group.over for group in self.after):
-            return
         self.runs = True
-        self.leaving = [(peer, tag, read()) for peer, tag, read in self.sends]
-        assert all(content is not None for *_, content in self.leaving), f"{self.key}: sent before it was there"
-        for _, _, store, part in self.receives:
-            store.content[part] = None
+        assert not any(x.isnan().any() for _, x in self.sends), "sent before it was there"
+        for _, x in self.receives:
+            x.fill_(torch.nan)
 
 
-@dataclass
-class Store:
-    """Slots: what is in each chunk of each, and the groups that fill it or send from it."""
+class World:
+    """What the ranks have posted, and for what each waits."""
 
-    content: dict[Part, Any] = field(default_factory=dict)
-    users: dict[Part, list[Group]] = field(default_factory=dict)
+    def __init__(self, size: int) -> None:
+        self.running = size
+        self.turn = threading.Condition()
+        self.queues = {(level, rank): deque[Group]() for level in (INSIDE, BETWEEN) for rank in range(size)}
+        self.waits: dict[int, Group] = {}
+        self.errors: list[BaseException] = []
 
-    def busy(self, part: Part, group: Group | None) -> None:
-        if group is not None:
-            self.users.setdefault(part, []).append(group)
+    def run(self, body: Callable[[int], None]) -> None:
+        """All ranks to their ends; AssertionError where they wait for each other for ever."""
 
-    def free(self, part: Part) -> list[Group]:
-        return self.users.pop(part, [])
+        def one(rank: int) -> None:
+            with self.turn:
+                try:
+                    body(rank)
+                except BaseException as error:
+                    self.errors.append(error)
+                self.running -= 1
+                self.turn.notify_all()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.running)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+        assert all(group.done() for queue in self.queues.values() for group in queue), "a message that nobody takes"
+
+    def wait(self, group: Group) -> None:
+        self.waits[group.rank] = group
+        while not group.done():
+            stuck = len(self.waits) == self.running and not any(one.done() for one in self.waits.values())
+            assert not stuck and not self.errors, f"deadlock: ranks {sorted(self.waits)} wait"
+            self.turn.wait()
+        del self.waits[group.rank]
+
+    def post(self, level: int, group: Group) -> None:
+        """Start every group that may run, and move every message of which both ends are in one that does."""
+        self.queues[level, group.rank].append(group)
+        moved = True
+        while moved:
+            moved = False
+            running = {at: queue[0] for at, queue in self.queues.items() if self.runs(queue)}
+            for (at, rank), source in running.items():
+                for message in [*source.sends]:
+                    target = running.get((at, message.peer))
+                    into = next((one for one in target.receives if one.peer == rank), None) if target else None
+                    if target and into:
+                        into.tensor.copy_(message.tensor)
+                        source.sends = [one for one in source.sends if one is not message]
+                        target.receives = [one for one in target.receives if one is not into]
+                        moved = True
+                        self.turn.notify_all()
+
+    @staticmethod
+    def runs(queue: deque[Group]) -> bool:
+        """Whether the first group that is not over runs."""
+        while queue and queue[0].done():
+            queue.popleft()
+        if queue and not queue[0].runs and all(fence.done() for fence in queue[0].after):
+            queue[0].start()
+        return bool(queue) and queue[0].runs
 
 
-Program = Generator[Group, None, None]  # yields the group that it waits for
+class Level:
+    """One level's transport of one rank: of a transport what the loop calls."""
+
+    def __init__(self, world: World, level: int, rank: int, edges: Sequence[Edge]) -> None:
+        self.world, self.level, self.rank = world, level, rank
+        self.peers = {to for source, to in edges if source == rank}
+
+    def mark(self) -> Fence:
+        return DONE
+
+    def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence]) -> Fence:
+        assert {peer for peer, _ in sends} <= self.peers, "over an edge that nobody has opened"
+        group = Group(self.world, self.rank, [*sends], [*receives], after)
+        self.world.post(self.level, group)
+        return group
 
 
 @dataclass
 class Rank:
-    """One rank of the backward or the forward: its slots, and the groups it has issued."""
+    """One rank: the backend of all its chunks, which finds the hop where the kernels find their bounds."""
 
-    plan: Plan
-    prefetch: int
-    chunks: int
-    phase: str
-    queues: tuple[deque[Group], deque[Group]] = field(default_factory=lambda: (deque(), deque()))
-    issued: list[Key] = field(default_factory=list)
-    kv: Store = field(default_factory=Store)
-    dkv: Store = field(default_factory=Store)
-    kv_came: dict[Part, Group] = field(default_factory=dict)  # per hop and chunk
-    dkv_came: dict[Part, Group] = field(default_factory=dict)
-    rail_came: dict[int, Group] = field(default_factory=dict)  # per chunk
-    home: dict[int, Counter[int]] = field(default_factory=dict)  # per chunk, whose parts of the own shard's dK/dV
+    rank: int
     done: dict[str, Pairs] = field(default_factory=lambda: {"out": [], "dq": [], "dkdv": []})
+    """(rank, shard) of everything that was computed, once per chunk."""
+    dkdv_of_own: list[Counter[int]] = field(default_factory=list)
+    """Per chunk the ranks that added to dK/dV of the own shard."""
+    lines: list[str] = field(default_factory=list)
+    """What it did, as text."""
+    posts: list[tuple[Key, list[int], list[int]]] = field(default_factory=list)
+    """Of what it posted the key, the peers sent to, and the peers received from."""
 
-    def post(self, group: Group) -> Group | None:
-        if not group.sends and not group.receives:
-            return None
-        assert not self.issued or self.issued[-1] < group.key, "out of the one order"
-        self.issued.append(group.key)
-        self.queues[group.level].append(group)
-        return group
+    def posted(self, key: Any, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
+        assert not self.posts or self.posts[-1][0] < key, "out of the one order"
+        what = {Kind.RAIL: f"K/V {key.brings} by rail", Kind.DKV: "dK/dV", Kind.RETURN: "dK/dV by rail"}
+        chunk = f" chunk {key.chunk}" if key.chunk else ""
+        self.lines.append(f"post {what.get(key.kind, f'K/V {key.brings}')}{chunk}: {len(sent)} out, {len(received)} in")
+        self.posts.append((key, [peer for peer, _ in sent], [peer for peer, _ in received]))
 
-    def advance(self, now: Hop, kind: Kind = Kind.KV) -> None:
-        for coming in self.plan.arrivals(now.index, self.prefetch):
-            for chunk in range(self.chunks):
-                self.post_kv(now, coming, chunk, kind)
+    def compute(self, what: str, k: Tensor, v: Tensor, hop: Any, after: str) -> None:
+        assert all(x.eq(hop.shard).all() for x in (k, v)), f"{what} of hop {hop.index}: its slot holds {k}, {v}"
+        self.done[what] += [(self.rank, hop.shard)] if hop.computes else []
+        self.lines.append(what + after)
 
-    def post_kv(self, now: Hop, coming: Hop, chunk: int, kind: Kind) -> None:
-        by_rail = self.plan.is_outer_root(coming)
-        leaving = self.plan.hops[coming.index - (self.plan.inner if by_rail else 1)]
-        kind, to = (Kind.RAIL, leaving.rail_to) if by_rail else (kind, leaving.kv_to)
-        group = Group(Key(self.phase, now.index, kind, coming.index, chunk), BETWEEN if by_rail else INSIDE)
-        if to is not None:
-            group.sends.append((to, ("kv", leaving.shard, chunk), lambda: self.held(leaving, chunk)))
-            came = self.kv_came.get((leaving.index, chunk))
-            group.after += [came] if came is not None and came.level != group.level else []
-        if coming.kv_from is not None:
-            assert coming.kv_slot is not None
-            group.after += self.kv.free((coming.kv_slot, chunk))
-            group.receives.append((coming.kv_from, ("kv", coming.shard, chunk), self.kv, (coming.kv_slot, chunk)))
-            self.kv_came[coming.index, chunk] = group
-        posted = self.post(group)
-        for hop in (leaving if to is not None else None, coming if coming.kv_from is not None else None):
-            if hop is not None and hop.kv_slot is not None:
-                self.kv.busy((hop.kv_slot, chunk), posted)
+    def fold(self, k: Tensor, v: Tensor, bounds: Any, *, final: bool, **_: Any) -> None:
+        self.compute("out", k, v, bounds, " final" * final)
 
-    def held(self, hop: Hop, chunk: int) -> int | None:
-        if hop.index == 0:
-            return hop.shard
-        return None if hop.kv_slot is None else self.kv.content.get((hop.kv_slot, chunk))
+    def dq(self, k: Tensor, v: Tensor, bounds: Any, *, final: bool, **_: Any) -> None:
+        self.compute("dq", k, v, bounds, " final" * final)
 
-    def compute(self, what: str, hop: Hop, chunk: int) -> Program:
-        if not hop.computes:
-            return
-        if hop.index:
-            yield self.kv_came[hop.index, chunk]
-        held = self.held(hop, chunk)
-        assert held == hop.shard, f"{what} of hop {hop.index}: its slot holds {held}"
-        self.done[what].append((self.plan.rank, hop.shard))
+    def dkdv(
+        self, k: Tensor, v: Tensor, bounds: Any, *, accum: Callable[[], Tensors] | None, out: Tensors, **_: Any
+    ) -> None:
+        self.compute("dkdv", k, v, bounds, " continued" * (accum is not None))
+        for x, before in zip(out, accum() if accum is not None else map(torch.zeros_like, out), strict=True):
+            x.copy_(before)
+            x[..., self.rank] += bounds.computes
 
-    def forward(self) -> Program:
-        for hop in self.plan.hops:
-            self.advance(hop)
-            for chunk in range(self.chunks):
-                yield from self.compute("out", hop, chunk)
-
-    def backward(self) -> Program:
-        for base, *others in self.plan.outer_steps:
-            self.advance(base)
-            for chunk in range(self.chunks):
-                yield from self.compute("dq", base, chunk)
-            for hop in others:
-                if self.prefetch < 2:
-                    self.advance(hop)
-                for chunk in range(self.chunks):
-                    yield from self.add(hop, chunk)
-                    self.post_dkv(hop, chunk)
-                    if self.prefetch > 1 and chunk == self.chunks - 1:
-                        self.advance(hop, Kind.PREFETCH)
-                    yield from self.compute("dq", hop, chunk)
-            if self.plan.two_level:
-                for chunk in range(self.chunks):
-                    yield from self.absorb(chunk)
-                    if base.index:
-                        yield from self.add(base, chunk)
-                        self.send_return(base, chunk)
-        for chunk in range(self.chunks):
-            yield from self.absorb(chunk)
-            yield from self.compute("dkdv", self.plan.hops[0], chunk)
-            self.home[chunk] = self.home.get(chunk, Counter()) + Counter([self.plan.rank] * self.plan.hops[0].computes)
-
-    def add(self, hop: Hop, chunk: int) -> Program:
-        """The dK/dV kernel: what arrived, or zero, plus this rank's part."""
-        came, base = self.dkv_came.get((hop.index, chunk)), self.plan.is_outer_root(hop)
-        if not hop.computes and (came is None or not base):
-            return
-        slot = LEAVING_SLOT if base else hop.dkv_slot
-        assert slot is not None
-        if base or came is None:
-            yield from self.dkv.free((slot, chunk))
-        yield from self.compute("dkdv", hop, chunk)
-        before = Counter[int]()
-        if came is not None:
-            before = yield from self.read(came, (hop.dkv_slot, chunk))
-        self.dkv.content[slot, chunk] = before + Counter([self.plan.rank] if hop.computes else [])
-
-    def read(self, came: Group, part: tuple[int | None, int]) -> Generator[Group, None, Counter[int]]:
-        yield came
-        slot, chunk = part
-        assert slot is not None
-        content = self.dkv.content[slot, chunk]
-        assert content is not None, "added to before it was there"
-        return Counter(content)
-
-    def post_dkv(self, hop: Hop, chunk: int) -> None:
-        group = Group(Key(self.phase, hop.index, Kind.DKV, hop.index, chunk), INSIDE)
-        if hop.dkv_slot is not None:
-            self.send_dkv(group, hop.dkv_to, hop.shard, (hop.dkv_slot, chunk))
-        coming = [one for one in self.plan.hops[hop.index + 1 : hop.index + 2] if not self.plan.is_outer_root(one)]
-        coming += [self.plan.dkv_returns[hop.index]] if hop.index in self.plan.dkv_returns else []
-        coming = [one for one in coming if one.dkv_from is not None]
-        used = [one.dkv_slot for one in coming]
-        assert len({*used, hop.dkv_slot}) == len(used) + 1, "one slot twice in a group"
-        for one in coming:
-            assert one.dkv_from is not None and one.dkv_slot is not None
-            self.receive_dkv(group, one.dkv_from, one.shard, (one.dkv_slot, chunk))
-            self.dkv_came[one.index, chunk] = group
-        self.post(group)
-
-    def send_return(self, base: Hop, chunk: int) -> None:
-        last = base.index + self.plan.inner - 1
-        group = Group(Key(self.phase, last, Kind.RETURN, 0, chunk), BETWEEN)
-        self.send_dkv(group, base.return_to, base.shard, (LEAVING_SLOT, chunk))
-        if base.return_from is not None:
-            self.receive_dkv(group, base.return_from, self.plan.rank, (ARRIVING_SLOT, chunk))
-            self.rail_came[chunk] = group
-        self.post(group)
-
-    def send_dkv(self, group: Group, to: int | None, shard: int, part: Part) -> None:
-        if to is not None:
-            group.sends.append((to, ("dkv", shard, part[1]), lambda: self.dkv.content.get(part)))
-            self.dkv.busy(part, group)
-
-    def receive_dkv(self, group: Group, source: int, shard: int, part: Part) -> None:
-        group.after += self.dkv.free(part)
-        group.receives.append((source, ("dkv", shard, part[1]), self.dkv, part))
-        self.dkv.busy(part, group)
-
-    def absorb(self, chunk: int) -> Program:
-        own = self.plan.hops[0]
-        came, slot = self.rail_came.pop(chunk, None), ARRIVING_SLOT
-        if came is None:
-            came, slot = self.dkv_came.pop((own.index, chunk), None), own.dkv_slot or 0
-        if came is not None:
-            more = yield from self.read(came, (slot, chunk))
-            self.home[chunk] = self.home.get(chunk, Counter()) + more
-
-
-def run(ranks: list[Rank], programs: list[Program]) -> None:
-    """Run all programs to their ends; AssertionError where they wait for each other for ever."""
-    waits: list[Group | None] = [Group(Key("start", 0, Kind.KV, 0, 0), INSIDE, runs=True) for _ in programs]
-    moved = True
-    while moved:
-        moved = any([step(waits, rank, program) for rank, program in enumerate(programs)])
-        moved |= any([meet(ranks, rank, level) for rank in range(len(ranks)) for level in (INSIDE, BETWEEN)])
-    stuck = {rank: str(wait.key) for rank, wait in enumerate(waits) if wait is not None}
-    assert not stuck, f"deadlock: ranks wait for {stuck}"
-    assert all(group.over for rank in ranks for queue in rank.queues for group in queue), "a message that nobody takes"
-
-
-def step(waits: list[Group | None], rank: int, program: Program) -> bool:
-    wait = waits[rank]
-    if wait is None or not wait.over:
-        return False
-    waits[rank] = next(program, None)
-    return True
-
-
-def meet(ranks: list[Rank], rank: int, level: int) -> bool:
-    """Move what can move out of the group that runs on ``rank``; whether anything changed."""
-    group, changed = head(ranks[rank].queues[level])
-    if group is None:
-        return changed
-    for send in [*group.leaving]:
-        peer, tag, content = send
-        theirs, _ = head(ranks[peer].queues[level])
-        for receive in [*theirs.receives] if theirs is not None else []:
-            if receive[:2] == (rank, tag):
-                assert theirs is not None and theirs.key == group.key
-                receive[2].content[receive[3]] = content
-                group.leaving.remove(send)
-                theirs.receives.remove(receive)
-                changed = True
-    return changed
-
-
-def head(queue: deque[Group]) -> tuple[Group | None, bool]:
-    """The group that runs, if one does; whether that has changed."""
-    changed = False
-    while queue and queue[0].over:
-        queue.popleft()
-        changed = True
-    if not queue:
-        return None, changed
-    before = queue[0].runs
-    queue[0].start()
-    return (queue[0] if queue[0].runs else None), changed or queue[0].runs != before
+    def run(self, call: Call, size: int) -> None:
+        k, v = (torch.full((1, 1, len(call.chunks), size), float(self.rank)) for _ in range(2))
+        backends = [self] * len(call.chunks)
+        if call.phase == "forward":
+            return loop.forward(call, backends, k, v)
+        dkdv = tuple(x.fill_(torch.nan) for x in (k.clone(), v.clone()))
+        loop.backward(call, backends, k, v, dkdv)
+        assert dkdv[0].equal(dkdv[1])
+        counts = [enumerate(chunk.int().tolist()) for chunk in dkdv[0][0, 0]]
+        self.dkdv_of_own = [Counter({rank: count for rank, count in chunk if count}) for chunk in counts]
 
 
 def steps(plan: Schedule, rank: int) -> Plan:
-    """A plan without anything to compute."""
+    """A plan of shards of one token, whose masks are the hops themselves."""
     hops = plan.hops(rank)
+    masks = [(HopMask(hop, None, hop.shard),) if hop.computes or not hop.index else () for hop in hops]  # type: ignore[arg-type]
     return Plan(
         rank=rank,
         hops=hops,
         inner=plan.inner,
-        hop_masks=(),
-        lengths=(),
-        longest=0,
+        hop_masks=tuple(masks),
+        lengths=(1,) * len(hops),
+        longest=1,
         send_index=None,
-        last=0,
+        last=max((hop.index for hop in hops if hop.computes), default=0),
         slots=plan.slots,
         edges=((), ()),
         dkv_returns={
-            base.index + active_end(plan, base.shard, base.index): base
-            for base in hops[:: plan.inner]
-            if base.dkv_from is not None
+            root.index + active_end(plan, root.shard, root.index): root
+            for root in hops[:: plan.inner]
+            if root.dkv_from is not None
         },
     )
 
 
 def active_end(plan: Schedule, shard: int, begin: int) -> int:
-    """How far from its base a shard is last computed with in the turn that begins at a hop."""
+    """How far from its root a shard is last computed with, in the outer step that begins at a hop."""
     return max(step for step in range(plan.inner) if not step or plan.active[shard][begin + step])
 
 
 def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1) -> list[Rank]:
     """All ranks after a forward or a backward."""
-    ranks = [Rank(steps(plan, rank), prefetch, chunks, phase) for rank in range(plan.world)]
-    run(ranks, [rank.forward() if phase == "forward" else rank.backward() for rank in ranks])
+    world, ranks = World(plan.world), [Rank(rank) for rank in range(plan.world)]
+
+    def one(rank: int) -> None:
+        mine = steps(plan, rank)
+        transports: Any = tuple(Level(world, level, rank, edges) for level, edges in enumerate(plan.edges))
+        call = Call(
+            plan=mine,
+            phase=phase,
+            transports=transports,
+            kv_slots=Slots(mine.kv_slots * chunks, CPU),
+            dkv_slots=Slots(mine.dkv_slots * chunks, CPU),
+            span=lambda kind, hop: nullcontext(),
+            chunks=chunks_of(chunks, chunks, chunks),
+            prefetch=prefetch,
+            posted=ranks[rank].posted,
+        )
+        ranks[rank].run(call, plan.world)
+
+    world.run(one)
+    posts = [(rank.rank, *post) for rank in ranks for post in rank.posts]
+    sends = Counter((key, rank, peer) for rank, key, to, _ in posts for peer in to)
+    assert sends == Counter((key, peer, rank) for rank, key, _, source in posts for peer in source)
+    assert set(sends.values()) <= {2}, "more than K and V under one key"
     return ranks
 
 

@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "host": (*RINGATTN, "bench", "host", "--device", "cpu", "--tokens", "64", "--json", FILE),
     "tune": (
-        *RINGATTN, "tune", "--heads", "2", "--head-dim", "64", "--seqlen", "1k", "--full", "--near", "1", "--arch",
+        *RINGATTN, "tune", "--heads", "2", "--head-dim", "64", "--seqlen", "1k", "--full", "--tiles", "1", "--arch",
         "sm_90", "--compile-only", "--save-dir", f"{OUT}/tables", "--json", FILE,
     ),
 }  # fmt: skip

@@ -47,9 +47,24 @@ class MemoryConnection:
         """The store stays."""
 
 
-def controls(size: int) -> list[Control]:
+class Unconfirmed:
+    """A store that has a value only once it has answered something else, as a TCPStore may."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._late = store, list[tuple[str, bytes]]()
+
+    def set(self, key: str, value: bytes) -> None:
+        self._late.append((key, value))
+
+    def __getattr__(self, name: str) -> Any:
+        while self._late:
+            self._store.set(*self._late.pop(0))
+        return getattr(self._store, name)
+
+
+def controls(size: int, patience: float = 5.0) -> list[Control]:
     store = HashStore()
-    return [Control(MemoryConnection(store), rank, size, "test/") for rank in range(size)]
+    return [Control(MemoryConnection(store), rank, size, "test/", patience) for rank in range(size)]
 
 
 def on_all(ranks: Sequence[T], fn: Callable[[T], Any]) -> list[Any]:
@@ -103,7 +118,7 @@ class Ranks:
     def __init__(self, size: int, *, deadline: float | None = 3.0, patience: float = 5.0, fatal: bool = False) -> None:
         self.transports = [Aborted() for _ in range(size)]
         self.ended: list[tuple[int, str]] = []
-        self.controls = controls(size)
+        self.controls = controls(size, patience)
         self.watches = [
             Watch(
                 control,
@@ -111,7 +126,6 @@ class Ranks:
                 device=torch.device("cpu"),
                 transports=lambda transport=transport: [transport],  # type: ignore[misc]
                 fatal=(lambda text, rank=control.rank: self.ended.append((rank, text))) if fatal else None,  # type: ignore[misc]
-                patience=patience,
             )
             for control, transport in zip(self.controls, self.transports, strict=True)
         ]

@@ -71,15 +71,15 @@ rank  tokens  visible pairs  share %  sends forward  sends backward
 
 mask: rows are queries and their rank, columns keys and their shard;
 the hop that computes, . unseen
-         0 0 1 1 1 1 0 0
-rank 0   0 . . . . . . .
-rank 0   0 0 . . . . . .
-rank 1   1 1 0 . . . . .
-rank 1   1 1 0 0 . . . .
-rank 1   1 1 0 0 0 . . .
-rank 1   1 1 0 0 0 0 . .
-rank 0   0 0 1 1 1 1 0 .
-rank 0   0 0 1 1 1 1 0 0
+        0 0 1 1 1 1 0 0
+rank 0  0 . . . . . . .
+rank 0  0 0 . . . . . .
+rank 1  1 1 0 . . . . .
+rank 1  1 1 0 0 . . . .
+rank 1  1 1 0 0 0 . . .
+rank 1  1 1 0 0 0 0 . .
+rank 0  0 0 1 1 1 1 0 .
+rank 0  0 0 1 1 1 1 0 0
 
 moves in all, of a full ring: 4.10 kB (100.0%) forward, 12.3 kB (100.0%)
 backward
@@ -94,6 +94,14 @@ def test_defaults_and_large_rings() -> None:
     text = run("--seqlen 4k --world 100 --layout striped --full")
     assert text.startswith("striped, full, 4,096 tokens over 100 ranks") and len(text.splitlines()) < 120
     assert "rank 99" in text and "rank 50 " not in text.partition("mask:")[0]  # abridged
+
+
+@pytest.mark.parametrize("flags", ["--world 16 --nodes 4", "--world 1024 --layout contiguous", "--cu-seqlens 0,99,8k"])
+def test_lines_fit_a_terminal(flags: str) -> None:
+    text = run(flags)
+    assert max(map(len, text.splitlines())) <= 80
+    owners, *rows = text.partition("mask:")[2].partition("\n\n")[0].splitlines()[2:]
+    assert {len(row.split()) for row in rows} == {len(owners.split()) + 2}  # also of rank 1,000
 
 
 @st.composite

@@ -9,26 +9,27 @@ from functools import partial
 
 import torch
 
-from ...bench.common.attention import DTYPES
+from ...bench.common.attention import DTYPES, forward_backward
+from ...bench.common.errors import Inputs, judge_of
 from ...bench.common.flags import binary, human
-from ...bench.kernels.accuracy import Inputs, Results, by_pytorch, exactly, judged
+from ...bench.kernels.accuracy import shards_of, unsharded
 from ...bench.links.runs import ONE_WAY, Ends, Way
 from ...comm import Transport
 from ...comm.groups import TRANSPORTS, open_transports
 from ...comm.topology.topology import Edge as EdgeInfo
 from ...comm.topology.topology import Topology, discover
+from ...reference.masks import Masks
 from ...ring import Layout, Ring, ring_attention
 from .findings import FAIL, OK, Failed, Finding, Ranks, Skipped, checked, error_text
 from .machine import facts, machine
 
 AUTO = "auto"
 REPEATS = 3  # timed transfers of one way, one behind the other, after one that is not
-MOST_ALL_PAIRS = 16  # ranks up to which every pair is warmed up, since accumulators go home from anywhere
+MOST_ALL_PAIRS = 16  # ranks up to which every pair is warmed up, since any rank may send dK/dV to its owner
 FRACTION = 0.25  # of what an edge should carry: less is no matter of tuning, the bytes take another way
 PRINTED = 8  # edges of a line
 GIGA = 1e9
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 64  # of the ring that is compared: the reference is dense, float64
-DIMS, RESULT_DIMS = (1, 1, 1, 1, 2), (1, 2, 1, 1, 1)  # along which inputs and results are sharded
 LOOK_AT_LINKS = (
     "look at what joins the ranks that the line names, and take a GPU, cable or NIC that corrupts bytes out of use: "
     "run again with NCCL_DEBUG=INFO, which prints the path of every pair; `nvidia-smi nvlink -s` shows links that are "
@@ -174,26 +175,20 @@ def _against_reference(ranks: Ranks, seqlen: int, dtype: str) -> str:
     given = Inputs(q, k, v, dout, torch.randn(1, HEADS, seqlen, generator=generator).to(ranks.device))
 
     def compute() -> tuple[str, str]:
-        shards = [layout.shard(x, ranks.rank, dim).contiguous() for x, dim in zip(given, DIMS, strict=True)]
-        leaves = [x.requires_grad_() for x in shards[:3]]
+        q, k, v, *gradients = (x.contiguous() for x in shards_of(given, layout, ranks.rank))
         with Ring(ranks.group) as ring:
-            out, lse = ring_attention(*leaves, layout=layout, ring=ring, causal=True, return_lse=True)
-            grads = torch.autograd.grad((out, lse), leaves, shards[3:])
+            attend = partial(ring_attention, layout=layout, ring=ring, causal=True, return_lse=True)
             file = io.BytesIO()
-            torch.save([x.detach().cpu() for x in (out, lse, *grads)], file)
+            torch.save([x.cpu() for x in forward_backward(attend, (q, k, v), *gradients)], file)
             # through the store: what is being judged does not carry the evidence
             return ring.transport, file.getvalue().hex()
 
     def judge(answers: list[tuple[str, str]]) -> str:
         parts = [torch.load(io.BytesIO(bytes.fromhex(one)), weights_only=True) for _, one in answers]
-        ours = [
-            layout.unshard(x, dim).to(ranks.device)
-            for x, dim in zip(zip(*parts, strict=True), RESULT_DIMS, strict=True)
-        ]
-        exact, pytorch = exactly(given, causal=True), by_pytorch(given, causal=True)
-        errors = {name: judged(*xs) for name, *xs in zip(Results._fields, ours, pytorch, exact, strict=True)}
-        wrong = [name for name, (error, _, limit) in errors.items() if not error <= limit]  # a NaN fails too
-        text = ", ".join(f"{name} {error:.2g} (allowed {limit:.2g})" for name, (error, _, limit) in errors.items())
+        judged = judge_of(given, Masks(causal=True))
+        errors = judged.differences(unsharded(layout, parts))
+        wrong = judged.wrong(errors)
+        text = ", ".join(f"{name} {error:.2g} (allowed {judged.limits[name]:.2g})" for name, error in errors.items())
         text = f"causal, zigzag, {dtype}, transport {answers[0][0]}: {text}"
         if wrong:
             raise Failed(f"wrong in {', '.join(wrong)}; {text}")

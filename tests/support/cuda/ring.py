@@ -195,20 +195,21 @@ class _Session:
             raise
 
     def _rank(self, group: LocalGroup, rank: int) -> None:
-        ring = self.rings[rank] = Ring(group, transport=self.case.transport, **self.case.ring)
-        ring._trace = _Spans(self.recorder, lambda: self.calls[rank])  # type: ignore[assignment]
-        for call in self.case.calls:
-            steps = plan(call.layout, call.mask, rank, ring.direction, GPU, ring.topology, ring.slots)
-            for transport, edges in zip(ring.open(GPU), steps.edges, strict=False):
-                transport.warm_up(edges)  # here, where bytes still move: they are looked at
-        given = self.given(0, rank)
-        self.together(rank, self.recorder.begin)
-        self.fabric.moves = False
-        for number in range(len(self.case.calls)):
-            self.call(ring, rank, number, given)
-            self.use_again(rank, number, given)
-        self.together(rank, self.recorder.end)
-        ring.close()
+        # closed also where the case fails: its watch would go on asking these events, on torch's own CUDA
+        with Ring(group, transport=self.case.transport, **self.case.ring) as ring:
+            self.rings[rank] = ring
+            ring._trace = _Spans(self.recorder, lambda: self.calls[rank])  # type: ignore[assignment]
+            for call in self.case.calls:
+                steps = plan(call.layout, call.mask, rank, ring.direction, GPU, ring.topology, ring.slots)
+                for transport, edges in zip(ring.open(GPU), steps.edges, strict=False):
+                    transport.warm_up(edges)  # here, where bytes still move: they are looked at
+            given = self.given(0, rank)
+            self.together(rank, self.recorder.begin)
+            self.fabric.moves = False
+            for number in range(len(self.case.calls)):
+                self.call(ring, rank, number, given)
+                self.use_again(rank, number, given)
+            self.together(rank, self.recorder.end)
 
     def call(self, ring: Ring, rank: int, number: int, given: dict[str, Tensor]) -> None:
         """One forward, with its backward or without."""
