@@ -170,6 +170,11 @@ def no_device() -> Iterator[None]:
         "device": lambda *arguments: nullcontext(),
     }
     kernel = SimpleNamespace(run=nothing, function=0, packed_metadata=(), launch_metadata=nothing)
+
+    def compiled(function: Any, key: object, signature: object, device: int, *_: object) -> SimpleNamespace:
+        function.device_caches[device][0][key] = kernel
+        return kernel
+
     opened = vars(ring_module)["open_watch"]
     with (
         patch.multiple(torch.cuda, **cuda),
@@ -182,7 +187,7 @@ def no_device() -> Iterator[None]:
         patch.object(ring_module, "open_watch", lambda group, device, **named: opened(group, NO_DEVICE, **named)),
         patch.object(watch, "_WATCHDOG", SimpleNamespace(add=nothing)),
         patch.object(driver, "_active", StandInDriver(90, device=-1)),
-        patch.object(triton.compiler, "compile", lambda *arguments, **named: kernel),
+        patch.object(JITFunction, "_do_compile", compiled),
         patch.object(launching, "check_cpu", nothing),
         nullcontext() if issubclass(type(forward_kernel), JITFunction) else no_launches(),
     ):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +25,7 @@ from ringattn.kernels.device.forward import forward_kernel
 pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 
 
 def problem(tokens: int, heads: int, head_dim: int) -> AttentionConfig:
@@ -88,3 +92,20 @@ def test_python_calls_of_a_hop() -> None:
         shard = hop.shard_of(problem(256, 4, 64), ring, CPU)
         calls = [hop.calls_of(lambda phase=phase: shard.run(phase, TOGETHER)) / HOPS for phase in PHASES]  # type: ignore[misc]
     assert calls[0] <= 110 and calls[1] <= 260
+
+
+def test_a_kernel_compiled_afterwards_is_a_real_one() -> None:
+    """A kernel keeps the compiler that its first launch found."""
+    code = """
+import torch, triton
+from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.host import hop
+from ringattn.kernels.device.forward import forward_kernel
+with hop.ring_of_one(torch.device("cpu")) as ring:
+    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 16, "dtype": "bfloat16"}
+    hop.shard_of(AttentionConfig(256, 8, causal=False, layout="contiguous", **sizes), ring, torch.device("cpu"))
+assert forward_kernel.device_caches and forward_kernel.compile is triton.compiler.compile
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

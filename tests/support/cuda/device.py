@@ -333,6 +333,7 @@ def replace_streams(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
     monkeypatch.setattr(torch.cuda, "device", device.on)
     monkeypatch.setattr(torch.cuda, "set_device", device.set_device)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda_threads, "exchange_capture_mode", device.exchange_capture_mode)
 
 
