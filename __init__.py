@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import autotune, bench, comm, examples, kernels, reference, ring, tools
     from .comm import LocalWorld
-    from .ring import Layout, Ring, positions, ring_attention, shard, unshard
+    from .ring import Layout, Ring, checkpoint_policy, positions, ring_attention, shard, unshard
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "__version__",
     "autotune",
     "bench",
+    "checkpoint_policy",
     "comm",
     "examples",
     "kernels",
@@ -32,7 +33,9 @@ __all__ = [
 ]
 
 _FOLDERS = ("autotune", "bench", "comm", "examples", "kernels", "reference", "ring", "tools")
-_HOME = dict.fromkeys(("Layout", "Ring", "positions", "ring_attention", "shard", "unshard"), "ring")
+_HOME = dict.fromkeys(
+    ("Layout", "Ring", "checkpoint_policy", "positions", "ring_attention", "shard", "unshard"), "ring"
+)
 _HOME["LocalWorld"] = "comm"
 
 if not TYPE_CHECKING:  # a type checker sees the imports above, and a misspelt name

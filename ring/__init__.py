@@ -1,6 +1,7 @@
 """Where kernels and comm meet: layouts, masks, schedules, the ring loop, autograd."""
 
 from .attention import ring_attention
+from .ops import checkpoint_policy
 from .ring import Ring
 from .schedule.layout import Layout, Span
 from .schedule.mask import BlockMask, Longformer, Mask, bigbird, bounds, fixed, longformer, strided, visible_pairs
@@ -22,6 +23,7 @@ __all__ = [
     "TraceSpan",
     "bigbird",
     "bounds",
+    "checkpoint_policy",
     "fixed",
     "longformer",
     "positions",

@@ -421,3 +421,7 @@ _FORWARD = _defined(
 )
 torch.library.register_autograd(f"{NAMESPACE}::ring_attention_backward", _refuse, lib=_LIBRARY)
 _LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)
+
+checkpoint_policy = [_FORWARD]
+"""Ops whose results selective checkpointing keeps, so that no ring runs twice: of
+``create_selective_checkpoint_contexts``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, ring_attention
 from ringattn.comm import GroupLike
 from ringattn.kernels import KernelConfig, Tile
-from ringattn.ring import BlockMask, bigbird, longformer
+from ringattn.ring import BlockMask, bigbird, longformer, loop
 from ringattn.ring.args import AttentionArgs
 from ringattn.ring.ops import pack_args
 
@@ -224,6 +225,29 @@ def test_checkpointing_repeats_what_dropout_dropped() -> None:
         results.append(run(function, tensors))
     for result in results[1:]:
         assert_same(result, results[0])
+
+
+def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is around it runs twice, and the gradients are those without checkpointing."""
+    runs: list[str] = []
+    forward = loop.forward
+    monkeypatch.setattr(loop, "forward", lambda *given: (runs.append("ring"), forward(*given)))
+    whole, layout = inputs(), Layout.zigzag(ROWS, 2)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+        runs.append("layer")
+        return block(q, k, v, causal=True, dropout_p=0.4, dropout_seed=3, **call).cos()
+
+    def saving(*tensors: Tensor, **call: Any) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+        out: Tensor = checkpoint(layer, *tensors, use_reentrant=False, context_fn=contexts, **call)
+        return out
+
+    expected = in_world(layout, layer, whole)
+    runs.clear()
+    for got, one in zip(in_world(layout, saving, whole), expected, strict=True):
+        assert_same(got, one)
+    assert (runs.count("ring"), runs.count("layer")) == (2, 4)
 
 
 @pytest.mark.parametrize("name", ["layout, documents", "ring, prefix, sink", "blocks, dropout"])

@@ -112,6 +112,10 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, recorder = kwargs or {}, self.recorder
+        with self:  # below autograd, as in an op of ours, operators come here before they are taken apart
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
         if func.is_view:
             return func(*args, **kwargs)  # no other memory than what is there
         given = _tensors((args, kwargs))
