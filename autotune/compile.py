@@ -71,17 +71,17 @@ class Launch:
     @property
     def signature(self) -> str:
         """What the compiler is told: launches with the same one share a binary."""
-        return f"{self.name} {_told(self.arguments)} {self.options}"
+        return f"{self.name} {_specialization(self.arguments)} {self.options}"
 
 
-def _told(value: object) -> str:
+def _specialization(value: object) -> str:
     """What Triton tells its compiler of an argument: of a number its width, and whether it is 1 or a multiple of 16."""
     if isinstance(value, tuple):
-        return f"({' '.join(map(_told, value))})"
+        return f"({' '.join(map(_specialization, value))})"
     if isinstance(value, torch.Tensor):
         return str(value.dtype).removeprefix("torch.")
     if hasattr(value, "block_shape"):
-        return f"descriptor {_told(value.base)}{value.block_shape}"  # type: ignore[attr-defined]
+        return f"descriptor {_specialization(value.base)}{value.block_shape}"  # type: ignore[attr-defined]
     if isinstance(value, int) and not isinstance(value, bool):
         wide = "i64" if abs(value) >= 2**31 else "i32"
         return "1" if value == 1 else f"{wide}/16" if value % 16 == 0 else wide
@@ -90,14 +90,14 @@ def _told(value: object) -> str:
 
 def launches(entry: Callable[..., object], arch: int, *call: Any, **named: Any) -> list[Launch]:
     """What ``entry(*call, **named)`` launches on a GPU of ``arch`` where its tensors are on the meta device."""
-    found: list[Launch] = []
+    launched: list[Launch] = []
 
     def take(kernel: Any, grid: int, *arguments: Any, **options: Any) -> None:
-        found.append(Launch(kernel, grid, arguments, options))
+        launched.append(Launch(kernel, grid, arguments, options))
 
     with compiling_for(Target(f"sm_{arch}", arch, MULTIPROCESSORS, l2_of(arch), take)):
         entry(*call, **named)
-    return found
+    return launched
 
 
 def compiled(launch: Launch, arch: int) -> Launch:
@@ -227,11 +227,11 @@ class Variant:
         Raises:
             ValueError: the entry refuses it, or hands it to another kernel.
         """
-        found = launches(call, self.arch, self)
-        for one in found:
+        launched = launches(call, self.arch, self)
+        for one in launched:
             if one.name == self.function:
                 return one
-        raise ValueError(f"{self} is launched as {', '.join(one.name for one in found)}, not as {self.function}")
+        raise ValueError(f"{self} is launched as {', '.join(one.name for one in launched)}, not as {self.function}")
 
 
 def config_of(kernel: str, tile: Tile, options: Options = ()) -> KernelConfig:
@@ -351,23 +351,23 @@ def select(spec: str) -> list[Variant]:
     tiles = [word for word in plain if word[:1].isdecimal()]
     tile = tile_of(tiles[-1]) if tiles else None
     own_tile = hopper_tile(dims[0]) if tile is None and ("backward", "hopper") in options else tile
-    asked = {*plain} - {*features, *tiles}
-    found: list[Variant] = []
+    requested = {*plain} - {*features, *tiles}
+    variants: list[Variant] = []
     reasons: list[str] = []
     for one in launchable(arch, dtype, *dims, own_tile):
         flags = {one.role, one.kernel, "full" if one.full else "bounded", "gqa" if one.grouped else "mha"}
-        if not flags >= asked:
+        if not flags >= requested:
             continue
         if one.kernel in MEMORY_BOUND or one.options:  # which is what it is
-            found += [] if options or features or tile else [one]
+            variants += [] if options or features or tile else [one]
         elif (why := lacking(one, options)) is None:
-            found.append(replace(one, features=features, options=options))
+            variants.append(replace(one, features=features, options=options))
         else:
             reasons.append(why)
-    if not found:
+    if not variants:
         reasons = reasons or [f"no kernel takes all of these words, or it has no default tile: a tile is one, {TILE}"]
         raise ValueError(f"spec is {spec!r}: {min(reasons, key=lambda why: ' not of ' in why)}")
-    return found
+    return variants
 
 
 def _parsed(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
@@ -404,15 +404,17 @@ def tile_of(word: str) -> Tile:
 def lacking(variant: Variant, options: Options) -> str | None:
     """The first of the options that a kernel of such heads does not have on such a GPU, and who has it; or None."""
     for name, value in options:
-        told = f"option is {name}={value}"
+        option = f"option is {name}={value}"
         if name not in CHECKS.get(variant.kernel, {}):
             having = [kernel for kernel, known in CHECKS.items() if name in known]
-            return f"{told}: it is of {', '.join(having)}, not of {variant.kernel}"
+            return f"{option}: it is of {', '.join(having)}, not of {variant.kernel}"
         if name in OF_GROUPS and not variant.grouped:
-            return f"{told}: it is of several query heads per key head, gqa"
+            return f"{option}: it is of several query heads per key head, gqa"
         boxes = variant.arch >= COPY_ENGINE_ARCH and all(map(fills_boxes, (variant.head_dim, variant.head_dim_v)))
         if name == "dkdv_epilogue" and not boxes:
-            return f"{told}: it takes sm_{COPY_ENGINE_ARCH} or higher, head dims of powers of two from {LEAST_SIDE} on"
+            return (
+                f"{option}: it takes sm_{COPY_ENGINE_ARCH} or higher, head dims of powers of two from {LEAST_SIDE} on"
+            )
     return None
 
 

@@ -91,13 +91,13 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
         known(private_folder(folder), gpu_of(device) or CPU)  # what could not be added to is refused early
     for problem in problems:
         check_room(problem)
-    found = Result("tune --ring", UNITS, provenance=provenance(torch.device(kind)))
+    result = Result("tune --ring", UNITS, provenance=provenance(torch.device(kind)))
     for problem in problems:
         one = spawn(problem.world, search_ring, problem, budget / len(problems), folder, device=kind)
-        found.rows += one.rows
-        found.failed += one.failed
-        found.notes += one.notes
-    return found
+        result.rows += one.rows
+        result.failed += one.failed
+        result.notes += one.notes
+    return result
 
 
 def check_room(problem: AttentionConfig) -> None:
@@ -126,8 +126,8 @@ def search_ring(place: Member, device: torch.device, problem: AttentionConfig, b
 
     def left() -> float:
         """By the clock of rank 0."""
-        found: Any = control.merged(seconds.left(), lambda values: values[0], what="the seconds left")
-        return float(found)
+        agreed: Any = control.merged(seconds.left(), lambda values: values[0], what="the seconds left")
+        return float(agreed)
 
     def run(one: RingSetting) -> Reading:
         mine = Reading.of(clock(partial(steps[one].run, shards)), reader())
@@ -154,10 +154,10 @@ def search_ring(place: Member, device: torch.device, problem: AttentionConfig, b
         step = stack.enter_context(progress()) if place.rank == 0 else lambda part, more: None
         part = f"measuring {point.length} tokens"
         step(part, planned(len(tried) - 1))
-        found = search(tried, DEFAULT, check, run, left, done=lambda: step(part, None))
-        entry = None if found.best is None else entry_of(point, found, rings[found.best].transport)
+        measured = search(tried, DEFAULT, check, run, left, done=lambda: step(part, None))
+        entry = None if measured.best is None else entry_of(point, measured, rings[measured.best].transport)
         path = save(folder, gpu, rings=[entry]) if entry is not None and place.rank == 0 else None
-    return result_of(point, found, entry, path)
+    return result_of(point, measured, entry, path)
 
 
 def error_of(
@@ -187,27 +187,30 @@ def inputs(problem: AttentionConfig, device: torch.device) -> tuple[torch.Tensor
     )
 
 
-def entry_of(point: RingPoint, found: Measured[RingSetting], transport: str) -> RingEntry:
+def entry_of(point: RingPoint, measured: Measured[RingSetting], transport: str) -> RingEntry:
     """Medians in seconds, of the best, with the transport that it was."""
-    assert found.best is not None
-    runs = samples(found.readings[found.best])
+    assert measured.best is not None
+    readings = measured.readings[measured.best]
+    runs = samples(readings)
     return RingEntry(
-        point, replace(found.best, transport=transport), datetime.now(UTC).isoformat(timespec="seconds"), runs.median,
-        runs.spread, samples(found.readings.get(DEFAULT, found.readings[found.best])).median,
-        {"triton": triton.__version__, "torch": torch.__version__}, driver(), clocks_of(found.readings[found.best]),
+        point, replace(measured.best, transport=transport), datetime.now(UTC).isoformat(timespec="seconds"),
+        runs.median, runs.spread, samples(measured.readings.get(DEFAULT, readings)).median,
+        {"triton": triton.__version__, "torch": torch.__version__}, driver(), clocks_of(readings),
         short_command(),
     )  # fmt: skip
 
 
-def result_of(point: RingPoint, found: Measured[RingSetting], entry: RingEntry | None, path: Path | None) -> Result:
+def result_of(point: RingPoint, measured: Measured[RingSetting], entry: RingEntry | None, path: Path | None) -> Result:
     """A row per setting, and the choice in words."""
     result, where = Result("tune --ring", UNITS), f"{point.length} tokens"
-    for one, readings in found.readings.items():
+    for one, readings in measured.readings.items():
         runs, note = samples(readings), "what a ring takes by itself" if one == DEFAULT else ""
         figures = {"time": runs.median * 1e3, "spread": 100 * runs.spread, "runs": len(readings)}
         result.rows.append({"tokens": point.length, **asdict(one), **figures, "note": note})
-    result.rows += [{"tokens": point.length, **asdict(one), "runs": 0, "note": why} for one, why in found.wrong.items()]
-    if not found.complete:
+    result.rows += [
+        {"tokens": point.length, **asdict(one), "runs": 0, "note": why} for one, why in measured.wrong.items()
+    ]
+    if not measured.complete:
         result.notes.append(f"{where}: cut short: a longer --budget tells more")
     if entry is not None:
         gain = 1 - entry.seconds / entry.baseline
@@ -216,6 +219,6 @@ def result_of(point: RingPoint, found: Measured[RingSetting], entry: RingEntry |
             f"{where}: written: {path}; autotune.shared_ring_settings looks it up",
             f"{where}: best: {entry.setting}, {entry.seconds * 1e3:.4g} ms ± {entry.spread:.1%} a step, {against}",
         ]
-    elif found.complete:
+    elif measured.complete:
         result.failed.append(f"{where}: no setting runs here: see the notes of the rows")
     return result

@@ -82,8 +82,8 @@ class RingEntry:
     command: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        told = asdict(self)
-        return {**told.pop("point")._asdict(), **told}
+        data = asdict(self)
+        return {**data.pop("point")._asdict(), **data}
 
 
 _SETTING: dict[str, Check] = {
@@ -146,15 +146,15 @@ def ring_settings(
     Raises:
         ValueError: ``config_dir`` is no folder.
     """
-    found = [
+    entries = [
         one
         for table in tables.tables_of(gpu or CPU, tables.folder_of(config_dir))
         for one in _serving(table)
         if one.point._replace(length=point.length) == point
     ]
-    if not found:
+    if not entries:
         return None
-    return min(found, key=lambda one: abs(math.log(one.point.length / point.length))).setting
+    return min(entries, key=lambda one: abs(math.log(one.point.length / point.length))).setting
 
 
 def shared_ring_settings(
@@ -178,14 +178,14 @@ def shared_ring_settings(
     answer: object = None
     if control.rank == 0:
         try:
-            found = ring_settings(point, gpu, config_dir)
-            answer = None if found is None else asdict(found)
+            settings = ring_settings(point, gpu, config_dir)
+            answer = None if settings is None else asdict(settings)
         except ValueError as error:  # the others wait to be told, too
             answer = str(error)
-    told: Any = control.merged(answer, lambda answers: answers[0], what="the settings of a ring")
-    if isinstance(told, str):
-        raise ValueError(told)
-    return None if told is None else RingSetting(**told)
+    shared: Any = control.merged(answer, lambda answers: answers[0], what="the settings of a ring")
+    if isinstance(shared, str):
+        raise ValueError(shared)
+    return None if shared is None else RingSetting(**shared)
 
 
 def _serving(table: Table) -> tuple[RingEntry, ...]:

@@ -43,8 +43,8 @@ def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[
     before = known(folder, gpu)
     path = private_folder(folder) / file_name(gpu.name, before.triton)
     kept = {one.point: one for one in (*rings_of(before), *rings)}
-    told = tuple(one.as_json() for one in kept.values())
-    table = Table(gpu.name, gpu.arch, before.triton, tuple(merged(before.entries, entries)), told)
+    of_rings = tuple(one.as_json() for one in kept.values())
+    table = Table(gpu.name, gpu.arch, before.triton, tuple(merged(before.entries, entries)), of_rings)
     written = json.dumps(as_json(table), indent=1) + "\n"
     rings_of(replace(parse(written), path=path))  # what is written is what is read
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{path.name}.", delete=False) as draft:  # 0600
@@ -94,22 +94,22 @@ class Journal:
 
     def __init__(self, path: Path, digest: str) -> None:
         self.path, self._digest = path, digest
-        self._found: dict[str, dict[str, Any]] = {}
+        self._results: dict[str, dict[str, Any]] = {}
         for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
             try:
-                told = load_json(line)
-                if told["digest"] == digest:
-                    self._found[str(told["key"])] = dict(told["value"])
+                record = load_json(line)
+                if record["digest"] == digest:
+                    self._results[str(record["key"])] = dict(record["value"])
             except (ValueError, TypeError, KeyError):
                 continue
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The last value of a key."""
-        return self._found.get(key)
+        return self._results.get(key)
 
     def put(self, key: str, value: dict[str, Any]) -> None:
         """Keep a value, also across the end of this process."""
         line = json.dumps({"digest": self._digest, "key": key, "value": value}, allow_nan=False)
         with regular_file(self.path, "ab", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) as file:
             file.write(f"\n{line}\n".encode())  # a line that an interrupted write has begun ends here
-        self._found[key] = value
+        self._results[key] = value

@@ -190,7 +190,7 @@ def _compiled(config: TuneConfig, point: Point, compiler: Compiler) -> PointResu
 
 def measure_part(
     config: TuneConfig,
-    found: Sequence[PointResult],
+    results: Sequence[PointResult],
     journal: Journal,
     step: Progress,
     *,
@@ -205,13 +205,13 @@ def measure_part(
     device = config.device or torch.device("cpu")
     make = trials_of or (lambda point: DeviceTrials(point, config.shape, device))
     spent = budget or Budget(config.budget)
-    step("measuring", sum(planned(len({*one.ranked.tiles} - {one.default})) for one in found))
+    step("measuring", sum(planned(len({*one.ranked.tiles} - {one.default})) for one in results))
     answers = []
-    for number, one in enumerate(found):
+    for number, one in enumerate(results):
         trials = make(one.point)
         best = search(
             one.ranked.tiles, one.default, partial(check, trials, one.point, config.gpu, journal), trials.run,
-            spent.share(len(found) - number).left, done=partial(step, "measuring", None),
+            spent.share(len(results) - number).left, done=partial(step, "measuring", None),
         )  # fmt: skip
         answers.append(replace(one, measured=best))
         if best.best is not None:
@@ -232,22 +232,22 @@ def check(trials: Any, point: Point, gpu: Gpu, journal: Journal, tile: Tile) -> 
     return problem
 
 
-def estimated_entry(found: PointResult) -> Entry:
+def estimated_entry(result: PointResult) -> Entry:
     """What compiling alone tells: never a default."""
-    assert found.estimate is not None
-    result = found.ranked.results[found.estimate]
+    assert result.estimate is not None
+    best = result.ranked.results[result.estimate]
     return Entry(
-        found.point, found.estimate, estimated=True, bound=result.bound, bound_by=result.bound_by, **_provenance()
+        result.point, result.estimate, estimated=True, bound=best.bound, bound_by=best.bound_by, **_provenance()
     )  # fmt: skip
 
 
-def measured_entry(found: PointResult) -> Entry:
+def measured_entry(result: PointResult) -> Entry:
     """Medians in seconds."""
-    assert found.tile is not None
-    runs = found.best_runs
+    assert result.tile is not None
+    runs = result.best_runs
     return Entry(
-        found.point, found.tile, estimated=False, seconds=samples(runs).median, spread=samples(runs).spread,
-        beside=median_beside(runs), baseline=found.baseline_seconds, clocks=clocks_of(runs), driver=driver(),
+        result.point, result.tile, estimated=False, seconds=samples(runs).median, spread=samples(runs).spread,
+        beside=median_beside(runs), baseline=result.baseline_seconds, clocks=clocks_of(runs), driver=driver(),
         **_provenance(),
     )  # fmt: skip
 
@@ -282,47 +282,47 @@ def tune(config: TuneConfig, workers: int, step: Progress) -> Result:
     known(private_folder(config.folder), config.gpu)  # what could not be added to is refused before minutes of work
     journal = journal_of(config)
     with Pool(compile_job, workers) as pool:
-        found = compile_part(config, journal, pool, step)
-    usable = [one for one in found if one.ranked.tiles]
+        results = compile_part(config, journal, pool, step)
+    usable = [one for one in results if one.ranked.tiles]
     # before the GPU's part, which may be interrupted; a measurement is not replaced by an estimate
     guesses = [estimated_entry(one) for one in usable if one.estimate is not None]
     path = save(config.folder, config.gpu, guesses) if usable else None
     if config.device is not None and usable:
-        found = measure_part(config, usable, journal, step) + [one for one in found if not one.ranked.tiles]
+        results = measure_part(config, usable, journal, step) + [one for one in results if not one.ranked.tiles]
     return Result(
         "tune",
         UNITS,
-        [one.as_row() for one in found],
-        [f"{point_text(one.point)}: no candidate passes" for one in found if one.tile is None and not one.left],
-        notes_of(found, path),
+        [one.as_row() for one in results],
+        [f"{point_text(one.point)}: no candidate passes" for one in results if one.tile is None and not one.left],
+        notes_of(results, path),
         provenance(config.device or torch.device("cpu")),
     )
 
 
-def notes_of(found: Sequence[PointResult], path: Path | None) -> list[str]:
+def notes_of(results: Sequence[PointResult], path: Path | None) -> list[str]:
     """What failed most, what is left, where the answers are, and who takes them."""
-    reasons = Counter(re.sub(r"^\d+ ", "", reason) for one in found for reason in one.ranked.dropped.values())
+    reasons = Counter(re.sub(r"^\d+ ", "", reason) for one in results for reason in one.ranked.dropped.values())
     notes = [f"dropped: {count} x {reason}" for reason, count in reasons.most_common(4)]
-    if left := [one.left for one in found if one.left]:
+    if left := [one.left for one in results if one.left]:
         notes.append(
-            f"left by --budget: {len(left)} of {len(found)} kernels, masks and lengths, {sum(left)} binaries or more; "
-            "the same command goes on"
+            f"left by --budget: {len(left)} of {len(results)} kernels, masks and lengths, {sum(left)} binaries or "
+            "more; the same command goes on"
         )
-    if cut := [one for one in found if one.measured is not None and not one.measured.complete]:
-        notes.append(f"{len(cut)} of {len(found)} were cut short: a longer --budget tells more")
+    if cut := [one for one in results if one.measured is not None and not one.measured.complete]:
+        notes.append(f"{len(cut)} of {len(results)} were cut short: a longer --budget tells more")
     if path is not None:
         notes.append(f"written: {path}")
     times = {
         one.point: samples(one.best_runs).median / one.baseline_seconds
-        for one in found
+        for one in results
         if one.best_runs and one.baseline_seconds
     }
     if times:
         best = min(times, key=times.__getitem__)
         notes.append(
-            f"best: {sum(ratio < 1 for ratio in times.values())} of {len(found)} are faster than the default, at most "
-            f"{point_text(best)} by {1 - times[best]:.1%}"
+            f"best: {sum(ratio < 1 for ratio in times.values())} of {len(results)} are faster than the default, at "
+            f"most {point_text(best)} by {1 - times[best]:.1%}"
         )
-    elif any(one.tile is not None for one in found):
+    elif any(one.tile is not None for one in results):
         notes.append("best: by bounds alone; estimates serve who asks: kernels.default_config(q, v, estimated=True)")
     return notes

@@ -38,7 +38,7 @@ def measure(
     from ..comm.control import control_of
     from .common.memory import freed_at_once
 
-    found: list[list[Any]] = []
+    by_world: list[list[Any]] = []
     with freed_at_once(device):
         for config in configs:
             group = dist.new_group(range(config.world))  # all ranks help to make it
@@ -47,9 +47,9 @@ def measure(
                 # connections, thread pools, modules that load on first use: there once, however long the shards are
                 peaks(replace(config, seqlen=WARM_TOKENS * config.world), form, nodes, chunks, group)
                 mine = peaks(config, form, nodes, chunks, group)
-                found.append(control_of(group).gather(mine, what="the peaks of the ranks"))
+                by_world.append(control_of(group).gather(mine, what="the peaks of the ranks"))
             dist.barrier()  # who has no part in it does not compute beside it
-    return found
+    return by_world
 
 
 def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, group: Any) -> dict[str, int]:
@@ -76,10 +76,10 @@ def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, grou
         return {"forward": forward, "peak": max(forward, measured.bytes), "kept": kept}
 
 
-def rows_of(worlds: Sequence[int], found: Sequence[Sequence[dict[str, int]]]) -> list[Row]:
+def rows_of(worlds: Sequence[int], by_world: Sequence[Sequence[dict[str, int]]]) -> list[Row]:
     """A row per world; the rank that needs most speaks for its world."""
     rows: list[Row] = []
-    for world, ranks in zip(worlds, found, strict=True):
+    for world, ranks in zip(worlds, by_world, strict=True):
         most = {name: max(rank[name] for rank in ranks) / 1e6 for name in ("peak", "forward", "kept")}
         least = min(rank["peak"] for rank in ranks) / 1e6
         rows.append({
@@ -144,18 +144,18 @@ def memory(
 
     refuse_too_large("--tokens", tokens, needed, cpu, unit=f"tokens on each of {most} ranks")
     with Console(stderr=True).status("measuring"):
-        found = spawn(most, measure, [config(world, tokens) for world in worlds], form, nodes, chunks)
-    if len(found) < len(worlds):
+        by_world = spawn(most, measure, [config(world, tokens) for world in worlds], form, nodes, chunks)
+    if len(by_world) < len(worlds):
         return  # a rank of the launcher's that the largest ring leaves out, or that is in some rings only
-    rows = rows_of(worlds, found)
+    rows = rows_of(worlds, by_world)
     highest = [row["peak"] for row in rows]
     spread = max(highest) / min(highest) - 1
     wires = [f"{what} as {kind}" for what, kind in (("K/V", wire_dtype), ("dK/dV", grad_wire_dtype)) if kind]
     title = [config(most, tokens).title, f"{nodes} nodes", f"{slots} slots", f"{chunks} chunks", *wires]
     failed = [f"memory per rank differs by {spread:.1%} between worlds, {ALLOWED_SPREAD:.0%} allowed"]
-    told = f"peak of a rank: {max(highest):.4g} MB; largest over smallest world: {spread:+.2%}"
+    message = f"peak of a rank: {max(highest):.4g} MB; largest over smallest world: {spread:+.2%}"
     failed = failed if spread > ALLOWED_SPREAD else []
-    finish(Result("bench memory", UNITS, rows, failed, [", ".join(title), told], provenance(cpu)), json, csv)
+    finish(Result("bench memory", UNITS, rows, failed, [", ".join(title), message], provenance(cpu)), json, csv)
 
 
 def worlds_of(place: Member | None, given: list[int] | None) -> list[int]:

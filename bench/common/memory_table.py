@@ -107,13 +107,13 @@ def slot_parts(config: AttentionConfig, form: RingForm = PLAIN_RING) -> dict[str
     dtype, elements_of_kv = DTYPES[config.dtype], 2 * shard(config) * elements(config)[1]
     wire, grad_wire = wire_of(form.wire_dtype, dtype), grad_wire_of(form.grad_wire_dtype)
     kv, sums = elements_of_kv * dtype.itemsize, elements_of_kv * FP32
-    found = {
+    parts = {
         "K/V slots": (form.slots + ROOT_SLOTS * form.two_level + (wire is not None)) * _on_wire(config, wire, kv),
         "slots of sums": (DKV_SLOTS + RAIL_SLOTS * form.two_level) * _on_wire(config, grad_wire, sums),
         "sums that are home, fp32": sums * form.two_level,
         "decoded": kv * (wire is not None) + sums * (grad_wire is not None),
     }
-    return {name: nbytes for name, nbytes in found.items() if nbytes}
+    return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 
 def _on_wire(config: AttentionConfig, wire: Wire | None, plain: int) -> int:
@@ -132,14 +132,14 @@ def candidate_bytes(kind: str, config: AttentionConfig, form: RingForm = PLAIN_R
     """Of one rank, inputs and results with them, by the kind of a candidate; unknown ones as the baseline ring."""
     rows = candidate_rows(item(config))
     row, (q, k), n = rows.get(kind, rows[BASELINE]), elements(config), shard(config)
-    found = n * (row.q * q + row.k * k) + config.seqlen * (row.all_q * q + row.all_k * k)
+    total = n * (row.q * q + row.k * k) + config.seqlen * (row.all_q * q + row.all_k * k)
     if kind == OURS:
-        found += ring_slots(config, form)
+        total += ring_slots(config, form)
     if kind == LUCIDRAINS:
-        found += SCORES_AT_ONCE * config.batch * config.heads * min(BUCKET, n) ** 2 * FP32
+        total += SCORES_AT_ONCE * config.batch * config.heads * min(BUCKET, n) ** 2 * FP32
     if kind in (WHOLE, ALL_CORES):  # lse; on a GPU FlashAttention's backward adds dQ up in fp32
-        found += config.seqlen * (config.batch * config.heads + (q if config.device != "cpu" else 0)) * FP32
-    return found
+        total += config.seqlen * (config.batch * config.heads + (q if config.device != "cpu" else 0)) * FP32
+    return total
 
 
 def settings_bytes(config: AttentionConfig, slots: Sequence[int]) -> int:

@@ -129,8 +129,8 @@ def by_pytorch(given: Inputs, causal: bool) -> Results:
         scores = scores.masked_fill(hidden, -torch.inf)
     lse = scores.logsumexp(-1)
     grads = torch.autograd.grad((out, lse), leaves, (given.dout, given.dlse))
-    told = _lse_of_operator(q.detach(), k.detach(), v.detach(), causal)
-    return Results(out.detach(), lse.detach() if told is None else told, *grads)
+    lse_of_operator = _lse_of_operator(q.detach(), k.detach(), v.detach(), causal)
+    return Results(out.detach(), lse.detach() if lse_of_operator is None else lse_of_operator, *grads)
 
 
 def _lse_of_operator(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor | None:

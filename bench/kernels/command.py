@@ -90,10 +90,10 @@ def kernels(
     with Console(stderr=True).status("measuring") as status:
         for config in configs:
             status.update(", ".join(f"{name} {value}" for name, value in labels_of(config).items()))
-            found = measure(config, clock, seconds=seconds, by=names)
-            result.rows += found.rows
-            result.failed += found.failed
-            result.notes += found.notes
+            part = measure(config, clock, seconds=seconds, by=names)
+            result.rows += part.rows
+            result.failed += part.failed
+            result.notes += part.notes
     result.notes.append(compare(result.rows))
     result.provenance = provenance(device)
     finish(result, json, csv)

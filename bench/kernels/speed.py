@@ -68,7 +68,7 @@ def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequen
 
     What of ours errs by more than rounding, or is not there, has failed; others are noted in their rows.
     """
-    found, labels = Result("bench kernels", UNITS), labels_of(config)
+    result, labels = Result("bench kernels", UNITS), labels_of(config)
     steps, errors = dict[str, Step](), dict[str, dict[str, float]]()
     side, options = PRODUCT_SIDE[clock.device.type], config.options(clock.device)
     with clock.stage():
@@ -84,15 +84,15 @@ def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequen
                 ready = one.make(given)
                 steps |= {f"{what}:{one.name}": _captured(clock, step) for what, step in ready.steps.items()}
             except Cannot as reason:
-                found.rows.append({**labels, "by": one.name, "pass": "", "note": str(reason)})
+                result.rows.append({**labels, "by": one.name, "pass": "", "note": str(reason)})
                 if one.name == OURS:
-                    found.failed.append(f"{OURS} is not there: {reason}")
+                    result.failed.append(f"{OURS} is not there: {reason}")
                 continue
             for what, name, error in _errors(ready, exact):
                 if one.ours and not error <= limits[name]:  # NaN fails too
                     shape = ", ".join(f"{key} {value}" for key, value in labels.items())
-                    told = f"{name} errs by {error:.3g}, {limits[name]:.3g} allowed"
-                    found.failed.append(f"{what} by {one.name}: {told}; {shape}")
+                    message = f"{name} errs by {error:.3g}, {limits[name]:.3g} allowed"
+                    result.failed.append(f"{what} by {one.name}: {message}; {shape}")
                 worst = errors.setdefault(f"{what}:{one.name}", {"error": 0.0, "error/allowed": 0.0})
                 worst["error"] = max(worst["error"], error)
                 worst["error/allowed"] = max(worst["error/allowed"], error / limits[name])
@@ -104,9 +104,9 @@ def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequen
         times = interleaved(steps, clock, warmup=1, repeats=repeats_within(seconds, one_round))
     ceiling = 2 * side**3 / times.pop(PRODUCT).median / 1e12
     rows = [_row(name, samples, config, ceiling) | errors.get(name, {}) for name, samples in times.items()]
-    found.rows += sorted(rows, key=lambda row: [*PASSES, *PARTS].index(row["pass"]))
-    found.notes.append(f"matrix product in the same runs: {config.dtype} {ceiling:.4g} TFLOP/s")
-    return found
+    result.rows += sorted(rows, key=lambda row: [*PASSES, *PARTS].index(row["pass"]))
+    result.notes.append(f"matrix product in the same runs: {config.dtype} {ceiling:.4g} TFLOP/s")
+    return result
 
 
 def _errors(ready: Ready, exact: Exact) -> Iterator[tuple[str, str, float]]:
@@ -146,7 +146,7 @@ def _row(name: str, samples: Samples, config: AttentionConfig, ceiling: float) -
 
 def compare(rows: Sequence[Row]) -> str:
     """The line that matters: the best of ours over the best of the others, pass by pass."""
-    told = []
+    messages = []
     for what in (FORWARD, BACKWARD):
         best: dict[str, list[float]] = {}  # by shape: of ours and of the others
         for row in rows:
@@ -155,8 +155,8 @@ def compare(rows: Sequence[Row]) -> str:
                 theirs = not row["by"].startswith(OURS)
                 rates[theirs] = max(rates[theirs], row["rate"])
         if ratios := [ours / others for ours, others in best.values() if ours and others]:
-            told.append(f"{what} {' to '.join(dict.fromkeys(f'{one(ratios):.2f}' for one in (min, max)))}")
-    return f"best of ours over best of the others: {', '.join(told)}" if told else "nobody to compare with"
+            messages.append(f"{what} {' to '.join(dict.fromkeys(f'{one(ratios):.2f}' for one in (min, max)))}")
+    return f"best of ours over best of the others: {', '.join(messages)}" if messages else "nobody to compare with"
 
 
 def causal_bounds(q: Tensor, k: Tensor) -> Bounds:
@@ -273,15 +273,15 @@ def _shape(clock: Clock, sizes: Sizes, seqlen: int, head_dim: int, causal: bool,
     )  # fmt: skip
     wanted = {name for target in TARGETS for name in target.by}
     everyone = (*(variant.name for variant in VARIANTS if variant.name in wanted), FLASH, CUDNN)
-    found = measure(config, clock, seconds=seconds, by=everyone)
+    result = measure(config, clock, seconds=seconds, by=everyone)
     labels = labels_of(config)
-    for row in found.rows:
-        told = {**labels, "by": row["by"]}
+    for row in result.rows:
+        named = {**labels, "by": row["by"]}
         if not row["pass"]:
-            yield Number("not there", None, "", told, note=row["note"])
+            yield Number("not there", None, "", named, note=row["note"])
         elif "rate" in row:
-            yield Number(row["pass"], row["rate"], RATE, told, spread=row["spread"])
-    for why in found.failed:
+            yield Number(row["pass"], row["rate"], RATE, named, spread=row["spread"])
+    for why in result.failed:
         yield Number("wrong results", 1, "", labels, limit=0, note=why)
 
 

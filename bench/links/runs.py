@@ -315,21 +315,21 @@ def _on_gpu(ends: Ends, posts: int, step: Step, device: torch.device, steps: int
 
 def of_group(group: Group, config: LinksConfig, device: torch.device) -> Result:
     """Every transport with every limit, one after the other; every rank has the rows."""
-    found = Result("bench links", UNITS)
+    result = Result("bench links", UNITS)
     for name in config.transports:
         for limits in limits_of(name, config):
             transport = opening(group, name, device, limits)
             if isinstance(transport, str):
                 given = {"channels": limits.channels, "ctas": limits.ctas}
                 held = "".join(f", {count} {what}" for what, count in given.items() if count is not None)
-                reasons = found.failed if config.must_open else found.notes
+                reasons = result.failed if config.must_open else result.notes
                 reasons.append(f"{name}{held} does not open here: {transport}")
                 if limits == Limits():
                     break  # nor does it with limits
                 continue
             with closing(transport):
-                found.rows += measured(transport, limits, config, device)
-    return found
+                result.rows += measured(transport, limits, config, device)
+    return result
 
 
 def limits_of(name: str, config: LinksConfig) -> Iterator[Limits]:
@@ -366,23 +366,23 @@ def opening(group: Group, name: str, device: torch.device, limits: Limits) -> Tr
 
 def everywhere(world: int, config: LinksConfig) -> Result:
     """In processes and, where no launcher started them, for ``local`` between virtual ranks; with what failed."""
-    found = Result("bench links", UNITS)
+    result = Result("bench links", UNITS)
     between = tuple(name for name in config.transports if name != IN_PROCESS or member() is not None)
     if between:
-        found = spawn(world, measure, replace(config, transports=between), device=config.device)
+        result = spawn(world, measure, replace(config, transports=between), device=config.device)
     if between != config.transports:
         with threads(1), LocalWorld(world, device=config.device) as ranks:
             here = ranks.run(partial(_of_virtual_rank, replace(config, transports=(IN_PROCESS,)), ranks.device))[0]
-        found.rows += here.rows
-        found.notes += here.notes
-        found.failed += here.failed
-    for row in found.rows:
+        result.rows += here.rows
+        result.notes += here.notes
+        result.failed += here.failed
+    for row in result.rows:
         if row["#wrong"]:
             lost = f"{row['#wrong']} bytes did not arrive as they left"
-            found.failed.append(f"{row['transport']}, {row['edge']}: {lost}")
-    if not found.rows:
-        found.failed.append("no transport opens here")
-    return found
+            result.failed.append(f"{row['transport']}, {row['edge']}: {lost}")
+    if not result.rows:
+        result.failed.append("no transport opens here")
+    return result
 
 
 def measure(place: Member, device: torch.device, config: LinksConfig) -> Result:

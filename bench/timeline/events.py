@@ -129,10 +129,10 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
 
 
 def _events(records: Sequence[Mapping[str, Any]]) -> tuple[Event, ...]:
-    found = {f"traceEvents[{number}]": each["args"] for number, each in enumerate(records) if each["ph"] == "X"}
-    for name, fields in found.items():
+    arguments = {f"traceEvents[{number}]": each["args"] for number, each in enumerate(records) if each["ph"] == "X"}
+    for name, fields in arguments.items():
         checked_as(name, fields, _EVENT)
-    return tuple(Event(**fields) for fields in found.values())
+    return tuple(Event(**fields) for fields in arguments.values())
 
 
 def _time(value: object) -> str | None:
