@@ -129,7 +129,7 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"scores": Scores(alibi_slopes=zeros(4, 2).T)}, "alibi_slopes has strides .*: it must be contiguous"),
     ({"scores": Scores(alibi_slopes=0.5)}, "alibi_slopes is <class 'float'>: it must be a torch.Tensor"),  # type: ignore[arg-type]
     ({"scores": DROPS}, "q_positions of the scores is None: ALiBi and dropout need int32 .8."),
-    ({"scores": replace(DROPS, q_positions=range(8))}, "q_positions of the scores is <class 'range'>: it must be"),
+    ({"scores": replace(DROPS, q_positions=range(8))}, "q_positions of the scores is <class 'range'>: it must be"),  # type: ignore[arg-type]
     ({"scores": replace(DROPS, q_positions=INDEX.long())}, r"q_positions of the scores is torch.int64 \[8\]"),
 ]
 """Of attention_forward alone, or of what every entry checks by the same function."""
