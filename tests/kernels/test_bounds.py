@@ -74,7 +74,7 @@ def test_what_travels_with_bounds() -> None:
     other = made.transposed(17)
     assert made.is_full and made.transposed(17) is other and made.transposed(18) is not other
     assert FULL.transposed(7) is FULL and FULL.to(CPU) is FULL
-    assert other.seqused_k is used
+    assert other.is_full and other.seqused_k is used
     assert other.runs is not None and other.runs.visible.tolist() == [[True], [False]]
     moved = [made.to(torch.device("meta")), of([0, 0], [1, 2]).to(torch.device("meta"))]
     held = [moved[0].seqused_k, moved[0].runs and moved[0].runs.offsets, moved[1].lo, moved[1].hi]

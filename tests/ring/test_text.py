@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask
@@ -10,6 +12,26 @@ from ringattn.ring.schedule.schedule import schedule
 from ..support.layouts import Window
 
 CAUSAL = Mask(causal=True)
+
+
+def test_text() -> None:
+    assert (
+        str(schedule(Layout.contiguous(6, 3), CAUSAL))
+        == """\
+3 ranks, K/V move to the next rank, 6 of 9 hops compute
+
+K/V: N shard N is computed with, (N) only passes, > goes on, . nothing comes
+         hop 0   hop 1   hop 2
+rank 0   0 >     .       .
+rank 1   1 >     0 >     .
+rank 2   2       1       0
+
+dK/dV: N of shard N, > sent on, ^ return to the owner, . none; hop 0: < arrive
+         hop 0   hop 1   hop 2
+rank 0   0 <     .       .
+rank 1   1 <     0 >     .
+rank 2   .       1 ^     0 ^"""
+    )
 
 
 def test_text_of_nodes_in_any_order_the_other_way() -> None:
@@ -43,18 +65,29 @@ node 2 rank 2   .       .       |   1 »     .       |   3 < »   0 ^"""
 
 def test_a_large_table_leaves_its_middle_out() -> None:
     """And keeps the outer steps apart, also in the row that stands for those left out."""
-    rows = str(schedule(Layout.striped(24, 24), Mask(), topology=Topology.grid(3, 8))).split("\n\n")[1].splitlines()
+    made = str(schedule(Layout.striped(20, 20), Mask(), topology=Topology.grid(2, 10)))
+    assert made.startswith("20 ranks (2 nodes of 10 ranks)") and made.count("by rail") == 2
+    rows = made.split("\n\n")[1].splitlines()
     (left_out,) = (row for row in rows if row.startswith("…"))
     outers = [column for column, sign in enumerate(rows[1]) if sign == "|"]
     assert outers and outers == [column for column, sign in enumerate(left_out) if sign == "|"]
     assert set(left_out) == set("…| ")
-    shown = [*map(str, range(12)), "21", "22", "23"]
+    shown = [*map(str, range(12)), "17", "18", "19"]
     assert [row.split()[3] for row in rows[2:] if row != left_out] == shown
     assert [word for word in rows[1].replace("|", "").replace("hop", "").split() if word != "…"] == shown
 
 
-def test_distances_in_the_header() -> None:
-    """Those of the hops where these do more than count up, the short way round."""
-    every_second = Layout([[(start, 8)] if rank % 2 == 0 else [] for rank, start in enumerate(range(0, 64, 8))])
-    header = str(schedule(every_second, Mask())).splitlines()[0]
-    assert header == "8 ranks, K/V move to the ranks +2, +4, -2 from their owner's, 16 of 32 hops compute"
+HEADERS: list[tuple[Topology, str]] = [
+    (Topology.flat(8), "8 ranks, K/V move to the ranks +2, +4, -2 from their owner's, 16 of 32 hops"),
+    (Topology.flat(32), "+2, +4, +6, +8, +10, +12, +14, +16, -14, -12, -10, -8, -6, -4, -2 from"),
+    (Topology.flat(40), "+2, +4, +6, +8, +10, +12, +14, +16, +18, +20, -18, …, -6, -4, -2 from"),
+    (Topology.grid(8, 2), "the next rank, every 2 hops to the nodes +2, +4, -2 from"),
+]
+
+
+@pytest.mark.parametrize(("topology", "words"), HEADERS)
+def test_distances_in_the_header(topology: Topology, words: str) -> None:
+    """Those of the hops where these do more than count up, the short way round; here every second rank or node."""
+    per_node = len(topology.nodes[0]) if topology.two_level else 1
+    layout = Layout([[(rank, 1)] if rank // per_node % 2 == 0 else [] for rank in range(topology.world)])
+    assert words in str(schedule(layout, Mask(), topology=topology)).splitlines()[0]
