@@ -76,6 +76,7 @@ def test_what_travels_with_bounds() -> None:
     assert FULL.transposed(7) is FULL and FULL.to(CPU) is FULL
     assert other.is_full and other.seqused_k is used
     assert other.runs is not None and other.runs.visible.tolist() == [[True], [False]]
-    moved = [made.to(torch.device("meta")), of([0, 0], [1, 2]).to(torch.device("meta"))]
-    held = [moved[0].seqused_k, moved[0].runs and moved[0].runs.offsets, moved[1].lo, moved[1].hi]
-    assert [x is not None and x.device.type for x in held] == ["meta"] * 4
+    moved, other = made.to(torch.device("meta")), of([0, 0], [1, 2]).to(torch.device("meta"))
+    assert moved.runs is not None
+    held = [moved.seqused_k, moved.runs.offsets, moved.runs.begins, moved.runs.ends, other.lo, other.hi]
+    assert [x is not None and (x.device.type, x.dtype) for x in held] == [("meta", torch.int32)] * 6

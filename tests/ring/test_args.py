@@ -144,7 +144,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("zigzag", {"cu_seqlens": [0, 5, 7]}, "cu_seqlens ends at 7: it must end at 8, the number of tokens"),
     ("uneven", {"lengths": []}, "lengths is empty: it must have the number of tokens of every rank"),
     ("uneven", {"lengths": [1, -2]}, r"lengths\[1\] is -2: it must be a whole number from 0"),
-    ("balanced", {"speeds": []}, "speeds is empty: it must have the relative speed of every rank"),
+    ("balanced", {"speeds": []}, "^speeds is empty: it must have the relative speed of every rank$"),
     ("balanced", {"speeds": [0, 0.0]}, r"speeds is \[0.0, 0.0\]: at least one rank must be faster than 0"),
     ("balanced", {"speeds": [1, -1]}, r"speeds\[1\] is -1: it must be a finite number of at least 0"),
     ("positions of a rank", {"rank": 2}, "rank is 2: it must be a whole number from 0 to 1"),

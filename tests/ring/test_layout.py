@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ringattn.ring.schedule.layout import Documents, Layout, Span
@@ -27,6 +27,7 @@ def expand(spans: list[tuple[int, int, int]]) -> list[int]:
     return [start + i * step for start, length, step in spans for i in range(length)]
 
 
+SIXTHS: list[Any] = [Fraction(1, 6), Fraction(5, 6)]
 HELD: list[tuple[Layout, list[list[int]]]] = [
     (Layout.contiguous(8, 3), [[0, 1, 2], [3, 4, 5], [6, 7]]),
     (Layout.contiguous(2, 3), [[0], [1], []]),
@@ -44,6 +45,9 @@ HELD: list[tuple[Layout, list[list[int]]]] = [
     (Layout.balanced(7, [0, 1, 0, 2.0], causal=True), [[], [0, 6], [], [1, 2, 3, 4, 5]]),
     (Layout.balanced(4, [1, 1e-9], causal=True), [[0, 1, 2, 3], []]),
     (Layout.balanced(0, [1, 2], causal=True), [[], []]),
+    (Layout.balanced(8, [*np.float32([3, 1])], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
+    # exact: a sixth of three tokens is half a token, and rounded up
+    (Layout.balanced(3, SIXTHS, causal=False), [[0], [1, 2]]),
 ]
 
 
@@ -173,6 +177,7 @@ def test_repr_makes_the_layout_again_or_tells_layouts_apart() -> None:
 
 
 @given(layouts(max_seqlen=20), st.sampled_from([0, 1, 2, -1, -2, -3]))
+@example(Layout([[(0, 2), (4, 1), (6, 3)], [(2, 2), (5, 1)]]), 1)
 def test_shard_and_unshard(layout: Layout, dim: int) -> None:
     shape = [2, 3, 4]
     shape[dim] = layout.seqlen

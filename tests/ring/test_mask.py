@@ -231,7 +231,7 @@ def test_a_pattern_is_a_value() -> None:
         assert repr(made) == repr(Longformer((window // 2, window // 2), ((0, 1), (5, 8))))
     visible = torch.rand(4, 6) < 0.5
     one, same = BlockMask(visible, 8), BlockMask(visible.clone(), 8)
-    assert one == same == pickle.loads(pickle.dumps(one)) and hash(one) == hash(same)
+    assert one == same == pickle.loads(pickle.dumps(one)) and hash(one) == hash(same) != hash(BlockMask(~visible, 8))
     assert one != BlockMask(visible, 4) != BlockMask(~visible, 4)
     assert one != visible
     assert BlockMask(torch.ones(2, 3, dtype=torch.bool), 1) != BlockMask(torch.ones(3, 2, dtype=torch.bool), 1)
@@ -247,8 +247,11 @@ def test_a_pattern_is_a_value() -> None:
 
 def test_spans_are_whole_blocks() -> None:
     blocks = strided(10, 4, stride=4)
-    for fine in (Layout.uneven([4, 4, 2]), Layout.uneven([0, 10])):  # the last block is short
+    thirds, all_on_one = Layout.uneven([4, 4, 2]), Layout.uneven([0, 10])  # the last block is short
+    for fine in (thirds, all_on_one):
         blocks.check("layout", fine)
+    assert blocks.between(all_on_one, 1, thirds, 1).equal(blocks.visible[:, 1:2])
+    assert blocks.between(thirds, 2, all_on_one, 0).shape == (1, 0)
     for layout, message in (
         (Layout.uneven([3, 7]), r"layout gives rank 0 the span \(0, 3, 1\): with block_mask the spans must be runs of"),
         (Layout([[(0, 4)], [(6, 4)]]), r"layout gives rank 1 the span \(6, 4, 1\)"),
