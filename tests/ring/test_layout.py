@@ -178,6 +178,7 @@ def test_repr_makes_the_layout_again_or_tells_layouts_apart() -> None:
 
 @given(layouts(max_seqlen=20), st.sampled_from([0, 1, 2, -1, -2, -3]))
 @example(Layout([[(0, 2), (4, 1), (6, 3)], [(2, 2), (5, 1)]]), 1)
+@example(Layout.striped(8, 2), 1)
 def test_shard_and_unshard(layout: Layout, dim: int) -> None:
     shape = [2, 3, 4]
     shape[dim] = layout.seqlen

@@ -91,12 +91,12 @@ def first_after(lo: torch.Tensor, seen: torch.Tensor, row: int) -> int:
     return int(rest[0]) if len(rest) else int(lo[-1])
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_every_small_layout(causal: bool) -> None:
+@pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(used=(4, 9))])
+def test_every_small_layout(mask: Mask) -> None:
     for layout in small_layouts(9, 4):
         for rank in range(layout.world):
             for shard in range(layout.world):
-                check(Mask(causal=causal), layout.positions(rank), layout.positions(shard))
+                check(mask, layout.positions(rank), layout.positions(shard))
 
 
 @given(st.data())
