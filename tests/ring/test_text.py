@@ -29,7 +29,7 @@ rank 0  0 >    .      .
 rank 1  1 >    0 >    .
 rank 2  2      1      0
 
-dK/dV: N of shard N, > sent on, ^ return to the owner, . none; hop 0: < arrive
+dK/dV: N of shard N, > sent on, ^ return to the owner, . none, hop 0: < arrive
         hop 0  hop 1  hop 2
 rank 0  0 <    .      .
 rank 1  1 <    0 >    .
