@@ -100,7 +100,7 @@ def compile_jobs(
     Raises:
         OutOfBudget: some are not compiled.
     """
-    found: dict[str, CompileResult] = {}
+    results: dict[str, CompileResult] = {}
     new: dict[str, Variant] = {}
     keys: dict[Variant, str] = {}
     for job in jobs:
@@ -108,25 +108,25 @@ def compile_jobs(
             key = keys[job] = f"{job} | {hashlib.sha256(job.launch.signature.encode()).hexdigest()[:16]}"
         except ValueError as error:  # the entry refuses it
             key = keys[job] = str(job)
-            found[key] = CompileResult((str(error),))
-        if key in found or key in new:
+            results[key] = CompileResult((str(error),))
+        if key in results or key in new:
             continue
         if (known := journal.get(key)) is not None:
-            found[key] = CompileResult(**known | {"problems": tuple(known["problems"])})
+            results[key] = CompileResult(**known | {"problems": tuple(known["problems"])})
         else:
             new[key] = job
     progress(len(new))
 
     def done(job: Variant, result: CompileResult | Failure) -> None:
         key = keys[job]
-        found[key] = CompileResult((result.reason,)) if isinstance(result, Failure) else result
-        journal.put(key, asdict(found[key]))
+        results[key] = CompileResult((result.reason,)) if isinstance(result, Failure) else result
+        journal.put(key, asdict(results[key]))
         progress(None)
 
     pool.run([*new.values()], done, left)
-    if missing := sum(key not in found for key in new):
+    if missing := sum(key not in results for key in new):
         raise OutOfBudget(missing)
-    return {job: found[key] for job, key in keys.items()}
+    return {job: results[key] for job, key in keys.items()}
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ def rank_candidates(
 
     def best_of(tried: Sequence[Tile], count: int) -> Ranked:
         jobs = {tile: job_of(point, tile, arch, heads) for tile in tried}
-        found = compiler(jobs.values())
-        results = {tile: found[job] for tile, job in jobs.items()}
+        compiled = compiler(jobs.values())
+        results = {tile: compiled[job] for tile, job in jobs.items()}
         dropped = {tile: result.problems[0] for tile, result in results.items() if result.problems}
         passed = {tile: result for tile, result in results.items() if not result.problems}
         kept: list[Tile] = []
@@ -171,9 +171,9 @@ def rank_candidates(
         while batch := waiting[: count - len(kept)]:  # the compiler is asked about no more than it takes
             del waiting[: len(batch)]
             roles = {tile: [job_of(point, tile, arch, heads, role) for role in OTHER_ROLES] for tile in batch}
-            found = compiler(job for jobs in roles.values() for job in jobs)
+            compiled = compiler(job for jobs in roles.values() for job in jobs)
             for tile in batch:
-                if failed := [found[job].problems[0] for job in roles[tile] if found[job].problems]:
+                if failed := [compiled[job].problems[0] for job in roles[tile] if compiled[job].problems]:
                     dropped[tile] = failed[0]
                 else:
                     kept.append(tile)

@@ -44,9 +44,9 @@ def inspect(
     from .tune import progress
 
     try:
-        asked = [variant for spec in specs or DEFAULT for variant in select(spec)]
+        variants = [variant for spec in specs or DEFAULT for variant in select(spec)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with progress() as step:
-        rows = inspect_variants(asked, step)
+        rows = inspect_variants(variants, step)
     finish(result_of(rows, gate=gate), json, csv)

@@ -85,7 +85,7 @@ def run(
             from .ring_search import problems_of, tune_rings
 
             problems = problems_of(shape, seqlen, causal, device_name(on), world)
-            found = tune_rings(problems, budget or BUDGET, folder)
+            result = tune_rings(problems, budget or BUDGET, folder)
         else:
             from .tune import TuneConfig, progress, tune
 
@@ -99,13 +99,13 @@ def run(
             if json != "-":
                 typer.echo(f"{len(config.points)} kernels, masks and lengths for {gpu.name}; {why}")
             with progress() as step:
-                found = tune(config, cores(), step)
+                result = tune(config, cores(), step)
     except ValueError as error:  # also a table that is refused
         raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:
         typer.echo("interrupted: what is known is kept", err=True)
         raise typer.Exit(130) from None
-    finish(found, json, csv)
+    finish(result, json, csv)
 
 
 def target(arch: str | None, compile_only: bool) -> tuple[Gpu, torch.device | None, str]:
@@ -119,15 +119,15 @@ def target(arch: str | None, compile_only: bool) -> tuple[Gpu, torch.device | No
     from ..kernels.tables import gpu_of
     from .space import gpu_of_arch
 
-    asked = None if arch is None else gpu_of_arch(arch)
+    named = None if arch is None else gpu_of_arch(arch)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     here = None if device is None else gpu_of(device)
     rest = "nothing is measured, entries are estimates"
     if here is None:
-        return asked or gpu_of_arch(DEFAULT_ARCH), None, f"no GPU here: compiled and ranked, {rest}"
+        return named or gpu_of_arch(DEFAULT_ARCH), None, f"no GPU here: compiled and ranked, {rest}"
     gpu_of_arch(f"sm_{here.arch}")  # a GPU that no tile is known to fit is refused
-    if asked is not None and asked.arch != here.arch:
-        return asked, None, f"the GPU here is {here.name}, sm_{here.arch}: {rest}"
+    if named is not None and named.arch != here.arch:
+        return named, None, f"the GPU here is {here.name}, sm_{here.arch}: {rest}"
     if compile_only:
-        return asked or here, None, f"compiled and ranked, {rest}"
+        return named or here, None, f"compiled and ranked, {rest}"
     return here, device, "compiled, then measured"

@@ -55,23 +55,25 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
     in registers beside (persistent dK/dV, never a default). A memory-bound kernel has no such loop, spills nowhere, and
     keeps fp32's subnormals, which stand for those of e4m3.
     """
-    found = []
+    failures = []
     if compiled.shared > SHARED_LIMIT[variant.arch]:
-        found.append(f"{compiled.shared} bytes of shared memory, the chip has {SHARED_LIMIT[variant.arch]}")
+        failures.append(f"{compiled.shared} bytes of shared memory, the chip has {SHARED_LIMIT[variant.arch]}")
     if compiled.tensor_memory > TENSOR_MEMORY_LIMIT:
-        found.append(f"{compiled.tensor_memory} columns of tensor memory, the chip has {TENSOR_MEMORY_LIMIT}")
+        failures.append(f"{compiled.tensor_memory} columns of tensor memory, the chip has {TENSOR_MEMORY_LIMIT}")
     if variant.kernel in MEMORY_BOUND:
         spills = [f"{compiled.stack} bytes of local memory"] if compiled.stack else []
-        return [*found, *spills, *(["subnormal numbers are flushed to zero"] if compiled.flushes else [])]
+        return [*failures, *spills, *(["subnormal numbers are flushed to zero"] if compiled.flushes else [])]
     if not compiled.loops:
-        found.append("no loop with matrix instructions")
-    asked = variant.dtype != "fp32" and max(variant.head_dim, variant.head_dim_v) <= CLEAN_HEAD_DIM
-    if asked and not variant.features:
+        failures.append("no loop with matrix instructions")
+    must_be_clean = variant.dtype != "fp32" and max(variant.head_dim, variant.head_dim_v) <= CLEAN_HEAD_DIM
+    if must_be_clean and not variant.features:
         walks = variant.kernel == "dkdv" and dict(variant.options).get("persistent")
         most = MOST_LOCAL if variant.kernel == WAITS or walks else 0
-        found += [f"{loop.local} local-memory instructions in a loop" for loop in compiled.loops if loop.local > most]
-        found += ["serialised wgmma in a loop" for loop in compiled.loops if loop.serialised]
-    return found
+        failures += [
+            f"{loop.local} local-memory instructions in a loop" for loop in compiled.loops if loop.local > most
+        ]
+        failures += ["serialised wgmma in a loop" for loop in compiled.loops if loop.serialised]
+    return failures
 
 
 def compile_variant(variant: Variant) -> tuple[Compiled, list[str]]:
@@ -82,8 +84,8 @@ def compile_variant(variant: Variant) -> tuple[Compiled, list[str]]:
         RuntimeError: Triton or ptxas refuses it.
     """
     launch = compiled(variant.launch, variant.arch)
-    found = read_compiled(launch, variant.arch)
-    return found, problems(variant, found) + hopper_problems(variant, found, launch.binary.asm["ptx"])
+    result = read_compiled(launch, variant.arch)
+    return result, problems(variant, result) + hopper_problems(variant, result, launch.binary.asm["ptx"])
 
 
 def read_compiled(launch: Launch, arch: int) -> Compiled:
@@ -114,9 +116,9 @@ def threads_of(ptx: str) -> int:
 
 
 def _match(pattern: str, text: str) -> re.Match[str]:
-    found = re.search(pattern, text)
-    assert found is not None, pattern
-    return found
+    match = re.search(pattern, text)
+    assert match is not None, pattern
+    return match
 
 
 def read_with(tool: str, *flags: str, cubin: bytes) -> str:
@@ -143,24 +145,26 @@ def hopper_problems(variant: Variant, compiled: Compiled, ptx: str) -> list[str]
         return []
     # the forward: masked tail, full middle, masked head
     loops = CONSUMERS * (3 if of_forward and not variant.full else 1)
-    found = [] if len(compiled.loops) == loops else [f"{len(compiled.loops)} main loops, there should be {loops}"]
+    failures = [] if len(compiled.loops) == loops else [f"{len(compiled.loops)} main loops, there should be {loops}"]
     # wgmma multiplies 16 deep
     if of_forward:
         wanted = (variant.head_dim + variant.tile.block_k) // 16
         # `problems` lets spills pass beyond head dim 128, as the portable kernels have them there; this one has none
-        found += [f"{loop.local} local-memory instructions in a main loop" for loop in compiled.loops if loop.local]
-        found += ["serialised wgmma in a main loop" for loop in compiled.loops if loop.serialised]
+        failures += [f"{loop.local} local-memory instructions in a main loop" for loop in compiled.loops if loop.local]
+        failures += ["serialised wgmma in a main loop" for loop in compiled.loops if loop.serialised]
         listing = "\n".join(line for loop in compiled.loops for line in loop.lines)
-        found += order_problems(listing, loops, variant.tile.block_k) + handing_problems(ptx)
+        failures += order_problems(listing, loops, variant.tile.block_k) + handing_problems(ptx)
     else:  # S and dP over the head dim, dV and dK over the queries, dQ over the keys
         wanted = 2 * (variant.head_dim + variant.tile.block_q) // 16 + CONSUMERS * ROWS // 16
-        told = hopper_backward_launch.shared_bytes(variant.head_dim, variant.tile)
-        if not 0 <= compiled.shared - told <= 1024:
-            found.append(f"{compiled.shared} bytes of shared memory, the launch counts on {told} and some for barriers")
-        found += [] if "cp.reduce.async.bulk.tensor.4d" in ptx else ["dQ is not added by the copy engine"]
+        shared = hopper_backward_launch.shared_bytes(variant.head_dim, variant.tile)
+        if not 0 <= compiled.shared - shared <= 1024:
+            failures.append(
+                f"{compiled.shared} bytes of shared memory, the launch counts on {shared} and some for barriers"
+            )
+        failures += [] if "cp.reduce.async.bulk.tensor.4d" in ptx else ["dQ is not added by the copy engine"]
         # the barrier of a partition of one warp
-        found += handing_problems(ptx.replace("bar.warp.sync", "bar.sync")) + unfenced(ptx)
-    return found + [
+        failures += handing_problems(ptx.replace("bar.warp.sync", "bar.sync")) + unfenced(ptx)
+    return failures + [
         f"{loop.matrix} products in a loop, not {wanted}" for loop in compiled.loops if loop.matrix != wanted
     ]
 
@@ -172,28 +176,28 @@ def order_problems(listing: str, loops: int, block_k: int) -> list[str]:
     other; straight code but for spins on barriers, so that the order of lines is that of execution.
     """
     steps = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", listing)[1:]
-    found = []
+    failures = []
     if len(steps) != loops:
-        found.append(f"{len(steps)} of {loops} main loops start a product before the wait for the scores")
+        failures.append(f"{len(steps)} of {loops} main loops start a product before the wait for the scores")
     for part in steps:
         under, _, after = part.partition("WARPGROUP.DEPBAR.LE gsb0, 0x0")
         rest = re.split(r"HGMMA|\bBRA\b", after)[0]  # to the next product, or to the end of the loop's body
         hidden, late = under.count("MUFU.EX2"), rest.count("MUFU.EX2")
         if hidden < ROWS * block_k // WARPGROUP:
-            found.append(f"{hidden} of {hidden + late} exponentials run under the product with V")
-    return found
+            failures.append(f"{hidden} of {hidden + late} exponentials run under the product with V")
+    return failures
 
 
 def handing_problems(ptx: str) -> list[str]:
     """Of loads, registers and slots: who loads, who gives registers to whom, and when a slot is given back."""
     handed_on = {int(number) for number in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)}
-    found = [] if "cp.async.bulk.tensor.4d" in ptx else ["no TMA loads"]
-    found += [] if {24, 240} <= handed_on else [f"registers are handed on as {sorted(handed_on)}"]
+    failures = [] if "cp.async.bulk.tensor.4d" in ptx else ["no TMA loads"]
+    failures += [] if {24, 240} <= handed_on else [f"registers are handed on as {sorted(handed_on)}"]
     # every arrival stands behind a barrier of its warpgroup, with neither product nor barrier operation between
     arrivals = re.findall(r"(bar\.sync[^\n]*\n(?:(?!mbarrier|wgmma).*\n)*?)?[^\n]*mbarrier\.arrive\.shared", ptx)
     if not arrivals:
-        found.append("no slot is given back")
-    return found if all(arrivals) else [*found, "a slot is given back before all warps are done with it"]
+        failures.append("no slot is given back")
+    return failures if all(arrivals) else [*failures, "a slot is given back before all warps are done with it"]
 
 
 def unfenced(ptx: str) -> list[str]:
@@ -202,13 +206,13 @@ def unfenced(ptx: str) -> list[str]:
     That is dS, by stmatrix before an arrival, and a part of dQ, before its reduction; PTX ISA, "Async proxy".
     """
     waiting: set[str] = set()
-    found = {"stmatrix": 0, "st.shared": 0}
+    pending = {"stmatrix": 0, "st.shared": 0}
     for word in re.findall(r"(stmatrix|st\.shared|fence\.proxy\.async|mbarrier\.arrive|cp\.reduce)\b", ptx):
-        if word in found:
+        if word in pending:
             waiting.add(word)
         elif word == "fence.proxy.async":
             waiting.clear()
         else:
             late = "stmatrix" if word == "mbarrier.arrive" else "st.shared"
-            found[late] += late in waiting
-    return [f"{count} times {word} is handed on without a fence" for word, count in found.items() if count]
+            pending[late] += late in waiting
+    return [f"{count} times {word} is handed on without a fence" for word, count in pending.items() if count]

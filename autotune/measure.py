@@ -184,5 +184,5 @@ class DeviceTrials:
             sides = self._checked, part.stop - part.start
             made = call(job_of(self.point, tile, OF_DEVICE, self._shape.heads, role, sides), make, limits)
             results = (made,) if isinstance(made, Tensor) else made
-        found = dict(zip(names, results, strict=True))
-        return found | ({"dq": whole["dq"].to(given.q.dtype)} if kernel in SINGLE_PASS else {})
+        by_name = dict(zip(names, results, strict=True))
+        return by_name | ({"dq": whole["dq"].to(given.q.dtype)} if kernel in SINGLE_PASS else {})

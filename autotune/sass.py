@@ -171,25 +171,25 @@ def mix_of(loop: Loop, warps: int) -> tuple[Mix, Mix]:
     Raises:
         ValueError: a matrix product does not tell its shape.
     """
-    found = list(instructions(loop.lines))
-    exposed = [one for one, hides in zip(found, flying(found), strict=True) if not hides]
-    return counted(found, warps, [*products(found, warps)]), counted(exposed, warps, [])
+    listed = list(instructions(loop.lines))
+    exposed = [one for one, hides in zip(listed, flying(listed), strict=True) if not hides]
+    return counted(listed, warps, [*products(listed, warps)]), counted(exposed, warps, [])
 
 
-def counted(found: Sequence[tuple[str, str]], warps: int, done: Sequence[tuple[float, float]]) -> Mix:
+def counted(listed: Sequence[tuple[str, str]], warps: int, done: Sequence[tuple[float, float]]) -> Mix:
     """The mix of instructions, wherever they stand, with the products that are done by them."""
-    counts = {unit: sum(bool(kind.match(name)) for name, _ in found) for unit, kind in UNITS.items()}
+    counts = {unit: sum(bool(kind.match(name)) for name, _ in listed) for unit, kind in UNITS.items()}
     fma = counts.pop("fma") + 2 * counts.pop("packed")
-    moved = sum(width(name, ("LDS", "STS", "LDSM", "STSM", "LDGSTS")) for name, _ in found)
-    loaded = tma_bytes(found)
+    moved = sum(width(name, ("LDS", "STS", "LDSM", "STSM", "LDGSTS")) for name, _ in listed)
+    loaded = tma_bytes(listed)
     return Mix(
         **counts,
         warps=warps,
         products=sum(multiply_adds for multiply_adds, _ in done),
         fma=fma,
-        issued=len(found),
+        issued=len(listed),
         shared_bytes=int(warps * moved + loaded + sum(nbytes for _, nbytes in done)),
-        global_bytes=warps * sum(width(name, ("LDG", "LDGSTS", "LDL")) for name, _ in found) + loaded,
+        global_bytes=warps * sum(width(name, ("LDG", "LDGSTS", "LDL")) for name, _ in listed) + loaded,
     )
 
 
@@ -211,10 +211,10 @@ def width(name: str, kinds: tuple[str, ...]) -> int:
     return 32 * bits // 8
 
 
-def tma_bytes(found: Sequence[tuple[str, str]]) -> int:
+def tma_bytes(listed: Sequence[tuple[str, str]]) -> int:
     """What TMA loads for a block: the bytes that a barrier in shared memory is told to expect, where TMA is used."""
     expected, constants = 0, dict[str, int]()
-    for name, operands in found:
+    for name, operands in listed:
         first, *_, last = operands.split(", ") if ", " in operands else (operands, "")
         if name.startswith("SYNCS.ARRIVE.TRANS64"):
             expected += constants.get(last, 0)
@@ -222,14 +222,14 @@ def tma_bytes(found: Sequence[tuple[str, str]]) -> int:
             constants[first] = int(last, 16)
         else:
             constants.pop(first, None)
-    return expected if any(name.startswith(("UTMALDG", "UBLKCP")) for name, _ in found) else 0
+    return expected if any(name.startswith(("UTMALDG", "UBLKCP")) for name, _ in listed) else 0
 
 
-def products(found: Sequence[tuple[str, str]], warps: int) -> Iterator[tuple[float, float]]:
+def products(listed: Sequence[tuple[str, str]], warps: int) -> Iterator[tuple[float, float]]:
     """The matrix products; those of sm_100 tell their shape by a constant that a register was set to before."""
     constants: dict[str, int] = {}
     for last in (False, True):  # what the end of an iteration sets holds at the start of the next
-        for name, operands in found:
+        for name, operands in listed:
             if name == "UMOV" and (constant := re.fullmatch(r"(UR\d+),\s*(0x[0-9a-f]+)", operands)):
                 constants[constant[1]] = int(constant[2], 16)
             elif last and MATRIX.search(name):
@@ -264,19 +264,19 @@ def product(name: str, operands: str, constants: Mapping[str, int], warps: int) 
     return rows * columns * depth * copies * weight, shared_rows * ROW_BYTES * copies
 
 
-def flying(found: Sequence[tuple[str, str]]) -> list[bool]:
+def flying(listed: Sequence[tuple[str, str]]) -> list[bool]:
     """Of each instruction, whether a product of the same warps runs beside it.
 
     wgmma and tcgen05.mma run from their start to the wait that leaves none in flight (of sm_100: to the next wait for
     a barrier in shared memory, where it is counted). An HMMA runs for at least ``SHADOW`` clocks.
     """
     under: list[bool] = []
-    asynchronous = any(ASYNCHRONOUS.match(name) for name, _ in found)
-    sm_100 = any(name.startswith("UTC") for name, _ in found)
+    asynchronous = any(ASYNCHRONOUS.match(name) for name, _ in listed)
+    sm_100 = any(name.startswith("UTC") for name, _ in listed)
     left = 0.0
     for _ in range(2):  # what the end of an iteration starts runs on in the next
         under = []
-        for name, operands in found:
+        for name, operands in listed:
             left = max(left - 1, 0)
             if MATRIX.search(name):
                 left = math.inf if asynchronous else SHADOW

@@ -80,11 +80,11 @@ def clocks_of(readings: Sequence[Reading]) -> dict[str, float | str | None]:
     """The median of each clock, and every reason why some run was throttled in spite of repeats."""
     names = dict.fromkeys(name for reading in readings for name in reading.clocks)
     reasons = dict.fromkeys(reason for reading in readings for reason in reading.throttled)
-    found: dict[str, float | str | None] = {
+    clocks: dict[str, float | str | None] = {
         name: statistics.median(reading.clocks[name] for reading in readings if name in reading.clocks)
         for name in names
     }
-    return found | {"throttled": ", ".join(reasons)}
+    return clocks | {"throttled": ", ".join(reasons)}
 
 
 @dataclass(frozen=True)

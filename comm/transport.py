@@ -248,7 +248,7 @@ class TransportBase(Transport):
         except (TransportError, ValueError) as error:
             problem = f"rank {self.rank}: {error}"
         # Also where this rank failed: the others must hear of it instead of waiting.
-        problems = [str(found) for found in self.gather(problem) if found]
+        problems = [str(text) for text in self.gather(problem) if text]
         if problems:
             raise TransportError(f"the warm-up of the {self.name} transport failed: {'; '.join(problems)}")
         self._warm.update(fresh)

@@ -49,8 +49,8 @@ def compared(job: Job, runs: Runs) -> Result:
 
 def measured(row: Row) -> float:
     """The error against float64, where there is one, else against the whole run."""
-    found = row["sharded - whole"] if row["error"] is None else row["error"]
-    return float(found)
+    value = row["sharded - whole"] if row["error"] is None else row["error"]
+    return float(value)
 
 
 def row_of(

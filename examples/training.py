@@ -240,8 +240,8 @@ def reduce(ring: Ring, model: Decoder, loss: Tensor) -> float:
 
 def copy_gradients(model: Decoder) -> dict[str, Tensor]:
     """Every parameter's gradient, on the CPU."""
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: gradient.to("cpu", copy=True) for name, gradient in found.items() if gradient is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: gradient.to("cpu", copy=True) for name, gradient in gradients.items() if gradient is not None}
 
 
 def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -74,8 +74,8 @@ def _tile(
     estimated: bool = False,
 ) -> Tile:
     gpu = gpu_of(q.device)
-    found = None if gpu is None else _tuned(tuned(gpu, config_dir, estimated=estimated), kernel, q, v, full)
-    return found or _built_in(kernel, q, v)
+    tuned_tile = None if gpu is None else _tuned(tuned(gpu, config_dir, estimated=estimated), kernel, q, v, full)
+    return tuned_tile or _built_in(kernel, q, v)
 
 
 def _tuned(tiles: Tuned, kernel: str, q: torch.Tensor, v: torch.Tensor, full: bool) -> Tile | None:

@@ -49,8 +49,8 @@ class Chip(NamedTuple):
 
 def chip_of(device: torch.device) -> Chip:
     """Of a device; of no GPU, what the interpreter is taken to have."""
-    if device.type == "meta" and (found := target()) is not None:
-        return Chip(found.multiprocessors, found.l2_bytes)
+    if device.type == "meta" and (compiled_for := target()) is not None:
+        return Chip(compiled_for.multiprocessors, compiled_for.l2_bytes)
     return _chip_of(device) if device.type == "cuda" else Chip(*STAND_IN)
 
 

@@ -283,8 +283,8 @@ class Gpu(NamedTuple):
 def gpu_of(device: torch.device) -> Gpu | None:
     """The GPU of a device; None for any other device."""
     if device.type == "meta":
-        found = target()
-        return None if found is None else Gpu(found.name, found.arch)
+        compiled_for = target()
+        return None if compiled_for is None else Gpu(compiled_for.name, compiled_for.arch)
     return _gpu_of(device) if device.type == "cuda" else None
 
 
@@ -319,8 +319,8 @@ class Tuned:
 
     def tile(self, key: Key, length: int) -> Tile | None:
         """The tile of the nearest length, by ratio; None where nothing was tuned for the key."""
-        found = self._lengths.get(key)
-        return None if found is None else found[1][bisect_left(found[0], length)]
+        entries = self._lengths.get(key)
+        return None if entries is None else entries[1][bisect_left(entries[0], length)]
 
 
 def _by_length(entries: Iterable[Entry], estimated: bool) -> dict[Key, Lengths]:
@@ -420,9 +420,9 @@ def folder_of(config_dir: str | os.PathLike[str] | None) -> str | None:
 def _tables(name: str, gpu: Gpu, folders: list[Path]) -> list[Table]:
     """This version's tables in order of the folders; where there is none, those of the nearest older version."""
     ours = triton_version()
-    found = [(version, path) for folder in folders for version, path in _versions(folder, name) if version <= ours]
-    serving = max((version for version, _ in found), default=ours)
-    paths = [path for version, path in found if version == serving]
+    versions = [(version, path) for folder in folders for version, path in _versions(folder, name) if version <= ours]
+    serving = max((version for version, _ in versions), default=ours)
+    paths = [path for version, path in versions if version == serving]
     tables = [table for path in paths if (table := _read(path, name, gpu, serving)) is not None]
     if serving != ours and tables:
         _warn(
@@ -436,8 +436,8 @@ def _versions(folder: Path, name: str) -> list[tuple[Version, Path]]:
     """The versions that a folder, which need not be there, has a table of this GPU for."""
     stem = file_name(name, (0, 0)).removesuffix("0.0.json")
     pattern = re.compile(re.escape(stem) + r"(\d{1,3})\.(\d{1,3})\.json")
-    found = ((path, pattern.fullmatch(path.name)) for path in folder.glob(f"{stem}*"))
-    return [((int(match[1]), int(match[2])), path) for path, match in found if match]
+    matches = ((path, pattern.fullmatch(path.name)) for path in folder.glob(f"{stem}*"))
+    return [((int(match[1]), int(match[2])), path) for path, match in matches if match]
 
 
 def _read(path: Path, name: str, gpu: Gpu, version: Version) -> Table | None:

@@ -59,8 +59,8 @@ def quantize(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
                 largest = max((abs(y) for y in part.flatten().tolist() if abs(y) < float("inf")), default=0.0)
                 scales[b, j, h] = max(largest / MAX, SMALLEST_SCALE)
                 scaled = (part / scales[b, j, h]).flatten().tolist()
-                found = [nearest(y if abs(y) < float("inf") else float("nan")) for y in scaled]
-                codes[b, start : start + block, h] = torch.tensor(found, dtype=torch.uint8).view(part.shape)
+                rounded = [nearest(y if abs(y) < float("inf") else float("nan")) for y in scaled]
+                codes[b, start : start + block, h] = torch.tensor(rounded, dtype=torch.uint8).view(part.shape)
     return codes, scales
 
 

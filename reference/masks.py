@@ -56,10 +56,10 @@ def is_global(stretches: Sequence[tuple[int, int]]) -> Predicate:
     """The query or the key lies in one of the stretches ``[start, end)``: Longformer's global attention."""
 
     def inside(positions: Tensor) -> Tensor:
-        found = torch.zeros_like(positions, dtype=torch.bool)
+        is_inside = torch.zeros_like(positions, dtype=torch.bool)
         for start, end in stretches:
-            found = found | ((positions >= start) & (positions < end))
-        return found
+            is_inside = is_inside | ((positions >= start) & (positions < end))
+        return is_inside
 
     return lambda q, k: inside(q) | inside(k)
 
@@ -90,22 +90,22 @@ def in_a_visible_block(block_mask: Tensor, block_size: int) -> Predicate:
 
 def predicates(masks: Masks) -> list[Predicate]:
     """The predicates that the mask arguments ask for; a pair is visible where all of them hold."""
-    found: list[Predicate] = []
+    made: list[Predicate] = []
     if masks.get("causal"):
-        found.append(is_causal(masks.get("prefix_length") or 0))
+        made.append(is_causal(masks.get("prefix_length") or 0))
     window = masks.get("window_size", (-1, -1))
     if window != (-1, -1):
         near, everywhere = in_window(*window), is_global(masks.get("global_tokens", ()))
-        found.append(lambda q, k: near(q, k) | everywhere(q, k))
+        made.append(lambda q, k: near(q, k) | everywhere(q, k))
     boundaries = masks.get("cu_seqlens")
     if boundaries is not None:
-        found.append(in_one_document(boundaries))
+        made.append(in_one_document(boundaries))
     lengths, pattern = masks.get("seqused_k"), masks.get("block_mask")
     if lengths is not None:
-        found.append(is_used(lengths))
+        made.append(is_used(lengths))
     if pattern is not None:
-        found.append(in_a_visible_block(pattern, masks["block_size"]))
-    return found
+        made.append(in_a_visible_block(pattern, masks["block_size"]))
+    return made
 
 
 def visible(q_positions: Tensor, k_positions: Tensor, **masks: Unpack[Masks]) -> Tensor:

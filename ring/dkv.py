@@ -107,7 +107,7 @@ class DkvAccumulators(RingBuffer):
         if self._is_plain:
             return dkdv
         if heads.number not in self._totals:
-            exact = not self.call.plan.two_level and all(x.dtype == torch.float32 for x in dkdv)
+            exact = all(x.dtype == torch.float32 for x in dkdv)
             self._totals[heads.number] = dkdv if exact else self._own_shard(heads)
         return self._totals[heads.number]
 

@@ -100,10 +100,10 @@ def _pairs_by_shard(call: Call, rank: int) -> Grid:
         parts = (part for row in call.mask.rows for part in row.parts)
         return sum((_pairs_of_part(call, part, mine) for part in parts), np.zeros(world, dtype=np.int64))
     seen = {hop.shard for hop in call.plan.hops(rank) if hop.computes}
-    found = [
+    pairs = [
         visible_pairs(call.mask, mine, call.layout.positions(shard)) if shard in seen else 0 for shard in range(world)
     ]
-    return np.array(found, dtype=np.int64)
+    return np.array(pairs, dtype=np.int64)
 
 
 def _pairs_of_part(call: Call, part: Mask, queries: torch.Tensor) -> Grid:

@@ -218,7 +218,7 @@ def mask_title(mask: Mask) -> str:
 def mask_data(mask: Mask) -> dict[str, Any]:
     """For JSON: what is set, and whether it is causal."""
     blocks = mask.blocks
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "window_size": None if mask.window == (UNLIMITED, UNLIMITED) else mask.window,
         "cu_seqlens": None if mask.documents is None else mask.documents.boundaries,
         "prefix_length": mask.prefix or None,
@@ -228,4 +228,4 @@ def mask_data(mask: Mask) -> dict[str, Any]:
         },
         "global_tokens": mask.global_tokens or None,
     }  # fmt: skip
-    return {"causal": mask.causal} | {name: value for name, value in told.items() if value is not None}
+    return {"causal": mask.causal} | {name: value for name, value in data.items() if value is not None}

@@ -58,18 +58,18 @@ def size(text: str) -> int:
 
 def count(text: str) -> int:
     """A size of at least 1: there is nothing to measure of none."""
-    found = size(text)
-    if found < 1:
+    number = size(text)
+    if number < 1:
         raise typer.BadParameter(f"{text!r} is too small: it must be at least 1")
-    return found
+    return number
 
 
 def head_dim(text: str) -> int:
     """A head dim that our kernels take."""
-    found = size(text)
-    if not 1 <= found <= MAX_HEAD_DIM:
-        raise typer.BadParameter(f"{found} is no head dim: it must be 1 to {MAX_HEAD_DIM}")
-    return found
+    number = size(text)
+    if not 1 <= number <= MAX_HEAD_DIM:
+        raise typer.BadParameter(f"{number} is no head dim: it must be 1 to {MAX_HEAD_DIM}")
+    return number
 
 
 def dtype_of(known: Sequence[str]) -> Callable[[str], str]:
@@ -273,8 +273,8 @@ def kv_heads_of(heads: int, kv_heads: int | None) -> int:
 def check_chunks(chunks: Sequence[int], kv_heads: int) -> None:
     """Refuse runs of heads that hold none: typer.BadParameter."""
     if max(chunks) > kv_heads or min(chunks) < 1:
-        told = ",".join(map(str, chunks))
-        raise typer.BadParameter(f"--chunks is {told}: a chunk is at least one of the {kv_heads} key heads")
+        listed = ",".join(map(str, chunks))
+        raise typer.BadParameter(f"--chunks is {listed}: a chunk is at least one of the {kv_heads} key heads")
 
 
 def check_transport(name: str, device: str, world: int) -> None:

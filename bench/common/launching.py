@@ -373,8 +373,8 @@ def spawn(world: int, measure: Callable[..., T], *arguments: object, device: str
     place = member()
     if place is not None:
         return _in_group(place, None, device, measure, arguments)
-    found: T = started(world, _as_rank, device, measure, arguments)
-    return found
+    result: T = started(world, _as_rank, device, measure, arguments)
+    return result
 
 
 def _as_rank(store: str, kind: str, measure: Callable[..., T], arguments: tuple[object, ...]) -> T:
@@ -384,8 +384,8 @@ def _as_rank(store: str, kind: str, measure: Callable[..., T], arguments: tuple[
     place = member()
     assert place is not None
     in_group: Callable[..., Any] = record(_in_group)
-    found: T = in_group(place, store, kind, measure, arguments)
-    return found
+    result: T = in_group(place, store, kind, measure, arguments)
+    return result
 
 
 def _in_group(

@@ -179,10 +179,10 @@ def too_large(size: int, needed: Callable[[int], Needs], free: Needs, *, unit: s
             if nbytes > USED * there
         ]
 
-    told = excess(size)
-    if not told:
+    reasons = excess(size)
+    if not reasons:
         return None
     steps = range(1, -(-size // step))
     most = step * bisect_left(steps, True, key=lambda count: bool(excess(count * step)))
     fits = f"{binary(most)} fits" if most else f"not even {binary(step)} fits"
-    return f"{size:,} {unit} take {' and '.join(told)}: {fits}"
+    return f"{size:,} {unit} take {' and '.join(reasons)}: {fits}"

@@ -35,7 +35,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "versions": versions(),
         "cpu": cpu(),
         "gpu": gpu(device) if device.type == "cuda" else None,
-        "topology": _told(lambda: topology(device)),
+        "topology": _or_unknown(lambda: topology(device)),
     }
 
 
@@ -64,8 +64,8 @@ def git() -> dict[str, Any]:
     """Commit, and whether files differ from it; None where the package is not in a checkout of its own."""
 
     def ask(*arguments: str) -> str:
-        asked = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
         if (ROOT / ".git").exists():
@@ -77,18 +77,18 @@ def git() -> dict[str, Any]:
 
 def versions() -> dict[str, Any]:
     """Of Python, of what is installed, and of what torch was built with."""
-    found: dict[str, Any] = {"python": platform.python_version()}
+    by_name: dict[str, Any] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            by_name[name] = version(name)
         except PackageNotFoundError:
             continue
     if torch.cuda.is_available():
         cudnn: Callable[[], int | None] = torch.backends.cudnn.version
-        found |= {"cuda": torch.version.cuda, "cudnn": cudnn()}
+        by_name |= {"cuda": torch.version.cuda, "cudnn": cudnn()}
         nccl: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
-        found["nccl"] = _told(lambda: ".".join(map(str, nccl())))
-    return found
+        by_name["nccl"] = _or_unknown(lambda: ".".join(map(str, nccl())))
+    return by_name
 
 
 def cpu() -> dict[str, Any]:
@@ -113,8 +113,8 @@ def gpu(device: torch.device) -> dict[str, Any]:
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "driver": _told(nvml.driver_version),
-        "clocks": _told(lambda: clocks(device)),
+        "driver": _or_unknown(nvml.driver_version),
+        "clocks": _or_unknown(lambda: clocks(device)),
     }
 
 
@@ -136,7 +136,7 @@ def clocks(device: torch.device) -> dict[str, Any]:
     return read() if read.reason is None else {"unknown": read.reason}
 
 
-def _told(ask: Callable[[], Any]) -> Any:
+def _or_unknown(ask: Callable[[], Any]) -> Any:
     """What was asked for, or why it is not known: a missing clock must not cost the measurement."""
     try:
         return ask()

@@ -57,8 +57,8 @@ class Result:
             columns = [name for name in columns if name not in same]
         while len(columns) > 1 and self._width(columns) > width:
             left.insert(0, columns.pop())
-        told = ", ".join(f"{name} {cell(self.rows[0][name])} {self.units[name]}".rstrip() for name in same)
-        lines = [*textwrap.wrap(told, width), *self._table(columns)]
+        shared = ", ".join(f"{name} {cell(self.rows[0][name])} {self.units[name]}".rstrip() for name in same)
+        lines = [*textwrap.wrap(shared, width), *self._table(columns)]
         if left:
             lines += textwrap.wrap(f"(too wide; in --csv and --json: {', '.join(left)})", width)
         return "\n".join([*lines, *self.notes, *(f"FAILED: {one}" for one in self.failed)])

@@ -72,9 +72,9 @@ class Stopwatch:
         """Seconds since the last call of this; waits for what still runs."""
         for _, ended in self._events:
             ended.synchronize()
-        found, self._host = self.seconds, 0.0
+        seconds, self._host = self.seconds, 0.0
         self._events.clear()
-        return found
+        return seconds
 
 
 class Team:

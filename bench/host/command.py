@@ -63,8 +63,8 @@ def host(
     with ring_of_one(where, chunks) as ring:
         rows = rows_of(shard_of(problem(tokens), ring, where), Clock(where, timer=timer))
     notes = [problem(tokens).title, f"{chunks} chunks; per hop of one rank, median of {REPEATS} passes by {timer}"]
-    told, failed = verdict(rows, device, timer)
-    finish(Result("bench host", UNITS, rows, failed, [*notes, told], provenance(where)), json, csv)
+    message, failed = verdict(rows, device, timer)
+    finish(Result("bench host", UNITS, rows, failed, [*notes, message], provenance(where)), json, csv)
 
 
 def verdict(rows: Sequence[Row], device: str, timer: str) -> tuple[str, list[str]]:

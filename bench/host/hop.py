@@ -116,12 +116,12 @@ def calls_of(step: Callable[[], object]) -> int:
     By ``sys.setprofile``, which counts every resumption of a generator. Not those of torch, of Triton and of this file,
     which has the stand-ins.
     """
-    found = 0
+    calls = 0
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal found
+        nonlocal calls
         file = frame.f_code.co_filename
-        found += event == "call" and file != __file__ and not file.startswith(OTHERS)
+        calls += event == "call" and file != __file__ and not file.startswith(OTHERS)
 
     step()
     before = sys.getprofile()
@@ -130,7 +130,7 @@ def calls_of(step: Callable[[], object]) -> int:
         step()
     finally:
         sys.setprofile(before)
-    return found
+    return calls
 
 
 class Unwarmed(NcclTransport):

@@ -281,7 +281,7 @@ def _differentiated(attend: Callable[[Tensor, Tensor, Tensor], Tensor], given: G
     """Forward and backward, ``[B, H, S, D]``, of what autograd differentiates; its error is the reason it cannot."""
     *inputs, dout = (x.transpose(1, 2).contiguous() for x in (given.q, given.k, given.v, given.dout))
     leaves = [x.requires_grad_() for x in inputs]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             out = attend(*leaves)
@@ -289,7 +289,7 @@ def _differentiated(attend: Callable[[Tensor, Tensor, Tensor], Tensor], given: G
         except torch.AcceleratorError:
             raise  # nothing works on this device any more
         except (RuntimeError, NotImplementedError) as refused:
-            reasons = [str(one.message).partition(" (Triggered")[0] for one in told] or [str(refused)]
+            reasons = [str(one.message).partition(" (Triggered")[0] for one in caught] or [str(refused)]
             raise Cannot(" ".join(" ".join(reasons).split())[:200]) from None
 
     def forward() -> Tensor:

@@ -256,5 +256,5 @@ def verdict(rows: Sequence[Row]) -> str:
         if two is not None and three is not None:
             spread = max(two["spread"], three["spread"])
             saved.append(f"{100 - 100 * three['together'] / two['together']:+.1f}% ±{spread:.1f}% with {chunks} chunks")
-    told = ", ".join(saved) or "not measured (--slots 2,3 --prefetch 1,2, three ranks or more)"
-    return f"the third buffer saves of a step: {told}"
+    listed = ", ".join(saved) or "not measured (--slots 2,3 --prefetch 1,2, three ranks or more)"
+    return f"the third buffer saves of a step: {listed}"

@@ -45,13 +45,15 @@ def ways(call: Call, inputs: Inputs, *, capacity: float = math.inf) -> list[Way]
 
     What needs more than ``capacity``, the bytes of a GPU, comes last, with a note in place of times.
     """
-    found = []
+    results = []
     for name, needed, passes, note in options(call, inputs):
         if needed <= capacity:
-            found.append(Way(name, needed, tuple(passes()), note))
+            results.append(Way(name, needed, tuple(passes()), note))
         else:
-            found.append(Way(name, needed, note=f"does not fit: needs {human(needed, 'B')} of {human(capacity, 'B')}"))
-    return sorted(found, key=lambda way: (way.seconds, way.memory))
+            results.append(
+                Way(name, needed, note=f"does not fit: needs {human(needed, 'B')} of {human(capacity, 'B')}")
+            )
+    return sorted(results, key=lambda way: (way.seconds, way.memory))
 
 
 def options(call: Call, inputs: Inputs) -> Iterator[Option]:

@@ -34,13 +34,13 @@ class Track:
 
     def waits(self, hops: int) -> list[Seconds]:
         """Of each hop how long the compute stream stood still before its launches."""
-        found: list[Seconds] = [0.0] * hops
+        seconds: list[Seconds] = [0.0] * hops
         free: Seconds = 0.0
         for op, begin, end in zip(self.program.ops, self.begins, self.ends, strict=True):
             if op.stream == COMPUTE:
-                found[op.hop] = found[op.hop] + (begin - free)
+                seconds[op.hop] = seconds[op.hop] + (begin - free)
                 free = end
-        return found
+        return seconds
 
 
 def _later(times: Sequence[Seconds]) -> Callable[[Seconds, Seconds], Seconds]:
@@ -145,13 +145,13 @@ def slowed(program: Program, costs: Sequence[Seconds], transfers: Sequence[Secon
     if not beside:
         return list(costs)
     smaller = np.minimum if any(isinstance(one, np.ndarray) for one in (*costs, *transfers)) else min
-    found, moving = list[Seconds](), 0.0
+    longer, moving = list[Seconds](), 0.0
     for op, cost, seconds in zip(program.ops, costs, transfers, strict=True):
         if op.stream != COMPUTE:
             moving = moving + seconds
-            found.append(cost)
+            longer.append(cost)
             continue
         together = smaller(moving, cost / (1 - beside))
         moving = moving - together
-        found.append(cost + beside * together)
-    return found
+        longer.append(cost + beside * together)
+    return longer

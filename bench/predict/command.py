@@ -191,14 +191,14 @@ def _one(call: Call, inputs: Inputs, capacity: float, trace: Path | None) -> tup
     check_memory(call, capacity)
     if trace is not None:
         _write_trace(call, inputs, trace)
-    found = ways(call, inputs, capacity=capacity)
-    rows = [_row(way, call, inputs) for way in found]
-    best = f"{found[0].name}: {rows[0]['ideal']:.0f}% of ideal"
+    results = ways(call, inputs, capacity=capacity)
+    rows = [_row(way, call, inputs) for way in results]
+    best = f"{results[0].name}: {rows[0]['ideal']:.0f}% of ideal"
     units = {"way": "", "ideal": "%", **{SHORT[phase]: "ms" for phase in inputs.phases}, "exposed": "ms",
              "TFLOP/s": "", "memory": "GB", "worst hop": "ms", "spread": "ms", "note": ""}  # fmt: skip
     if not inputs.perturbation.jitter:
         units.pop("spread")
-    unfit = [f"{way.name}: {way.note}" for way in found if not way.passes]
+    unfit = [f"{way.name}: {way.note}" for way in results if not way.passes]
     notes = [*unfit, *_notes(call, inputs), f"best: {best}"]
     return Result("predict", units, [*rows], notes=notes, provenance=_provenance(call, inputs)), best
 

@@ -116,8 +116,8 @@ def draw(percents: dict[int, dict[int, float | None]], title: str, target: Path)
             for column, value in enumerate(line):
                 # on viridis; a dash is on the track
                 color = LIGHT.ink if math.isnan(value) else "white" if value <= 60 else "black"
-                told = "-" if math.isnan(value) else f"{value:.0f}"
-                axes.text(column + 0.5, row + 0.5, told, ha="center", va="center", color=color, fontsize=8)
+                label = "-" if math.isnan(value) else f"{value:.0f}"
+                axes.text(column + 0.5, row + 0.5, label, ha="center", va="center", color=color, fontsize=8)
         if min(len(tokens), len(percents)) > 1:
             axes.contour(*middles, grid, levels=[90], colors="red", linewidths=1.2)
         made.colorbar(image, label="percent of ideal: one GPU divided by the GPUs; red: 90")

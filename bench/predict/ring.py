@@ -203,8 +203,8 @@ def _plain_price(call: Call, speed: Speed, tokens: Any) -> Callable[[Plan, Op], 
 
     @lru_cache(None)
     def seconds(what: str, ahead: int, first: bool) -> Seconds:
-        found = speed.seconds(what, call.plain_area(ahead, tokens), call, hop=0 if first else 1)
-        return found if np.ndim(found) else float(found)
+        needed = speed.seconds(what, call.plain_area(ahead, tokens), call, hop=0 if first else 1)
+        return needed if np.ndim(needed) else float(needed)
 
     def price(plan: Plan, op: Op) -> Seconds:
         shard = plan.hops[op.hop].shard

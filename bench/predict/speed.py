@@ -76,8 +76,8 @@ class Speed:
     def products(self, area: Area, call: Call, *, backward: bool = False) -> Seconds:
         """Seconds of the products of one launch; of a backward those of both kernels."""
         heads, wave = call.batch * call.heads / call.chunks, self.multiprocessors * TILE_ROWS
-        asked = heads * (area.pairs + self.edge * area.edges)
-        work = np.maximum(asked + TAIL * wave * area.longest, wave * area.longest)
+        operations = heads * (area.pairs + self.edge * area.edges)
+        work = np.maximum(operations + TAIL * wave * area.longest, wave * area.longest)
         flops = FORWARD_FLOPS * call.head_dim * work
         return flops * BACKWARD_FLOPS / self.backward if backward else flops / self.forward
 

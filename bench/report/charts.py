@@ -42,14 +42,14 @@ def charts(result: Result) -> list[Chart]:
         groups = {}
         for row in result.rows:
             groups.setdefault((str(row.get("number")), str(row.get("unit"))), []).append(row)
-    found = []
+    made = []
     for (title, unit), rows in groups.items():
         units = result.units
         if unit:
             units = {name: unit for name, unit in units.items() if name not in ("number", "unit", "limit", "spread")}
             units["value"] = unit
-        found.append(chart_of(title, rows, units))
-    return [one for one in found if one is not None][:MOST_CHARTS]
+        made.append(chart_of(title, rows, units))
+    return [one for one in made if one is not None][:MOST_CHARTS]
 
 
 def chart_of(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Chart | None:
@@ -75,9 +75,9 @@ def chart_of(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Chart
             said = [(name, row.get(name)) for name in variants]
             line = ", ".join(at if isinstance(at, str) else f"{name} {at}" for name, at in said)[:MOST_NAME] or y
             points.setdefault(line, {}).setdefault(float(size), []).append(float(value))
-    lines = {line: {at: statistics.median(of) for at, of in told.items()} for line, told in points.items()}
+    lines = {line: {at: statistics.median(of) for at, of in course.items()} for line, course in points.items()}
     kept = dict([*lines.items()][:MOST_LINES])
-    if not any(len(told) > 1 for told in kept.values()):
+    if not any(len(course) > 1 for course in kept.values()):
         return None
     more = f", the first {MOST_LINES} of {len(lines)} lines" if len(lines) > MOST_LINES else ""
     across, up = (f"{name}, {units[name]}" if units[name] not in ("", name) else name for name in (x, y))

@@ -30,10 +30,10 @@ def report(
         return
     target = folder / PAGE if out is None else out
     try:
-        found = write(folder, target)
+        contents = write(folder, target)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    for why in found.refused:
+    for why in contents.refused:
         typer.echo(f"left out: {why}", err=True)
     typer.echo(str(target))
 
@@ -60,7 +60,7 @@ def write(folder: Path, target: Path) -> Folder:
     from ..common.output import check_targets, write_file
     from .page import html, read_folder
 
-    found = read_folder(folder)  # before its page is refused: there is none in what is no folder
+    contents = read_folder(folder)  # before its page is refused: there is none in what is no folder
     check_targets(target)
-    write_file(target, html(found))
-    return found
+    write_file(target, html(contents))
+    return contents

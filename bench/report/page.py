@@ -34,8 +34,10 @@ class Folder:
     @property
     def provenance(self) -> Mapping[str, Any]:
         """Of the first result or timeline."""
-        told = [one.provenance for _, one in self.results] + [one.about.get("provenance") for _, one in self.timelines]
-        return next((one for one in told if isinstance(one, dict) and one), {})
+        provenances = [one.provenance for _, one in self.results] + [
+            one.about.get("provenance") for _, one in self.timelines
+        ]
+        return next((one for one in provenances if isinstance(one, dict) and one), {})
 
 
 def read_folder(folder: Path) -> Folder:
@@ -46,21 +48,21 @@ def read_folder(folder: Path) -> Folder:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: it takes what `ringattn bench suite --out DIR` writes to")
-    found = Folder(printable(folder.absolute().name))
+    contents = Folder(printable(folder.absolute().name))
     for path in sorted(folder.glob("*.json"), key=lambda path: (path.name != FIRST, path)):
         name = printable(path.name)
         try:
             data = read_object(path)
             if "otherData" in data:
-                found.timelines.append((name, from_chrome(data)))
+                contents.timelines.append((name, from_chrome(data)))
             else:
-                found.results.append((name, read(path)))
+                contents.results.append((name, read(path)))
         except ValueError as error:
-            found.refused.append(f"{name}: {printable(str(error).replace(str(path), 'it'))}")
-    if not found.results and not found.timelines:
+            contents.refused.append(f"{name}: {printable(str(error).replace(str(path), 'it'))}")
+    if not contents.results and not contents.timelines:
         why = f"{folder} holds no results: nothing that a command wrote with --json"
-        raise ValueError("; ".join([why, *found.refused]))
-    return found
+        raise ValueError("; ".join([why, *contents.refused]))
+    return contents
 
 
 def printable(text: str) -> str:

@@ -29,8 +29,8 @@ class Row(NamedTuple):
 def rows_of(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, str], Row], float]:
     """The row of every (rank, lane), the same for all timelines, and the height of all; slots where ranks are few."""
     world = max(one.world for one in timelines)
-    found = {event.lane for one in timelines for event in one.events} - set(LANES)
-    heights = ROWS | {lane: SLOT_ROW for lane in sorted(found, key=lane_order) if world <= MOST_SLOT_RANKS}
+    lanes = {event.lane for one in timelines for event in one.events} - set(LANES)
+    heights = ROWS | {lane: SLOT_ROW for lane in sorted(lanes, key=lane_order) if world <= MOST_SLOT_RANKS}
     rows: dict[tuple[int, str], Row] = {}
     top = 0.0
     for rank in range(world):

@@ -104,18 +104,18 @@ def measured(setting: Setting, config: RingConfig, rank: int) -> Result:
     with Progress(console=Console(stderr=True), disable=rank != 0, transient=True) as bar:
         task = bar.add_task(f"{problem.seqlen:,} tokens", total=len(able) * (1 + repeats))
         with freed_at_once(setting.device):  # all along: from a heap that once held large blocks new ones are cut
-            found = checked(able, problem, setting.device, rank, lambda: bar.advance(task))
-        steps = {name: partial(candidate.run, found[name].shards) for name, candidate in able.items()}
+            checks = checked(able, problem, setting.device, rank, lambda: bar.advance(task))
+        steps = {name: partial(candidate.run, checks[name].shards) for name, candidate in able.items()}
         clock = Clock(setting.device, Ranks(), config.timer)
         # the check was the warm-up
         times = interleaved(steps, clock, repeats=repeats, warmup=0, progress=lambda: bar.advance(task))
     result = Result("bench ring", UNITS)
     ideal = times[WHOLE].median / problem.world if WHOLE in times else None
     for name, candidate in able.items():
-        result.rows.append(row_of(problem, candidate, found[name], times[name], ideal))
-        if wrong := found[name].wrong:
-            told = result.notes if name in PEERS else result.failed
-            told.append(f"{problem.title}: {name}: {', '.join(wrong)} errs by more than rounding explains")
+        result.rows.append(row_of(problem, candidate, checks[name], times[name], ideal))
+        if wrong := checks[name].wrong:
+            messages = result.notes if name in PEERS else result.failed
+            messages.append(f"{problem.title}: {name}: {', '.join(wrong)} errs by more than rounding explains")
     transports = [candidate.ring.transport for candidate in able.values() if candidate.ring is not None]
     threads = f", {problem.threads} threads each" if problem.device == "cpu" else ""
     over = f" over {transports[0]}" if transports else ""
@@ -133,7 +133,7 @@ def checked(
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Checked]:
     """Run each once: its errors against float64, the memory that its first run takes."""
-    tensors, found = problem.tensors(), dict[str, Checked]()
+    tensors, checks = problem.tensors(), dict[str, Checked]()
     heads = chosen_heads(problem.batch, problem.heads, problem.kv_heads, problem.seqlen, problem.seqlen)
     judge = None if rank else judge_of(Inputs(*(x.to(device) for x in tensors)), Masks(causal=problem.causal), heads)
     if judge is not None:  # the device is for the candidates
@@ -152,9 +152,9 @@ def checked(
             tokens = candidate.positions
             shards = next((same for other, same in held if torch.equal(tokens, other)), shards)
             held.append((tokens, shards))
-        found[name] = Checked(shards, peak, errors, wrong)
+        checks[name] = Checked(shards, peak, errors, wrong)
         progress()
-    return found
+    return checks
 
 
 def row_of(problem: AttentionConfig, candidate: Candidate, of: Checked, times: Samples, ideal: float | None) -> Row:

@@ -62,14 +62,14 @@ def suite(
     known = {str(row["part"]): row for row in earlier(out, result.provenance)}
     # kept is what ended well, by the same command
     kept = {name: row["command"] for name, row in known.items() if row["state"] in FINAL}
-    left = [part for part in parts if kept.get(part.name) != part.told]
+    left = [part for part in parts if kept.get(part.name) != part.command_line]
     # each of those side by side compiles, which keeps a core busy
     width, names = min(cores(), MOST_SIDE_BY_SIDE), [part.name for part in everything]
     seconds = sum(processes.seconds_of(group, width) for group in processes.grouped(left)) + WRITING_SECONDS
     before = f"{len(parts) - len(left)} parts were run before, and are kept. " if len(left) < len(parts) else ""
     enough = "is enough" if seconds <= budget else "does not let all of them run"
-    told = f"{len(left)} parts take up to {seconds:.0f} s, most of them less: --budget {budget:g} {enough}"
-    typer.echo(before + told, err=True)
+    message = f"{len(left)} parts take up to {seconds:.0f} s, most of them less: --budget {budget:g} {enough}"
+    typer.echo(before + message, err=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C
         signal.signal(number, signal.default_int_handler)
     ends = begun + budget - WRITING_SECONDS
@@ -86,10 +86,10 @@ def suite(
     result.provenance["seconds"] = time.monotonic() - begun
     write(out, result, [known[name] for name in names if name in known])
     typer.echo(f"{write_beside(out)}\n")
-    asked = [known[part.name] for part in parts]
-    shown = [{**row, "found": shorten(str(row["found"]), FOUND_WIDTH)} for row in asked]
+    rows = [known[part.name] for part in parts]
+    shown = [{**row, "found": shorten(str(row["found"]), FOUND_WIDTH)} for row in rows]
     columns = {name: unit for name, unit in UNITS.items() if name not in ("about", "command")}
-    finish(Result(CASE, columns, [*shown], failures(asked), [f"everything is in {out / NAME}"]))
+    finish(Result(CASE, columns, [*shown], failures(rows), [f"everything is in {out / NAME}"]))
 
 
 def earlier(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]:
@@ -106,25 +106,25 @@ def earlier(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]:
     if not path.exists() and not path.is_symlink():
         return []
     try:
-        found = read(path)
-        if found.case != CASE or not all(UNITS.keys() <= row.keys() for row in found.rows):
-            raise ValueError(f"{path} is of {found.case}")
-        here, there = identity(provenance), identity(found.provenance)
+        result = read(path)
+        if result.case != CASE or not all(UNITS.keys() <= row.keys() for row in result.rows):
+            raise ValueError(f"{path} is of {result.case}")
+        here, there = identity(provenance), identity(result.provenance)
         if differ := [f"{name} {there[name]:.60}, here {here[name]:.60}" for name in here if here[name] != there[name]]:
             raise ValueError(f"{path} is of {'; '.join(differ)}")
     except ValueError as refused:
         raise typer.BadParameter(f"--out: {refused}; move it away, or name another folder") from None
-    return found.rows
+    return result.rows
 
 
 def identity(provenance: Mapping[str, Any]) -> dict[str, str]:
     """What must be equal for two runs to be one: the code, the versions, the machine. Not clocks, loads and dates."""
     wanted = {"ringattn": ("sources",), "cpu": ("model", "cores"), "gpu": ("name", "driver")}
-    found = {"versions": str(provenance.get("versions"))}
+    names = {"versions": str(provenance.get("versions"))}
     for name, keys in wanted.items():
-        told = provenance.get(name)
-        found |= {f"{name}.{key}": str(told.get(key) if isinstance(told, dict) else told) for key in keys}
-    return found
+        value = provenance.get(name)
+        names |= {f"{name}.{key}": str(value.get(key) if isinstance(value, dict) else value) for key in keys}
+    return names
 
 
 def write(out: Path, result: Result, rows: Sequence[Row]) -> None:

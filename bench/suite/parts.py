@@ -37,7 +37,7 @@ class Part:
     within: Path | None = None  # the folder that it runs in
 
     @property
-    def told(self) -> str:
+    def command_line(self) -> str:
         """The command as a reader types it."""
         return " ".join(repr(word) if " " in word else word for word in self.command).replace(PYTHON, "python")
 

@@ -70,13 +70,13 @@ def together(group: Sequence[Part], out: Path, device: str, ends: float, width: 
 
 def run_part(part: Part, out: Path, device: str, ends: float) -> Row:
     """Run one; how it ended."""
-    told = {"part": part.name, "about": part.about, "command": part.told, "seconds": 0.0}
+    row = {"part": part.name, "about": part.about, "command": part.command_line, "seconds": 0.0}
     left = ends - time.monotonic()
     if part.missing:
-        return {**told, "state": NOT_HERE, "found": part.missing}
+        return {**row, "state": NOT_HERE, "found": part.missing}
     if left < LEAST_SHARE * part.seconds:
-        found = f"it takes up to {part.seconds:.0f} s, {max(left, 0):.0f} s were left"
-        return {**told, "state": OUT_OF_TIME, "found": found}
+        message = f"it takes up to {part.seconds:.0f} s, {max(left, 0):.0f} s were left"
+        return {**row, "state": OUT_OF_TIME, "found": message}
     log, mark = out / LOGS / f"{Path(part.file).stem}.txt", f"{mark_of(out)}{os.getpid()}.{part.name}|"
     log.parent.mkdir(parents=True, exist_ok=True)
     (out / part.file).unlink(missing_ok=True)  # an earlier call's
@@ -95,10 +95,10 @@ def run_part(part: Part, out: Path, device: str, ends: float) -> Row:
     with contextlib.suppress(subprocess.TimeoutExpired):  # what the driver holds ends when it lets go
         process.wait(GRACE_SECONDS)
     text = log.read_text(errors="replace")
-    state, found = overran(part, left, text) if late else ended(process.returncode, text)
+    state, message = overran(part, left, text) if late else ended(process.returncode, text)
     if FILE in part.command:
-        state, found = with_result(out / part.file, state, found)
-    return {**told, "state": state, "found": found, "seconds": round(time.monotonic() - begun, 1)}
+        state, message = with_result(out / part.file, state, message)
+    return {**row, "state": state, "found": message, "seconds": round(time.monotonic() - begun, 1)}
 
 
 def filled(word: str, places: dict[str, str]) -> str:
@@ -111,16 +111,16 @@ def environment(device: str) -> dict[str, str]:
     """Of every part: ours, Triton's compiler or interpreter, and this very package, wherever it lies."""
     path = [str(PACKAGE.parent)] if PACKAGE.name == "ringattn" else []
     path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    told = {"PYTHONPATH": os.pathsep.join(path), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    variables = {"PYTHONPATH": os.pathsep.join(path), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"TRITON_INTERPRET": "0"}
-    return {**os.environ, **told, **hidden}
+    return {**os.environ, **variables, **hidden}
 
 
 def overran(part: Part, had: float, text: str) -> tuple[str, str]:
     """Not its fault where less was left than it takes at most, or where it takes whatever there is."""
     enough = had >= ENOUGH_SHARE * part.seconds and SECONDS not in part.command
-    found = f"it had {had:.0f} s, and was ended with all its processes: {last_of(text)}"
-    return (FAILED if enough else OUT_OF_TIME), found.rstrip(": ")
+    message = f"it had {had:.0f} s, and was ended with all its processes: {last_of(text)}"
+    return (FAILED if enough else OUT_OF_TIME), message.rstrip(": ")
 
 
 def ended(code: int | None, text: str) -> tuple[str, str]:
@@ -136,15 +136,15 @@ def ended(code: int | None, text: str) -> tuple[str, str]:
     return DONE, tests[1] if tests else ""
 
 
-def with_result(path: Path, state: str, found: str) -> tuple[str, str]:
+def with_result(path: Path, state: str, message: str) -> tuple[str, str]:
     """The same by the result that a part leaves: what failed in it, or its last note."""
     try:
         result = read(path)
     except ValueError as error:  # a part that is done has left one
-        return (FAILED, str(error)) if state == DONE else (state, found)
+        return (FAILED, str(error)) if state == DONE else (state, message)
     if result.failed:
         return FAILED, "; ".join(result.failed)
-    return state, found or (result.notes[-1] if result.notes else f"{len(result.rows)} rows")
+    return state, message or (result.notes[-1] if result.notes else f"{len(result.rows)} rows")
 
 
 def last_of(text: str) -> str:

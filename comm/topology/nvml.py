@@ -328,10 +328,10 @@ def device_info(device: torch.device, *, sys: Path = SYS) -> DeviceInfo:
     try:
         nvml, gpu = handle(device)
         bus = _address(nvml.nvmlDeviceGetPciInfo(gpu).busId)
-        known["index"] = _asked(nvml, lambda: int(nvml.nvmlDeviceGetIndex(gpu)))
+        known["index"] = _query(nvml, lambda: int(nvml.nvmlDeviceGetIndex(gpu)))
         known["nvlinks"] = tuple(_nvlinks(nvml, gpu))
-        known["fabric"] = _asked(nvml, lambda: _fabric(nvml, gpu))
-        known["pcie_gigabytes"] = _asked(nvml, lambda: _slot(nvml, gpu))
+        known["fabric"] = _query(nvml, lambda: _fabric(nvml, gpu))
+        known["pcie_gigabytes"] = _query(nvml, lambda: _slot(nvml, gpu))
         known["pcie"] = pcie_path(sys / "bus/pci/devices" / bus) or (bus,)
     except Exception as error:  # the driver's answers are not ours to trust: a ring runs without them
         known["unknown"] = str(error) or type(error).__name__
@@ -387,19 +387,19 @@ def _nvlinks(nvml: Any, gpu: Any) -> Iterator[NvLink]:
     """The active links, counted by peer."""
     links: Counter[tuple[str, int | None]] = Counter()
     for number in range(MOST_LINKS):
-        if not _asked(nvml, lambda number=number: nvml.nvmlDeviceGetNvLinkState(gpu, number)):  # type: ignore[misc]
+        if not _query(nvml, lambda number=number: nvml.nvmlDeviceGetNvLinkState(gpu, number)):  # type: ignore[misc]
             continue
-        peer = _asked(nvml, lambda number=number: _peer(nvml, gpu, number))  # type: ignore[misc]
+        peer = _query(nvml, lambda number=number: _peer(nvml, gpu, number))  # type: ignore[misc]
         if peer is None:
             continue  # a link to nobody knows where joins nobody
-        version = _asked(nvml, lambda number=number: nvml.nvmlDeviceGetNvLinkVersion(gpu, number))  # type: ignore[misc]
+        version = _query(nvml, lambda number=number: nvml.nvmlDeviceGetNvLinkVersion(gpu, number))  # type: ignore[misc]
         links[peer, None if version is None else GENERATIONS.get(version)] += 1
     for (peer, version), count in links.items():
         yield NvLink(peer, count, version)
 
 
 def _peer(nvml: Any, gpu: Any, link: int) -> str:
-    kind = _asked(nvml, lambda: nvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link))
+    kind = _query(nvml, lambda: nvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link))
     if kind == REMOTE_IS_SWITCH:
         return SWITCH
     return _address(nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId)
@@ -421,7 +421,7 @@ def _slot(nvml: Any, gpu: Any) -> float | None:
     return None if lane is None else lane * int(nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu))
 
 
-def _asked(nvml: Any, ask: Callable[[], Any]) -> Any:
+def _query(nvml: Any, ask: Callable[[], Any]) -> Any:
     """What NVML tells; None where this device, driver or pynvml does not support the question."""
     with contextlib.suppress(nvml.NVMLError, AttributeError):
         return ask()

@@ -141,7 +141,7 @@ class Preflight:
         self._lock = threading.RLock()  # over what follows
         self._met = 0  # the last call of which all ranks are known to have come or said something
         self._words: dict[int, Said] = {}  # what this rank has said of its calls, the last met and those after it
-        self._untold = False  # whether the watchdog should tell the words: another thread's may have come after
+        self._unpublished = False  # whether the watchdog should tell the words: another thread's may have come after
         self._heard: dict[int, dict[int, Said]] = {}  # call that this rank has passed -> what others say of it
         self._turn = 0  # of looking at other ranks' words
         self._arrived: str | None = None  # where the ranks last waited for each other
@@ -208,11 +208,11 @@ class Preflight:
                 call = next((call for call in reversed(list(self._calls)) if call.number == requested), None)
                 if call is None or call.fields is not None:
                     said = Said(None if call is None else call.fields, None, True)
-                    self._words[requested], self._untold = said, True
+                    self._words[requested], self._unpublished = said, True
                     self._heard[requested] = {self._control.rank: said}
             verdict = self._judged(published)
-            publish: dict[str, object] = {_words_of(self._control.rank): self._told()} if self._untold else {}
-            self._untold = False
+            publish: dict[str, object] = {_words_of(self._control.rank): self._own_words()} if self._unpublished else {}
+            self._unpublished = False
             return publish, verdict
 
     def _judged(self, published: Mapping[str, object]) -> Verdict | None:
@@ -286,14 +286,14 @@ class Preflight:
     def _say(self, number: int, said: Said) -> None:
         """Tell the others what this rank's call is, and ask for theirs."""
         with self._lock:
-            self._words[number], self._untold = said, True
-            words = {_words_of(self._control.rank): self._told()}
+            self._words[number], self._unpublished = said, True
+            words = {_words_of(self._control.rank): self._own_words()}
         requested = self._control.look("asked")
         # Somebody waits at a call before this one, perhaps for this rank, whose watchdog answers: first things first
         standing = isinstance(requested, int) and self._met < requested < number
         self._control.exchange(words if standing else {**words, "asked": number})
 
-    def _told(self) -> dict[str, object]:
+    def _own_words(self) -> dict[str, object]:
         return {str(number): list(said) for number, said in self._words.items()}
 
     def _some(self, ranks: list[int]) -> list[int]:

@@ -90,7 +90,7 @@ def test_provenance_is_first_then_what_failed_then_the_files(page: str) -> None:
     assert "<p>copy_engine does not open here: device is cpu</p>" in page
     assert '<button type="button">busbw, GB/s</button>' in page and ">note<" not in page  # an empty column
     outline = Outline(page)
-    assert all(re.fullmatch(r"\d*", one["data-order"]) for one in outline.tags("td"))
+    assert all(re.fullmatch(r"\d*", one["data-order"] or "") for one in outline.tags("td"))
     assert len(outline.tags("caption")) == len(outline.tags("table")) == 4
 
 

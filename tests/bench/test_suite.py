@@ -44,7 +44,7 @@ def part(name: str, *words: str, code: str = "", seconds: float = 5.0, **more: A
 
 GOOD = part("good")
 HERE = provenance(CPU)
-ROW = {"part": "good", "state": "done", "seconds": 1.0, "found": "", "about": "", "command": GOOD.told}
+ROW = {"part": "good", "state": "done", "seconds": 1.0, "found": "", "about": "", "command": GOOD.command_line}
 
 
 def results(**changes: Any) -> dict[str, Any]:

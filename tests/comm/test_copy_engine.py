@@ -216,12 +216,15 @@ def test_a_peer_that_never_posts_is_named(workers: Workers) -> None:
 
 
 def test_sizes_that_differ_end_the_transport(workers: Workers) -> None:
+    """And what was to move stays, until the stream is past what was enqueued."""
+
     def fn(transport: CopyEngineTransport) -> None:
         other, rank = 1 - transport.rank, transport.rank
+        sends, receives = ([Message(other, filled(0, count, CPU))] for count in (7, 4 + other))
         with pytest.raises(TransportError, match=f"rank {rank} expects {16 + 4 * other} bytes from rank {other}"):
-            transport.post(
-                sends=[Message(other, filled(0, 7, CPU))], receives=[Message(other, filled(0, 4 + other, CPU))]
-            )
+            transport.post(sends=sends, receives=receives)
+        kept: Any = transport._last
+        assert [*map(id, kept._keep)] == [id(message.tensor) for message in (*sends, *receives)]
         with pytest.raises(TransportError, match="was aborted: a post failed: rank"):
             transport.post(sends=[], receives=[])
         transport.gather(None)

@@ -255,13 +255,13 @@ def test_reader(stand_in: StandIn) -> None:
     assert read() == read() == expected
     assert stand_in.asked.count("nvmlDeviceGetTemperature") == 1  # what a device does not tell is asked for once
     assert provenance.clocks(GPU) == expected
-    assert provenance._told(nvml.driver_version) == "580.1"
+    assert provenance._or_unknown(nvml.driver_version) == "580.1"
     assert (nvml.Reader(CPU)(), nvml.Reader(CPU).reason) == ({}, "cpu is not a GPU")
     del stand_in.answers["Init"]
     read = nvml.Reader(GPU)
     assert read() == {} and "NVML finds no driver" in str(read.reason)
     assert "NVML finds no driver" in provenance.clocks(GPU)["unknown"]
-    assert provenance._told(nvml.driver_version) == "unknown: NoNvml"
+    assert provenance._or_unknown(nvml.driver_version) == "unknown: NoNvml"
 
 
 def test_discover() -> None:

@@ -59,7 +59,7 @@ def test_what_is_kept_of_slots_goes_as_they_grow() -> None:
     slots.reserve(100)
     slots.kept("a")[0] = slots.tensors(0, [((4,), torch.float32)])
     slots.reserve(50)
-    assert list(slots.kept("a")) == [0] and not slots.kept("b")
+    assert not slots.kept("b") and list(slots.kept("a")) == [0]
     slots.reserve(1000)
     assert not slots.kept("a")
     for form in range(3 * FORMS):
@@ -104,6 +104,8 @@ def test_slots_keep_their_high_water_mark() -> None:
 
 @pytest.mark.parametrize("slot", [-1, 2])
 def test_what_slots_refuse(slot: int) -> None:
+    with pytest.raises(ValueError, match="count is 0: a ring needs at least one slot"):
+        Slots(0, CPU)
     slots = Slots(2, CPU)
     slots.reserve(ALIGNMENT)
     for call in (lambda: slots.tensors(slot, []), lambda: slots.busy(slot, Noted()), lambda: slots.free(slot)):

@@ -89,8 +89,16 @@ def test_what_travels_with_bounds() -> None:
     other = made.transposed(17)
     assert made.is_full and made.transposed(17) is other and made.transposed(18) is not other
     assert FULL.transposed(7) is FULL and FULL.to(CPU) is FULL
-    assert other.seqused_k is used
+    assert other.is_full and other.seqused_k is used
     assert other.block_sparse is not None and other.block_sparse.visible.tolist() == [[True], [False]]
-    moved = [made.to(torch.device("meta")), of([0, 0], [1, 2]).to(torch.device("meta"))]
-    held = [moved[0].seqused_k, moved[0].block_sparse and moved[0].block_sparse.offsets, moved[1].lo, moved[1].hi]
-    assert [x is not None and x.device.type for x in held] == ["meta"] * 4
+    moved, other = made.to(torch.device("meta")), of([0, 0], [1, 2]).to(torch.device("meta"))
+    assert moved.block_sparse is not None
+    held = [
+        moved.seqused_k,
+        moved.block_sparse.offsets,
+        moved.block_sparse.begins,
+        moved.block_sparse.ends,
+        other.lo,
+        other.hi,
+    ]
+    assert [x is not None and (x.device.type, x.dtype) for x in held] == [("meta", torch.int32)] * 6

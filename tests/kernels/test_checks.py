@@ -81,7 +81,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     r"v is \[2, 6, 1, 24\], k is \[2, 6, 2, 16\]: .* must be equal": {"v": zeros(2, 6, 1, 24)},
     r"k has 3 heads, q has 4: .* must be a multiple of": {"k": zeros(2, 6, 3, 16), "v": zeros(2, 6, 3, 24)},
     r"softmax_scale is 0.0: it must be a positive number, 1e30 at most": {"softmax_scale": 0.0},
-    r"bounds has only one of lo and hi": {"bounds": Bounds(None, INDEX)},
+    r"^bounds has only one of lo and hi: pass both vectors, or FULL$": {"bounds": Bounds(None, INDEX)},
 }
 
 
@@ -113,9 +113,13 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"state": (STATE, zeros(2, 8, 4))}, r"state\[1\] has shape \[2, 8, 4\]: it must be \[2, 4, 8\]"),
     ({"state": (STATE, gap(2, 4, 8))}, r"state\[1\] has strides \(64, 16, 1\): it must be contiguous"),
     ({"state": (STATE, None)}, "state has only one of out and lse"),
-    ({"bounds": vectors(lo=INDEX[:6])}, r"bounds\.lo is torch.int32 \[6\] on cpu: it must be int32 \[8\] on cpu"),
+    ({"bounds": vectors(lo=INDEX[:6])}, r"\.lo is torch.int32 \[6\] on cpu: .* int32 \[8\] on cpu, one per query row"),
+    ({"bounds": vectors(hi=INDEX[:6])}, r"bounds\.hi is torch.int32 \[6\] .*, one per query row"),
     ({"bounds": vectors(hi=zeros(16, dtype=torch.int32)[::2])}, r"bounds\.hi has stride \(2,\): it must be contiguous"),
-    ({"bounds": Bounds(None, None, INDEX[:3])}, r"bounds.seqused_k is torch.int32 \[3\] .* int32 \[2\]"),
+    (
+        {"bounds": Bounds(None, None, INDEX[:3])},
+        r"seqused_k is torch.int32 \[3\] .* \[2\] on .*, one per batch row",
+    ),
     ({"bounds": Bounds([0] * 8, INDEX)}, "bounds.lo is <class 'list'>: it must be a torch.Tensor"),  # type: ignore[arg-type]
     ({"bounds": Bounds(None, None, [8, 8])}, "bounds.seqused_k is <class 'list'>: it must be"),  # type: ignore[arg-type]
     ({"bounds": blocks(1, 2)}, r"bounds.block_sparse is \[1, 2\] blocks: .* must be \[1, 1\]"),
@@ -129,7 +133,7 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"scores": Scores(alibi_slopes=zeros(4, 2).T)}, "alibi_slopes has strides .*: it must be contiguous"),
     ({"scores": Scores(alibi_slopes=0.5)}, "alibi_slopes is <class 'float'>: it must be a torch.Tensor"),  # type: ignore[arg-type]
     ({"scores": DROPS}, "q_positions of the scores is None: ALiBi and dropout need int32 .8."),
-    ({"scores": replace(DROPS, q_positions=range(8))}, "q_positions of the scores is <class 'range'>: it must be"),
+    ({"scores": replace(DROPS, q_positions=range(8))}, "q_positions of the scores is <class 'range'>: it must be"),  # type: ignore[arg-type]
     ({"scores": replace(DROPS, q_positions=INDEX.long())}, r"q_positions of the scores is torch.int64 \[8\]"),
 ]
 """Of attention_forward alone, or of what every entry checks by the same function."""

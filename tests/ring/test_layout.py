@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ringattn.ring.schedule.layout import Documents, Layout, Span
@@ -27,6 +27,7 @@ def expand(spans: list[tuple[int, int, int]]) -> list[int]:
     return [start + i * step for start, length, step in spans for i in range(length)]
 
 
+SIXTHS: list[Any] = [Fraction(1, 6), Fraction(5, 6)]
 HELD: list[tuple[Layout, list[list[int]]]] = [
     (Layout.contiguous(8, 3), [[0, 1, 2], [3, 4, 5], [6, 7]]),
     (Layout.contiguous(2, 3), [[0], [1], []]),
@@ -44,6 +45,9 @@ HELD: list[tuple[Layout, list[list[int]]]] = [
     (Layout.balanced(7, [0, 1, 0, 2.0], causal=True), [[], [0, 6], [], [1, 2, 3, 4, 5]]),
     (Layout.balanced(4, [1, 1e-9], causal=True), [[0, 1, 2, 3], []]),
     (Layout.balanced(0, [1, 2], causal=True), [[], []]),
+    (Layout.balanced(8, [*np.float32([3, 1])], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
+    # exact: a sixth of three tokens is half a token, and rounded up
+    (Layout.balanced(3, SIXTHS, causal=False), [[0], [1, 2]]),
 ]
 
 
@@ -173,6 +177,8 @@ def test_repr_makes_the_layout_again_or_tells_layouts_apart() -> None:
 
 
 @given(layouts(max_seqlen=20), st.sampled_from([0, 1, 2, -1, -2, -3]))
+@example(Layout([[(0, 2), (4, 1), (6, 3)], [(2, 2), (5, 1)]]), 1)
+@example(Layout.striped(8, 2), 1)
 def test_shard_and_unshard(layout: Layout, dim: int) -> None:
     shape = [2, 3, 4]
     shape[dim] = layout.seqlen
@@ -181,6 +187,7 @@ def test_shard_and_unshard(layout: Layout, dim: int) -> None:
     for rank, piece in enumerate(shards):
         torch.testing.assert_close(piece, x.index_select(dim, layout.positions(rank)), rtol=0, atol=0)
     torch.testing.assert_close(layout.unshard(shards, dim), x, rtol=0, atol=0)
+    assert layout.shard(x.to("meta"), 0, dim).shape == shards[0].shape
 
 
 def test_a_layout_that_leaves_positions_out_has_no_whole() -> None:
@@ -235,7 +242,7 @@ def test_documents_are_a_value() -> None:
     assert Documents([0, 3, 8]) != made[0] != numbers
     made[0].around(torch.arange(3))
     assert pickle.loads(pickle.dumps(made[0])) == made[0] and len(pickle.dumps(made[0])) < 200  # without the caches
-    one, other = Documents(range(100)), Documents([*range(99), 200])
+    one, other = Documents(range(100)), Documents([0, 0, *range(2, 100)])
     assert re.fullmatch("<99 documents of 99 tokens, boundaries [0-9a-f]{16}>", repr(one)) and repr(one) != repr(other)
     assert repr(Documents(range(16))).startswith("Documents([0, 1,")
     assert repr(Documents(range(17))).startswith("<16 documents")

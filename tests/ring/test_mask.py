@@ -91,12 +91,12 @@ def first_after(lo: torch.Tensor, seen: torch.Tensor, row: int) -> int:
     return int(rest[0]) if len(rest) else int(lo[-1])
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_every_small_layout(causal: bool) -> None:
+@pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(used=(4, 9))])
+def test_every_small_layout(mask: Mask) -> None:
     for layout in small_layouts(9, 4):
         for rank in range(layout.world):
             for shard in range(layout.world):
-                check(Mask(causal=causal), layout.positions(rank), layout.positions(shard))
+                check(mask, layout.positions(rank), layout.positions(shard))
 
 
 @given(st.data())
@@ -226,10 +226,12 @@ def test_bigbird_is_the_papers(sizes: tuple[int, int], window: int, global_: int
 
 
 def test_a_pattern_is_a_value() -> None:
-    assert longformer(14, [(0, 1), (5, 8)]) == Longformer((7, 7), ((0, 1), (5, 8)))
+    for window in (0, 14):
+        made = longformer(window, [(0, 1), (5, 8)])
+        assert repr(made) == repr(Longformer((window // 2, window // 2), ((0, 1), (5, 8))))
     visible = torch.rand(4, 6) < 0.5
     one, same = BlockMask(visible, 8), BlockMask(visible.clone(), 8)
-    assert one == same == pickle.loads(pickle.dumps(one)) and hash(one) == hash(same)
+    assert one == same == pickle.loads(pickle.dumps(one)) and hash(one) == hash(same) != hash(BlockMask(~visible, 8))
     assert one != BlockMask(visible, 4) != BlockMask(~visible, 4)
     assert one != visible
     assert BlockMask(torch.ones(2, 3, dtype=torch.bool), 1) != BlockMask(torch.ones(3, 2, dtype=torch.bool), 1)
@@ -245,8 +247,11 @@ def test_a_pattern_is_a_value() -> None:
 
 def test_spans_are_whole_blocks() -> None:
     blocks = strided(10, 4, stride=4)
-    for fine in (Layout.uneven([4, 4, 2]), Layout.uneven([0, 10])):  # the last block is short
+    thirds, all_on_one = Layout.uneven([4, 4, 2]), Layout.uneven([0, 10])  # the last block is short
+    for fine in (thirds, all_on_one):
         blocks.check("layout", fine)
+    assert blocks.between(all_on_one, 1, thirds, 1).equal(blocks.visible[:, 1:2])
+    assert blocks.between(thirds, 2, all_on_one, 0).shape == (1, 0)
     for layout, message in (
         (Layout.uneven([3, 7]), r"layout gives rank 0 the span \(0, 3, 1\): with block_mask the spans must be runs of"),
         (Layout([[(0, 4)], [(6, 4)]]), r"layout gives rank 1 the span \(6, 4, 1\)"),

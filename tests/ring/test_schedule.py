@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring.schedule.layout import Documents, Layout
-from ringattn.ring.schedule.mask import Mask
+from ringattn.ring.schedule.mask import BlockMask, Mask
 from ringattn.ring.schedule.schedule import Schedule, schedule
 
 from ..support.layouts import NAMES, Window, layouts, masks, named, seen_shards
@@ -106,7 +107,7 @@ def check_hops(plan: Schedule) -> None:
             assert hop.kv_slot == (None if hop.kv_from is None else slot)
             assert not hop.computes or hop.kv_from is not None
             assert not hop.computes or (hop.dkv_to if step else hop.return_to) is not None
-            assert not step or hop.dkv_slot in (None, hop.index % 2)
+            assert not step or hop.dkv_slot == (None if hop.dkv_to is None else hop.index % 2)
             assert not step or (hop.rail_to, hop.return_to, hop.return_from) == (None, None, None)
 
 
@@ -282,6 +283,15 @@ def test_what_comes_from_both_sides_does_not_go_round(direction: int) -> None:
     assert nodes.count == 9
 
 
+def test_the_order_in_which_less_moves() -> None:
+    """One shard is seen one and three ranks further, the next one two: the longer of them takes fewer hops."""
+    seen = torch.eye(4, dtype=torch.bool)
+    seen[[1, 3, 3], [0, 0, 1]] = True
+    for owners, steps in (([0, 0, 1, 2, 3], (0, 1, 3, 2)), ([0, 1, 1, 2, 3], (0, 1, 2, 3))):
+        layout = Layout.uneven([owners.count(rank) for rank in range(4)])
+        assert schedule(layout, Mask(blocks=BlockMask(seen[owners][:, owners], 1))).steps == steps
+
+
 def test_dkv_that_return_early_have_a_slot_of_their_own() -> None:
     short = schedule(Layout.contiguous(8, 4), Mask(causal=True, documents=Documents([0, 6, 8])))
     assert [short.hops(rank)[0].dkv_slot for rank in range(4)] == [1, 2, None, None]
@@ -310,6 +320,7 @@ def test_refusals() -> None:
         ({"topology": Topology.grid(2, 2)}, "topology has 4 ranks, layout is made for 2"),
         ({"slots": 0}, "slots is 0: K/V need at least one"),
     ]
+    assert schedule(layout, Mask(), slots=1).slots == 1
     for change, message in rows:
         with pytest.raises(ValueError, match=f"^{message}$"):
             schedule(layout, Mask(), **change)

@@ -17,6 +17,26 @@ from ..support.layouts import Window
 CAUSAL = Mask(causal=True)
 
 
+def test_text() -> None:
+    assert (
+        str(schedule(Layout.contiguous(6, 3), CAUSAL))
+        == """\
+3 ranks, K/V move to the next rank, 6 of 9 hops compute
+
+K/V: N shard N is computed with, (N) only passes, > goes on, . nothing comes
+        hop 0  hop 1  hop 2
+rank 0  0 >    .      .
+rank 1  1 >    0 >    .
+rank 2  2      1      0
+
+dK/dV: N of shard N, > sent on, ^ return to the owner, . none, hop 0: < arrive
+        hop 0  hop 1  hop 2
+rank 0  0 <    .      .
+rank 1  1 <    0 >    .
+rank 2  .      1 ^    0 ^"""
+    )
+
+
 def test_text_of_nodes_in_any_order_the_other_way() -> None:
     """Rows are in ring order; what a node, or an outer root, sees nothing of goes through it."""
     mask = Window(causal=True, left=3)
@@ -72,11 +92,18 @@ def test_lines_fit_a_terminal(world: int, nodes: int, mask: Mask) -> None:
     assert len(named) == 2 and all(hops[0] == "0" and len(hops) >= 3 for hops in named)
 
 
-def test_distances_in_the_header() -> None:
-    """Those of the hops where these do more than count up, the short way round."""
-    every_second = Layout([[(start, 8)] if rank % 2 == 0 else [] for rank, start in enumerate(range(0, 64, 8))])
-    header = str(schedule(every_second, Mask())).partition("\n\n")[0]
-    assert (
-        header.replace("\n", " ")
-        == "8 ranks, K/V move to the ranks +2, +4, -2 from their owner's, 16 of 32 hops compute"
-    )
+HEADERS: list[tuple[Topology, str]] = [
+    (Topology.flat(8), "8 ranks, K/V move to the ranks +2, +4, -2 from their owner's, 16 of 32 hops"),
+    (Topology.flat(32), "+2, +4, +6, +8, +10, +12, +14, +16, -14, -12, -10, -8, -6, -4, -2 from"),
+    (Topology.flat(40), "+2, +4, +6, +8, +10, +12, +14, +16, +18, +20, -18, …, -6, -4, -2 from"),
+    (Topology.grid(8, 2), "the next rank, every 2 hops to the nodes +2, +4, -2 from"),
+]
+
+
+@pytest.mark.parametrize(("topology", "words"), HEADERS)
+def test_distances_in_the_header(topology: Topology, words: str) -> None:
+    """Those of the hops where these do more than count up, the short way round; here every second rank or node."""
+    per_node = len(topology.nodes[0]) if topology.two_level else 1
+    layout = Layout([[(rank, 1)] if rank // per_node % 2 == 0 else [] for rank in range(topology.world)])
+    header = str(schedule(layout, Mask(), topology=topology)).partition("\n\n")[0]
+    assert words in header.replace("\n", " ")

@@ -91,8 +91,8 @@ def versions(everyone: Sequence[Facts]) -> Finding:
     """The same everywhere? Ranks of two versions compute two things, or wait for each other."""
     by_name = {name: [one["versions"][name] for one in everyone] for name in everyone[0]["versions"]}
     wrong = [name for name, values in by_name.items() if len({*values}) > 1 and name not in MAY_DIFFER]
-    told = wrong or [name for name, values in by_name.items() if any(values)]
-    text = ", ".join(f"{name} {by_rank(by_name[name])}" for name in told)
+    differing = wrong or [name for name, values in by_name.items() if any(values)]
+    text = ", ".join(f"{name} {by_rank(by_name[name])}" for name in differing)
     return Finding("versions", *((FAIL, text, "install the same versions on every host") if wrong else (OK, text)))
 
 
@@ -141,31 +141,31 @@ def gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:
 def links(devices: Sequence[DeviceInfo]) -> Finding:
     """NVLink and PCIe inside the hosts, as NVML and /sys tell."""
     slots = sorted({device.pcie_gigabytes for device in devices if device.pcie_gigabytes is not None})
-    told = [f"{count} pairs by {text}" for text, count in pairs_by_link(devices).items()]
-    told += [f"PCIe slots of {', '.join(f'{slot:g}' for slot in slots)} GB/s nominal"] if slots else []
-    if told:
-        return Finding("NVLink, PCIe", OK, "; ".join(told))
+    texts = [f"{count} pairs by {text}" for text, count in pairs_by_link(devices).items()]
+    texts += [f"PCIe slots of {', '.join(f'{slot:g}' for slot in slots)} GB/s nominal"] if slots else []
+    if texts:
+        return Finding("NVLink, PCIe", OK, "; ".join(texts))
     return Finding("NVLink, PCIe", SKIPPED, next((str(p.unknown) for p in devices if p.unknown), "one GPU alone"))
 
 
 def nics(devices: Sequence[DeviceInfo]) -> Finding:
     """The adapters of every host."""
-    told = {
-        ", ".join(f"{nic.name} {f'{nic.gigabits:g} Gbit/s' if nic.gigabits else 'of unknown rate'}" for nic in found)
-        for found in {device.host: device.nics for device in devices}.values()
+    texts = {
+        ", ".join(f"{nic.name} {f'{nic.gigabits:g} Gbit/s' if nic.gigabits else 'of unknown rate'}" for nic in cards)
+        for cards in {device.host: device.nics for device in devices}.values()
     }
-    if told == {""}:
+    if texts == {""}:
         return Finding("NICs", SKIPPED, "/sys shows none: a container may hide them")
-    return Finding("NICs", OK, min(told) + (f", one of {len(told)} kinds of hosts" if len(told) > 1 else ""))
+    return Finding("NICs", OK, min(texts) + (f", one of {len(texts)} kinds of hosts" if len(texts) > 1 else ""))
 
 
 def settings(everyone: Sequence[Facts]) -> Finding:
     """Every ``NCCL_*`` that is set, on which ranks if not on all, and what it turns off."""
-    told = []
+    texts = []
     for name in sorted({name for one in everyone for name in one["settings"]}):
         values = [one["settings"].get(name, "unset") for one in everyone]
         slow = name in SLOW_SETTINGS and any(value not in ("unset", "", "0") for value in values)
-        told.append(f"{name}={by_rank(values)}" + (f" ({SLOW_SETTINGS[name]})" if slow else ""))
-    text = ", ".join(told) or "none set"
+        texts.append(f"{name}={by_rank(values)}" + (f" ({SLOW_SETTINGS[name]})" if slow else ""))
+    text = ", ".join(texts) or "none set"
     unordered = any(one["libraries"] and one["settings"].get(IMPLICIT_ORDER, "0") in ("", "0") for one in everyone)
     return Finding("NCCL_* settings", OK, f"{text}; {ORDERED}" if unordered else text)

@@ -48,10 +48,10 @@ def examine(ranks: Ranks, seqlen: int, dtype: str, nbytes: int) -> Iterator[Find
     try:
         ring = ranks.ring = discover(ranks.control, ranks.device)
         on_gpu = ranks.device.type == "cuda"
-        found = ranks.together(
+        results = ranks.together(
             "versions and settings", facts, lambda all_facts: machine(all_facts, ring, on_gpu=on_gpu)
         )
-        yield from (Finding(*one) for one in found)
+        yield from (Finding(*one) for one in results)
         yield from transports(ranks, ring, nbytes)
         yield checked(
             f"ring of {binary(seqlen)} tokens", REPORT_RING, partial(_against_reference, ranks, seqlen, dtype)

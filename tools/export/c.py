@@ -67,23 +67,23 @@ def field(kernel: Exported, argument: Argument) -> str:
 
 def senseless(kernel: Exported) -> list[str]:
     """Conditions in C under which a launch is refused for its numbers."""
-    known = {argument.name for argument in kernel.asked}
-    found = ["batch < 0", *(f"args->{name} < 0" for name in ("rows", "columns", "heads") if name in known)]
+    known = {argument.name for argument in kernel.inputs}
+    conditions = ["batch < 0", *(f"args->{name} < 0" for name in ("rows", "columns", "heads") if name in known)]
     if "group" in known:
-        found.append("args->group < 1")
+        conditions.append("args->group < 1")
         if kernel.name not in BY_KEYS:  # whose heads are those of the keys
-            found.append("args->heads % args->group")
+            conditions.append("args->heads % args->group")
     if "softmax_scale" in known:
-        found.append("!(args->softmax_scale > 0)")  # NaN too
+        conditions.append("!(args->softmax_scale > 0)")  # NaN too
     if kernel.name == "gradients":  # 32 bits reach from one end of a tile of queries to the other
         far = (2**31 - 1) // kernel.tile.block_q
         described = {one.tensor for one in kernel.maps if not one.by_pointer}  # any map reaches
         strides = [f"args->{name}_stride_s" for name in ("q", "dout", "dq") if name not in described]
-        found += [f"{stride} > {far} || {stride} < -{far}" for stride in strides]
-        found += ["(int64_t)args->heads * args->group > INT32_MAX"] if "group" in known else []
-    return found
+        conditions += [f"{stride} > {far} || {stride} < -{far}" for stride in strides]
+        conditions += ["(int64_t)args->heads * args->group > INT32_MAX"] if "group" in known else []
+    return conditions
 
 
 def as_c(words: str | int) -> str:
     """An expression of arguments in C: ``heads / group`` as args->heads / args->group; a number as it is."""
-    return re.sub(r"[a-z]\w*", lambda found: found[0] if found[0] == "batch" else f"args->{found[0]}", str(words))
+    return re.sub(r"[a-z]\w*", lambda match: match[0] if match[0] == "batch" else f"args->{match[0]}", str(words))

@@ -80,12 +80,12 @@ def chosen_tiles(config: ExportConfig) -> Tiles:
                 f"there is no table of {config.gpu}, sm_{config.arch}, for this version of Triton: `ringattn tune "
                 "--save-dir DIR` makes one, and --config-dir DIR says where it is"
             )
-    found: Tiles = {"delta": (Tile(DELTA_BLOCK, DELTA_BLOCK, 4, 1), "fixed")}
+    tiles: Tiles = {"delta": (Tile(DELTA_BLOCK, DELTA_BLOCK, 4, 1), "fixed")}
     for name in (*KERNELS, "gradients") if config.backward != "two_pass" else KERNELS:
         kernel = config.backward if name == "gradients" else name
         tuned = next((one for table in tables if (one := _tuned(table, config, kernel)) is not None), None)
-        found[name] = (_built_in(config, kernel), BUILT_IN) if tuned is None else tuned
-    return found
+        tiles[name] = (_built_in(config, kernel), BUILT_IN) if tuned is None else tuned
+    return tiles
 
 
 def _tuned(table: Table, config: ExportConfig, kernel: str) -> tuple[Tile, str] | None:

@@ -93,7 +93,7 @@ class TensorMap:
             of = f"{self.tensor}_stride_{axis}" if axis != "d" else "1"
             yield Argument(f"{self.tensor}_map_stride_{axis}", "i64", made_of=of, at=f"&{self.name}.stride[{i}]")
 
-    def asked(self) -> Iterator[Argument]:
+    def inputs(self) -> Iterator[Argument]:
         """Address and strides, of which the copy engine takes multiples of 16 bytes."""
         yield Argument(self.tensor, f"*{self.dtype}", multiple=ALIGNMENT)
         for axis, kind in zip("bsh", ("i64", "i32", "i32"), strict=True):
@@ -108,7 +108,7 @@ class Exported:
     symbol: str
     cubin: bytes
     arguments: tuple[Argument, ...]  # in the order of the binary
-    asked: tuple[Argument, ...]  # what a caller says
+    inputs: tuple[Argument, ...]  # what a caller says
     maps: tuple[TensorMap, ...]
     layout: tuple[tuple[int, int], ...]  # (offset, bytes) of every parameter, those of SCRATCH last
     threads: int  # per program
@@ -117,7 +117,7 @@ class Exported:
 
     def asks_for(self, name: str) -> bool:
         """Whether a caller says it."""
-        return any(one.name == name for one in self.asked)
+        return any(one.name == name for one in self.inputs)
 
     @property
     def block(self) -> int:
@@ -139,10 +139,10 @@ def export(config: ExportConfig, name: str) -> Exported:
         raise ValueError(
             f"the {name} kernel takes {metadata.shared} bytes of shared memory, sm_{config.arch} has {limit}"
         )
-    passed, asked, maps = arguments_of(launch, symbols_of(config, name))
+    passed, inputs, maps = arguments_of(launch, symbols_of(config, name))
     layout, threads = parameter_layout(cubin), threads_of(made.asm["ptx"])
     exported = Exported(
-        name, metadata.name, cubin, passed, asked, maps, tuple(layout.parameters), threads, tile, metadata.shared
+        name, metadata.name, cubin, passed, inputs, maps, tuple(layout.parameters), threads, tile, metadata.shared
     )
     if metadata.global_scratch_size or metadata.profile_scratch_size or getattr(metadata, "num_ctas", 1) != 1:
         raise RuntimeError(f"the {name} kernel wants scratch memory or a cluster, which its launcher does not give")
@@ -199,14 +199,14 @@ def arguments_of(
     launch: Launch, symbols: Mapping[int, str]
 ) -> tuple[tuple[Argument, ...], tuple[Argument, ...], tuple[TensorMap, ...]]:
     """(what is passed, in order; what a caller is asked for; tensor maps), as Triton specialised the launch."""
-    source, told = launch.binary.src, getattr(launch.binary.metadata, "tensordesc_meta", None) or []
+    source, metadata = launch.binary.src, getattr(launch.binary.metadata, "tensordesc_meta", None) or []
     names = [one.name for one in launch.kernel.params]
     # what is passed twice is asked for under its last name: a state that is continued in place under that of the result
     given = [*zip(names, launch.arguments, strict=False)]
     owners = {id(value.ptr): name for name, value in given if hasattr(value, "ptr")}
     numbers: dict[int, str] = {}
     passed: list[Argument] = []
-    asked: list[Argument] = []
+    inputs: list[Argument] = []
     maps: list[TensorMap] = []
 
     def walk(value: Any, kind: Any, path: tuple[int, ...], name: str, tensor: str | None) -> None:
@@ -219,10 +219,10 @@ def arguments_of(
             for i, (field, part, of) in enumerate(zip(names_of, value, kind, strict=True)):
                 walk(part, of, (*path, i), field_name(name, field), own and field_name(own, field))
         elif hasattr(value, "block_shape"):
-            found = _map_of(value, name, symbols, told[len(maps)], by_pointer=id(value.base) in owners)
-            maps.append(found)
-            passed.extend(found.parameters())
-            asked.extend(() if found.by_pointer else found.asked())
+            made = _map_of(value, name, symbols, metadata[len(maps)], by_pointer=id(value.base) in owners)
+            maps.append(made)
+            passed.extend(made.parameters())
+            inputs.extend(() if made.by_pointer else made.inputs())
         else:
             aligned = ["tt.divisibility", ALIGNMENT] in source.attrs.get(path, [])
             is_number = isinstance(value, int) and tensor is None
@@ -231,17 +231,17 @@ def arguments_of(
             same_as = None if same_as == name or made_of else same_as
             at = "&zero" if made_of else None
             passed.append(Argument(name, kind, same_as, ALIGNMENT if aligned and not made_of else 1, made_of, at))
-            asked.extend(passed[-1:] if same_as is None and made_of is None else ())
+            inputs.extend(passed[-1:] if same_as is None and made_of is None else ())
 
     for index, (name, value) in enumerate(given):
         walk(value, source.signature[name], (index,), name, None)
-    if len(maps) != len(told) or any(one.get("fp4_padded") or one.get("is_im2col") for one in told):
-        raise RuntimeError(f"{len(maps)} descriptors, of which the compiler says {told}")
-    return tuple(passed), tuple(asked), tuple(maps)
+    if len(maps) != len(metadata) or any(one.get("fp4_padded") or one.get("is_im2col") for one in metadata):
+        raise RuntimeError(f"{len(maps)} descriptors, of which the compiler says {metadata}")
+    return tuple(passed), tuple(inputs), tuple(maps)
 
 
 def _map_of(
-    value: Any, name: str, symbols: Mapping[int, str], told: Mapping[str, Any], *, by_pointer: bool
+    value: Any, name: str, symbols: Mapping[int, str], metadata: Mapping[str, Any], *, by_pointer: bool
 ) -> TensorMap:
     """What the compiler wants of a descriptor.
 
@@ -249,11 +249,11 @@ def _map_of(
         RuntimeError: what no launcher here encodes.
     """
     dtype = TYPES[value.base.dtype]
-    if told["elem_size"] != BYTES[dtype] or len(told["block_size"]) != len(AXES):
-        raise RuntimeError(f"{name} is a descriptor of {dtype}, of which the compiler says {told}")
+    if metadata["elem_size"] != BYTES[dtype] or len(metadata["block_size"]) != len(AXES):
+        raise RuntimeError(f"{name} is a descriptor of {dtype}, of which the compiler says {metadata}")
     tensor = "dq" if by_pointer else name
     sizes = *(symbols[size] for size in value.shape[:3]), value.shape[3]
-    return TensorMap(tensor, dtype, sizes, tuple(told["block_size"]), told["swizzle"], by_pointer)
+    return TensorMap(tensor, dtype, sizes, tuple(metadata["block_size"]), metadata["swizzle"], by_pointer)
 
 
 def field_name(name: str, field: str) -> str:
@@ -268,12 +268,12 @@ def offsets(arguments: tuple[Argument, ...], base: int) -> list[tuple[int, int]]
 
     ``base`` is where parameters begin in their constant bank: a map is aligned there, and not from the first parameter.
     """
-    found, end = [], base
+    starts, end = [], base
     for alignment, size in [*((one.alignment, one.size) for one in arguments), *[(8, 8)] * len(SCRATCH)]:
         begin = -(-end // alignment) * alignment
-        found.append((begin - base, size))
+        starts.append((begin - base, size))
         end = begin + size
-    return found
+    return starts
 
 
 PARAMETER = re.compile(
@@ -295,9 +295,9 @@ def parameter_layout(cubin: bytes) -> Layout:
     text = read_with("cuobjdump", "-elf", cubin=cubin)
     bank = BANK.search(text)
     assert bank is not None
-    found = sorted(tuple(int(number, 16) for number in one) for one in PARAMETER.findall(text))
+    layout = sorted(tuple(int(number, 16) for number in one) for one in PARAMETER.findall(text))
     # of that word the low half is where they begin, the high half how many bytes they take
-    return Layout(int(bank[1], 16) & 0xFFFF, [(offset, size) for _, offset, size in found])
+    return Layout(int(bank[1], 16) & 0xFFFF, [(offset, size) for _, offset, size in layout])
 
 
 # the manifest
@@ -350,7 +350,7 @@ def _entry(config: ExportConfig, kernel: Exported) -> dict[str, Any]:
         "shared_memory": kernel.shared,
         "tile": {one.name: getattr(tile, one.name) for one in fields(Tile)},
         "tile_from": whence,
-        "arguments": [_parameter(one) for one in kernel.asked],
+        "arguments": [_parameter(one) for one in kernel.inputs],
         "parameters": [
             {**one, "offset": begin, **({"tensor_map": maps[one["name"]]} if one["name"] in maps else {})}
             for one, (begin, _) in zip(parameters, kernel.layout, strict=True)
@@ -359,10 +359,10 @@ def _entry(config: ExportConfig, kernel: Exported) -> dict[str, Any]:
 
 
 def _parameter(argument: Argument) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": argument.name, "type": argument.type, "size": argument.size}
-    found |= {"alignment": argument.alignment} if argument.type == MAP else {}
-    found |= {name: value for name in ("same_as", "made_of") if (value := getattr(argument, name))}
-    return found | ({"multiple_of": argument.multiple} if argument.multiple > 1 else {})
+    data: dict[str, Any] = {"name": argument.name, "type": argument.type, "size": argument.size}
+    data |= {"alignment": argument.alignment} if argument.type == MAP else {}
+    data |= {name: value for name in ("same_as", "made_of") if (value := getattr(argument, name))}
+    return data | ({"multiple_of": argument.multiple} if argument.multiple > 1 else {})
 
 
 def _map(one: TensorMap) -> dict[str, Any]:

@@ -127,6 +127,7 @@ CAUSAL, FULL = Mask(causal=True), Mask()
 WINDOW = Window(causal=True, left=9)  # over contiguous shards most hops are skipped
 DOCUMENTS = Window(left=1, right=0, document=7)  # over a striped layout some shards only pass through
 BOTH_SIDES = Mask(window=(9, 9))  # over contiguous shards K/V go to the one neighbour, then straight to the other
+NARROW = Mask(window=(2, 1))  # over contiguous shards most keys stay on their rank
 GLOBAL = Mask(window=(4, 4), global_tokens=((0, 2),))  # several launches a hop
 
 
@@ -164,6 +165,7 @@ SKIPPED = {
     "window to both sides, two chunks, two slots": Case(
         (Call(Layout.contiguous(48, 6), BOTH_SIDES),) * 2, ring={"chunks": 2, "slots": 2}
     ),
+    "keys that stay": Case((Call(Layout.contiguous(32, 4), NARROW),) * 2),
     "tokens that all see": Case((Call(Layout.contiguous(32, 4), GLOBAL),) * 2),
     "blocks, two ranks see all": _few_that_see_all(7, (3, 4)),
     "an uneven layout with an empty rank": Case((Call(Layout.uneven([7, 0, 5, 3]), CAUSAL),) * 2),
@@ -209,6 +211,9 @@ TWO_LEVEL = {
     ),
     "4 x 2, window to both sides": Case(
         (Call(Layout.contiguous(64, 8), BOTH_SIDES),) * 2, ring={"topology": Topology.grid(4, 2)}
+    ),
+    "2 x 2, keys that stay": Case(
+        (Call(Layout.contiguous(32, 4), NARROW),) * 2, ring={"topology": Topology.grid(2, 2), "chunks": 2}
     ),
     "2 x 2, bfloat16 by wire": _two_level(2, 2, wire_dtype="bfloat16", grad_wire_dtype="bfloat16"),
     "3 x 2, two slots": _two_level(3, 2, slots=2),
