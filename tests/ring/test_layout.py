@@ -45,7 +45,7 @@ HELD: list[tuple[Layout, list[list[int]]]] = [
     (Layout.balanced(7, [0, 1, 0, 2.0], causal=True), [[], [0, 6], [], [1, 2, 3, 4, 5]]),
     (Layout.balanced(4, [1, 1e-9], causal=True), [[0, 1, 2, 3], []]),
     (Layout.balanced(0, [1, 2], causal=True), [[], []]),
-    (Layout.balanced(8, [*np.float32([3, 1])], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
+    (Layout.balanced(8, [np.float32(3), np.float32(1)], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
     # exact: a sixth of three tokens is half a token, and rounded up
     (Layout.balanced(3, SIXTHS, causal=False), [[0], [1, 2]]),
 ]
