@@ -82,7 +82,7 @@ def test_every_rank_is_told_the_first_field_and_who_has_what() -> None:
     mine.append({"dtype": "fp16", "heads": 8, "mask": 2})
     told = on_all(ranks, lambda one: agree(one, mine[ranks.index(one)]))
     assert told == [Verdict(f"heads differs between ranks (rank 0: 8, rank 1: 4, rank 2: 8): {MUST}", False)] * 3
-    assert [[*one._told()] for one in ranks] == [["1"]] * 3  # for a rank that has yet to look
+    assert [[*one._own_words()] for one in ranks] == [["1"]] * 3  # for a rank that has yet to look
     # nothing has moved: with the same fields they go on, and have nothing to reproach each other with
     assert on_all(ranks, lambda one: agree(one, mine[0])) == [None] * 3
     assert len({one._chain for one in ranks}) == 1
@@ -252,7 +252,7 @@ def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
             rank.refuse(ValueError("k has 6 heads"))
         assert verdicts(ranks) == [None] * 2  # nobody went on
         assert not any(rank._heard for rank in ranks)
-        assert [[*rank._told()] for rank in ranks] == [[str(rank.number)] for rank in ranks]
+        assert [[*rank._own_words()] for rank in ranks] == [[str(rank.number)] for rank in ranks]
 
 
 def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten() -> None:
