@@ -37,7 +37,9 @@ def run(
     ] = None,
     kernels: Annotated[
         str | None,
-        typer.Option(metavar="NAME,…", help="Of forward, dq, dkdv, single_pass, single_pass_deterministic; all."),
+        typer.Option(
+            metavar="NAME,…", help="Of forward, dq, dkdv, single_pass (or it with _deterministic behind); all."
+        ),
     ] = None,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Measure nothing, GPU or not.")] = False,
     budget: Annotated[

@@ -206,7 +206,7 @@ BlockMaskPattern = Annotated[
         "--block-mask",
         parser=pattern,
         metavar="NAME,KEY=SIZE,…",
-        help="; ".join(",".join([name, *(f"{key}=…" for key in keys)]) for name, keys in PATTERNS.items()) + ".",
+        help="; ".join(f"{name}: {', '.join(keys)}" for name, keys in PATTERNS.items()) + ".",
     ),
 ]
 

@@ -54,7 +54,7 @@ def main(
     ] = "only",
     forward_kernel: Annotated[str, typer.Option(help="portable or hopper.")] = "portable",
     backward: Annotated[
-        str, typer.Option(help="two_pass (dq and dkdv); or at once: single_pass, single_pass_deterministic, hopper.")
+        str, typer.Option(help="two_pass (dq and dkdv); or at once: single_pass (or it with _deterministic), hopper.")
     ] = "two_pass",
     gpu: Annotated[
         str | None,
@@ -62,7 +62,7 @@ def main(
     ] = None,
     config_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where `ringattn tune` wrote that table; default: $RINGATTN_CONFIG_DIR."),
+        typer.Option(metavar="DIR", help="Where `ringattn tune` wrote that table; default: where a launch looks."),
     ] = None,
     out_dir: Annotated[Path, typer.Option(file_okay=False, help="Folder for the files.")] = Path("ringattn-export"),
     json: Json = None,
