@@ -41,7 +41,7 @@ def suite(
     import time
 
     begun = time.monotonic()
-    from ..common.flags import device_here
+    from ..common.flags import device_here, make_folder
     from ..common.launching import cores, forget_launcher
     from ..common.output import prints
     from ..common.provenance import provenance
@@ -58,6 +58,7 @@ def suite(
     parts = [part for part in everything if (only or "") in part.name]
     if not parts:
         raise typer.BadParameter(f"--only is {only!r}: no part has that in its name")
+    make_folder("--out", out)
     result = Result(CASE, UNITS, provenance=provenance(place))
     known = {str(row["part"]): row for row in earlier(out, result.provenance)}
     # kept is what ended well, by the same command
@@ -96,12 +97,10 @@ def earlier(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]:
     """What the folder holds of this code and machine.
 
     Raises:
-        typer.BadParameter: it is no folder, or the file there is of other code, of another machine, or something else.
+        typer.BadParameter: the file there is of other code, of another machine, or something else.
     """
     from ..common.result import read
 
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"--out is {out}: that is no folder")
     path = out / NAME
     if not path.exists() and not path.is_symlink():
         return []

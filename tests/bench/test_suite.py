@@ -80,7 +80,8 @@ def test_a_folder_of_something_else_is_refused(text: str, message: str, tmp_path
     [
         (["--device", "cuda"], "torch sees no CUDA device"),
         (["--only", "nothing"], "no part has that in its name"),
-        (["--out", __file__], "that is no folder"),
+        (["--out", __file__], "it is no folder to write to"),
+        (["--out", "/proc/no/suite"], "--out is /proc/no/suite: it is no folder to write to"),
         (["--budget", "0"], "--budget"),
     ],
 )
