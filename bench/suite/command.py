@@ -6,6 +6,7 @@ and machine is gone on with: what ended well there is kept.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -69,11 +70,15 @@ def suite(
     seconds = sum(processes.seconds_of(group, width) for group in processes.grouped(left)) + WRITING_SECONDS
     before = f"{len(parts) - len(left)} parts were run before, and are kept. " if len(left) < len(parts) else ""
     enough = "is enough" if seconds <= budget else "does not let all of them run"
+    ends = begun + budget - WRITING_SECONDS
+    started = time.monotonic() - begun
+    if short := processes.short_of(left, ends):
+        least = math.ceil(budget + short + started)  # as much again: the next start may take longer
+        raise typer.BadParameter(f"--budget is {budget:g}: no part starts within it; one does from about {least} on")
     told = f"{len(left)} parts take up to {seconds:.0f} s, most of them less: --budget {budget:g} {enough}"
     typer.echo(before + told, err=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C
         signal.signal(number, signal.default_int_handler)
-    ends = begun + budget - WRITING_SECONDS
     running = processes.run(left, out=out, device=place.type, ends=ends, width=width)
     try:
         with closing(running):
