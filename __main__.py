@@ -1,6 +1,18 @@
-"""``python -m ringattn``: the command line of ``bench/``."""
+"""``python -m ringattn``, and the script ``ringattn``: the command line of ``bench/``."""
 
-from .bench.cli import main
+import sys
+
+
+def main() -> None:
+    """Run the command line on ``sys.argv``; does not return."""
+    try:  # also while it is imported
+        from .bench.cli import app
+
+        app(prog_name="ringattn")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.common.flags import Causal, Csv, Json, check_mode, check_needs, device_name, dtype_name, sizes
+from ..bench.common.flags import Causal, Csv, Json, check_mode, check_needs, device_name, dtype_name, make_folder, sizes
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ def run(
     ] = None,
     kernels: Annotated[
         str | None,
-        typer.Option(metavar="NAME,…", help="Of forward, dq, dkdv, single_pass, single_pass_deterministic; all."),
+        typer.Option(metavar="NAME,…", help="Of forward, dq, dkdv, single_pass (or it with _deterministic); all."),
     ] = None,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Measure nothing, GPU or not.")] = False,
     budget: Annotated[
@@ -72,6 +72,7 @@ def run(
     from ..bench.common.result import finish
     from ..kernels.tables import KERNELS, TUNED, user_folder
     from .space import SHORT, Shape
+    from .store import PRIVATE
 
     if not ring and not prints():
         return  # one GPU, or none: under a launcher rank 0 does it, and the others have nothing to do
@@ -81,6 +82,8 @@ def run(
         if folder is None:
             raise ValueError("--save-dir is not given, and this user has no home to keep a cache in")
         folder = folder.absolute()
+        if prints():
+            make_folder("--save-dir", folder, PRIVATE)
         if ring:
             from .ring_search import problems_of, tune_rings
 
@@ -96,7 +99,7 @@ def run(
                     raise ValueError(f"--kernels has {name!r}: it must be one of {', '.join(TUNED)}")
             seconds = budget or (BUDGET if device is not None else float("inf"))
             config = TuneConfig(shape, tuple(seqlen), causal, gpu, device, folder, seconds, names, tiles)
-            if json != "-":
+            if "-" not in (json, csv):
                 typer.echo(f"{len(config.points)} kernels, masks and lengths for {gpu.name}; {why}")
             with progress() as step:
                 result = tune(config, cores(), step)

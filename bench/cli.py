@@ -7,8 +7,10 @@ refusal is one line and exit code 2, Ctrl-C one line and 130.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -28,7 +30,16 @@ from .common.output import prints  # noqa: E402
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 Refusal: Any = typer.BadParameter.__mro__[2]  # Click's, which new versions of typer hide
 
+
+class Group(typer.core.TyperGroup):
+    """Commands by name: an unknown one ends as every command that refuses does, in one line."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **_: Any) -> Any:
+        sys.exit(run(lambda: self, prog_name or "ringattn", list(sys.argv[1:] if args is None else args)))
+
+
 app = typer.Typer(
+    cls=Group,
     help="Exact attention over a sequence that is split across GPUs.",
     no_args_is_help=True,
     add_completion=False,
@@ -52,15 +63,20 @@ _PASS_ON = {
 def _register(group: typer.Typer, name: str, summary: str, module: str) -> None:
     """Let ``name`` in ``group`` stand for the ``app`` of ``module``."""
 
+    def imported() -> Any:
+        return typer.main.get_command(import_module(f"{__package__.rpartition('.')[0]}.{module}").app)
+
     @group.command(name, help=summary, context_settings=_PASS_ON)
     def command(context: typer.Context) -> None:
-        raise typer.Exit(run(module, context.command_path, list(context.args)))
+        raise typer.Exit(run(imported, context.command_path, list(context.args)))
 
 
-def run(module: str, name: str, arguments: list[str]) -> int:
-    """Run the ``app`` of a module under a name; its exit code. What refuses or interrupts it is told in one line."""
+def run(made: Callable[[], Any], name: str, arguments: list[str]) -> int:
+    """Run the command that is made under a name; its exit code. What refuses or interrupts it is told in one line."""
     try:
-        target = typer.main.get_command(import_module(f"{__package__.rpartition('.')[0]}.{module}").app)
+        target = made()
+        # typer breaks the lines of every paragraph but the first where the source does
+        target.help = target.help and re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(target.help))
         with target.make_context(name, arguments, **HELP) as context:
             target.invoke(context)
     except typer.Exit as ended:
@@ -74,9 +90,13 @@ def run(module: str, name: str, arguments: list[str]) -> int:
     except Refusal as refused:
         plain = isinstance(refused, typer.BadParameter) and refused.param is None
         message = refused.message if plain else refused.format_message()
+        if not message:  # the help was asked for by no argument at all, and stands there
+            return int(refused.exit_code)
         # new versions of typer parse by Pydantic, in whose words a flag is an input
-        message = re.sub(r", unable to parse .*|, got a .*", "", message.replace("Input should be", "it must be"))
-        return _refuse(f"{name}: {message}", refused.exit_code)
+        message = message.replace("Input should be", "it must be").replace("Value error, ", "")
+        message = re.sub(r", unable to parse .*|, got a .*", "", message)
+        where = getattr(getattr(refused, "ctx", None), "command_path", name)
+        return _refuse(f"{where}: {message}", refused.exit_code)
     except (ValueError, NotImplementedError) as refused:
         return _refuse(f"{name}: {refused}", 2)
     return 0
@@ -125,8 +145,3 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-def main() -> None:
-    """Run the command line on ``sys.argv``; does not return."""
-    app(args=sys.argv[1:], prog_name="ringattn")

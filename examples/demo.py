@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,19 +11,16 @@ import typer
 from ..bench.common import flags
 
 if TYPE_CHECKING:
+    import torch
+
     from ..bench.common.launching import Member
+    from ..bench.common.memory import Needs
     from .training import Runs
 
 DEFAULT_WORLD = 2
+TEXT_BYTES = 2 + 8  # of one letter: as it is sent and as it is read, and a number of int64
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-class Dtype(StrEnum):
-    """Of matrix products and attention."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,7 @@ def demo(
     kv_heads: Annotated[int, typer.Option(min=1, help="Heads of K and V.")] = DEFAULT.kv_heads,
     head_dim: Annotated[int, typer.Option(min=2, max=256)] = DEFAULT.head_dim,
     layers: Annotated[int, typer.Option(min=1)] = DEFAULT.layers,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Of matrix products and attention; bfloat16 by autocast.")
-    ] = Dtype.float32,
+    dtype: flags.Dtype = DEFAULT.dtype,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of Adam.")] = DEFAULT.lr,
     seed: Annotated[int, typer.Option(min=0, help="Of the first weights.")] = DEFAULT.seed,
     json: flags.Json = None,
@@ -84,23 +79,38 @@ def demo(
     A rank is a GPU where this machine has several, a virtual rank where it has one, else a process. The exit code is 1
     where the two disagree.
     """
+    import torch
     from rich.console import Console
 
-    from ..bench.common.launching import member
+    from ..bench.common.launching import member, ranks_here
+    from ..bench.common.memory import refuse_too_large
     from ..bench.common.output import prints
     from ..bench.common.result import finish
     from .compare import compared
 
     try:
-        job = Job(seqlen, steps, layers, heads, kv_heads, head_dim, layout.value, dtype.value, lr, seed)
+        job = Job(seqlen, steps, layers, heads, kv_heads, head_dim, layout.value, dtype, lr, seed)
         world = resolve_world(world, member())
     except ValueError as error:
         # on every rank: the launcher ends the others when one exits, before rank 0 could have printed
         raise typer.BadParameter(str(error)) from None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    needed = partial(needs, job, ranks=ranks_here(world), device=device)
+    refuse_too_large("--seqlen", seqlen, needed, device, unit="tokens")
     with Console(stderr=True, quiet=not prints()).status("training: sharded, whole, in float64"):
         runs = run(job, document(seqlen), world)
     if runs is not None:
         finish(compared(job, runs), json, csv)
+
+
+def needs(job: Job, tokens: int, *, ranks: int, device: torch.device) -> Needs:
+    """Bytes of the whole sequence, on the host in float64, and of every rank's process, which reads the whole text."""
+    from ..bench.common.memory import PROCESS_BYTES, Needs
+    from ..bench.common.memory_table import FP32, FP64, trained_bytes
+
+    dims = job.layers, job.heads * job.head_dim, job.kv_heads * job.head_dim
+    host = ranks * (PROCESS_BYTES + TEXT_BYTES * tokens) + trained_bytes(tokens, *dims, FP64)
+    return Needs(host, trained_bytes(tokens, *dims, FP32) if device.type == "cuda" else 0)
 
 
 def run(job: Job, document: bytes, world: int) -> Runs | None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
@@ -134,10 +135,34 @@ def pattern(text: str) -> Pattern:
     return Pattern(name, parameters)
 
 
-def _target(value: str | Path | None) -> str | Path | None:
+def _target(value: Path | None) -> Path | None:
     """A file to write, refused before any work where it cannot be written; a callback of typer options."""
     check_targets(value)
     return value
+
+
+def _stream(context: typer.Context, value: str | None) -> str | None:
+    """The same of --json and --csv, one of which may be ``-``, standard output."""
+    if value != "-":
+        check_targets(value)
+    elif "-" in context.params.values():
+        raise typer.BadParameter("--json and --csv are both -: standard output takes one of them")
+    return value
+
+
+def make_folder(flag: str, folder: Path, mode: int = 0o777) -> None:
+    """Make a folder for output and those above it that are missing, before any work.
+
+    Raises:
+        typer.BadParameter: it is something else, or nothing can be written there.
+    """
+    try:
+        for part in reversed([folder, *folder.parents]):
+            if not part.is_dir():
+                part.mkdir(mode, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise typer.BadParameter(f"{flag} is {folder}: it is no folder to write to: {error.strerror}") from None
 
 
 Batch = Annotated[int, typer.Option(min=1)]
@@ -169,9 +194,12 @@ GradWireDtype = Annotated[
     typer.Option(parser=grad_wire_dtype, metavar="DTYPE", help=f"dK/dV travel as {' or '.join(GRAD_WIRE_DTYPES)}."),
 ]
 Json = Annotated[
-    str | None, typer.Option("--json", metavar="FILE|-", callback=_target, help="Write everything as JSON.")
+    str | None, typer.Option("--json", metavar="FILE|-", callback=_stream, help="Write everything as JSON.")
 ]
-Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", callback=_target, help="Write the rows.")]
+Csv = Annotated[str | None, typer.Option("--csv", metavar="FILE|-", callback=_stream, help="Write the rows.")]
+Trace = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE", callback=_target, help="Every rank's timeline, for Perfetto.")
+]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", callback=_target, help="Write a picture.")]
 
 Causal = Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")]
@@ -206,7 +234,7 @@ BlockMaskPattern = Annotated[
         "--block-mask",
         parser=pattern,
         metavar="NAME,KEY=SIZE,…",
-        help="; ".join(",".join([name, *(f"{key}=…" for key in keys)]) for name, keys in PATTERNS.items()) + ".",
+        help="; ".join(f"{name}: {', '.join(keys)}" for name, keys in PATTERNS.items()) + ".",
     ),
 ]
 

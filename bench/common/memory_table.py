@@ -20,10 +20,11 @@ from .flags import KV_SLOTS
 from .timing import FLUSH_BYTES
 
 FP32, FP64 = 4, 8
-OURS, WHOLE, ALL_CORES = "ringattn", "one device", "one process, all cores"
+OURS, WHOLE, ALL_CORES = "ringattn", "one device", "one process on all cores"
 BASELINE, ALL_GATHER, ULYSSES, LUCIDRAINS = "baseline ring", "all-gather", "Ulysses", "ring-attention-pytorch"
 BUCKET, SCORES_AT_ONCE = 1024, 6  # of ring-attention-pytorch: tokens, and tensors of one bucket's scores
 JUDGED_BLOCKS = 5  # tensors of a block's scores that float64 has at once, in its backward
+LETTERS, LOGITS_AT_ONCE = 256, 4  # of the decoder that `demo` trains, which reads bytes
 DENSE_MASK = 5  # bytes per query and key: a mask as a tensor while it is made, beside its additive form
 
 
@@ -186,6 +187,11 @@ def kernels_bytes(config: AttentionConfig, seqlen: int, ours: int, theirs: int, 
         running += 2 * tokens * config.kv_heads * dims * FP32
     product = 3 * product_side**2 * FP32
     return given + kept + running + judged_bytes(config, seqlen) + product + flush_bytes(config.device)
+
+
+def trained_bytes(tokens: int, layers: int, q: int, k: int, e: int) -> int:
+    """The decoder of ``demo`` on the whole sequence, forward and backward: what its layers keep, then both ends."""
+    return tokens * e * (layers * (15 * q + 4 * k) + 6 * q + LOGITS_AT_ONCE * LETTERS)
 
 
 def flush_bytes(device: str) -> int:

@@ -25,9 +25,11 @@ def check_targets(*targets: str | Path | None) -> None:
     """Refuse files that could not be written, before minutes of work rather than after: typer.BadParameter."""
     for target in targets:
         path, why = Path(str(target)), ""
-        if target in (None, "-"):
+        if target is None:
             continue
-        if not path.absolute().parent.is_dir():
+        if str(target) == "-":
+            why = "standard output takes --json and --csv alone; name a file"
+        elif not path.absolute().parent.is_dir():
             why = f"there is no folder {path.parent}"
         elif path.is_dir():
             why = "it is a folder; name a file in it"
@@ -53,8 +55,11 @@ def write_file(target: str | Path, data: str | bytes) -> None:
 
 def write_json(target: str | Path, data: object, indent: int | None = 2) -> None:
     """Write ``data`` to a file, or to standard output where ``target`` is ``-``; what is not finite becomes null."""
-    text = json.dumps(_finite(data), indent=indent, allow_nan=False) + "\n"
-    if target == "-":
+    _write_text(target, json.dumps(_finite(data), indent=indent, allow_nan=False) + "\n")
+
+
+def _write_text(target: str | Path, text: str) -> None:
+    if str(target) == "-":
         sys.stdout.write(text)
     else:
         write_file(target, text)
@@ -68,10 +73,10 @@ def _finite(data: object) -> object:
     return [_finite(value) for value in data] if isinstance(data, list | tuple) else data
 
 
-def write_csv(target: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows of the same keys, with a header."""
+def write_csv(target: str | Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows of the same keys, with a header, to a file or to standard output, as :func:`write_json` does."""
     written = io.StringIO(newline="")
     writer = csv.DictWriter(written, fieldnames=list(rows[0]) if rows else [])
     writer.writeheader()
     writer.writerows(rows)
-    write_file(target, written.getvalue())
+    _write_text(target, written.getvalue())

@@ -92,17 +92,17 @@ def cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def finish(result: Result, json: str | None = None, csv: str | Path | None = None, *, text: str | None = None) -> None:
+def finish(result: Result, json: str | None = None, csv: str | None = None, *, text: str | None = None) -> None:
     """Print, write and end a command: rank 0 alone prints; exit code 1 on every rank where something failed.
 
-    ``json`` of ``-`` puts the JSON in the place of the text; ``text`` is printed in the place of the table.
+    ``json`` or ``csv`` of ``-`` stands in the place of the text; ``text`` is printed in the place of the table.
     """
     if prints():
         if json is not None:
             write_json(json, result.as_json())
         if csv is not None:
-            write_csv(Path(csv), [{name: row.get(name) for name in result.units} for row in result.rows])
-        if json != "-":
+            write_csv(csv, [{name: row.get(name) for name in result.units} for row in result.rows])
+        if "-" not in (json, csv):
             typer.echo(result.text() if text is None else text)
         elif result.failed:
             sys.stderr.write(result.text() + "\n")

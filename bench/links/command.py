@@ -162,6 +162,6 @@ def best(result: Result) -> list[str]:
         return []
     row = max(rows, key=lambda row: (row["size"], row["algbw"]))
     channels = "" if row["channels"] is None else f", {row['channels']} channels"
-    return [
-        f"best: {row['transport']}{channels}, {flags.binary(row['size'])} bytes, {row['way']}: {row['algbw']:.4g} GB/s"
-    ]
+    kind = "within one process" if row["transport"] == IN_PROCESS else "between processes"
+    what = f"{row['transport']}{channels}, {flags.binary(row['size'])} bytes, {row['way']}"
+    return [f"best {kind}: {what}: {row['algbw']:.4g} GB/s"]

@@ -160,7 +160,7 @@ def measure(place: Member, device: torch.device, config: OverlapConfig) -> Resul
     notes = [
         f"{problem.title}, over {ring.transport}{throttled}",
         f"slowest rank, medians of {config.repeats} interleaved runs",
-        verdict(rows),
+        verdict(rows, config.repeats),
     ]
     return Result("bench overlap", UNITS, rows, notes=notes)
 
@@ -247,14 +247,15 @@ def step_of(forward: Times, backward: Times) -> Times:
     return Times(compute, communication, together, forward.pieces + backward.pieces)
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """What the third buffer saves of a step, by chunks; beside it what runs spread by."""
+def verdict(rows: Sequence[Row], repeats: int) -> str:
+    """What the third buffer saves of a step, by chunks; beside it what runs spread by, where there are several."""
     steps = {(row["slots"], row["prefetch"], row["chunks"]): row for row in rows if row["phase"] == STEP}
     saved = []
     for chunks in sorted({row["chunks"] for row in rows}):
         two, three = steps.get((2, 1, chunks)), steps.get((3, 2, chunks))
         if two is not None and three is not None:
             spread = max(two["spread"], three["spread"])
-            saved.append(f"{100 - 100 * three['together'] / two['together']:+.1f}% ±{spread:.1f}% with {chunks} chunks")
+            beside = "" if repeats == 1 else f" ±{spread:.1f}%"
+            saved.append(f"{100 - 100 * three['together'] / two['together']:+.1f}%{beside} with {chunks} chunks")
     listed = ", ".join(saved) or "not measured (--slots 2,3 --prefetch 1,2, three ranks or more)"
     return f"the third buffer saves of a step: {listed}"

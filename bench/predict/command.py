@@ -125,12 +125,12 @@ def predict(
         Any, typer.Option(parser=axes, metavar="tokens=1k..128k,gpus=2..16k", help="A map instead.")
     ] = None,
     picture: Annotated[Path, typer.Option(metavar="FILE", help="Of the map: PNG or SVG.")] = PICTURE,
-    trace: Annotated[Path | None, typer.Option(help="Every rank's timeline, for Perfetto.")] = None,
+    trace: flags.Trace = None,
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
     """Time, exposed communication and memory of a ring of any size, by the loops that really run."""
-    check_targets(trace, picture)
+    check_targets(picture)
     flags.check_needs(context, {"picture": "sweep", "documents_seed": "documents", "backward_tflops": "tflops"})
     flags.check_apart(context, "tokens", "seqlen")
     flags.check_apart(context, "kernels", "tflops")
@@ -178,7 +178,7 @@ def predict(
             result, first = _one(call, inputs, capacity, trace)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if prints() and json != "-":
+    if prints() and "-" not in (json, csv):
         typer.echo("\n".join([first, *_heading(call, inputs, is_map=bool(sweep)), ""]))
     finish(result, json, csv)
 

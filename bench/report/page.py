@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -98,6 +99,7 @@ def html(folder: Folder) -> str:
         title=f"ringattn: {folder.name}",
         version=__version__,
         provenance=list(told_first(folder.provenance)),
+        ended=ended(folder),
         failed=failed + [("not read", why) for why in folder.refused],
         sections=sections,
         timelines=pictures,
@@ -105,6 +107,13 @@ def html(folder: Folder) -> str:
         script=Markup(script),
         script_hash=f"sha256-{digest}",
     )
+
+
+def ended(folder: Folder) -> str:
+    """How many parts of a suite ended how."""
+    rows = [row for file, one in folder.results if file == FIRST for row in one.rows]
+    states = Counter(plain(row["state"]) for row in rows if "state" in row)
+    return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
 def told_first(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

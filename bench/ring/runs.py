@@ -47,6 +47,7 @@ UNITS = {
     "compute": "ms", "error": "", "over tolerance": "",
 }  # fmt: skip
 """``bench/README.md`` has the formula of every column."""
+ONE_RUN = "exposed and compute: of one more run, empty where either was longer than the time beside it"
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,8 @@ def measured(setting: Setting, config: RingConfig, rank: int) -> Result:
     over = f" over {transports[0]}" if transports else ""
     title = problem.title.replace(problem.layout, "/".join(config.layouts), 1)
     result.notes.append(f"{title}, {problem.device}{over}{threads}, medians of {repeats} interleaved runs")
+    if any(candidate.ring or candidate.waits for candidate in able.values()):
+        result.notes.append(ONE_RUN)
     result.notes += [f"not there: {name}: {why}" for name, why in absent.items()]
     return result
 
@@ -158,9 +161,13 @@ def checked(
 
 
 def row_of(problem: AttentionConfig, candidate: Candidate, of: Checked, times: Samples, ideal: float | None) -> Row:
-    """One candidate's columns; ``ideal`` is the time of one device over the number of ranks."""
+    """One candidate's columns; ``ideal`` is the time of one device over the number of ranks.
+
+    Where its time goes is told by another run; what took longer there than all of this says nothing of it.
+    """
     seconds, kind = times.median, candidate.kind
-    exposed, compute = where_time_goes(candidate, of.shards)
+    parts = where_time_goes(candidate, of.shards)
+    exposed, compute = (None if part is None or part > seconds else part for part in parts)
     ranks = 1 if kind in (WHOLE, ALL_CORES) else problem.world
     return {
         "candidate": candidate.name,

@@ -6,6 +6,7 @@ and machine is gone on with: what ended well there is kept.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -41,7 +42,7 @@ def suite(
     import time
 
     begun = time.monotonic()
-    from ..common.flags import device_here
+    from ..common.flags import device_here, make_folder
     from ..common.launching import cores, forget_launcher
     from ..common.output import prints
     from ..common.provenance import provenance
@@ -58,6 +59,7 @@ def suite(
     parts = [part for part in everything if (only or "") in part.name]
     if not parts:
         raise typer.BadParameter(f"--only is {only!r}: no part has that in its name")
+    make_folder("--out", out)
     result = Result(CASE, UNITS, provenance=provenance(place))
     known = {str(row["part"]): row for row in earlier(out, result.provenance)}
     # kept is what ended well, by the same command
@@ -68,11 +70,15 @@ def suite(
     seconds = sum(processes.seconds_of(group, width) for group in processes.grouped(left)) + WRITING_SECONDS
     before = f"{len(parts) - len(left)} parts were run before, and are kept. " if len(left) < len(parts) else ""
     enough = "is enough" if seconds <= budget else "does not let all of them run"
+    ends = begun + budget - WRITING_SECONDS
+    started = time.monotonic() - begun
+    if short := processes.short_of(left, ends):
+        least = math.ceil(budget + short + started)  # as much again: the next start may take longer
+        raise typer.BadParameter(f"--budget is {budget:g}: no part starts within it; one does from about {least} on")
     message = f"{len(left)} parts take up to {seconds:.0f} s, most of them less: --budget {budget:g} {enough}"
     typer.echo(before + message, err=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C
         signal.signal(number, signal.default_int_handler)
-    ends = begun + budget - WRITING_SECONDS
     running = processes.run(left, out=out, device=place.type, ends=ends, width=width)
     try:
         with closing(running):
@@ -96,12 +102,10 @@ def earlier(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]:
     """What the folder holds of this code and machine.
 
     Raises:
-        typer.BadParameter: it is no folder, or the file there is of other code, of another machine, or something else.
+        typer.BadParameter: the file there is of other code, of another machine, or something else.
     """
     from ..common.result import read
 
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"--out is {out}: that is no folder")
     path = out / NAME
     if not path.exists() and not path.is_symlink():
         return []

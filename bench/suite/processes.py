@@ -55,6 +55,12 @@ def seconds_of(group: Sequence[Part], width: int) -> float:
     return max(seconds, default=0.0) * math.ceil(len(seconds) / width)
 
 
+def short_of(parts: Sequence[Part], ends: float) -> float:
+    """Seconds that are missing for the shortest of them to start; 0 where one does, or none is to run here."""
+    least = min((LEAST_SHARE * one.seconds for one in parts if one.missing is None), default=0.0)
+    return max(0.0, least - (ends - time.monotonic())) if least else 0.0
+
+
 def together(group: Sequence[Part], out: Path, device: str, ends: float, width: int) -> Iterator[Row]:
     with ThreadPoolExecutor(width) as pool:
         futures: list[Future[Row]] = [pool.submit(run_part, part, out, device, ends) for part in group]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,7 +35,7 @@ def timeline(
     threads: flags.Threads = None,
     seed: flags.Seed = 0,
     device: flags.DeviceFlag = "",
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace that Perfetto opens.")] = None,
+    trace: flags.Trace = None,
     out: Annotated[Any, typer.Option(parser=picture, metavar="FILE", help="Draw it: .svg, .png or .pdf.")] = None,
     json: flags.Json = None,
     csv: flags.Csv = None,
@@ -57,7 +56,7 @@ def timeline(
         seqlen, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, threads_of(threads, ranks), seed,
         device,
     )  # fmt: skip
-    check_targets(trace, out)
+    check_targets(out)
     recorded = runs.measured(place, problem, repeats)
     if recorded is None or not prints():
         return

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from ringattn import __version__
 from ringattn.bench import cli
+from ringattn.bench.common.flags import LayoutName
 
 HEAVY = ("torch", "triton", "cupy", "matplotlib")
 
@@ -33,7 +35,9 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     app = typer.Typer()
 
     @app.command()
-    def run(text: str = "", world: int = typer.Option(1, min=1), end: str = "") -> None:
+    def run(
+        text: str = "", world: int = typer.Option(1, min=1), end: str = "", layout: LayoutName | None = None
+    ) -> None:
         """The whole story."""
         seen.extend((text, world))
         if end:
@@ -48,7 +52,23 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_version() -> None:
     result = CliRunner().invoke(cli.app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"ringattn {__version__}\n")
-    assert CliRunner().invoke(cli.app, ["dmeo"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["dmeo"], "ringattn: No such command 'dmeo'"),
+        (["bench", "foo"], "ringattn bench: No such command 'foo'"),
+        (["bench", "--foo"], "ringattn bench: No such option: --foo"),
+        ([], " Usage: ringattn [OPTIONS] COMMAND"),
+        (["bench"], " Usage: ringattn bench [OPTIONS] COMMAND"),
+    ],
+)
+def test_no_such_command(arguments: list[str], line: str) -> None:
+    """In one line; where there is none, the help."""
+    ran = CliRunner().invoke(cli.app, arguments, prog_name="ringattn")
+    told = ran.output.strip("\n ").splitlines()
+    assert ran.exit_code == 2 and told[0].startswith(line.strip()) and (len(told) == 1) == ("No such" in line)
 
 
 def test_options_and_help_are_the_commands_own(demo: list[object]) -> None:
@@ -70,6 +90,7 @@ def test_options_and_help_are_the_commands_own(demo: list[object]) -> None:
         (["--end", "extra"], 2, cli.EXTRA),
         (["--wrold", "4"], 2, "ringattn demo: No such option: --wrold"),
         (["--world", "0"], 2, "ringattn demo: Invalid value for '--world': "),
+        (["--layout", "foo"], 2, "ringattn demo: Invalid value for '--layout': 'foo' is not one of 'contiguous', "),
     ],
 )
 def test_how_a_command_ends(arguments: list[str], code: int, line: str, alone: None, demo: list[object]) -> None:
@@ -109,9 +130,33 @@ for arguments in {asked!r}:
     assert result.stdout.count("Usage: ringattn") == len(asked)
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_in_80_columns(name: str) -> None:
+    """Nothing is cut, and lines end where the next word does not fit."""
+    lines = CliRunner().invoke(cli.app, [*name.split(), "-h"], env={"COLUMNS": "80"}).output.splitlines()
+    assert not [line for line in lines if line.endswith("… │")]
+    text = [line.strip() for line in lines if "│" not in line]
+    early = [one for one, after in pairwise(text) if after and one and len(f"{one} {after.split()[0]}") <= 78]
+    assert not [one for one in early if one[0] not in "╭╰"]
+
+
 def test_a_missing_extra_is_told_in_a_line() -> None:
     result = python("import sys\nsys.modules['typer'] = None\nfrom ringattn.bench import cli")
     assert (result.returncode, result.stderr) == (1, f"{cli.EXTRA}\n")
+
+
+def test_an_interruption_while_the_command_line_is_imported() -> None:
+    result = python("""
+import sys
+from ringattn.__main__ import main
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+main()
+""")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
 def test_an_interruption_ends_ranks_and_command() -> None:

@@ -151,6 +151,38 @@ def test_bad_target_is_named(writer: str, bad: str, tmp_path: Path) -> None:
     assert {one.name for one in tmp_path.iterdir()} == {"precious", "run", name}
 
 
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "--out": ("bench", "suite", "--device", "cpu"),
+    "--save-dir": ("tune", "--compile-only", "--tiles", "1"),
+    "--out-dir": ("export", "--arch", "sm_90"),
+}
+
+
+@pytest.mark.parametrize("flag", FOLDERS)
+def test_bad_folder_is_named(flag: str, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the work."""
+    for work in ("bench.suite.processes.run", "autotune.tune.tune", "tools.export.kernels.export"):
+        monkeypatch.setattr(f"ringattn.{work}", lambda *_, **__: pytest.fail("it started"))
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/no")):
+        ended = run(*FOLDERS[flag], flag, folder)
+        assert ended.exit_code == 2 and len(ended.output.splitlines()) == 1, ended.output
+        assert f"{flag} is {folder}: it is no folder to write to" in ended.output
+
+
+def test_a_dash_is_standard_output_of_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = WRITERS["show --csv"][:-2]
+    told, _ = run(*words, "--csv", "-"), run(*words, "--csv", tmp_path / "rows")
+    assert told.exit_code == 0 and told.stdout.splitlines() == (tmp_path / "rows").read_text().splitlines()
+    assert json.loads(run(*words, "--json", "-").stdout)["case"] == "show"
+    refused = [(*words, "--csv", "-", "--json", "-"), (*words, "--out", "-"), (*WRITERS["predict --trace"][:-1], "-")]
+    for arguments in [*refused, ("bench", "timeline", "--trace", "-")]:
+        ended = run(*arguments)
+        assert ended.exit_code == 2 and "standard output takes" in ended.output, ended.output
+    assert {one.name for one in tmp_path.iterdir()} == {"rows"}
+
+
 def test_link_that_came_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
     NO_TARGETS["link to nothing"](target := tmp_path / "a.json")
     with pytest.raises(typer.BadParameter, match=r"cannot write .*a\.json: "):

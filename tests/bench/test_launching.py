@@ -211,7 +211,7 @@ def test_mpirun_and_only_rank_0_prints() -> None:
 
 LAUNCHED = {
     "bench ring --seqlen 512 --heads 1 --repeats 1 --by ringattn": "best: ringattn zigzag",
-    "bench links -b 1k -e 1k -n 1 -w 0": "best: process_group",
+    "bench links -b 1k -e 1k -n 1 -w 0": "best between processes: process_group",
     "bench overlap --tokens 128 --heads 2 --repeats 1": "together ms",
     "bench kernels --seqlen 128 --heads 1 --head-dim 32 --seconds 0.01": "matrix product in the same runs",
     "bench host --tokens 1k": "of it Triton us",

@@ -186,7 +186,7 @@ def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ran = CliRunner().invoke(cli.app, ["bench", "links", *asked.split(), "--json", str(target)])
     assert ran.exit_code == 0, ran.output
     assert max(map(len, ran.stdout.splitlines()[:17])) <= 80
-    assert ran.stdout.splitlines()[-1].startswith("best: process_group, ")
+    assert ran.stdout.splitlines()[-1].startswith("best between processes: process_group, ")
     found = read(target)
     assert {row["transport"] for row in found.rows} == {"process_group", "local"} and len(found.rows) == 2 * 4 * 2
     assert all(row["algbw"] == row["busbw"] > 0 and row["#wrong"] == 0 for row in found.rows)
@@ -222,5 +222,6 @@ def test_best_is_the_fastest_of_all_edges_between_processes() -> None:
             ("nccl", "0->1", 1 << 25, 5.0), ("local", "all", 1 << 25, 7.0),
         ]
     ]  # fmt: skip
-    assert links.best(Result("", {}, rows)) == ["best: nccl, 4 channels, 32m bytes, ring: 3 GB/s"]
+    assert links.best(Result("", {}, rows)) == ["best between processes: nccl, 4 channels, 32m bytes, ring: 3 GB/s"]
+    assert links.best(Result("", {}, rows[-1:]))[0].startswith("best within one process: local, ")
     assert links.best(Result("", {})) == []

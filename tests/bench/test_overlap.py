@@ -75,8 +75,9 @@ def test_verdict_on_the_third_buffer() -> None:
             common = {"phase": STEP, "slots": slots, "chunks": chunks, "spread": float(slots)}
             rows.append({**common, "prefetch": slots - 1, "together": together})
             rows.append({**common, "prefetch": 0, "together": 0.1})  # blocking: not what is compared
-    assert verdict(rows).endswith(" saves of a step: +10.0% ±3.0% with 1 chunks, -5.0% ±3.0% with 2 chunks")
-    assert "not measured" in verdict(rows[:4])
+    assert verdict(rows, 2).endswith(" saves of a step: +10.0% ±3.0% with 1 chunks, -5.0% ±3.0% with 2 chunks")
+    assert verdict(rows, 1).endswith(" saves of a step: +10.0% with 1 chunks, -5.0% with 2 chunks")
+    assert "not measured" in verdict(rows[:4], 2)
 
 
 def test_together_is_the_ring() -> None:

@@ -80,7 +80,8 @@ def test_a_folder_of_something_else_is_refused(text: str, message: str, tmp_path
     [
         (["--device", "cuda"], "torch sees no CUDA device"),
         (["--only", "nothing"], "no part has that in its name"),
-        (["--out", __file__], "that is no folder"),
+        (["--out", __file__], "it is no folder to write to"),
+        (["--out", "/proc/no/suite"], "--out is /proc/no/suite: it is no folder to write to"),
         (["--budget", "0"], "--budget"),
     ],
 )
@@ -198,6 +199,14 @@ def test_tests_are_counted() -> None:
     assert processes.ended(5, "")[0] == "failed"  # no test has such a name
 
 
+def test_time_that_is_missing() -> None:
+    """For the part that takes least, of which half its time is enough; what is not here takes none."""
+    listed = [part("long", seconds=60.0), part("short", seconds=10.0), part("absent", seconds=1.0, missing="no GPU")]
+    now = time.monotonic()
+    assert processes.short_of(listed, now + 6) == processes.short_of(listed[2:], now) == 0
+    assert 2.9 < processes.short_of(listed, now + 2) < 4
+
+
 # the lists
 
 
@@ -274,12 +283,13 @@ def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 0 and states == {"first": "done"} and (out / "report.html").exists()
     assert "1 parts take up to 25 s" in text and "--budget 480 is enough" in text
     assert "does not let all of them run" in call("--only", "last", "--budget", "1")[2]
-    assert call("--only", "fails", "--budget", "21")[1]["fails"] == "out of time"  # the page has its time
+    code, states, text = call("--only", "fails", "--budget", "21")  # the page has its time
+    assert code == 2 and "fails" not in states and "--budget is 21: no part starts within it" in text
     code, states, text = call()
     assert code == 1 and states == {"first": "done", "fails": "failed", "last": "not here"}
     assert "2 parts were run before" in text and "FAILED: fails: exit code 1: ValueError: no" in text
     during = json.loads((out / "logs" / "fails.txt").read_text().rpartition("Traceback")[0])
-    assert [row["state"] for row in during["rows"]] == ["done", "out of time", "not here"]
+    assert [row["state"] for row in during["rows"]] == ["done", "not here"]
     assert read(out / "results.json").failed == ["fails: exit code 1: ValueError: no"]
     code, states, text = call("--only", "last")
     assert code == 0 and len(states) == 3 and "1 parts were run before" in text and "first" not in text

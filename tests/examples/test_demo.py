@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 
 from ringattn import ring_attention
 from ringattn.bench.common import launching
+from ringattn.bench.common.memory import PeakMemory, freed_at_once
+from ringattn.bench.common.memory_table import trained_bytes
 from ringattn.bench.common.result import read
 from ringattn.examples import demo, training
 from ringattn.examples.compare import compared, row_of
@@ -47,7 +49,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
     ("world", "job"),
     [
         (3, replace(TINY, layout="striped", kv_heads=1, layers=2, dtype="bfloat16")),
-        (4, replace(TINY, layout="contiguous", kv_heads=4)),
+        (4, replace(TINY, layout="contiguous", kv_heads=4, dtype="float16")),
         (3, replace(TINY, seqlen=2, steps=1)),  # a rank without tokens
     ],
 )
@@ -127,7 +129,25 @@ def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
 # -- what is refused
 
 
+@pytest.mark.parametrize(("layers", "dims"), [(3, (4, 2, 32)), (1, (4, 4, 64))])
+def test_memory_is_what_was_counted(layers: int, dims: tuple[int, int, int], tmp_path: Path) -> None:
+    """Of float64, which takes most."""
+    heads, kv_heads, head_dim = dims
+    job = Job(1024, 1, layers, heads, kv_heads, head_dim)
+    task = training.Task(job, demo.document(job.seqlen), torch.device("cpu"), tmp_path)
+    task.save(0, task.model())
+    training.train_exactly(task)
+    with freed_at_once(torch.device("cpu")):
+        peak = PeakMemory(torch.device("cpu"))
+        training.train_exactly(task)
+        counted = trained_bytes(job.seqlen, layers, heads * head_dim, kv_heads * head_dim, 8)
+        weights = 2 * 8 * sum(weight.numel() for weight in task.model().parameters())  # and their gradients
+        assert 0.8 * counted < peak.bytes < counted + 2 * weights
+
+
 @pytest.mark.parametrize(("flag", "value", "message"), [
+    ("--seqlen", "100g", "--seqlen: 107,374,182,400 tokens take"),
+    ("--dtype", "int8", "'int8' is no dtype: it takes fp32, bf16, fp16"),
     ("--seqlen", "0", "'0' is too small: it must be at least 1"),
     ("--kv-heads", "3", "--kv-heads is 3: --heads, 4, must be a multiple of it"),
     ("--head-dim", "33", "--head-dim is 33: it must be even"),

@@ -142,7 +142,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Layout", {"spans_per_rank": [[(2**61, 2**61)]]}, r"it must be a Span.* positions below 2\^62"),
     ("contiguous", {"seqlen": -1}, r"seqlen is -1: it must be a whole number from 0 to 2\^62 - 1"),
     ("zigzag", {"cu_seqlens": [0, 5, 7]}, "cu_seqlens ends at 7: it must end at 8, the number of tokens"),
-    ("uneven", {"lengths": []}, "lengths is empty: it must have the number of tokens of every rank"),
+    ("uneven", {"lengths": []}, "^lengths is empty: it must have the number of tokens of every rank$"),
     ("uneven", {"lengths": [1, -2]}, r"lengths\[1\] is -2: it must be a whole number from 0"),
     ("balanced", {"speeds": []}, "^speeds is empty: it must have the relative speed of every rank$"),
     ("balanced", {"speeds": [0, 0.0]}, r"speeds is \[0.0, 0.0\]: at least one rank must be faster than 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -29,32 +30,32 @@ def expand(spans: list[tuple[int, int, int]]) -> list[int]:
 
 SPEEDS: Any = np.array([3, 1], dtype=np.float32)
 SIXTHS: list[Any] = [Fraction(1, 6), Fraction(5, 6)]
-HELD: list[tuple[Layout, list[list[int]]]] = [
-    (Layout.contiguous(8, 3), [[0, 1, 2], [3, 4, 5], [6, 7]]),
-    (Layout.contiguous(2, 3), [[0], [1], []]),
-    (Layout.zigzag(12, 3), [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
-    (Layout.zigzag(10, 3), [[0, 1, 8, 9], [2, 3, 7], [4, 5, 6]]),
-    (Layout.striped(7, 3), [[0, 3, 6], [1, 4], [2, 5]]),
-    (Layout.zigzag(8, 2, [0, 4, 4, 8]), [[0, 3, 4, 7], [1, 2, 5, 6]]),
+HELD: list[tuple[Callable[[], Layout], list[list[int]]]] = [
+    (lambda: Layout.contiguous(8, 3), [[0, 1, 2], [3, 4, 5], [6, 7]]),
+    (lambda: Layout.contiguous(2, 3), [[0], [1], []]),
+    (lambda: Layout.zigzag(12, 3), [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
+    (lambda: Layout.zigzag(10, 3), [[0, 1, 8, 9], [2, 3, 7], [4, 5, 6]]),
+    (lambda: Layout.striped(7, 3), [[0, 3, 6], [1, 4], [2, 5]]),
+    (lambda: Layout.zigzag(8, 2, [0, 4, 4, 8]), [[0, 3, 4, 7], [1, 2, 5, 6]]),
     # what is left goes on where the document before stopped
-    (Layout.zigzag(4, 2, [0, 1, 2, 3, 4]), [[0, 2], [1, 3]]),
+    (lambda: Layout.zigzag(4, 2, [0, 1, 2, 3, 4]), [[0, 2], [1, 3]]),
     # and a rank's odd token is at the head and at the tail of documents alternately
-    (Layout.zigzag(4, 2, [0, 2, 4]), [[0, 3], [1, 2]]),
-    (Layout.zigzag(5, 2, [0, 3, 5]), [[0, 2, 3], [1, 4]]),
-    (Layout.balanced(8, [3, 1], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
-    (Layout.balanced(8, [3, 1], causal=True), [[0, 1, 2, 5, 6, 7], [3, 4]]),
-    (Layout.balanced(7, [0, 1, 0, 2.0], causal=True), [[], [0, 6], [], [1, 2, 3, 4, 5]]),
-    (Layout.balanced(4, [1, 1e-9], causal=True), [[0, 1, 2, 3], []]),
-    (Layout.balanced(0, [1, 2], causal=True), [[], []]),
-    (Layout.balanced(8, [*SPEEDS], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
+    (lambda: Layout.zigzag(4, 2, [0, 2, 4]), [[0, 3], [1, 2]]),
+    (lambda: Layout.zigzag(5, 2, [0, 3, 5]), [[0, 2, 3], [1, 4]]),
+    (lambda: Layout.balanced(8, [3, 1], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
+    (lambda: Layout.balanced(8, [3, 1], causal=True), [[0, 1, 2, 5, 6, 7], [3, 4]]),
+    (lambda: Layout.balanced(7, [0, 1, 0, 2.0], causal=True), [[], [0, 6], [], [1, 2, 3, 4, 5]]),
+    (lambda: Layout.balanced(4, [1, 1e-9], causal=True), [[0, 1, 2, 3], []]),
+    (lambda: Layout.balanced(0, [1, 2], causal=True), [[], []]),
+    (lambda: Layout.balanced(8, [*SPEEDS], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
     # exact: a sixth of three tokens is half a token, and rounded up
-    (Layout.balanced(3, SIXTHS, causal=False), [[0], [1, 2]]),
+    (lambda: Layout.balanced(3, SIXTHS, causal=False), [[0], [1, 2]]),
 ]
 
 
 @pytest.mark.parametrize(("layout", "expected"), HELD)
-def test_layouts_by_hand(layout: Layout, expected: list[list[int]]) -> None:
-    assert positions(layout) == expected
+def test_layouts_by_hand(layout: Callable[[], Layout], expected: list[list[int]]) -> None:
+    assert positions(layout()) == expected
 
 
 def test_every_token_is_on_one_rank_in_order() -> None:

@@ -147,6 +147,14 @@ def test_fewer_tokens_than_ranks(backend: str) -> None:
     check_ring(Layout.contiguous(2, 4), inputs(2), causal=True, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_a_batch_without_rows(backend: str) -> None:
+    """Nothing moves, and nothing is waited for."""
+    whole = inputs(8, batch=0)
+    for x in run_ring(Layout.contiguous(8, 2), whole, causal=True, backend=backend):
+        assert x.shape[0] == 0
+
+
 def test_backwards_in_any_order_after_several_forwards() -> None:
     layout, wholes = Layout.zigzag(32, 2), [inputs(32), inputs(32)]
 

@@ -67,7 +67,7 @@ def doctor(
 
     def record(finding: Finding) -> None:
         findings.append(finding)
-        if prints() and json != "-":
+        if prints() and "-" not in (json, csv):
             typer.echo(str(finding))
 
     def examine_here(group: Group, *, alone: bool) -> None:

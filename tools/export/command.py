@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...bench.common.flags import Json, check_needs, dtype_name
+from ...bench.common.flags import Json, check_needs, dtype_name, make_folder
 
 if TYPE_CHECKING:
     from .config import ExportConfig
@@ -54,7 +54,7 @@ def main(
     ] = "only",
     forward_kernel: Annotated[str, typer.Option(help="portable or hopper.")] = "portable",
     backward: Annotated[
-        str, typer.Option(help="two_pass (dq and dkdv); or at once: single_pass, single_pass_deterministic, hopper.")
+        str, typer.Option(help="two_pass (dq and dkdv); or at once: single_pass (or it with _deterministic), hopper.")
     ] = "two_pass",
     gpu: Annotated[
         str | None,
@@ -62,9 +62,9 @@ def main(
     ] = None,
     config_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where `ringattn tune` wrote that table; default: $RINGATTN_CONFIG_DIR."),
+        typer.Option(metavar="DIR", help="Where `ringattn tune` wrote that table; default: where a launch looks."),
     ] = None,
-    out_dir: Annotated[Path, typer.Option(file_okay=False, help="Folder for the files.")] = Path("ringattn-export"),
+    out_dir: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")] = Path("ringattn-export"),
     json: Json = None,
 ) -> None:
     """Write cubins, a C header and launcher, and a manifest of attention kernels, forward and backward."""
@@ -81,6 +81,8 @@ def main(
             gpu_of_arch(f"sm_{arch.removeprefix('sm_')}").arch, SHORT[dtype], head_dim, value_dim or head_dim, causal,
             grouped, role, forward_kernel, backward, gpu, config_dir,
         )  # fmt: skip
+        if prints():
+            make_folder("--out-dir", out_dir)
         for name in config.kernels:
             kernels.append(one := export(config, name))
             if prints() and json != "-":
