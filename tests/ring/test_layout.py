@@ -28,7 +28,7 @@ def expand(spans: list[tuple[int, int, int]]) -> list[int]:
     return [start + i * step for start, length, step in spans for i in range(length)]
 
 
-SPEEDS: Any = np.array([3, 1], dtype=np.float32)
+FLOAT32: Any = np.array([3, 1], dtype=np.float32)
 SIXTHS: list[Any] = [Fraction(1, 6), Fraction(5, 6)]
 HELD: list[tuple[Callable[[], Layout], list[list[int]]]] = [
     (lambda: Layout.contiguous(8, 3), [[0, 1, 2], [3, 4, 5], [6, 7]]),
@@ -47,7 +47,7 @@ HELD: list[tuple[Callable[[], Layout], list[list[int]]]] = [
     (lambda: Layout.balanced(7, [0, 1, 0, 2.0], causal=True), [[], [0, 6], [], [1, 2, 3, 4, 5]]),
     (lambda: Layout.balanced(4, [1, 1e-9], causal=True), [[0, 1, 2, 3], []]),
     (lambda: Layout.balanced(0, [1, 2], causal=True), [[], []]),
-    (lambda: Layout.balanced(8, [*SPEEDS], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
+    (lambda: Layout.balanced(8, [*FLOAT32], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
     # exact: a sixth of three tokens is half a token, and rounded up
     (lambda: Layout.balanced(3, SIXTHS, causal=False), [[0], [1, 2]]),
 ]
