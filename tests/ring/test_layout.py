@@ -138,6 +138,8 @@ def test_any_layout_is_made_of_its_spans(layout: Layout) -> None:
         assert all(before.stop <= after.start for before, after in pairwise(spans))
         assert [span.stop for span in spans] == [expand([span])[-1] + 1 for span in spans]
     assert Layout([layout.spans(rank) for rank in range(layout.world)]) == layout
+    rows = [[rank, *span] for rank in range(layout.world) for span in layout.spans(rank) or [(0, 0, 1)]]
+    assert layout.table.tolist() == rows
 
 
 JOINED: list[tuple[list[tuple[int, ...]], list[Span]]] = [
@@ -147,6 +149,7 @@ JOINED: list[tuple[list[tuple[int, ...]], list[Span]]] = [
     ([(0, 2, 3), (7, 2, 3)], [Span(0, 2, 3), Span(7, 2, 3)]),
     ([(4, 1, 3)], [Span(4, 1, 1)]),
     ([(3, 0, 1)], []),
+    ([(2**62 - 2, 1)], [Span(2**62 - 2, 1)]),
 ]
 
 
