@@ -77,7 +77,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
     ({"layout": Layout([[(2**31 - 7, 8)]]), "dropout_p": 0.1}, "layout reaches position 2147483648: with dropout_p"),
     ({"k": x(9, 2), "v": x(9, 2)}, "k has 9 tokens, q has 8"),
-    ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a positive number, 1e30 at most, or None"),
+    ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a number from 1e-30 to 1e30, or None"),
     ({"backend": "cuda"}, "backend is 'cuda': it must be one of auto, triton, aten"),
     ({"layout": Layout.zigzag(8, 2)}, "layout is made for 2 ranks, the group has 1"),
     ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\): it must be \(left, right\), whole numbers from 0 to"),
@@ -91,7 +91,9 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"}, "the block mask has blocks of 8"),
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
     ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be 0 to 8"),
-    ({"softcap": -1.0}, "softcap is -1.0: it must be a positive number, 1e30 at most, or 0 for none"),
+    ({"softmax_scale": 1e-31}, "softmax_scale is 1e-31: it must be a number from 1e-30 to 1e30, or None"),
+    ({"softcap": -1.0}, "softcap is -1.0: it must be a number from 1e-8 to 1e30, or 0 for none"),
+    ({"softcap": 1e-9}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 for none"),
     ({"dropout_p": 1.0}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
     ({"dropout_seed": 3}, "dropout_seed is 3 with dropout_p 0: nothing is dropped"),
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 \[3\] on cpu: .* \[4\] or \[2, 4\]"),
@@ -123,6 +125,8 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"softmax_scale": torch.tensor(0.5)}, r"softmax_scale is a tensor, torch.float32 \[\]: .* pass .item\(\)"),
 ]
 """Of ``ring_attention``, what an op of torch cannot be given."""
+
+BLOCKS = r"block is 1: 1,000,000 blocks .* a table of 1,000,000,000,000 bytes, 2\^30 at most: .* of at least 31"
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Ring", {"transport": "mpi"}, "transport is 'mpi': it must be one of auto"),
@@ -189,6 +193,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fixed", {"summary": 6}, "summary is 6: it must be at most stride, 4"),
     ("bigbird", {"window": 0}, "window is 0: it must be a whole number from 1"),
     ("bigbird", {"window": 2}, "window is 2: it must be odd, the query's own block and"),
+    *((name, {"seqlen": 10**6, "block": 1}, BLOCKS) for name in ("strided", "fixed", "bigbird")),
+    ("bigbird", {"seed": "a"}, r"seed is 'a': it must be a whole number from -9223372036854775808 to 2\^64 - 1"),
+    ("bigbird", {"seed": 2**70}, "seed is 1180591620717411303424: it must be a whole number from"),
     ("bigbird", {"global_": -1}, "global_ is -1: it must be a whole number from 0"),
     ("bigbird", {"random": -1}, "random is -1: it must be a whole number from 0"),
     ("longformer", {"window": -2}, "window is -2: it must be a whole number from 0"),
