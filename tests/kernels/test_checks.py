@@ -80,14 +80,9 @@ INPUTS: dict[str, dict[str, Any]] = {
     r"k has head dim 32, q has 16: they must be equal": {"k": zeros(2, 6, 2, 32)},
     r"v is \[2, 6, 1, 24\], k is \[2, 6, 2, 16\]: .* must be equal": {"v": zeros(2, 6, 1, 24)},
     r"k has 3 heads, q has 4: .* must be a multiple of": {"k": zeros(2, 6, 3, 16), "v": zeros(2, 6, 3, 24)},
-<<<<<<< ours
-    r"softmax_scale is 0.0: it must be a positive number, 1e30 at most": {"softmax_scale": 0.0},
-    r"^bounds has only one of lo and hi: pass both vectors, or FULL$": {"bounds": Bounds(None, INDEX)},
-=======
     r"softmax_scale is 0.0: it must be a number from 1e-30 to 1e30": {"softmax_scale": 0.0},
     r"softmax_scale is 1e-31: it must be a number from 1e-30 to 1e30": {"softmax_scale": 1e-31},
-    r"bounds has only one of lo and hi": {"bounds": Bounds(None, INDEX)},
->>>>>>> theirs
+    r"^bounds has only one of lo and hi: pass both vectors, or FULL$": {"bounds": Bounds(None, INDEX)},
 }
 
 
