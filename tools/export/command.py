@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...bench.common.flags import Json, check_needs, dtype_name, make_folder
+from ...bench.common.flags import Json, check_folder, check_needs, dtype_name
 
 if TYPE_CHECKING:
     from .config import ExportConfig
@@ -81,10 +81,10 @@ def main(
             gpu_of_arch(f"sm_{arch.removeprefix('sm_')}").arch, SHORT[dtype], head_dim, value_dim or head_dim, causal,
             grouped, role, forward_kernel, backward, gpu, config_dir,
         )  # fmt: skip
+        if prints():
+            check_folder("--out-dir", out_dir)
         for name in config.kernels:
             kernels.append(one := export(config, name))
-            if prints() and len(kernels) == 1:  # the first refuses what there is not, and leaves no folder
-                make_folder("--out-dir", out_dir)
             if prints() and json != "-":
                 whence = chosen_tiles(config)[name][1]
                 print(f"{name:<9} {len(one.arguments)} arguments, {one.shared} bytes of shared memory; tile: {whence}")
