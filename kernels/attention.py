@@ -172,7 +172,7 @@ def attention_forward(
         v: values ``[B, Sk, Hkv, Dv]``.
         bounds: the keys that each query row sees.
         scores: what becomes of ``scale * q k^T``: softcap, ALiBi, dropout.
-        softmax_scale: positive factor of ``q k^T`` before the exponential; default ``1 / sqrt(D)``.
+        softmax_scale: factor of ``q k^T`` before the exponential, 1e-30 to 1e30; default ``1 / sqrt(D)``.
         state: ``(out, lse)`` of the shards before, out fp32 ``[B, Sq, H, Dv]``, lse fp32 ``[B, H, Sq]``; both are
             continued in place (with ``final`` and 16-bit queries only lse is).
         final: return ``out`` in q's dtype; otherwise in fp32, to be passed on as ``state``.
@@ -275,7 +275,7 @@ def attention_dkdv(
     """``dK = scale * dS^T Q`` and ``dV = P^T dO`` of one key shard, plus ``accum``.
 
     Query heads that share a key head are summed in their order, or in parts whose sums are added in theirs
-    (``KernelConfig.dkdv_splits``): deterministic either plan.
+    (``KernelConfig.dkdv_splits``): deterministic either way.
 
     Args:
         dout, q, k, v, lse, bounds, scores, softmax_scale, config: as in :func:`attention_backward`.

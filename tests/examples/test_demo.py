@@ -131,9 +131,9 @@ def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("layers", "dims"), [(3, (4, 2, 32)), (1, (4, 4, 64))])
 def test_memory_is_what_was_counted(layers: int, dims: tuple[int, int, int], tmp_path: Path) -> None:
-    """Of float64, which takes most."""
+    """Of float64, which takes most; within a third: a process takes some MB more or less from run to run."""
     heads, kv_heads, head_dim = dims
-    job = Job(1024, 1, layers, heads, kv_heads, head_dim)
+    job = Job(2048, 1, layers, heads, kv_heads, head_dim)
     task = training.Task(job, demo.document(job.seqlen), torch.device("cpu"), tmp_path)
     task.save(0, task.model())
     training.train_exactly(task)
@@ -141,8 +141,7 @@ def test_memory_is_what_was_counted(layers: int, dims: tuple[int, int, int], tmp
         peak = PeakMemory(torch.device("cpu"))
         training.train_exactly(task)
         counted = trained_bytes(job.seqlen, layers, heads * head_dim, kv_heads * head_dim, 8)
-        weights = 2 * 8 * sum(weight.numel() for weight in task.model().parameters())  # and their gradients
-        assert 0.8 * counted < peak.bytes < counted + 2 * weights
+        assert 0.75 * counted < peak.bytes < 1.34 * counted
 
 
 @pytest.mark.parametrize(("flag", "value", "message"), [

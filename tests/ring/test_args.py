@@ -77,7 +77,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
     ({"layout": Layout([[(2**31 - 7, 8)]]), "dropout_p": 0.1}, "layout reaches position 2147483648: with dropout_p"),
     ({"k": x(9, 2), "v": x(9, 2)}, "k has 9 tokens, q has 8"),
-    ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a positive number, 1e30 at most, or None"),
+    ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a number from 1e-30 to 1e30, or None"),
     ({"backend": "cuda"}, "backend is 'cuda': it must be one of auto, triton, aten"),
     ({"layout": Layout.zigzag(8, 2)}, "layout is made for 2 ranks, the group has 1"),
     ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\): it must be \(left, right\), whole numbers from 0 to"),
@@ -91,7 +91,9 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"}, "the block mask has blocks of 8"),
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
     ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be 0 to 8"),
-    ({"softcap": -1.0}, "softcap is -1.0: it must be a positive number, 1e30 at most, or 0 for none"),
+    ({"softmax_scale": 1e-31}, "softmax_scale is 1e-31: it must be a number from 1e-30 to 1e30, or None"),
+    ({"softcap": -1.0}, "softcap is -1.0: it must be a number from 1e-8 to 1e30, or 0 for none"),
+    ({"softcap": 1e-9}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 for none"),
     ({"dropout_p": 1.0}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
     ({"dropout_seed": 3}, "dropout_seed is 3 with dropout_p 0: nothing is dropped"),
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 \[3\] on cpu: .* \[4\] or \[2, 4\]"),
@@ -124,6 +126,8 @@ EAGER: list[tuple[dict[str, Any], str]] = [
 ]
 """Of ``ring_attention``, what an op of torch cannot be given."""
 
+BLOCKS = r"block is 1: 1,000,000 blocks .* a table of 1,000,000,000,000 bytes, 2\^30 at most: .* of at least 31"
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Ring", {"transport": "mpi"}, "transport is 'mpi': it must be one of auto"),
     ("Ring", {"direction": 2}, "direction is 2: it must be 1"),
@@ -134,12 +138,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Ring", {"wire_dtype": [3]}, r"wire_dtype is \[3\]: it must be one of None, torch.bfloat16"),
     ("Ring", {"group": 5}, "group is a int"),
     ("LocalWorld", {"device": "meta"}, "device is 'meta': it must be cpu or a CUDA device that torch sees"),
-    ("Layout", {"spans_per_rank": []}, "spans_per_rank is empty: it must have a list of spans for every rank"),
+    ("Layout", {"spans_per_rank": []}, "^spans_per_rank is empty: it must have a list of spans for every rank$"),
     ("Layout", {"spans_per_rank": [5]}, r"spans_per_rank\[0\] is 5: it must be a list of spans"),
     ("Layout", {"spans_per_rank": [[5]]}, r"spans_per_rank\[0\]\[0\] is 5: it must be a Span\(start, length"),
     ("Layout", {"spans_per_rank": [[(0, 2)], [(-1, 2)]]}, r"spans_per_rank\[1\]\[0\] is \(-1, 2\): it must be a Span"),
     ("Layout", {"spans_per_rank": [[(0, -1)]]}, r"is \(0, -1\): it must be a Span"),
-    ("Layout", {"spans_per_rank": [[(2**61, 2**61)]]}, r"it must be a Span.* positions below 2\^62"),
+    ("Layout", {"spans_per_rank": [[(2**61, 2**61)]]}, r"at least 0, step at least 1, positions below 2\^62$"),
     ("contiguous", {"seqlen": -1}, r"seqlen is -1: it must be a whole number from 0 to 2\^62 - 1"),
     ("zigzag", {"cu_seqlens": [0, 5, 7]}, "cu_seqlens ends at 7: it must end at 8, the number of tokens"),
     ("uneven", {"lengths": []}, "^lengths is empty: it must have the number of tokens of every rank$"),
@@ -165,7 +169,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Documents", {"cu_seqlens": [1, 4]}, "cu_seqlens starts at 1: it must start at 0"),
     ("Documents", {"cu_seqlens": [0, 4, 3]}, r"cu_seqlens\[2\] is 3, the one before is 4: it must not descend"),
     ("Documents", {"cu_seqlens": [0, 4.0]}, r"cu_seqlens is \[0, 4.0\]: it must be a list of whole numbers, or a CPU"),
-    ("Documents", {"cu_seqlens": torch.tensor([0.0, 4])}, r"cu_seqlens is torch.float32 \[2\]: it must be integers"),
+    ("Documents", {"cu_seqlens": torch.tensor([0.0, 4])}, r"float32 \[2\]: it must be integers \[documents \+ 1\]$"),
+    ("Documents", {"cu_seqlens": torch.tensor([False, True])}, r"cu_seqlens is torch.bool \[2\]: it must be integers"),
     ("Documents", {"cu_seqlens": torch.tensor([[0, 4]])}, r"cu_seqlens is torch.int64 \[1, 2\]: it must be integers"),
     ("Documents", {"cu_seqlens": torch.zeros(2, device="meta").int()}, "cu_seqlens is on meta: it must be a list or a"),
     (
@@ -188,6 +193,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fixed", {"summary": 6}, "summary is 6: it must be at most stride, 4"),
     ("bigbird", {"window": 0}, "window is 0: it must be a whole number from 1"),
     ("bigbird", {"window": 2}, "window is 2: it must be odd, the query's own block and"),
+    *((name, {"seqlen": 10**6, "block": 1}, BLOCKS) for name in ("strided", "fixed", "bigbird")),
+    ("bigbird", {"seed": "a"}, r"seed is 'a': it must be a whole number from -9223372036854775808 to 2\^64 - 1"),
+    ("bigbird", {"seed": 2**70}, "seed is 1180591620717411303424: it must be a whole number from"),
     ("bigbird", {"global_": -1}, "global_ is -1: it must be a whole number from 0"),
     ("bigbird", {"random": -1}, "random is -1: it must be a whole number from 0"),
     ("longformer", {"window": -2}, "window is -2: it must be a whole number from 0"),

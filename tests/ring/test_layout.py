@@ -28,7 +28,7 @@ def expand(spans: list[tuple[int, int, int]]) -> list[int]:
     return [start + i * step for start, length, step in spans for i in range(length)]
 
 
-SPEEDS: Any = np.array([3, 1], dtype=np.float32)
+FLOAT32: Any = np.array([3, 1], dtype=np.float32)
 SIXTHS: list[Any] = [Fraction(1, 6), Fraction(5, 6)]
 HELD: list[tuple[Callable[[], Layout], list[list[int]]]] = [
     (lambda: Layout.contiguous(8, 3), [[0, 1, 2], [3, 4, 5], [6, 7]]),
@@ -47,7 +47,7 @@ HELD: list[tuple[Callable[[], Layout], list[list[int]]]] = [
     (lambda: Layout.balanced(7, [0, 1, 0, 2.0], causal=True), [[], [0, 6], [], [1, 2, 3, 4, 5]]),
     (lambda: Layout.balanced(4, [1, 1e-9], causal=True), [[0, 1, 2, 3], []]),
     (lambda: Layout.balanced(0, [1, 2], causal=True), [[], []]),
-    (lambda: Layout.balanced(8, [*SPEEDS], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
+    (lambda: Layout.balanced(8, [*FLOAT32], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
     # exact: a sixth of three tokens is half a token, and rounded up
     (lambda: Layout.balanced(3, SIXTHS, causal=False), [[0], [1, 2]]),
 ]
@@ -138,6 +138,8 @@ def test_any_layout_is_made_of_its_spans(layout: Layout) -> None:
         assert all(before.stop <= after.start for before, after in pairwise(spans))
         assert [span.stop for span in spans] == [expand([span])[-1] + 1 for span in spans]
     assert Layout([layout.spans(rank) for rank in range(layout.world)]) == layout
+    rows = [[rank, *span] for rank in range(layout.world) for span in layout.spans(rank) or [(0, 0, 1)]]
+    assert layout.table.tolist() == rows
 
 
 JOINED: list[tuple[list[tuple[int, ...]], list[Span]]] = [
@@ -147,6 +149,7 @@ JOINED: list[tuple[list[tuple[int, ...]], list[Span]]] = [
     ([(0, 2, 3), (7, 2, 3)], [Span(0, 2, 3), Span(7, 2, 3)]),
     ([(4, 1, 3)], [Span(4, 1, 1)]),
     ([(3, 0, 1)], []),
+    ([(2**62 - 2, 1)], [Span(2**62 - 2, 1)]),
 ]
 
 

@@ -91,7 +91,7 @@ def first_after(lo: torch.Tensor, seen: torch.Tensor, row: int) -> int:
     return int(rest[0]) if len(rest) else int(lo[-1])
 
 
-@pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(used=(4, 9))])
+@pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(used=(4, 9)), Mask(used=())])
 def test_every_small_layout(mask: Mask) -> None:
     for layout in small_layouts(9, 4):
         for rank in range(layout.world):
