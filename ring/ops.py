@@ -392,7 +392,8 @@ def _refuse(ctx: Any, *_: Tensor) -> None:
     raise RuntimeError(ONCE)
 
 
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library: Any = torch.library
+_LIBRARY = _library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _defined(name: str, function: Any, tensors: str, returns: str, fake: Any) -> Any:
