@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.common.flags import Causal, Csv, Json, check_mode, check_needs, device_name, dtype_name, make_folder, sizes
+from ..bench.common.flags import (
+    Causal,
+    Csv,
+    Json,
+    check_folder,
+    check_mode,
+    check_needs,
+    device_name,
+    dtype_name,
+    sizes,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +82,6 @@ def run(
     from ..bench.common.result import finish
     from ..kernels.tables import KERNELS, TUNED, user_folder
     from .space import SHORT, Shape
-    from .store import PRIVATE
 
     if not ring and not prints():
         return  # one GPU, or none: under a launcher rank 0 does it, and the others have nothing to do
@@ -83,7 +92,7 @@ def run(
             raise ValueError("--save-dir is not given, and this user has no home to keep a cache in")
         folder = folder.absolute()
         if prints():
-            make_folder("--save-dir", folder, PRIVATE)
+            check_folder("--save-dir", folder)
         if ring:
             from .ring_search import problems_of, tune_rings
 

@@ -34,7 +34,7 @@ Refusal: Any = typer.BadParameter.__mro__[2]  # Click's, which new versions of t
 class Group(typer.core.TyperGroup):
     """Commands by name: an unknown one ends as every command that refuses does, in one line."""
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **_: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **__: Any) -> Any:
         sys.exit(run(lambda: self, prog_name or "ringattn", list(sys.argv[1:] if args is None else args)))
 
 

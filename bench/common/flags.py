@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -150,19 +151,25 @@ def _stream(context: typer.Context, value: str | None) -> str | None:
     return value
 
 
-def make_folder(flag: str, folder: Path, mode: int = 0o777) -> None:
-    """Make a folder for output and those above it that are missing, before any work.
+def check_folder(flag: str, folder: Path) -> None:
+    """Refuse a folder for output that cannot be made or written to, before any work; nothing of it is left.
 
     Raises:
         typer.BadParameter: it is something else, or nothing can be written there.
     """
+    made: list[Path] = []
     try:
         for part in reversed([folder, *folder.parents]):
             if not part.is_dir():
-                part.mkdir(mode, exist_ok=True)
+                part.mkdir()
+                made.append(part)
         TemporaryFile(dir=folder).close()
     except OSError as error:
         raise typer.BadParameter(f"{flag} is {folder}: it is no folder to write to: {error.strerror}") from None
+    finally:
+        with suppress(OSError):  # another process may write there by now
+            for part in reversed(made):
+                part.rmdir()
 
 
 Batch = Annotated[int, typer.Option(min=1)]

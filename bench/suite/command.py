@@ -42,7 +42,7 @@ def suite(
     import time
 
     begun = time.monotonic()
-    from ..common.flags import device_here, make_folder
+    from ..common.flags import check_folder, device_here
     from ..common.launching import cores, forget_launcher
     from ..common.output import prints
     from ..common.provenance import provenance
@@ -59,7 +59,7 @@ def suite(
     parts = [part for part in everything if (only or "") in part.name]
     if not parts:
         raise typer.BadParameter(f"--only is {only!r}: no part has that in its name")
-    make_folder("--out", out)
+    check_folder("--out", out)
     result = Result(CASE, UNITS, provenance=provenance(place))
     known = {str(row["part"]): row for row in earlier(out, result.provenance)}
     # kept is what ended well, by the same command

@@ -15,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
+from ringattn.bench.common import flags
 from ringattn.bench.common.output import write_json
 from ringattn.bench.common.result import read
 from ringattn.bench.report import timelines
@@ -164,10 +165,12 @@ def test_bad_folder_is_named(flag: str, alone: None, tmp_path: Path, monkeypatch
     for work in ("bench.suite.processes.run", "autotune.tune.tune", "tools.export.kernels.export"):
         monkeypatch.setattr(f"ringattn.{work}", lambda *_, **__: pytest.fail("it started"))
     (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/no")):
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/no"), Path("/proc")):
         ended = run(*FOLDERS[flag], flag, folder)
         assert ended.exit_code == 2 and len(ended.output.splitlines()) == 1, ended.output
         assert f"{flag} is {folder}: it is no folder to write to" in ended.output
+    flags.check_folder(flag, tmp_path / "a" / "b")
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_dash_is_standard_output_of_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

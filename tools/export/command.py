@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...bench.common.flags import Json, check_needs, dtype_name, make_folder
+from ...bench.common.flags import Json, check_folder, check_needs, dtype_name
 
 if TYPE_CHECKING:
     from .config import ExportConfig
@@ -82,7 +82,7 @@ def main(
             grouped, role, forward_kernel, backward, gpu, config_dir,
         )  # fmt: skip
         if prints():
-            make_folder("--out-dir", out_dir)
+            check_folder("--out-dir", out_dir)
         for name in config.kernels:
             kernels.append(one := export(config, name))
             if prints() and json != "-":
