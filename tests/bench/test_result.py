@@ -49,7 +49,7 @@ def test_what_is_the_same_in_all_rows_of_a_wide_table_is_told_once() -> None:
 
 
 def test_files_read_back(tmp_path: Path) -> None:
-    finish(FOUND, str(str(tmp_path / "r.json")), tmp_path / "r.csv")
+    finish(FOUND, str(tmp_path / "r.json"), str(tmp_path / "r.csv"))
     assert read(tmp_path / "r.json") == FOUND
     assert (tmp_path / "r.csv").read_text().splitlines()[0] == "edge,GB/s,checked,remark"
 
