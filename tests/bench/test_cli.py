@@ -69,6 +69,7 @@ def test_no_such_command(arguments: list[str], line: str) -> None:
     ran = CliRunner().invoke(cli.app, arguments, prog_name="ringattn")
     told = ran.output.strip("\n ").splitlines()
     assert ran.exit_code == 2 and told[0].startswith(line.strip()) and (len(told) == 1) == ("No such" in line)
+    assert "No such" in line or told[-1].startswith("╰")
 
 
 def test_options_and_help_are_the_commands_own(demo: list[object]) -> None:
