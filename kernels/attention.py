@@ -275,7 +275,7 @@ def attention_dkdv(
     """``dK = scale * dS^T Q`` and ``dV = P^T dO`` of one key shard, plus ``accum``.
 
     Query heads that share a key head are summed in their order, or in parts whose sums are added in theirs
-    (``KernelConfig.dkdv_splits``): deterministic either plan.
+    (``KernelConfig.dkdv_splits``): deterministic either way.
 
     Args:
         dout, q, k, v, lse, bounds, scores, softmax_scale, config: as in :func:`attention_backward`.

@@ -61,7 +61,7 @@ def _chip_of(device: torch.device) -> Chip:
 
 
 def l2_of(arch: int) -> int:
-    """Bytes of L2 of a compute capability (90 is 9.0), for where no such GPU is there to be requested."""
+    """Bytes of L2 of a compute capability (90 is 9.0), for where there is no such GPU to ask."""
     return L2_BYTES.get(arch, LEAST_L2)
 
 
