@@ -148,6 +148,8 @@ class Ring:
     def settings(self) -> dict[str, Any]:
         """What all ranks of a ring must have in common, beside what they compute."""
         return {
+            "transport": self._transport_name,
+            "limits": self.limits,
             "direction": self.direction,
             "topology": None if self.topology is None else self.topology.nodes,
             "slots": self.slots,

@@ -14,6 +14,7 @@ import torch
 import torch.utils.checkpoint
 
 from ringattn import Ring, ring_attention
+from ringattn.comm import Limits
 
 from ..support.forked import Ending, ending, results
 
@@ -59,6 +60,10 @@ class Endless(list[int]):
     def __iter__(self) -> Iterator[int]:
         while True:
             time.sleep(0.01)
+
+
+def another_ring(ring: Ring, **of_rank_1: Any) -> None:
+    attend(Ring(deadline=120.0, **(of_rank_1 if ring.rank == 1 else {})))
 
 
 def no_gradient(ring: Ring) -> None:
@@ -124,6 +129,12 @@ DIFFERS = "ValueError: {} differs between ranks ("
             None,
         ),
         (partial(known_calls, first=DROPOUT, second=DROPOUT | {"dropout_seed": 7}), "ValueError: dropout_seed", None),
+        (
+            partial(another_ring, transport="process_group"),
+            DIFFERS.format("transport") + "rank 0: 'auto', rank 1: 'process_group', rank 2: 'auto'): ",
+            None,
+        ),
+        (partial(another_ring, limits=Limits(bytes_per_second=1e9)), DIFFERS.format("limits"), None),
         (no_gradient, DIFFERS.format("gradient") + "rank 0: True, rank 1: False, rank 2: True): ", None),
         (a_backward_against_a_forward, DIFFERS.format("call") + "rank 0: 'backward', rank 1: 'forward', rank 2", None),
         (interrupted_before_the_call, "ValueError: rank 1 refused this call: KeyboardInterrupt", "KeyboardInterrupt"),
