@@ -80,7 +80,7 @@ def predict(
         Any, typer.Option("--world", "--gpus", parser=flags.count, metavar="COUNT", help="Ranks, a GPU each.")
     ] = str(WORLD),
     nodes: Annotated[int, typer.Option(min=1, help="Machines; several make a two-level ring.")] = 1,
-    nics: Annotated[int | None, typer.Option(min=1, help="NICs of a node; default: one per GPU.")] = None,
+    nics: Annotated[int | None, typer.Option(min=1, help="NICs of a node, at most and by default one per GPU.")] = None,
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
     heads: flags.Heads = 32,
     kv_heads: flags.KvHeads = None,
@@ -165,6 +165,8 @@ def predict(
         )  # fmt: skip
         if most <= call.per_node and (link_between is not None or nics is not None):
             raise ValueError("link-between and nics are of several nodes: --nodes counts them")
+        if nics is not None and nics > call.per_node:
+            raise ValueError(f"nics is {nics}: a node has {call.per_node} GPUs, and each uses one NIC at most")
         if call.per_node == 1 and link is not None and not sweep:
             raise ValueError("link joins GPUs of a node, and each has one: --link-between joins nodes")
         speed, measured = speed_of(call, gpu, tflops, backward_tflops, kernels)

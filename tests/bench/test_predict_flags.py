@@ -53,6 +53,7 @@ REFUSED = {
     "--gpu abacus": "it must be one of h100",
     "--link warp": "it takes one of nvlink4",
     "--link-between ib400": "link-between and nics are of several nodes: --nodes counts them",
+    "--nodes 2 --nics 99": "nics is 99: a node has 4 GPUs, and each uses one NIC at most",
     "--gpus 2 --nodes 2 --link pcie5": "link joins GPUs of a node, and each has one",
     "--gpus 8 --nodes 3": "it must divide 8 GPUs, as 1, 2, 4, 8 do",
     "--slots 1 --world 4": "slots is 1: a ring of 4 ranks needs at least 2",
