@@ -27,7 +27,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def show(
     context: typer.Context,
     seqlen: Annotated[Any, typer.Option(parser=flags.size, metavar="SIZE", help="Tokens in all.")] = "8k",
-    world: Annotated[int, typer.Option(min=1, help="Ranks.")] = 4,
+    world: Annotated[Any, typer.Option(parser=flags.count, metavar="COUNT", help="Ranks.")] = "4",
     layout: flags.LayoutFlag = LayoutName.zigzag,
     lengths: Annotated[
         Any,

@@ -52,7 +52,9 @@ def size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d{1,18})([kmg]?)", text.strip().lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size: it must be a whole number, with k, m or g behind it or not")
+        raise typer.BadParameter(
+            f"{text!r} is not a size: it must be a whole number below 10^18, with k, m or g behind it or not"
+        )
     return int(match[1]) * SUFFIXES[match[2]]
 
 

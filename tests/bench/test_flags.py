@@ -41,7 +41,7 @@ def test_parsers() -> None:
 @pytest.mark.parametrize(
     ("check", "arguments", "told"),
     [
-        *((size, (text,), "is not a size: it must be a whole number") for text in ("", "-1", "1.5k", "9" * 19)),
+        *((size, (text,), "it must be a whole number below 10^18") for text in ("", "-1", "1.5k", "9" * 19)),
         (flags.counts, ("2,0",), "'0' is too small: it must be at least 1"),
         (flags.head_dims, ("64,257",), "257 is no head dim: it must be 1 to 256"),
         (flags.window, ("3",), "'3' is no window"),
