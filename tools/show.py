@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 COLUMNS = 80
 LEAST_CELLS, MOST_CELLS = 16, 32  # of a mask on the terminal, each way
 MOST = 1 << 30  # tokens times ranks: half a minute
+MOST_BYTES = 5e9
+TOKEN_BYTES, HOP_BYTES, ROW_BYTES = 100, 150, 4500  # at the peak: of a token, a hop of a rank, and that in a file
+PAIR_BYTES = 30  # of two blocks of a pattern
 HOP_MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LEGEND = "mask: rows are queries and their rank, columns keys and their shard;", "the hop that computes, . unseen"
 
@@ -72,10 +75,14 @@ def show(
     from .call import Call, described, hop_rows
 
     tokens, count = (seqlen, world) if lengths is None else (sum(lengths), len(lengths))
-    if tokens * count > MOST:
+    block = block_mask.parameters.get("block", 0) if block_mask else 0
+    needed = TOKEN_BYTES * tokens + (HOP_BYTES if json is None and csv is None else ROW_BYTES) * count**2
+    needed += PAIR_BYTES * (tokens // block) ** 2 if block else 0
+    if tokens * count > MOST or needed > MOST_BYTES:
         raise typer.BadParameter(
-            f"{tokens:,} tokens over {count:,} ranks are too many to count one by one: the product may be {MOST:,} at "
-            "most; `ringattn predict` takes any number"
+            f"{tokens:,} tokens over {count:,} ranks{f' in blocks of {block}' if block else ''} are too many to count "
+            f"one by one: they may take {human(needed, 'B')}, {human(MOST_BYTES, 'B')} at most, and the product may be "
+            f"{MOST:,} at most; `ringattn predict` takes any number"
         )
     if not tokens:
         raise typer.BadParameter("there are 0 tokens: a call has at least one")

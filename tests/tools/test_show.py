@@ -223,11 +223,15 @@ def test_pictures(flags: str, name: str, begins: bytes, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(("flags", "message"), [
     ("--seqlen 100g --world 100000", "107,374,182,400 tokens over 100,000 ranks are too many to count one by one"),
+    ("--seqlen 1g --world 1", "1 ranks are too many to count one by one: they may take 107 GB, 5.00 GB at most"),
+    ("--world 32k", "8,192 tokens over 32,768 ranks are too many to count one by one: they may take 161"),
+    ("--world 2k --json -", "over 2,048 ranks are too many to count one by one: they may take 18.9 GB"),
     ("--lengths 1k --world 2", "--world and --lengths are both given: pass one of them"),
     ("--direction 3", "direction is 3: it must be 1"),
     ("--world 8 --nodes 3", "nodes is 3: it must cut 8 ranks into equal nodes of at least 2"),
     ("--seqlen 0", "there are 0 tokens: a call has at least one"),
     ("--block-mask strided,block=4", "does not say all of strided, or more: it must be strided,block=SIZE,"),
+    ("--seqlen 1m --block-mask strided,block=1,stride=4", "over 4 ranks in blocks of 1 are too many to count"),
     ("--per-document", "--per-document is a zigzag of --documents or --cu-seqlens: pass these, and no other"),
     ("--out x.gif", "x.gif is no picture: it must end with one of .png, .svg, .pdf"),
 ])  # fmt: skip
