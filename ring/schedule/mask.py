@@ -14,6 +14,8 @@ import torch
 from ...kernels import FULL, Bounds
 from .layout import Documents, Layout, at_least
 
+MOST_BLOCKS = 1 << 15  # of queries, and of keys, of a pattern that is built here: a table of 1 GiB
+
 
 class BlockMask:
     """A query sees a key where its block of queries sees the key's block; immutable and hashable.
@@ -101,7 +103,7 @@ def strided(seqlen: int, block: int, *, stride: int) -> BlockMask:
         stride: a multiple of ``block``.
 
     Raises:
-        ValueError: a length below 0, or ``stride`` is not a positive multiple of ``block``.
+        ValueError: a length below 0, more than 2^15 blocks, or ``stride`` is not a positive multiple of ``block``.
     """
     queries, keys = _grid(seqlen, block)
     step = _multiple("stride", stride, block)
@@ -123,8 +125,8 @@ def fixed(seqlen: int, block: int, *, stride: int, summary: int) -> BlockMask:
         summary: a multiple of ``block``, at most ``stride``.
 
     Raises:
-        ValueError: a length below 0, ``stride`` or ``summary`` is not a positive multiple of ``block``, or the summary
-            is the longer.
+        ValueError: a length below 0, more than 2^15 blocks, ``stride`` or ``summary`` is not a positive multiple of
+            ``block``, or the summary is the longer.
     """
     queries, keys = _grid(seqlen, block)
     step, last = _multiple("stride", stride, block), _multiple("summary", summary, block)
@@ -151,7 +153,7 @@ def bigbird(seqlen: int, block: int, *, window: int, global_: int, random: int, 
         seed: of the generator that draws them.
 
     Raises:
-        ValueError: a length or a count below 0, or ``window`` is even or not positive.
+        ValueError: a length or a count below 0, more than 2^15 blocks, or ``window`` is even or not positive.
     """
     queries, keys = _grid(seqlen, block)
     window, global_, random = (
@@ -203,8 +205,14 @@ def longformer(window: int, global_tokens: Iterable[tuple[int, int]]) -> Longfor
 
 def _grid(seqlen: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks of queries, a column, and of keys, a row."""
+    blocks = -(-at_least(0, "seqlen", seqlen) // at_least(1, "block", block))
+    if blocks > MOST_BLOCKS:
+        raise ValueError(
+            f"block is {block}: {blocks:,} blocks of {seqlen:,} positions make a table of {blocks**2:,} bytes, 2^30 at "
+            f"most: pass a block of at least {-(-seqlen // MOST_BLOCKS):,}"
+        )
     # int32: at a million positions a pattern has 10^8 blocks, and this is read several times for each
-    count = torch.arange(-(-at_least(0, "seqlen", seqlen) // at_least(1, "block", block)), dtype=torch.int32)
+    count = torch.arange(blocks, dtype=torch.int32)
     return count[:, None], count[None, :]
 
 

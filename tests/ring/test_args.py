@@ -124,6 +124,8 @@ EAGER: list[tuple[dict[str, Any], str]] = [
 ]
 """Of ``ring_attention``, what an op of torch cannot be given."""
 
+BLOCKS = r"block is 1: 1,000,000 blocks .* a table of 1,000,000,000,000 bytes, 2\^30 at most: .* of at least 31"
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Ring", {"transport": "mpi"}, "transport is 'mpi': it must be one of auto"),
     ("Ring", {"direction": 2}, "direction is 2: it must be 1"),
@@ -181,6 +183,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("strided", {"stride": 6}, "stride is 6: it must be a positive multiple of block, 4"),
     ("fixed", {"summary": 6}, "summary is 6: it must be at most stride, 4"),
     ("bigbird", {"window": 2}, "window is 2: it must be odd, the query's own block and"),
+    *((name, {"seqlen": 10**6, "block": 1}, BLOCKS) for name in ("strided", "fixed", "bigbird")),
     ("bigbird", {"global_": -1}, "global_ is -1: it must be a whole number from 0"),
     ("longformer", {"window": 3}, "window is 3: it must be even, half of it on either side"),
     ("longformer", {"global_tokens": [(4, 4)]}, r"global_tokens\[0\] is \(4, 4\): stretches must ascend and hold"),
