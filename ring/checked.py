@@ -57,6 +57,7 @@ ARGUMENTS = {
     "lengths": listed("a list with the number of tokens of every rank"),
     "speeds": listed("a list with the relative speed of every rank"),
     "shards": Kind("the shards of all ranks, in rank order", list),
+    "seed": whole(-(1 << 63), SEEDS - 1),  # what torch.Generator takes
     "dim": whole(-MOST_DIMS, MOST_DIMS - 1),
     "grad": one_of("slice", "sum"),
 }

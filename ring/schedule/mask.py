@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...kernels import FULL, Bounds
+from ..checked import checked
 from .layout import Documents, Layout, at_least
 
 MOST_BLOCKS = 1 << 15  # of queries, and of keys, of a pattern that is built here: a table of 1 GiB
@@ -153,7 +154,8 @@ def bigbird(seqlen: int, block: int, *, window: int, global_: int, random: int, 
         seed: of the generator that draws them.
 
     Raises:
-        ValueError: a length or a count below 0, more than 2^15 blocks, or ``window`` is even or not positive.
+        ValueError: a length or a count below 0, more than 2^15 blocks, a seed that torch's generators do not take, or
+            ``window`` is even or not positive.
     """
     queries, keys = _grid(seqlen, block)
     window, global_, random = (
@@ -164,6 +166,7 @@ def bigbird(seqlen: int, block: int, *, window: int, global_: int, random: int, 
     if window % 2 == 0:
         raise ValueError(f"window is {window}: it must be odd, the query's own block and as many on either side")
     seen = ((queries - keys).abs() <= window // 2) | (queries < global_) | (keys < global_)
+    (seed,) = checked(seed=seed)
     generator = torch.Generator().manual_seed(seed)
     for row in seen:
         others = (~row).nonzero().squeeze(1)

@@ -184,6 +184,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fixed", {"summary": 6}, "summary is 6: it must be at most stride, 4"),
     ("bigbird", {"window": 2}, "window is 2: it must be odd, the query's own block and"),
     *((name, {"seqlen": 10**6, "block": 1}, BLOCKS) for name in ("strided", "fixed", "bigbird")),
+    ("bigbird", {"seed": "a"}, r"seed is 'a': it must be a whole number from -9223372036854775808 to 2\^64 - 1"),
+    ("bigbird", {"seed": 2**70}, "seed is 1180591620717411303424: it must be a whole number from"),
     ("bigbird", {"global_": -1}, "global_ is -1: it must be a whole number from 0"),
     ("longformer", {"window": 3}, "window is 3: it must be even, half of it on either side"),
     ("longformer", {"global_tokens": [(4, 4)]}, r"global_tokens\[0\] is \(4, 4\): stretches must ascend and hold"),
