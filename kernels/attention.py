@@ -172,7 +172,7 @@ def attention_forward(
         v: values ``[B, Sk, Hkv, Dv]``.
         bounds: the keys that each query row sees.
         scores: what becomes of ``scale * q k^T``: softcap, ALiBi, dropout.
-        softmax_scale: positive factor of ``q k^T`` before the exponential; default ``1 / sqrt(D)``.
+        softmax_scale: factor of ``q k^T`` before the exponential, 1e-30 to 1e30; default ``1 / sqrt(D)``.
         state: ``(out, lse)`` of the shards before, out fp32 ``[B, Sq, H, Dv]``, lse fp32 ``[B, H, Sq]``; both are
             continued in place (with ``final`` and 16-bit queries only lse is).
         final: return ``out`` in q's dtype; otherwise in fp32, to be passed on as ``state``.

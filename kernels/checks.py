@@ -18,6 +18,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 LARGEST = 1e30
 """Of scales and caps: beyond it a score over its cap leaves the range of fp32."""
+LEAST_SCALE = 1e-30
+"""Below it scores and gradients leave the range of fp32."""
+LEAST_CAP = 1e-8
+"""Below it the largest scale over a cap leaves the range of fp32, in which the weights of such scores are all alike."""
 TRANSPOSED = "; in [B, H, S, D] they would fit: pass .transpose(1, 2) of q, k and v"
 
 
@@ -97,8 +101,8 @@ def check_unit_stride(name: str, x: torch.Tensor) -> None:
 def check_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if not is_real(scale) or not 0 < scale <= LARGEST:
-        raise ValueError(f"softmax_scale is {scale!r}: it must be a positive number, 1e30 at most, or None: 1/sqrt(D)")
+    if not is_real(scale) or not LEAST_SCALE <= scale <= LARGEST:
+        raise ValueError(f"softmax_scale is {scale!r}: it must be a number from 1e-30 to 1e30, or None: 1/sqrt(D)")
     return float(scale)
 
 

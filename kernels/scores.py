@@ -8,7 +8,7 @@ from numbers import Integral
 
 import torch
 
-from .checks import LARGEST, check_tensor, is_real
+from .checks import LARGEST, LEAST_CAP, check_tensor, is_real
 
 WORDS = 1 << 32  # of 32 bits
 SEEDS = 1 << 64
@@ -26,7 +26,7 @@ class Scores:
     """
 
     softcap: float = 0.0
-    """``cap``; 0: none."""
+    """``cap``, from 1e-8 to 1e30; 0: none."""
     alibi_slopes: torch.Tensor | None = None
     """fp32 ``[H]`` or ``[B, H]``."""
     dropout_p: float = 0.0
@@ -68,8 +68,8 @@ class Scores:
 
     def check(self, batch: int, heads: int, device: torch.device) -> None:
         """Refuse what does not fit: ValueError."""
-        if not is_real(self.softcap) or not 0 <= self.softcap <= LARGEST:
-            raise ValueError(f"softcap is {self.softcap!r}: it must be a positive number, 1e30 at most, or 0 for none")
+        if not is_real(self.softcap) or not (self.softcap == 0 or LEAST_CAP <= self.softcap <= LARGEST):
+            raise ValueError(f"softcap is {self.softcap!r}: it must be a number from 1e-8 to 1e30, or 0 for none")
         if not is_real(self.dropout_p) or not 0 <= self.dropout_p < 1:
             raise ValueError(f"dropout_p is {self.dropout_p!r}: it must be a number of at least 0 and below 1")
         if not is_real(self.dropout_seed, Integral) or not 0 <= self.dropout_seed < SEEDS:

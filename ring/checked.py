@@ -11,7 +11,7 @@ from ..comm import Limits, Topology
 from ..comm.checked import FLAG, RANK, RANKS, SECONDS, Kind, instance, listed, narrowed, number, one_of, optional, whole
 from ..comm.groups import TRANSPORTS
 from ..kernels import KernelConfig
-from ..kernels.checks import LARGEST
+from ..kernels.checks import LARGEST, LEAST_CAP, LEAST_SCALE
 from ..kernels.scores import SEEDS
 
 MOST_POSITIONS = (1 << 62) - 1  # so that a position and a side of a window add up in 64 bits
@@ -32,8 +32,8 @@ ARGUMENTS = {
     # ring_attention
     "causal": FLAG,
     "window_size": Kind("(left, right), whole numbers from 0 to 2^62 - 1, or -1 for no end on that side", _window),
-    "softmax_scale": optional(number("a positive number, 1e30 at most", lambda value: 0 < value <= LARGEST)),
-    "softcap": number("a positive number, 1e30 at most, or 0 for none", lambda value: 0 <= value <= LARGEST),
+    "softmax_scale": optional(number("a number from 1e-30 to 1e30", lambda value: LEAST_SCALE <= value <= LARGEST)),
+    "softcap": number("a number from 1e-8 to 1e30, or 0 for none", lambda cap: cap == 0 or LEAST_CAP <= cap <= LARGEST),
     "dropout_p": number("a number of at least 0 and below 1", lambda value: 0 <= value < 1),
     "dropout_seed": optional(whole(0, SEEDS - 1)),
     "prefix_length": optional(POSITIONS),

@@ -80,7 +80,8 @@ INPUTS: dict[str, dict[str, Any]] = {
     r"k has head dim 32, q has 16: they must be equal": {"k": zeros(2, 6, 2, 32)},
     r"v is \[2, 6, 1, 24\], k is \[2, 6, 2, 16\]: .* must be equal": {"v": zeros(2, 6, 1, 24)},
     r"k has 3 heads, q has 4: .* must be a multiple of": {"k": zeros(2, 6, 3, 16), "v": zeros(2, 6, 3, 24)},
-    r"softmax_scale is 0.0: it must be a positive number, 1e30 at most": {"softmax_scale": 0.0},
+    r"softmax_scale is 0.0: it must be a number from 1e-30 to 1e30": {"softmax_scale": 0.0},
+    r"softmax_scale is 1e-31: it must be a number from 1e-30 to 1e30": {"softmax_scale": 1e-31},
     r"bounds has only one of lo and hi": {"bounds": Bounds(None, INDEX)},
 }
 
@@ -122,7 +123,8 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"bounds": blocks(1, 1, device=META)}, "bounds.block_sparse is for meta"),
     ({"bounds": blocks(1, 1, block=24)}, "blocks of 24: they must be a multiple of 16"),
     ({"bounds": blocks(1, 1), "config": tiles(16, 32)}, "config.forward has tiles of 16 x 32: they must divide the bl"),
-    ({"scores": Scores(softcap=-1.0)}, "softcap is -1.0: it must be a positive number, 1e30 at most, or 0"),
+    ({"scores": Scores(softcap=-1.0)}, "softcap is -1.0: it must be a number from 1e-8 to 1e30, or 0 for none"),
+    ({"scores": Scores(softcap=1e-9)}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 for none"),
     ({"scores": Scores(dropout_p=1.0)}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
     ({"scores": Scores(dropout_seed=1 << 64)}, "dropout_seed is 18446744073709551616"),
     ({"scores": Scores(alibi_slopes=zeros(3))}, r"alibi_slopes is torch.float32 \[3\] .* \[4\] or \[2, 4\]"),

@@ -69,6 +69,7 @@ SCORES: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": 2.0},
     "wide softcap": {"softcap": 50.0},
+    "least softcap": {"softcap": 1e-8},
     "alibi": {"alibi_slopes": SLOPES},
     "alibi by batch row": {"alibi_slopes": torch.stack([SLOPES, SLOPES.flip(0)])},
     "dropout": {"dropout_p": 0.3, "dropout_seed": 0x9E3779B97F4A7C15},

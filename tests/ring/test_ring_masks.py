@@ -55,6 +55,7 @@ PATTERNS: dict[str, Callable[[int], dict[str, Any]]] = {
 SCORES: dict[str, dict[str, Any]] = {
     "scale": {"softmax_scale": 0.7},
     "softcap": {"softcap": 1.5},
+    "least": {"softmax_scale": 1e-30, "softcap": 1e-8},
     "alibi": {"alibi_slopes": SLOPES},
     "alibi by batch row": {"alibi_slopes": torch.stack([SLOPES, SLOPES.flip(0)])},
     "dropout": {"dropout_p": 0.3, "dropout_seed": 2**63 + 5},
@@ -104,7 +105,7 @@ def test_features(name: str, layout: str, world: int) -> None:
 
 
 # what each of them is to a kernel is tested there; here, that the ring tells it
-LAUNCHED = ("window", "causal documents", "prefix", "padding", "longformer", "bigbird in documents", "dropout")
+LAUNCHED = ("window", "causal documents", "prefix", "padding", "longformer", "bigbird in documents", "dropout", "least")
 
 
 @pytest.mark.parametrize(("name", "layout"), [*zip(LAUNCHED, cycle(["contiguous", "striped", "zigzag"]))])
