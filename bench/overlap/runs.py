@@ -255,7 +255,7 @@ def verdict(rows: Sequence[Row], repeats: int) -> str:
         two, three = steps.get((2, 1, chunks)), steps.get((3, 2, chunks))
         if two is not None and three is not None:
             spread = max(two["spread"], three["spread"])
-            beside = "" if repeats == 0 else f" ±{spread:.1f}%"
+            beside = "" if repeats == 1 else f" ±{spread:.1f}%"
             saved.append(f"{100 - 100 * three['together'] / two['together']:+.1f}%{beside} with {chunks} chunks")
     listed = ", ".join(saved) or "not measured (--slots 2,3 --prefetch 1,2, three ranks or more)"
     return f"the third buffer saves of a step: {listed}"
