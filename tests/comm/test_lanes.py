@@ -6,13 +6,14 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.comm import LocalGroup, LocalTransport, Message, ProcessGroupTransport
+from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, ProcessGroupTransport
 from ringattn.comm.control import control_of
 from ringattn.comm.transport import DONE, TransportError
 from ringattn.comm.transports.lanes import StreamLane, passed
@@ -43,6 +44,26 @@ def test_local_conformance(name: str, world_size: int, device: Device) -> None:
 def test_local_holds_tensors_until_compute_has_waited(device: Device) -> None:
     """Also for the copy of the rank that they go to."""
     on_ranks(2, lambda group: check_held(device, streamed(group), 1 - group.rank()))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: bool, device: Device) -> None:
+    """Each rank on a stream of its own, after what the caller had enqueued; over when `run` returns, or raises."""
+
+    def fn(group: LocalGroup) -> None:
+        device.add("compute", device.current())
+        if fails:
+            raise ValueError(f"rank {group.rank()}")
+
+    with LocalWorld(3, device="cuda:0") as world:
+        made = device.add("compute", device.current())
+        with pytest.raises(ValueError, match="rank") if fails else nullcontext():
+            world.run(fn)
+    computed = [op for op in device.log if op.kind == "compute" and op is not made]
+    assert len({op.stream for op in (made, *computed)}) == 4
+    for op in computed:
+        assert device.happens_before(made, op)
+        assert any(device.happens_before(op, end) for end in device.log if end.kind == "synchronize")
 
 
 class FakeGroup:

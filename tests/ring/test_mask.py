@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.kernels import Bounds
+from ringattn.kernels import FULL, Bounds
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import (
     BlockMask,
@@ -49,7 +49,7 @@ def check(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> None:
     assert made.is_full == bool(expected.numel() and expected.all())
     counts = [int((keys < used).sum()) for used in mask.used or ()]  # keys of each batch row; None where that is all
     all_keys = all(count == len(keys) for count in counts)
-    assert (made.seqused_k is None) == all_keys
+    assert (made.seqused_k is None) == all_keys and (made is FULL) == (made.is_full and all_keys)
     assert made.seqused_k is None or (made.seqused_k.tolist(), made.seqused_k.dtype) == (counts, torch.int32)
     assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
     if made.lo is not None and made.hi is not None:
@@ -222,7 +222,8 @@ def test_bigbird_is_the_papers(sizes: tuple[int, int], window: int, global_: int
         certain = [abs(i - j) <= window // 2 or i < global_ or j < global_ for j in range(len(row))]
         assert all(seen for seen, sure in zip(row, certain, strict=True) if sure)
         assert sum(row) == min(sum(certain) + random, len(row))
-    assert made == bigbird(seqlen, block, window=window, global_=global_, random=random, seed=seed)
+    same = {"seed": seed} if seed else {}
+    assert made == bigbird(seqlen, block, window=window, global_=global_, random=random, **same)
 
 
 def test_a_pattern_is_a_value() -> None:
