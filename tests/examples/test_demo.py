@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from ringattn.examples.compare import compared, row_of
 from ringattn.examples.demo import Job
 from ringattn.examples.model import rotate
 from ringattn.examples.training import Runs, as_all_ranks
+
+from ..support.forked import results
 
 TINY = Job(seqlen=203, steps=3, layers=1, heads=4, kv_heads=2, head_dim=8, lr=1e-2)  # 203: no world divides it
 FLAGS = [
@@ -131,17 +134,22 @@ def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("layers", "dims"), [(3, (4, 2, 32)), (1, (4, 4, 64))])
 def test_memory_is_what_was_counted(layers: int, dims: tuple[int, int, int], tmp_path: Path) -> None:
-    """Of float64, which takes most; within a third: a process takes some MB more or less from run to run."""
+    """Of float64, which takes most; to a half: what PyTorch's operators take for a moment is not counted."""
+    ((peak, counted),) = results(1, partial(peak_and_count, layers=layers, dims=dims, folder=tmp_path))
+    assert 0.75 * counted < peak < 1.5 * counted
+
+
+def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder: Path) -> tuple[int, int]:
+    """In a process of its own: in one that has run other tests the holes of its heap would count."""
     heads, kv_heads, head_dim = dims
     job = Job(2048, 1, layers, heads, kv_heads, head_dim)
-    task = training.Task(job, demo.document(job.seqlen), torch.device("cpu"), tmp_path)
-    task.save(0, task.model())
+    task = training.Task(job, demo.document(job.seqlen), torch.device("cpu"), folder)
+    task.save(rank, task.model())
     training.train_exactly(task)
     with freed_at_once(torch.device("cpu")):
         peak = PeakMemory(torch.device("cpu"))
         training.train_exactly(task)
-        counted = trained_bytes(job.seqlen, layers, heads * head_dim, kv_heads * head_dim, 8)
-        assert 0.75 * counted < peak.bytes < 1.34 * counted
+        return peak.bytes, trained_bytes(job.seqlen, layers, heads * head_dim, kv_heads * head_dim, 8)
 
 
 @pytest.mark.parametrize(("flag", "value", "message"), [
