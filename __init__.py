@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import autotune, bench, comm, examples, kernels, reference, ring, tools
+    from . import autotune, bench, comm, examples, integrations, kernels, reference, ring, tools
     from .comm import LocalWorld
     from .ring import Layout, Ring, checkpoint_policy, positions, ring_attention, shard, unshard
 
@@ -22,6 +22,7 @@ __all__ = [
     "checkpoint_policy",
     "comm",
     "examples",
+    "integrations",
     "kernels",
     "positions",
     "reference",
@@ -32,7 +33,7 @@ __all__ = [
     "unshard",
 ]
 
-_FOLDERS = ("autotune", "bench", "comm", "examples", "kernels", "reference", "ring", "tools")
+_FOLDERS = ("autotune", "bench", "comm", "examples", "integrations", "kernels", "reference", "ring", "tools")
 _HOME = dict.fromkeys(
     ("Layout", "Ring", "checkpoint_policy", "positions", "ring_attention", "shard", "unshard"), "ring"
 )
