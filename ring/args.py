@@ -39,9 +39,9 @@ class AttentionArgs(NamedTuple):
 
     layout: LayoutLike = None
     causal: bool = False
-    window_size: tuple[int, int] = (UNLIMITED, UNLIMITED)
+    window_size: tuple[int | None, int | None] | None = (UNLIMITED, UNLIMITED)
     softmax_scale: float | None = None
-    softcap: float = 0.0
+    softcap: float | None = 0.0
     learnable_sink: Tensor | None = None
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
@@ -63,9 +63,9 @@ class Options(TypedDict, total=False):
     ring: Ring | None
     group: GroupLike
     causal: bool
-    window_size: tuple[int, int]
+    window_size: tuple[int | None, int | None] | None
     softmax_scale: float | None
-    softcap: float
+    softcap: float | None
     learnable_sink: Tensor | None
     alibi_slopes: Tensor | None
     dropout_p: float

@@ -45,9 +45,9 @@ def ring_attention(
     ring: Ring | None = None,
     group: GroupLike = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] | None = (-1, -1),
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     learnable_sink: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     dropout_p: float = 0.0,
@@ -78,10 +78,10 @@ def ring_attention(
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a ``LocalWorld`` member; None is the
             default group where ``torch.distributed`` is initialised, else one device alone.
         causal: the query at position p sees the keys at positions up to p.
-        window_size: ``(left, right)``: it sees the keys at positions p - left to p + right, both included; -1: no end
-            on that side. With ``causal`` nothing after p, whatever ``right``.
+        window_size: ``(left, right)``: it sees the keys at positions p - left to p + right, both included; -1 or
+            None: no end on that side. With ``causal`` nothing after p, whatever ``right``.
         softmax_scale: factor of ``q k^T`` before the exponential, 1e-30 to 1e30; default ``1 / sqrt(D)``.
-        softcap: ``cap``, 1e-8 to 1e30: the scaled score s becomes ``cap * tanh(s / cap)``; 0: it does not.
+        softcap: ``cap``, 1e-8 to 1e30: the scaled score s becomes ``cap * tanh(s / cap)``; 0 or None: it does not.
         learnable_sink: ``[H]``, one more logit per row that takes part in the softmax and has no value; it counts in
             ``lse``. Its gradient is this rank's part, to be reduced like any replicated parameter's.
         alibi_slopes: ``[H]`` or ``[B, H]``, fp32: ``-slope * |p_q - p_k|``, of global positions, is added to the score,

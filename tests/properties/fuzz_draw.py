@@ -42,9 +42,9 @@ WRONG: dict[str, list[Any]] = {
     "k": ["three dims", "other dtype", "other batch", "other dim", "other heads", "meta"],
     "v": ["three dims", "other dtype", "other batch", "other tokens", "meta"],
     "causal": [1, None, "yes"],
-    "window_size": [(-2, 0), (1, 2, 3), 4, (0.5, 1), None],
+    "window_size": [(-2, 0), (1, 2, 3), 4, (0.5, 1)],
     "softmax_scale": [0.0, -1.0, 1e999, "x"],
-    "softcap": [-1.0, 1e999, None, "x"],
+    "softcap": [-1.0, 1e999, "x"],
     "learnable_sink": [1.0, "two dims", "int32"],
     "alibi_slopes": [1.0, "two dims", "float64"],
     "dropout_p": [1.0, -0.5, None],
@@ -130,7 +130,7 @@ def draw_mask(rng: Random, call: Literals) -> Literals:
     """Any arguments about intervals together."""
     call = BASE | call
     reach, causal = call["tokens"] * call["block"], rng.random() < 0.5
-    sides = [-1, 0, rng.randint(0, reach), rng.randint(0, reach)]
+    sides = [-1, None, 0, rng.randint(0, reach), rng.randint(0, reach)]
     window = [rng.choice(sides), rng.choice(sides)] if rng.random() < 0.35 else None
     pattern = call.get("block_mask")
     return {

@@ -38,7 +38,7 @@ def test_every_feature_is_drawn() -> None:
     seen: Counter[str] = Counter()
     wrong: set[str] = set()
     most = 0
-    for number in range(5000):
+    for number in range(8000):
         line = draw_line(Random(number))
         for call in line["calls"]:
             if "spoil" in call:
