@@ -76,7 +76,8 @@ def ring_attention(
             for equal shards; required with more than one rank.
         ring: keeps transport and slots between calls; by default one per group.
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a ``LocalWorld`` member; None is the
-            default group where ``torch.distributed`` is initialised, else one device alone.
+            default group where ``torch.distributed`` is initialised, else one device alone, which
+            :func:`ringattn.single_rank` is always.
         causal: the query at position p sees the keys at positions up to p.
         window_size: ``(left, right)``: it sees the keys at positions p - left to p + right, both included; -1 or
             None: no end on that side. With ``causal`` nothing after p, whatever ``right``.
