@@ -9,7 +9,7 @@ import torch
 
 from ..comm import GroupLike
 from ..kernels import KernelConfig
-from ..kernels.checks import check_tensor
+from ..kernels.checks import check_local, check_tensor
 from .args import AttentionArgs, Options
 from .checked import check_autograd, checked
 from .ops import EagerCall, RingAttention, packed_call, traced
@@ -70,7 +70,10 @@ def ring_attention(
 
     Args:
         q: this rank's queries ``[B, S, H, D]``; float16, bfloat16 or float32; any strides with a unit last one.
-        k: this rank's keys ``[B, Sk, Hkv, D]``, ``Sk = S`` without ``kv_layout``; ``H`` is a multiple of ``Hkv``.
+        k: this rank's keys ``[B, Sk, Hkv, D]``, ``Sk = S`` without ``kv_layout``; ``H`` is a multiple of ``Hkv``. Query
+            head h reads key head ``h // (H // Hkv)``, as in flash-attention. Where it is to read ``h % Hkv``, pass
+            ``q.unflatten(2, (-1, Hkv)).transpose(2, 3).flatten(2, 3)``, and take ``out`` back by
+            ``out.unflatten(2, (Hkv, -1)).transpose(2, 3).flatten(2, 3)``.
         v: this rank's values ``[B, Sk, Hkv, Dv]``.
         layout: which global positions each rank holds: a :class:`Layout`, or ``contiguous``, ``zigzag`` or ``striped``
             for equal shards; required with more than one rank.
@@ -145,6 +148,7 @@ def ring_attention(
         config=config,
     )
     if torch.compiler.is_compiling():
+        check_local(q=q, k=k, v=v, **args._asdict())
         q, k, v = autocast(q, k, v)
         out, lse = traced(q, k, v, args, ring, group)
         return (out, lse) if return_lse else out
@@ -153,6 +157,7 @@ def ring_attention(
     with used._entered(device):
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_tensor(name, x, may_be_meta=x is not q)  # before any of their attributes is read
+        check_local(**args._asdict())  # of which the dispatcher would make another error
         check_autograd("ring_attention", q, k, v)
         (return_lse,) = checked(return_lse=return_lse)
         q, k, v = autocast(q, k, v)

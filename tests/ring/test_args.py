@@ -8,11 +8,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard, unshard
 from ringattn.comm import Limits, LocalGroup, Message, Topology, TransportError
@@ -22,6 +24,8 @@ from ringattn.ring import BlockMask, bigbird, fixed, longformer, strided
 from ringattn.ring.args import AttentionArgs, Options
 from ringattn.ring.ops import OP_ARGUMENTS, pack_args
 from ringattn.ring.schedule.layout import Documents
+
+from ..support.forked import results
 
 TILE = Tile(32, 32, 4, 1)
 
@@ -77,6 +81,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
     ({"layout": Layout([[(2**31 - 7, 8)]]), "dropout_p": 0.1}, "layout reaches position 2147483648: with dropout_p"),
     ({"k": x(9, 2), "v": x(9, 2)}, "k has 9 tokens, q has 8"),
+    ({"k": x(8, 3), "v": x(8, 3)}, r"k has 3 heads, q has 4: .* head h of q reads head h // \(H // Hkv\)"),
     ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a number from 1e-30 to 1e30, or None"),
     ({"backend": "cuda"}, "backend is 'cuda': it must be one of auto, triton, aten"),
     ({"layout": Layout.zigzag(8, 2)}, "layout is made for 2 ranks, the group has 1"),
@@ -121,6 +126,10 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"group": "group"}, "group is a str"),
     ({"v": np.zeros((2, 8, 2, 16))}, r"v is <class 'numpy.ndarray'>: .* pass torch.from_numpy\(v\)"),
     ({"k": Distributed()}, r"k is a Distributed: it must be this rank's own tensor; pass k.to_local\(\)"),
+    *(
+        ({name: Distributed()}, rf"{name} is a Distributed: .*; pass {name}.to_local\(\)")
+        for name in ("learnable_sink", "alibi_slopes", "cu_seqlens", "seqused_k", "block_mask")
+    ),
     ({"q": x(8, 4).to_sparse()}, "q is a torch.sparse_coo tensor: it must be a dense one"),
     ({"window_size": (0, 2**63 - 1)}, r"window_size is \(0, 9223372036854775807\): .* from 0 to 2\^62 - 1"),
     ({"softmax_scale": torch.tensor(0.5)}, r"softmax_scale is a tensor, torch.float32 \[\]: .* pass .item\(\)"),
@@ -166,6 +175,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"shards\[1\] is .*float16.*: they must be alike",
     ),
     ("unshard", {"grad": "mean"}, "grad is 'mean': it must be one of slice, sum"),
+    ("Documents", {"cu_seqlens": Distributed()}, r"pass cu_seqlens.to_local\(\)"),
+    ("BlockMask", {"visible": Distributed().bool()}, r"pass block_mask.to_local\(\)"),
     ("Documents", {"cu_seqlens": [0]}, r"cu_seqlens is \[0\]: it must have at least one document, \[0, length\]"),
     ("Documents", {"cu_seqlens": [1, 4]}, "cu_seqlens starts at 1: it must start at 0"),
     ("Documents", {"cu_seqlens": [0, 4, 3]}, r"cu_seqlens\[2\] is 3, the one before is 4: it must not descend"),
@@ -275,6 +286,35 @@ def test_transforms_of_functions(door: str) -> None:
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="dual tensors"):
         make_dual: Any = torch.autograd.forward_ad.make_dual
         loss(make_dual(WHOLE, WHOLE))
+
+
+def dtensors(rank: int) -> list[str]:
+    """What a DTensor in place of every tensor is told, in eager mode and where a graph ends there."""
+    tensor = import_module("torch.distributed.tensor")  # by whoever has a DTensor, not by us
+    mesh = init_device_mesh("cpu", (1,))
+    fit, refused = DOORS["ring_attention"][1], []
+    for call in (ring_attention, torch.compile(ring_attention, backend="eager")):
+        for name, x in (fit | {"learnable_sink": torch.zeros(4), "alibi_slopes": torch.zeros(4)}).items():
+            with pytest.raises(ValueError, match=rf"{name} is a DTensor: .*; pass {name}.to_local\(\)"):
+                call(**fit | {name: tensor.distribute_tensor(x, mesh, [tensor.Replicate()])})
+            refused.append(name)
+    return refused
+
+
+def test_a_dtensor() -> None:
+    assert [len(names) for names in results(1, dtensors)] == [10]
+
+
+def test_heads_in_the_other_order() -> None:
+    """Head h of q is to read head ``h % Hkv``: permuted as the docstring says."""
+    q, k, v = (torch.randn(2, 8, heads, 16) for heads in (6, 2, 2))
+    there, back = (
+        lambda x: x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3),
+        lambda x: x.unflatten(2, (2, -1)).transpose(2, 3).flatten(2, 3),
+    )
+    out = back(ring_attention(there(q), k, v, causal=True))
+    expected = ring_attention(q, k.repeat(1, 1, 3, 1), v.repeat(1, 1, 3, 1), causal=True)
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize(
