@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from ..kernels.launch import check_cpu
 from .backends import resolve_backend
 from .checked import check_autograd, checked
 from .ring import Ring
-from .schedule.layout import Documents, Layout, LayoutLike, whole_numbers
+from .schedule.layout import Documents, Layout, LayoutLike, shifted, whole_numbers
 from .schedule.mask import UNLIMITED, BlockMask, Longformer, Mask
 from .schedule.plan import Plan, plan
 from .shards import resolve_layout
@@ -30,6 +30,8 @@ from .wire import wire_of
 MOST_SCORED = 1 << 31  # positions that dropout and ALiBi count: the kernels' 32 bits
 CHANGING = ("cu_seqlens", "seqused_k", "dropout_seed")
 """Arguments that are likely others in the next batch."""
+BY_POSITION = ("cu_seqlens", "seqused_k", "prefix_length", "block_mask")
+"""Arguments that have no one meaning where queries are counted from other positions than keys."""
 OWN = ("config",)
 """Arguments that each rank chooses for itself."""
 
@@ -52,6 +54,7 @@ class AttentionArgs(NamedTuple):
     prefix_length: int | None = None
     block_mask: Tensor | BlockMask | Longformer | None = None
     kv_layout: LayoutLike = None
+    align: Literal["top-left", "bottom-right"] | None = None
     backend: str = "auto"
     config: KernelConfig | None = None
 
@@ -76,6 +79,7 @@ class Options(TypedDict, total=False):
     prefix_length: int | None
     block_mask: Tensor | BlockMask | Longformer | None
     kv_layout: LayoutLike
+    align: Literal["top-left", "bottom-right"] | None
     backend: str
     config: KernelConfig | None
 
@@ -205,17 +209,44 @@ def check(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring) -> t
 
 def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ring) -> Layouts:
     """The layouts of a call, checked against this rank's shards."""
-    queries = _layout_of("q", "layout", args.layout, ring, q)
-    if args.kv_layout is not None:
-        return Layouts(queries, _layout_of("k", "kv_layout", args.kv_layout, ring, k))
+    (align,) = checked(align=args.align)
+    queries, kv_layout = _layout_of("q", "layout", args.layout, ring, q), args.kv_layout
+    if align is not None and kv_layout is None and not isinstance(args.layout, Layout):
+        kv_layout = args.layout
+    if kv_layout is not None or (align is not None and ring.size == 1):
+        layouts = Layouts(queries, _layout_of("k", "kv_layout", kv_layout, ring, k))
+        return layouts if align is None else _aligned(layouts, align, args)
     if k.shape[1] != q.shape[1]:
         swapped = k.shape[2] == q.shape[2] and k.shape[1] and q.shape[1] % k.shape[1] == 0
         raise ValueError(
             f"k has {k.shape[1]} tokens, q has {q.shape[1]}: without kv_layout a rank's queries and keys are the same "
-            "tokens; pass kv_layout to say at which positions the keys are"
+            "tokens; pass kv_layout to say at which positions the keys are, or with layouts by name align"
             f"{TRANSPOSED if swapped else ''}"
         )
     return Layouts(queries, queries)
+
+
+def _aligned(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts:
+    """Layouts that both count from 0 as positions: the later ones of ``bottom-right`` end where the others do."""
+    for name, layout in zip(("layout", "kv_layout"), layouts, strict=True):
+        if layout.reach != layout.seqlen:
+            raise ValueError(
+                f"align is {align!r}, and {name} holds {layout.seqlen} of the positions 0 to {layout.reach - 1}: it "
+                "says already where queries and keys are; leave align out, or count both from 0"
+            )
+    more = layouts.keys.seqlen - layouts.queries.seqlen
+    if align == "top-left" or not more:
+        return layouts
+    for name in BY_POSITION:
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"{name} is given with align='bottom-right', {layouts.queries.seqlen} queries and "
+                f"{layouts.keys.seqlen} keys: it speaks of positions, and conventions differ on whose; pass layout and "
+                "kv_layout with the positions of both, without align"
+            )
+    if more > 0:
+        return layouts._replace(queries=shifted(layouts.queries, more))
+    return layouts._replace(keys=shifted(layouts.keys, -more))
 
 
 def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ring, x: Tensor) -> Layout:

@@ -58,6 +58,7 @@ def ring_attention(
     prefix_length: int | None = None,
     block_mask: torch.Tensor | BlockMask | Longformer | None = None,
     kv_layout: LayoutLike = None,
+    align: Literal["top-left", "bottom-right"] | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     config: KernelConfig | None = None,
@@ -108,6 +109,10 @@ def ring_attention(
             blocks. The kernels take blocks that are a multiple of 16, and cut their default tiles to divide them.
         kv_layout: which positions the keys of each rank have, where they are not the queries': cross-attention, or
             queries behind a cache.
+        align: where there are more keys or fewer than queries, and ``layout`` and ``kv_layout`` (None: the same name)
+            count both from 0: ``bottom-right``, query i is at position ``i + keys - queries`` of the keys, so that the
+            last one sees all (``causal`` of flash-attention since 2.1), or ``top-left``, at position i. None: lengths
+            that differ without ``kv_layout`` are refused.
         return_lse: also return ``lse``; it has a gradient.
         backend: ``triton`` (GPU; CPU tensors under Triton's interpreter alone), ``aten`` (CPU: PyTorch's own
             flash-attention operator), or ``auto``.
@@ -144,6 +149,7 @@ def ring_attention(
         prefix_length=prefix_length,
         block_mask=block_mask,
         kv_layout=kv_layout,
+        align=align,
         backend=backend,
         config=config,
     )

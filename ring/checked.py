@@ -44,6 +44,7 @@ ARGUMENTS = {
     "dropout_seed": optional(whole(0, SEEDS - 1)),
     "first_head": whole(0, (1 << 31) - 1),
     "prefix_length": optional(POSITIONS),
+    "align": optional(one_of("top-left", "bottom-right")),
     "return_lse": FLAG,
     "backend": one_of("auto", "triton", "aten"),
     "config": optional(instance("a kernels.KernelConfig", KernelConfig)),

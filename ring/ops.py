@@ -163,6 +163,7 @@ OP_ARGUMENTS: dict[str, OpArgument] = {
     "prefix_length": OpArgument("SymInt? prefix_length"),
     "block_mask": OpArgument("Tensor? blocks, SymInt block, SymInt[]? longformer", _pack_mask, _unpack_mask),
     "kv_layout": OpArgument("Tensor? kv_layout, str? kv_layout_name", _pack_layout, _unpack_layout),
+    "align": OpArgument("str? align"),
     "backend": OpArgument("str backend"),
     "config": OpArgument("int[]? tiles, str[] choices", pack_config, unpack_config),
 }

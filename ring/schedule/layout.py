@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from math import floor, inf, lcm
@@ -469,6 +469,12 @@ class Layout:
 
 LayoutLike = Layout | Literal["contiguous", "zigzag", "striped"] | None
 """What ``layout=`` takes; a name means equal shards, and None one rank alone."""
+
+
+@lru_cache(maxsize=64)
+def shifted(layout: Layout, by: int) -> Layout:
+    """The layout whose positions are those of ``layout`` and ``by`` more."""
+    return Layout([[(start + by, length, step) for start, length, step in spans] for spans in layout.spans_per_rank])
 
 
 def _table(spans_per_rank: tuple[tuple[Span, ...], ...]) -> torch.Tensor:

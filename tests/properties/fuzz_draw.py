@@ -49,6 +49,7 @@ WRONG: dict[str, list[Any]] = {
     "alibi_slopes": [1.0, "two dims", "float64"],
     "dropout_p": [1.0, -0.5, None],
     "first_head": [-1, 0.5, 2**31, None],
+    "align": ["left", 3],
     "cu_seqlens": [[1, 8], [0], [0, 5, 4], [0, 4.5], 3],
     "seqused_k": [[-1], [10**6], [0.5], [1] * 9, 3],
     "prefix_length": [-1, 10**6, 1.5],

@@ -101,6 +101,18 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"softcap": 1e-9}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 or None for none"),
     ({"dropout_p": 1.0}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
     ({"dropout_seed": 3}, "dropout_seed is 3 with dropout_p 0: nothing is dropped"),
+    ({"align": "bottom"}, "align is 'bottom': it must be one of top-left, bottom-right, or None"),
+    (
+        {"align": "top-left", "kv_layout": Layout([[(2, 8)]])},
+        "align is 'top-left', and kv_layout holds 8 of the positions 0 to 9: it says already where",
+    ),
+    *(
+        (
+            {"align": "bottom-right", "k": x(9, 2), "v": x(9, 2), name: value},
+            f"{name} is given with align='bottom-right', 8",
+        )
+        for name, value in (("cu_seqlens", [0, 9]), ("seqused_k", [9, 9]), ("block_mask", torch.ones(2, 2).bool()))
+    ),
     ({"first_head": -1}, r"first_head is -1: it must be a whole number from 0 to 2\^31 - 1"),
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 \[3\] on cpu: .* \[4\] or \[2, 4\]"),
     ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\) with the Longformer"),
@@ -350,6 +362,7 @@ OTHERS = {
     "softmax_scale": 0.5,
     "dropout_p": 0.25,
     "first_head": 4,
+    "align": "top-left",
 }
 ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # all of them alike
@@ -358,6 +371,11 @@ ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (EIGHTS, EIGHTS, r"layout gives rank 0 the span \(0, 4, 1\): .* whole blocks of 8 positions"),
     ({"ring": {"chunks": 3}}, {"ring": {"chunks": 3}}, "chunks of the ring is 3, k has 2 heads: a chunk has at least"),
     ({"group": "both"}, {"group": "both"}, "ring and group are both given"),
+    (
+        {"layout": Layout.uneven([8, 8]), "align": "top-left", "k": x(9, 2), "v": x(9, 2)},
+        {"layout": Layout.uneven([8, 8]), "align": "top-left", "k": x(9, 2), "v": x(9, 2)},
+        "k has 9 tokens, q has 8: without kv_layout",
+    ),
     # one of them alone, and all learn it
     ({}, {"cu_seqlens": [0, 3]}, "cu_seqlens ends at 3"),
     # they disagree

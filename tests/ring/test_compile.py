@@ -79,7 +79,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "cu_seqlens": torch.tensor([0, 7, 30, 2 * ROWS - 1]),
     },
     "name, scores": {
-        "layout": "zigzag", "window_size": (9, 3), "softcap": 3.0, "softmax_scale": 0.3,
+        "layout": "zigzag", "window_size": (9, 3), "softcap": 3.0, "softmax_scale": 0.3, "align": "bottom-right",
         "alibi_slopes": torch.arange(HEADS) / HEADS,
     },
     "ring, prefix, sink": {

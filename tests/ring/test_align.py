@@ -1,0 +1,63 @@
+"""``align``: queries and keys of different numbers, both counted from 0, against the reference at their positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.comm import LocalGroup
+
+from ..support.mask_cases import Case, begin, compare, expected, together
+from ..support.pairwise import pairwise_cases
+from ..support.ring_cases import LAYOUTS, inputs
+
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "causal window": {"causal": True, "window_size": (5, 0)},
+    "window": {"window_size": (4, 2)},
+    "ALiBi, dropout": {"causal": True, "alibi_slopes": torch.rand(4), "dropout_p": 0.3, "dropout_seed": 5},
+}
+HOW: dict[str, tuple[int, str, str, bool]] = {
+    "alone": (1, "contiguous", "contiguous", False),
+    "one name": (2, "zigzag", "zigzag", True),
+    "two names": (3, "striped", "contiguous", True),
+    "layouts": (3, "uneven", "striped", False),
+}
+"""Ranks, the layouts of queries and of keys, and whether by name."""
+
+
+def later(layout: Layout, by: int) -> Layout:
+    return Layout([[(start + by, length, step) for start, length, step in spans] for spans in layout.spans_per_rank])
+
+
+@pytest.mark.parametrize(
+    ("align", "name", "lengths", "how"),
+    pairwise_cases(["bottom-right", "top-left"], MASKS, [(12, 30), (30, 12), (18, 18)], HOW),
+)
+def test_masks_where_lengths_differ(align: str, name: str, lengths: tuple[int, int], how: str) -> None:
+    world, *kinds, named = HOW[how]
+    layouts = [LAYOUTS[kind](length, world) for kind, length in zip(kinds, lengths, strict=True)]
+    given: dict[str, Any] = dict(zip(("layout", "kv_layout"), kinds if named else layouts, strict=True))
+    if how in ("alone", "one name"):
+        given["kv_layout"] = None
+    more = lengths[1] - lengths[0] if align == "bottom-right" else 0
+    at = later(layouts[0], max(more, 0)), later(layouts[1], max(-more, 0))
+    case = Case(at[0], inputs(max(lengths)), MASKS[name], kv_layout=at[1])
+
+    def rank(group: LocalGroup) -> list[Any]:
+        with Ring(group) as ring:
+            return begin(case, group.rank(), ring=ring, align=align, change=lambda said: said.update(given)).finish()
+
+    with LocalWorld(world) as ranks:
+        compare(expected(case), *together(case, ranks.run(rank)))
+
+
+def test_the_last_query_sees_all_keys() -> None:
+    """As dense masks: lower triangles that end in the bottom right corner."""
+    for queries, keys in ((2, 5), (5, 2)):
+        whole = {"q": torch.zeros(1, queries, 1, 8), "k": torch.zeros(1, keys, 1, 8)}
+        out = ring_attention(**whole, v=torch.eye(keys)[None, :, None], causal=True, align="bottom-right")
+        assert torch.equal(out[0, :, 0] > 0, torch.ones(queries, keys).tril(keys - queries) > 0)
