@@ -21,14 +21,15 @@ from ..kernels.launch import check_cpu
 from .backends import resolve_backend
 from .checked import check_autograd, checked
 from .ring import Ring
-from .schedule.layout import Documents, Layout, LayoutLike, shifted, whole_numbers
+from .rows import Boundaries, PackedRows, Rows, is_by_row, lengths_of, packed_rows, rows_of
+from .schedule.layout import Documents, Layout, LayoutLike, shifted
 from .schedule.mask import UNLIMITED, BlockMask, Longformer, Mask
 from .schedule.plan import Plan, plan
 from .shards import resolve_layout
 from .wire import wire_of
 
 MOST_SCORED = 1 << 31  # positions that dropout and ALiBi count: the kernels' 32 bits
-CHANGING = ("cu_seqlens", "seqused_k", "dropout_seed")
+CHANGING = ("cu_seqlens", "seqused_k", "key_mask", "leftpad_k", "dropout_seed")
 """Arguments that are likely others in the next batch."""
 BY_POSITION = ("cu_seqlens", "seqused_k", "prefix_length", "block_mask")
 """Arguments that have no one meaning where queries are counted from other positions than keys."""
@@ -49,8 +50,10 @@ class AttentionArgs(NamedTuple):
     dropout_p: float = 0.0
     dropout_seed: int | None = None
     first_head: int = 0
-    cu_seqlens: Iterable[int] | Tensor | None = None
+    cu_seqlens: Boundaries | None = None
     seqused_k: Iterable[int] | Tensor | None = None
+    key_mask: Tensor | None = None
+    leftpad_k: Iterable[int] | Tensor | None = None
     prefix_length: int | None = None
     block_mask: Tensor | BlockMask | Longformer | None = None
     kv_layout: LayoutLike = None
@@ -74,8 +77,10 @@ class Options(TypedDict, total=False):
     dropout_p: float
     dropout_seed: int | None
     first_head: int
-    cu_seqlens: Iterable[int] | Tensor | None
+    cu_seqlens: Boundaries | None
     seqused_k: Iterable[int] | Tensor | None
+    key_mask: Tensor | None
+    leftpad_k: Iterable[int] | Tensor | None
     prefix_length: int | None
     block_mask: Tensor | BlockMask | Longformer | None
     kv_layout: LayoutLike
@@ -94,6 +99,8 @@ class PreparedCall(NamedTuple):
     scores: Scores
     backend: str
     config: KernelConfig | None
+    rows: PackedRows | None
+    """Where batch rows see different keys: q, k and v are to be packed."""
 
 
 class Layouts(NamedTuple):
@@ -129,20 +136,27 @@ def prepare_call(
     """
     scale, backend = check(q, k, v, args, ring)
     layouts = layouts_of(q, k, args, ring)
+    args, rows, said_of_rows = by_row(args, layouts, q.shape[0])
     mask = mask_of(layouts, q.shape[0], **args._asdict())
-    sink, scores = sink_of(q, args.learnable_sink), scores_of(q, args, layouts)
+    held, packed = layouts, None
+    if rows is not None:
+        packed = packed_rows(rows, *layouts, ring.rank, q.device)
+        held = Layouts(packed.queries, packed.keys)
+    sink, scores = sink_of(q, args.learnable_sink), scores_of(q, args, held)
     check_tiles(mask, scores, backend, args.config, q, v)
     if number is None:
         fields, values = compared(
             q, k, v, args, layouts, mask, scores, scale, backend, drawn=drawn, has_backward=has_backward
         )
-        number = ring._agree(fields, q.device, values)
+        number = ring._agree(fields, q.device, values | said_of_rows)
         if scores.dropout_p and (drawn or args.dropout_seed is None):
             scores = replace(scores, dropout_seed=ring._draw_seed(args.dropout_seed))
         ring.open(q.device)
     where = (ring.rank, ring.direction, q.device, ring.topology, ring.slots)
-    steps = plan(layouts.queries, mask, *where, kv_layout=layouts.keys)
-    return PreparedCall(ring, number, steps, scale, scores, backend, ring.leaving_room(args.config)), sink
+    if packed is not None:
+        mask = replace(mask, documents=packed.documents)
+    steps = plan(held.queries, mask, *where, kv_layout=held.keys)
+    return PreparedCall(ring, number, steps, scale, scores, backend, ring.leaving_room(args.config), packed), sink
 
 
 def compared(
@@ -237,7 +251,7 @@ def _aligned(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts:
     more = layouts.keys.seqlen - layouts.queries.seqlen
     if align == "top-left" or not more:
         return layouts
-    for name in BY_POSITION:
+    for name in (*BY_POSITION, *(() if more > 0 else ("key_mask", "leftpad_k"))):
         if getattr(args, name) is not None:
             raise ValueError(
                 f"{name} is given with align='bottom-right', {layouts.queries.seqlen} queries and "
@@ -261,6 +275,27 @@ def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ring, x: Tensor
     return whole
 
 
+def by_row(args: AttentionArgs, layouts: Layouts, batch: int) -> tuple[AttentionArgs, Rows | None, dict[str, Any]]:
+    """``args`` without what tells batch rows apart, that, and what ranks compare of it; see :func:`.rows.rows_of`."""
+    given = args.cu_seqlens, args.key_mask, args.leftpad_k, args.seqused_k
+    if args.key_mask is None and args.leftpad_k is None and not is_by_row(args.cu_seqlens):
+        return args, None, {}
+    changes, rows, said = rows_of(*given, batch=batch, keys=layouts.keys.reach, length=layouts.reach)
+    slopes, pattern = args.alibi_slopes, args.block_mask
+    problems = {
+        "block_mask": pattern is not None and (batch > 1 or not isinstance(pattern, Longformer)),
+        "prefix_length": args.prefix_length is not None and batch > 1,
+        "alibi_slopes": isinstance(slopes, Tensor) and slopes.dim() == 2 and batch > 1,
+    }
+    for name in (name for name, is_problem in problems.items() if rows is not None and is_problem):
+        names = " and ".join(each for each, value in said.items() if value is not None)
+        raise ValueError(
+            f"{name} is given with {names}, by which batch rows see different keys: they are computed as one sequence "
+            f"without what is hidden, and of each row alone {name} cannot speak there; call row by row, or leave it out"
+        )
+    return args._replace(**changes), rows, said
+
+
 def mask_of(layouts: Layouts, batch: int, **options: Unpack[Options]) -> Mask:
     """The mask of a call, by those of its arguments that say something of it."""
     args = AttentionArgs(**options)  # type: ignore[misc]
@@ -271,7 +306,7 @@ def mask_of(layouts: Layouts, batch: int, **options: Unpack[Options]) -> Mask:
     documents = None if cu_seqlens is None else Documents(cu_seqlens)
     if documents is not None and documents.seqlen != layouts.reach:
         raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {layouts.reach}, the number of tokens")
-    used = None if seqused_k is None else _used(seqused_k, batch, layouts.keys.reach)
+    used = None if seqused_k is None else lengths_of("seqused_k", seqused_k, batch, layouts.keys.reach)
     mask = Mask(is_causal, window, documents, _prefix(prefix, is_causal, layouts.reach), used)
     if isinstance(block_mask, Longformer):
         if window != (UNLIMITED, UNLIMITED):
@@ -280,16 +315,6 @@ def mask_of(layouts: Layouts, batch: int, **options: Unpack[Options]) -> Mask:
             )
         return replace(mask, window=block_mask.window, global_tokens=block_mask.global_tokens)
     return mask if block_mask is None else replace(mask, blocks=_blocks(block_mask, layouts))
-
-
-def _used(seqused_k: Iterable[int] | Tensor, batch: int, reach: int) -> tuple[int, ...]:
-    used = whole_numbers("seqused_k", seqused_k, "[B]")
-    if len(used) != batch:
-        raise ValueError(f"seqused_k has {len(used)} lengths: it must have {batch}, one per batch row")
-    for row, length in enumerate(used):
-        if not 0 <= length <= reach:
-            raise ValueError(f"seqused_k[{row}] is {length}: it must be 0 to {reach}, the number of keys")
-    return used
 
 
 def _blocks(block_mask: object, layouts: Layouts) -> BlockMask:

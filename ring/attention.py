@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, Unpack, overload
 
 import torch
@@ -53,8 +53,10 @@ def ring_attention(
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     first_head: int = 0,
-    cu_seqlens: Iterable[int] | torch.Tensor | None = None,
+    cu_seqlens: Iterable[int] | Sequence[Sequence[int]] | torch.Tensor | None = None,
     seqused_k: Iterable[int] | torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    leftpad_k: Iterable[int] | torch.Tensor | None = None,
     prefix_length: int | None = None,
     block_mask: torch.Tensor | BlockMask | Longformer | None = None,
     kv_layout: LayoutLike = None,
@@ -100,8 +102,11 @@ def ring_attention(
             sharded (tensor parallelism): dropout counts them all, and with one seed no two shards drop alike. The same
             on all ranks of the group.
         cu_seqlens: boundaries ``[0, ..., seqlen]`` of documents packed into the sequence, over global positions: a
-            query sees keys of its own document only. A list or a CPU tensor; they need not divide by anything.
+            query sees keys of its own document only. A list or a CPU tensor; they need not divide by anything. Or such
+            a list for each batch row (``[B][documents + 1]``, also of different lengths), or a CPU tensor ``[B, n]``.
         seqused_k: ``[B]``, host data as ``cu_seqlens``: keys at this global position and after it are padding.
+        key_mask: bool ``[B, keys of all ranks]`` on the CPU, by position; False: the batch row has no key there.
+        leftpad_k: ``[B]``, host data: keys before this global position are padding (flash-attention's name).
         prefix_length: positions at the start that ``causal`` hides from no query (prefix-LM).
         block_mask: bool ``[query blocks, key blocks]`` over global positions, on the CPU, whose blocks all have one
             size; a ``ring.BlockMask``, which says the size, and is made once and kept; or what one of the builders
@@ -122,6 +127,13 @@ def ring_attention(
         ``out [B, S, H, Dv]`` in q's dtype; with ``return_lse`` also ``lse [B, H, S]``, fp32, natural logarithm. A row
         that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink, ``lse`` is the sink). On the CPU ``lse`` of
         float16 and bfloat16 may be off by 1e-4: the exponential of PyTorch's operator is less than exact there.
+
+    Where ``cu_seqlens``, ``key_mask`` or ``leftpad_k`` let batch rows see different keys, the rows are computed as one
+    sequence, one after the other, each a document of its own, and hidden keys are not sent. ``out`` is then rounded as
+    of that sequence, and dropout draws by positions in it, ``row * positions of a row + position``, of row 0: still the
+    same for every number of ranks and layout. ``block_mask`` is refused there, and with more than one row
+    ``prefix_length`` and ``alibi_slopes [B, H]``. What all rows share (one list of documents), and padding behind all
+    keys, which is ``seqused_k``, is computed as without.
 
     Ranks compare what they pass, but not the values in tensors on the device: ``learnable_sink`` and ``alibi_slopes``
     must be the same on all. What several of the arguments show is what all of them show. Under autocast q, k and v are
@@ -146,6 +158,8 @@ def ring_attention(
         first_head=first_head,
         cu_seqlens=cu_seqlens,
         seqused_k=seqused_k,
+        key_mask=key_mask,
+        leftpad_k=leftpad_k,
         prefix_length=prefix_length,
         block_mask=block_mask,
         kv_layout=kv_layout,

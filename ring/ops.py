@@ -10,7 +10,7 @@ is named by a number, a process group by its name. The rest is a graph's constan
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -29,6 +29,7 @@ from .args import AttentionArgs, PreparedCall, prepare_call
 from .backends import backward_backends, forward_backends, joined, row_delta
 from .checked import sides_of
 from .ring import Ring, resolve_ring
+from .rows import Boundaries, is_by_row
 from .schedule.layout import Layout
 from .schedule.mask import BlockMask, Longformer
 from .schedule.plan import PLANS
@@ -120,10 +121,14 @@ def _block_mask(visible: bytes, columns: int, block: int) -> BlockMask:
     return BlockMask(torch.frombuffer(bytearray(visible), dtype=torch.bool).view(-1, columns), block)
 
 
-def _pack_numbers(numbers: Iterable[int] | Tensor | None) -> tuple[Tensor | None]:
+def _pack_numbers(numbers: Boundaries | None) -> tuple[Tensor | None]:
     if numbers is None or isinstance(numbers, Tensor):
         return (numbers,)
-    given = list(numbers)
+    given: list[Any] = list(numbers)
+    if is_by_row(given):  # filled up by empty documents
+        most = max(1, *map(len, given))
+        given = [number for row in given for number in (*row, *[*row[-1:], 0][:1] * (most - len(row)))]
+        return (torch.tensor(given, device="cpu").view(-1, most),)
     # fractions stay fractions, for the op to refuse
     dtype = None if any(isinstance(x, float) for x in given) else torch.int64
     return (torch.tensor(given, dtype=dtype, device="cpu"),)
@@ -160,6 +165,8 @@ OP_ARGUMENTS: dict[str, OpArgument] = {
     "first_head": OpArgument("SymInt first_head"),
     "cu_seqlens": OpArgument("Tensor? cu_seqlens", _pack_numbers),
     "seqused_k": OpArgument("Tensor? seqused_k", _pack_numbers),
+    "key_mask": OpArgument("Tensor? key_mask"),
+    "leftpad_k": OpArgument("Tensor? leftpad_k", _pack_numbers),
     "prefix_length": OpArgument("SymInt? prefix_length"),
     "block_mask": OpArgument("Tensor? blocks, SymInt block, SymInt[]? longformer", _pack_mask, _unpack_mask),
     "kv_layout": OpArgument("Tensor? kv_layout, str? kv_layout_name", _pack_layout, _unpack_layout),
@@ -265,6 +272,9 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
     ring = ring_of_call(packed, q.device)
     with ring._entered(q.device):
         call, sink = prepare_packed(packed, q, k, v, ring)
+        rows = call.rows
+        if rows is not None:
+            q, k, v = rows.pack(q), rows.pack_keys(k), rows.pack_keys(v)
         with ring.call(call.plan, "forward", q, k, call.scores) as running:
             backends = forward_backends(
                 call.backend,
@@ -277,6 +287,8 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
             loop.forward(running, backends, k, v)
         outs, lses = zip(*(backend.result() for backend in backends), strict=True)
         out, lse = joined(outs, 2).contiguous(), joined(lses, 1).contiguous()
+        if rows is not None:
+            out, lse = rows.unpack(out), rows.unpack_lse(lse)
     numbers = () if packed.call else (_signed(call.scores.dropout_seed), call.number)
     return out, lse, torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
@@ -304,6 +316,11 @@ def _gradients(
         ring._agree({"call": "backward"}, q.device, of=call.number)
         dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
+        rows, of_keys = call.rows, (k, v)
+        if rows is not None:
+            dout, q, out, lse = rows.pack(dout), rows.pack(q), rows.pack(out), rows.pack_lse(lse)
+            dlse = None if dlse is None else rows.pack_lse(dlse)
+            k, v = rows.pack_keys(k), rows.pack_keys(v)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         with ring.call(call.plan, "backward", q, k, call.scores) as running:
             given = (dout, q, out, lse, dlse)
@@ -313,6 +330,9 @@ def _gradients(
         delta = None if sink is None else row_delta(call.backend, dout, out, dlse)
         dsink = lse.new_empty(0) if sink is None or delta is None else sink_gradient(sink, delta, lse)
         dq = joined([backend.result() for backend in backends], 2).contiguous()
+        if rows is not None:
+            dq = rows.unpack(dq)
+            dk, dv = (rows.unpack_keys(grad, like) for grad, like in zip((dk, dv), of_keys, strict=True))
     return dq, dk, dv, dsink
 
 

@@ -1,0 +1,260 @@
+"""Batch rows that see different keys: documents, holes and padding of their own, against dense masks in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ringattn import Layout, LocalWorld, checkpoint_policy, ring_attention
+from ringattn.comm import LocalGroup
+from ringattn.ring import BlockMask, longformer, loop
+from ringattn.ring.args import AttentionArgs, Layouts, by_row
+
+from ..support.baselines import Modified, Results, pytorch_with_sink
+from ..support.kernel_cases import Inputs, magnitudes
+from ..support.mask_cases import Case, compare, expected, run
+from ..support.pairwise import pairwise_cases
+from ..support.ring_cases import LAYOUTS, inputs
+from ..support.tolerance import assert_as_exact_as_pytorch
+
+TOKENS, BATCH = 36, 3
+SINK = torch.tensor([0.5, -1.0, 2.0, -torch.inf])
+HOLES = torch.rand(BATCH, TOKENS, generator=torch.Generator().manual_seed(3)) < 0.6
+AT = torch.arange(TOKENS)
+HIDING: dict[str, dict[str, Any]] = {
+    "documents": {"cu_seqlens": [[0, 36], [0, 7, 8, 8, 20, 36], [0, 30, 36]]},
+    "documents as a tensor": {"cu_seqlens": torch.tensor([[0, 7, 36], [0, 36, 36], [0, 1, 36]])},
+    "left padding": {"leftpad_k": [5, 0, 20]},
+    "left padding as a mask": {"key_mask": torch.tensor([[11], [36], [2]]) <= AT},
+    "padding on both sides": {"leftpad_k": torch.tensor([5, 0, 20]), "seqused_k": [30, 36, 20]},
+    "holes": {"key_mask": HOLES},
+    "nothing": {"key_mask": torch.zeros(BATCH, TOKENS, dtype=torch.bool), "cu_seqlens": [0, 9, 36]},
+    "all": {
+        "key_mask": HOLES,
+        "leftpad_k": [0, 3, 36],
+        "seqused_k": [36, 20, 4],
+        "cu_seqlens": [[0, 36], [0, 9, 36], [0, 36]],
+    },
+}
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal window": {"causal": True, "window_size": (9, None), "softmax_scale": 0.4},
+    "softcap": {"window_size": (5, 12), "softcap": 1.5},
+    "ALiBi": {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+}
+
+
+def seen(call: dict[str, Any]) -> Tensor:
+    """Which query sees which key, row by row, as each argument is told: bool ``[B, S, S]``."""
+    q, k = AT[:, None], AT[None, :]
+    made = torch.ones(BATCH, TOKENS, TOKENS, dtype=torch.bool)
+    if call.get("causal"):
+        made &= k <= q
+    left, right = (TOKENS if side in (None, -1) else side for side in call.get("window_size", (-1, -1)))
+    made &= (k >= q - left) & (k <= q + right)
+    boundaries = call.get("cu_seqlens", [0, TOKENS])
+    by_row = boundaries if isinstance(boundaries[0], (list, Tensor)) else [boundaries] * BATCH
+    for row, own in enumerate(by_row):
+        number = sum((int(start) <= AT).int() for start in own)
+        made[row] &= number[:, None] == number[None, :]
+        made[row] &= k >= int(call.get("leftpad_k", [0] * BATCH)[row])
+        made[row] &= k < int(call.get("seqused_k", [TOKENS] * BATCH)[row])
+        made[row] &= call.get("key_mask", torch.ones(BATCH, TOKENS, dtype=torch.bool))[row]
+    return made
+
+
+def check(case: Case) -> None:
+    """Out, lse and the gradients of all ranks against PyTorch in float64, whose mask is dense."""
+    ours, dsink = run(case)
+    x = Inputs(*(case.whole[name] for name in ("q", "k", "v", "dout", "dlse")))
+    visible, scale = seen(case.call), case.call.get("softmax_scale")
+    modified = Modified.of((BATCH, 4, TOKENS, TOKENS), AT, AT, case.call)  # type: ignore[arg-type]
+    (truth, right), (theirs, their) = (
+        pytorch_with_sink(
+            *(one.to(dtype) for one in x),
+            None if case.sink is None else case.sink.to(dtype),
+            seen=visible,
+            softmax_scale=scale,
+            modified=modified,
+        )
+        for dtype in (torch.float64, torch.float32)
+    )
+    sizes = magnitudes(x, truth, visible, scale, few_keys=True, modified=modified)
+    for name, *results in zip(Results._fields, ours, theirs, truth, strict=True):
+        assert_as_exact_as_pytorch(name, *results, magnitude=sizes.get(name))
+    if case.sink is not None:
+        assert dsink is not None and their is not None and right is not None
+        assert_as_exact_as_pytorch("dsink", dsink, their, right)
+
+
+@pytest.mark.parametrize(
+    ("hiding", "mask", "layout", "world", "sink"), pairwise_cases(HIDING, MASKS, LAYOUTS, [1, 2, 3], [False, True])
+)
+def test_rows_of_their_own(hiding: str, mask: str, layout: str, world: int, sink: bool) -> None:
+    call = HIDING[hiding] | MASKS[mask]
+    check(Case(LAYOUTS[layout](TOKENS, world), inputs(TOKENS, batch=BATCH), call, sink=SINK if sink else None))
+
+
+@pytest.mark.parametrize(
+    ("hiding", "more"),
+    [
+        ("all", {"strides": "transposed", "through_lse": False, "ring": {"chunks": 2}}),
+        ("holes", {"strides": "packed", "ring": {"direction": -1, "slots": 2}}),
+        ("left padding", {"grads": "kv"}),
+    ],
+)
+def test_strides_and_rings(hiding: str, more: dict[str, Any]) -> None:
+    case = Case(Layout.striped(TOKENS, 3), inputs(TOKENS, batch=BATCH), HIDING[hiding] | {"causal": True})
+    plain, _ = run(case)
+    case.whole["dlse"] *= more.get("through_lse", True)
+    expected, _ = run(case)
+    case = Case(case.layout, case.whole, case.call, **more)
+    for mine, other in zip(run(case)[0], expected if "through_lse" in more else plain, strict=True):
+        torch.testing.assert_close(mine if mine is not None else other, other)
+
+
+def test_in_the_kernels() -> None:
+    whole = inputs(TOKENS, (4, 2), batch=BATCH)
+    check(Case(Layout.zigzag(TOKENS, 2), whole, HIDING["all"] | {"causal": True, "backend": "triton"}))
+
+
+def test_left_padded_prompts_behind_a_cache() -> None:
+    """As a generation does: the last queries, aligned with the last keys, batch rows that begin later than others."""
+    whole, hiding = inputs(TOKENS, batch=BATCH), HIDING["left padding"] | {"causal": True}
+    q, k, v = whole["q"][:, -5:], whole["k"], whole["v"]
+    out = ring_attention(q, k, v, align="bottom-right", **hiding)
+    torch.testing.assert_close(out, ring_attention(whole["q"], k, v, **hiding)[:, -5:])
+    with pytest.raises(ValueError, match="leftpad_k is given with align='bottom-right', 36 queries and 20 keys"):
+        ring_attention(whole["q"], k[:, :20], v[:, :20], align="bottom-right", **hiding)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_dropout_counts_the_packed_sequence(world: int) -> None:
+    """As the sequence that is packed by hand, whatever the number of ranks."""
+    call: dict[str, Any] = {"causal": True, "dropout_p": 0.4, "dropout_seed": 2**63 + 5}
+    whole = inputs(TOKENS, batch=BATCH)
+    ours, _ = run(Case(Layout.zigzag(TOKENS, world), whole, call | HIDING["documents"] | HIDING["holes"]))
+    ends = [row * TOKENS + end for row, own in enumerate(HIDING["documents"]["cu_seqlens"]) for end in own[1:]]
+    left = HOLES.flatten().nonzero().flatten()
+    packed = {name: x.flatten(0, 1)[None] for name, x in whole.items() if name != "dlse"}
+    packed["dlse"] = whole["dlse"].transpose(0, 1).flatten(1)[None]
+    by_hand = Case(
+        Layout.contiguous(BATCH * TOKENS, 1),
+        packed,
+        call | {"cu_seqlens": [0, *ends]},
+        kv_layout=Layout([[(p, 1) for p in left.tolist()]]),
+    )
+    assert ours.dk[~HOLES].count_nonzero() == 0
+    rows = ours.out.flatten(0, 1)[None], ours.lse.transpose(0, 1).flatten(1)[None], ours.dq.flatten(0, 1)[None]
+    compare(expected(by_hand), Results(*rows, ours.dk[HOLES][None], ours.dv[HOLES][None]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "plain"),
+    [
+        ({"cu_seqlens": [[0, 9, 36]] * BATCH}, {"cu_seqlens": [0, 9, 36]}),
+        ({"cu_seqlens": torch.tensor([[0, 9, 36]] * BATCH)}, {"cu_seqlens": [0, 9, 36]}),
+        ({"key_mask": torch.ones(BATCH, TOKENS, dtype=torch.bool), "leftpad_k": [0] * BATCH}, {}),
+        ({"key_mask": torch.tensor([[36], [7], [0]]) > AT}, {"seqused_k": [36, 7, 0]}),
+        ({"key_mask": torch.tensor([[36], [7], [0]]) > AT, "seqused_k": [30, 9, 1]}, {"seqused_k": [30, 7, 0]}),
+    ],
+)  # fmt: skip
+def test_what_all_rows_share_is_the_call_as_before(rows: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Bit by bit, dropout too, which would be another one of a packed sequence."""
+    tensors = [inputs(TOKENS, batch=BATCH)[name] for name in "qkv"]
+    drops: dict[str, Any] = {"dropout_p": 0.4, "dropout_seed": 3}
+    assert torch.equal(ring_attention(*tensors, **drops, **rows), ring_attention(*tensors, **drops, **plain))
+    layout = Layout.contiguous(TOKENS, 1)
+    assert by_row(AttentionArgs(**rows), Layouts(layout, layout), BATCH)[1] is None
+
+
+def attend(*tensors: Tensor, **call: Any) -> Tensor:
+    out: Tensor = ring_attention(*(x * 2 for x in tensors), causal=True, dropout_p=0.3, dropout_seed=5, **call)
+    return out.sin()
+
+
+def gradients(function: Callable[..., Tensor], tensors: list[Tensor], **call: Any) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = function(*leaves, **call)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def test_in_a_graph() -> None:
+    """To the bit; no new graph for other boundaries and masks, but the one that any numbers are for."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled: Any = torch.compile(attend, fullgraph=True, backend=counter)
+    tensors = [inputs(TOKENS, batch=BATCH)[name] for name in "qkv"]
+    tensors[1] = tensors[1].transpose(1, 2).contiguous().transpose(1, 2)
+    for hiding in (HIDING["all"], *(HIDING["all"] | {"key_mask": ~HOLES, "leftpad_k": [1, 2, end]} for end in (3, 4))):
+        got, expected = (gradients(one, tensors, **hiding) for one in (compiled, attend))
+        assert all(map(torch.equal, got, expected))
+    assert counter.frame_count <= 2
+
+
+def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    forward, layout = loop.forward, Layout.zigzag(TOKENS, 2)
+    whole = [inputs(TOKENS, batch=BATCH)[name] for name in "qkv"]
+    monkeypatch.setattr(loop, "forward", lambda *given: (runs.append(1), forward(*given)))
+
+    def saving(*tensors: Tensor, **call: Any) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+        out: Tensor = checkpoint(attend, *tensors, use_reentrant=False, context_fn=contexts, **call)
+        return out
+
+    def rank(group: LocalGroup) -> None:
+        own = [layout.shard(x, group.rank()) for x in whole]
+        call = HIDING["all"] | {"layout": layout, "group": group}
+        expected = gradients(attend, own, **call)
+        assert all(map(torch.equal, gradients(saving, own, **call), expected))
+
+    with LocalWorld(2) as world:
+        world.run(rank)
+    assert len(runs) == 4
+
+
+ROWS: dict[str, Any] = {"key_mask": HOLES}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (ROWS | {"block_mask": BlockMask(torch.eye(9).bool(), 4)}, "block_mask is given with key_mask, by which batch"),
+        (ROWS | {"block_mask": longformer(4, [(0, 2)])}, "block_mask is given with key_mask, by which batch rows see"),
+        (HIDING["documents"] | {"causal": True, "prefix_length": 3}, "prefix_length is given with cu_seqlens, by"),
+        (HIDING["left padding"] | {"alibi_slopes": torch.ones(BATCH, 4)}, "alibi_slopes is given with leftpad_k, by"),
+        ({"key_mask": HOLES[:, :-1]}, r"key_mask is torch.bool \[3, 35\]: it must be bool \[3, 36\]"),
+        ({"key_mask": HOLES.long()}, r"key_mask is torch.int64 \[3, 36\]: it must be bool"),
+        ({"key_mask": HOLES.to("meta")}, "key_mask is on meta: it must be on the CPU, since schedules are host data"),
+        ({"leftpad_k": [1, 2]}, "leftpad_k has 2 lengths: it must have 3, one per batch row"),
+        ({"leftpad_k": [1, 2, 37]}, r"leftpad_k\[2\] is 37: it must be 0 to 36, the number of keys"),
+        ({"cu_seqlens": [[0, 36], [0, 36]]}, "cu_seqlens has 2 rows: it must have 3, one per batch row"),
+        ({"cu_seqlens": [[0, 36], [0, 30], [0, 36]]}, r"cu_seqlens\[1\] ends at 30: it must end at 36"),
+    ],
+)  # fmt: skip
+def test_refusals(call: dict[str, Any], message: str) -> None:
+    tensors = [inputs(TOKENS, batch=BATCH)[name] for name in "qkv"]
+    with pytest.raises(ValueError, match=message):
+        ring_attention(*tensors, **call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{"causal": True, "prefix_length": 9}, {"alibi_slopes": torch.rand(1, 4)}, {"block_mask": longformer(4, [(0, 2)])}],
+)
+def test_one_row_takes_everything_but_blocks(call: dict[str, Any]) -> None:
+    """Hidden keys as keys that are not there."""
+    q, k, v = (inputs(TOKENS, batch=1)[name] for name in "qkv")
+    kept = HOLES[0].nonzero().flatten()
+    layouts = {"layout": Layout.contiguous(TOKENS, 1), "kv_layout": Layout([[(p, 1) for p in kept.tolist()]])}
+    expected = ring_attention(q, k[:, kept], v[:, kept], **layouts, **call)  # type: ignore[call-overload]
+    assert torch.equal(ring_attention(q, k, v, key_mask=HOLES[:1], **call), expected)
