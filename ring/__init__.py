@@ -1,8 +1,8 @@
 """Where kernels and comm meet: layouts, masks, schedules, the ring loop, autograd."""
 
 from .attention import ring_attention
-from .merge import merge
 from .ops import checkpoint_policy
+from .partials import merge
 from .ring import Ring
 from .schedule.layout import Layout, Span
 from .schedule.mask import BlockMask, Longformer, Mask, bigbird, bounds, fixed, longformer, strided, visible_pairs

@@ -299,7 +299,8 @@ def by_row(args: AttentionArgs, layouts: Layouts, batch: int) -> tuple[Attention
 def mask_of(layouts: Layouts, batch: int, **options: Unpack[Options]) -> Mask:
     """The mask of a call, by those of its arguments that say something of it."""
     args = AttentionArgs(**options)  # type: ignore[misc]
-    block_mask, cu_seqlens, seqused_k = args.block_mask, args.cu_seqlens, args.seqused_k
+    block_mask, seqused_k = args.block_mask, args.seqused_k
+    cu_seqlens: Any = args.cu_seqlens
     is_causal, window, prefix = checked(
         causal=args.causal, window_size=args.window_size, prefix_length=args.prefix_length
     )

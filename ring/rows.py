@@ -41,7 +41,7 @@ class PackedRows(NamedTuple):
     queries: Layout
     keys: Layout
     documents: Documents
-    index: Tensor | None
+    kept: Tensor | None
     """Which of this rank's keys, one row after the other, are visible, int64 on the device; None: all."""
 
     def pack(self, x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class PackedRows(NamedTuple):
 
     def pack_keys(self, x: Tensor) -> Tensor:
         """The visible ones of ``[B, Sk, Hkv, D]`` as ``[1, keys, Hkv, D]``."""
-        return self.pack(x) if self.index is None else x.flatten(0, 1).index_select(0, self.index)[None]
+        return self.pack(x) if self.kept is None else x.flatten(0, 1).index_select(0, self.kept)[None]
 
     def unpack(self, x: Tensor) -> Tensor:
         """``[1, B * S, H, D]`` as ``[B, S, H, D]``."""
@@ -62,12 +62,12 @@ class PackedRows(NamedTuple):
 
     def unpack_lse(self, lse: Tensor) -> Tensor:
         """``[1, H, B * S]`` as ``[B, H, S]``."""
-        return lse[0].unflatten(1, (self.batch, lse.shape[2] // self.batch)).transpose(0, 1).contiguous()
+        return lse.view(lse.shape[1], self.batch, lse.shape[2] // self.batch).transpose(0, 1).contiguous()
 
     def unpack_keys(self, grad: Tensor, like: Tensor) -> Tensor:
         """The gradient of keys as that of ``like``, with its strides; 0 for those that are hidden."""
-        if self.index is not None:
-            grad = grad.new_zeros(like.shape).flatten(0, 1).index_copy_(0, self.index, grad[0])
+        if self.kept is not None:
+            grad = grad.new_zeros(like.shape).flatten(0, 1).index_copy_(0, self.kept, grad[0])
         grad = grad.view(like.shape)
         return grad if like.is_contiguous() else torch.empty_like(like).copy_(grad)
 
@@ -121,7 +121,7 @@ def rows_of(
         if used is not None or not visible.all():
             plain["seqused_k"] = tuple(map(min, used or [keys] * batch, counts.tolist()))
         return plain, None, {}
-    said = {"cu_seqlens": documents, "seqused_k": used, "leftpad_k": left, "key_mask": None}
+    said: dict[str, Any] = {"cu_seqlens": documents, "seqused_k": used, "leftpad_k": left, "key_mask": None}
     if key_mask is not None:
         said["key_mask"] = f"{int(key_mask.sum())} keys, {sha256(key_mask.numpy().tobytes()).hexdigest()[:16]}"
     if used is not None:
@@ -129,7 +129,7 @@ def rows_of(
     return plain, Rows(documents, visible.numpy().tobytes(), batch, length), said
 
 
-def _documents(cu_seqlens: Boundaries, batch: int, length: int) -> tuple[Documents, ...]:
+def _documents(cu_seqlens: Any, batch: int, length: int) -> tuple[Documents, ...]:
     by_row: Any = [Documents(one) for one in cu_seqlens] if is_by_row(cu_seqlens) else [Documents(cu_seqlens)] * batch
     if len(by_row) != batch:
         raise ValueError(f"cu_seqlens has {len(by_row)} rows: it must have {batch}, one per batch row, or be one list")

@@ -121,6 +121,11 @@ def test_strides_and_rings(hiding: str, more: dict[str, Any]) -> None:
         torch.testing.assert_close(mine if mine is not None else other, other)
 
 
+def test_ranks_without_queries_and_without_keys() -> None:
+    hiding = HIDING["documents"] | {"key_mask": torch.tensor([[20], [20], [36]]) > AT, "leftpad_k": [20, 1, 36]}
+    check(Case(Layout.uneven([0, 20, 16]), inputs(TOKENS, batch=BATCH), hiding | {"causal": True}, sink=SINK))
+
+
 def test_in_the_kernels() -> None:
     whole = inputs(TOKENS, (4, 2), batch=BATCH)
     check(Case(Layout.zigzag(TOKENS, 2), whole, HIDING["all"] | {"causal": True, "backend": "triton"}))
