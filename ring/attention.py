@@ -53,6 +53,7 @@ def ring_attention(
     alibi_slopes: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
+    first_head: int = 0,
     cu_seqlens: Iterable[int] | torch.Tensor | None = None,
     seqused_k: Iterable[int] | torch.Tensor | None = None,
     prefix_length: int | None = None,
@@ -91,6 +92,9 @@ def ring_attention(
             SC11): the same for every number of ranks, layout and backend.
         dropout_seed: 64 bits; None: rank 0 draws one from torch's generator and tells the others, a round trip through
             the group's store.
+        first_head: number of this rank's first query head among those of the layer, 0 to 2^31 - 1, where heads are
+            sharded (tensor parallelism): dropout counts them all, and with one seed no two shards drop alike. The same
+            on all ranks of the group.
         cu_seqlens: boundaries ``[0, ..., seqlen]`` of documents packed into the sequence, over global positions: a
             query sees keys of its own document only. A list or a CPU tensor; they need not divide by anything.
         seqused_k: ``[B]``, host data as ``cu_seqlens``: keys at this global position and after it are padding.
@@ -131,6 +135,7 @@ def ring_attention(
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        first_head=first_head,
         cu_seqlens=cu_seqlens,
         seqused_k=seqused_k,
         prefix_length=prefix_length,

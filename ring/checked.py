@@ -36,6 +36,7 @@ ARGUMENTS = {
     "softcap": number("a number from 1e-8 to 1e30, or 0 for none", lambda cap: cap == 0 or LEAST_CAP <= cap <= LARGEST),
     "dropout_p": number("a number of at least 0 and below 1", lambda value: 0 <= value < 1),
     "dropout_seed": optional(whole(0, SEEDS - 1)),
+    "first_head": whole(0, (1 << 31) - 1),
     "prefix_length": optional(POSITIONS),
     "return_lse": FLAG,
     "backend": one_of("auto", "triton", "aten"),

@@ -157,6 +157,7 @@ OP_ARGUMENTS: dict[str, OpArgument] = {
     "dropout_seed": OpArgument(
         "Tensor? dropout_seed, bool drawn", _pack_seed, _unpack_seed
     ),  # by every rank for itself
+    "first_head": OpArgument("SymInt first_head"),
     "cu_seqlens": OpArgument("Tensor? cu_seqlens", _pack_numbers),
     "seqused_k": OpArgument("Tensor? seqused_k", _pack_numbers),
     "prefix_length": OpArgument("SymInt? prefix_length"),

@@ -96,6 +96,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"softcap": 1e-9}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 for none"),
     ({"dropout_p": 1.0}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
     ({"dropout_seed": 3}, "dropout_seed is 3 with dropout_p 0: nothing is dropped"),
+    ({"first_head": -1}, r"first_head is -1: it must be a whole number from 0 to 2\^31 - 1"),
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 \[3\] on cpu: .* \[4\] or \[2, 4\]"),
     ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\) with the Longformer"),
     ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, kv_layout gives rank 0 9"),
@@ -289,6 +290,7 @@ OTHERS = {
     "kv_layout": "striped",
     "softmax_scale": 0.5,
     "dropout_p": 0.25,
+    "first_head": 4,
 }
 ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # all of them alike
