@@ -11,7 +11,6 @@ from ..comm import GroupLike, resolve_mesh
 from ..kernels import KernelConfig
 from .args import AttentionArgs, Options, autocast, check_tensors
 from .checked import checked
-from .mesh import rings_of
 from .ops import EagerCall, RingAttention, packed_call, traced
 from .ring import Ring, device_of, resolve_ring
 from .schedule.layout import LayoutLike
@@ -153,10 +152,11 @@ def ring_attention(
         q, k, v = autocast(q, k, v)
         out, lse = traced(q, k, v, args, ring, group)
         return (out, lse) if return_lse else out
-    device, mesh = device_of(q, k, v), resolve_mesh(group)
+    mesh = resolve_mesh(group)
     if mesh is not None:
-        out, lse = attention_over_mesh(q, k, v, args, rings_of(mesh, device, ring), return_lse=return_lse)
+        out, lse = attention_over_mesh(q, k, v, args, mesh, ring, return_lse=return_lse)
         return out if lse is None else (out, lse)
+    device = device_of(q, k, v)
     used = resolve_ring(ring, group, device)
     with used._entered(device):
         check_tensors(q, k, v)

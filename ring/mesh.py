@@ -19,6 +19,9 @@ from .ring import Ring, resolve_ring, ring_of
 from .schedule.layout import Layout, Span
 from .schedule.plan import PLANS
 
+Mesh = tuple[Group, Group]
+"""This rank's groups: along the ring, and along Ulysses."""
+
 
 class Rings(NamedTuple):
     """This rank's two rings in a mesh."""
@@ -59,7 +62,7 @@ class Rings(NamedTuple):
         return self.ulysses._draw_seed(self.ring._draw_seed())
 
 
-def rings_of(mesh: tuple[Group, Group], device: torch.device, ring: Ring | None = None) -> Rings:
+def rings_of(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Rings:
     """The rings that calls with this mesh share; ``ring`` may be one with settings of its own, of the first dimension.
 
     Raises:

@@ -28,7 +28,7 @@ from .args import (
     sink_of,
 )
 from .checked import checked
-from .mesh import Rings, joined, shared
+from .mesh import Mesh, Rings, joined, rings_of, shared
 from .ops import EagerCall, RingAttention, packed_call
 from .ring import Ring, device_of
 from .schedule.layout import Layout
@@ -121,12 +121,14 @@ class _Exchange(torch.autograd.Function):
 # --- the call -------------------------------------------------------------------------------------------------------
 
 
+@torch._disable_dynamo  # type: ignore[misc]  # it talks to other ranks; that of torch.compiler imports dynamo at once
 def attention_over_mesh(
-    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, rings: Rings, *, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mesh: Mesh, ring: Ring | None, *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """``ring_attention`` of all ranks of a mesh; ``lse`` is None where it is not to be returned."""
-    ring, ulysses = rings
     device = device_of(q, k, v)
+    rings = rings_of(mesh, device, ring)
+    ring, ulysses = rings
     with rings._entered(device):
         check_tensors(q, k, v)
         (return_lse,) = checked(return_lse=return_lse)
@@ -169,12 +171,14 @@ def prepare(
     sink, scores = sink_of(q, args.learnable_sink), scores_of(q, args, layouts)
     check_tiles(mask, scores, backend, args.config, q, v)
     common = compared(q, k, v, args, layouts, mask, scores, scale, backend, drawn=False, has_backward=None)
+    checked(first_head=scores.first_head + q.shape[2] - 1)  # some rank's may be as large
     slopes = args.alibi_slopes
     inner = args._replace(
         layout=joined(layouts.queries, ulysses.size),
         kv_layout=None if args.kv_layout is None else joined(layouts.keys, ulysses.size),
         learnable_sink=None if sink is None else sink[mine],
         alibi_slopes=None if slopes is None else slopes[..., mine].contiguous(),
+        first_head=scores.first_head + mine.start,
     )
     tokens, keys = (shared(layout, ulysses.size, ring.rank) for layout in layouts)
     return inner, Shares(tokens, heads), Shares(keys, kv_heads), *common
