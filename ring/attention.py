@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Literal, Unpack, overload
 
@@ -15,7 +16,7 @@ from .ops import EagerCall, RingAttention, packed_call, traced
 from .ring import Ring, device_of, resolve_ring
 from .schedule.layout import LayoutLike
 from .schedule.mask import BlockMask, Longformer
-from .ulysses import attention_over_mesh
+from .ulysses import attention_over_mesh, outside_of_graphs
 
 
 @overload
@@ -74,9 +75,13 @@ def ring_attention(
         v: this rank's values ``[B, Sk, Hkv, Dv]``.
         layout: which global positions each rank holds: a :class:`Layout`, or ``contiguous``, ``zigzag`` or ``striped``
             for equal shards; required with more than one rank.
-        ring: keeps transport and slots between calls; by default one per group.
+        ring: keeps transport and slots between calls; by default one per group. Beside a ``group`` of two dimensions
+            one of the first.
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a ``LocalWorld`` member; None is the
-            default group where ``torch.distributed`` is initialised, else one device alone.
+            default group where ``torch.distributed`` is initialised, else one device alone. A DeviceMesh of two
+            dimensions, ``("ring", "ulysses")`` or without names, exchanges heads for tokens inside the second, by
+            all-to-all, and the ring runs along the first (of virtual ranks ``member.mesh(ring, ulysses)``): rank
+            ``r * U + u`` of the layouts is the one at ``[r, u]``. U divides ``H``, and either of U and ``Hkv`` the other.
         causal: the query at position p sees the keys at positions up to p.
         window_size: ``(left, right)``: it sees the keys at positions p - left to p + right, both included; -1: no end
             on that side. With ``causal`` nothing after p, whatever ``right``.
@@ -122,7 +127,7 @@ def ring_attention(
         ValueError: an argument does not fit, before anything is sent; the message names it, what it got and what it
             takes. Where the ranks disagree, every rank raises it.
         NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter, or with bfloat16, which that
-            takes for integers; a transform of ``torch.func``.
+            takes for integers; a transform of ``torch.func``; ``group`` of two dimensions in a graph of torch.compile.
     """
     args = AttentionArgs(
         layout=layout,
@@ -154,7 +159,8 @@ def ring_attention(
         return (out, lse) if return_lse else out
     mesh = resolve_mesh(group)
     if mesh is not None:
-        out, lse = attention_over_mesh(q, k, v, args, mesh, ring, return_lse=return_lse)
+        over_mesh = outside_of_graphs if "torch._dynamo" in sys.modules else attention_over_mesh
+        out, lse = over_mesh(q, k, v, args, mesh, ring, return_lse=return_lse)
         return out if lse is None else (out, lse)
     device = device_of(q, k, v)
     used = resolve_ring(ring, group, device)

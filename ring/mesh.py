@@ -55,7 +55,11 @@ class Rings(NamedTuple):
     ) -> tuple[int, int]:
         """Compare with all ranks of the mesh; the numbers of the call in the ring and in Ulysses' dimension."""
         number = self.ulysses._agree(fields, device, values, always=always)
-        return self.ring._agree(fields, device, values, always=always), number
+        try:
+            return self.ring._agree(fields, device, values, always=always), number
+        except ValueError:  # a line of ranks that refused has said so in every ring that it crosses
+            self.ulysses._call_off(self.ring)
+            raise
 
     def _draw_seed(self) -> int:
         """The first rank's, on every rank."""

@@ -121,7 +121,6 @@ class _Exchange(torch.autograd.Function):
 # --- the call -------------------------------------------------------------------------------------------------------
 
 
-@torch._disable_dynamo  # type: ignore[misc]  # it talks to other ranks; that of torch.compiler imports dynamo at once
 def attention_over_mesh(
     q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mesh: Mesh, ring: Ring | None, *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -151,6 +150,10 @@ def attention_over_mesh(
         shares = (of_queries,) * len(results)
         results = _Exchange.apply(tokens_for_heads, rings, shares, number, *results)  # type: ignore[no-untyped-call]
     return results[0], results[1].squeeze(3).transpose(1, 2).contiguous() if return_lse else None
+
+
+outside_of_graphs: Any = torch._disable_dynamo(attention_over_mesh)
+"""The same where dynamo is there, which must not trace it; its first call imports dynamo, which takes seconds."""
 
 
 def prepare(
