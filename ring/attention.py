@@ -81,7 +81,7 @@ def ring_attention(
             default group where ``torch.distributed`` is initialised, else one device alone. A DeviceMesh of two
             dimensions, ``("ring", "ulysses")`` or without names, exchanges heads for tokens inside the second, by
             all-to-all, and the ring runs along the first (of virtual ranks ``member.mesh(ring, ulysses)``): rank
-            ``r * U + u`` of the layouts is the one at ``[r, u]``. U divides ``H``, and either of U and ``Hkv`` the other.
+            ``r * U + u`` of the layouts is the one at ``[r, u]``. U divides ``H``, and ``Hkv`` or the other way round.
         causal: the query at position p sees the keys at positions up to p.
         window_size: ``(left, right)``: it sees the keys at positions p - left to p + right, both included; -1: no end
             on that side. With ``causal`` nothing after p, whatever ``right``.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..common.flags import human
-from ..common.memory_table import ALL_GATHER, BASELINE, FP32, ULYSSES, candidate_bytes, ring_slots
+from ..common.memory_table import ALL_GATHER, BASELINE, FP32, ULYSSES, candidate_bytes, exchanged_name, ring_slots
 from .baseline import HOST_ATTENTION, HOST_COLLECTIVE, baseline
 from .call import Call
 from .inputs import Inputs
@@ -79,7 +79,7 @@ def options(call: Call, inputs: Inputs) -> Iterator[Option]:
     for degree in range(2, call.kv_heads + 1):
         if call.kv_heads % degree == 0 and call.world % degree == 0:
             group = grouped(call, degree)
-            name = "Ulysses" if group.world == 1 else f"Ulysses {degree} x ring {group.world}"
+            name = exchanged_name(degree, call.world)
             needed = candidate_bytes(ULYSSES, config) + ring_slots(group.config, group.ring_form)
             where = "" if call.per_node % degree == 0 else ", over nodes"
             yield name, needed, partial(exchanged, call, degree, inputs), f"{degree} ranks exchange heads{where}"
