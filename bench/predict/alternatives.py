@@ -149,12 +149,15 @@ def exchanged(call: Call, degree: int, inputs: Inputs, ring: Callable[..., tuple
 
 
 def exchange_seconds(call: Call, degree: int, inputs: Inputs) -> float:
-    """Of the four all-to-alls of a forward (q, k, v, out), each arranged before and after; a backward has twice."""
+    """Of the two all-to-alls of a forward, q, k and v in one group of transfers and out; a backward has them twice.
+
+    Each tensor is arranged before and after.
+    """
     inside = call.per_node % degree == 0
     link = (inputs.links.inside if inside else inputs.links.far(call.per_node)).of_collectives
     total = 0.0
-    for heads in (call.heads, call.kv_heads, call.kv_heads, call.heads):
+    for heads in (call.heads + 2 * call.kv_heads, call.heads):
         nbytes = call.batch * call.tokens * call.head_dim * call.itemsize * heads
-        moved = (degree - 1) * link.latency + nbytes * (degree - 1) / degree / link.rate
+        moved = link.latency + nbytes * (degree - 1) / degree / link.rate
         total += max(HOST_COLLECTIVE, moved + float(inputs.speed.moved(2 * ARRANGE * nbytes)))
     return total
