@@ -160,8 +160,8 @@ def ring_attention(
     mesh = resolve_mesh(group)
     if mesh is not None:
         over_mesh = outside_of_graphs if "torch._dynamo" in sys.modules else attention_over_mesh
-        out, lse = over_mesh(q, k, v, args, mesh, ring, return_lse=return_lse)
-        return out if lse is None else (out, lse)
+        results: tuple[torch.Tensor, torch.Tensor | None] = over_mesh(q, k, v, args, mesh, ring, return_lse=return_lse)
+        return results[0] if results[1] is None else (results[0], results[1])
     device = device_of(q, k, v)
     used = resolve_ring(ring, group, device)
     with used._entered(device):

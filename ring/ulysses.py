@@ -98,7 +98,7 @@ def _together(share: Shares, parts: Sequence[Tensor]) -> Tensor:
     whole, heads = torch.cat([*parts], 2), share.heads[-1].stop
     if whole.shape[2] == heads:
         return whole
-    return whole.unflatten(2, (heads, -1)).float().sum(3).to(whole.dtype)
+    return whole.view(*whole.shape[:2], heads, -1, whole.shape[3]).float().sum(3).to(whole.dtype)
 
 
 class _Exchange(torch.autograd.Function):
@@ -140,19 +140,20 @@ def attention_over_mesh(
         _, number = rings._agree(fields, device, values)
         if inner.dropout_p and inner.dropout_seed is None:  # one for all ranks: that of the first of both dimensions
             inner = inner._replace(dropout_seed=rings._draw_seed())
-        shares = of_queries, of_keys, of_keys
+        shares = [of_queries, of_keys, of_keys]
         q, k, v = _Exchange.apply(heads_for_tokens, rings, shares, number, q, k, v)  # type: ignore[no-untyped-call]
     call = EagerCall(inner, ring, has_backward, around=ulysses)
     out, lse, _ = RingAttention.apply(None, q, k, v, *packed_call(call))  # type: ignore[no-untyped-call]
     results = (out, lse.transpose(1, 2).unsqueeze(3)) if return_lse else (out,)
     with rings._entered(device):
         number = ulysses._agree({"call": "tokens for heads"}, device)
-        shares = (of_queries,) * len(results)
+        shares = [of_queries] * len(results)
         results = _Exchange.apply(tokens_for_heads, rings, shares, number, *results)  # type: ignore[no-untyped-call]
     return results[0], results[1].squeeze(3).transpose(1, 2).contiguous() if return_lse else None
 
 
-outside_of_graphs: Any = torch._disable_dynamo(attention_over_mesh)
+_torch: Any = torch
+outside_of_graphs: Any = _torch._disable_dynamo(attention_over_mesh)
 """The same where dynamo is there, which must not trace it; its first call imports dynamo, which takes seconds."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ringattn import Layout, positions, reference, ring_attention, shard
 
@@ -86,7 +86,9 @@ def sharded(rank: int, shape: tuple[int, ...], names: tuple[str, ...], call: dic
     mesh, model, (letters, labels, total) = init_device_mesh("cpu", shape, mesh_dim_names=names), Decoder(), batch()
     if names[-1] == "tensor":
         columns, rows = ("q", "k", "v", "up"), ("o", "down")
-        plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns} | {
+            name: RowwiseParallel() for name in rows
+        }
         for layer in model.layers:
             parallelize_module(layer, mesh["tensor"], plan)
         call = call | {"first_head": mesh["tensor"].get_local_rank() * HEADS[0] // mesh["tensor"].size()}
@@ -96,10 +98,11 @@ def sharded(rank: int, shape: tuple[int, ...], names: tuple[str, ...], call: dic
     sequence, data = mesh["ring", "ulysses"], mesh["data"]
     mine = slice(data.get_local_rank(), ROWS, data.size())
     layout = Layout.zigzag(SEQLEN, sequence.size())
-    own = (shard(x[mine], layout=layout, group=sequence) for x in (letters, labels))
+    letters, labels = (shard(x[mine], layout=layout, group=sequence) for x in (letters, labels))
     at = positions(SEQLEN, layout=layout, group=sequence)
     attend = partial(ring_attention, layout=layout, group=sequence, causal=True, **call)
-    loss = train(model, *own, at, total / replicas.size(), attend) / replicas.size()  # whose gradients FSDP averages
+    ranks = replicas.size()  # over which FSDP averages
+    loss = train(model, letters, labels, at, total / ranks, attend) / ranks
     torch.distributed.all_reduce(loss, group=replicas.get_group())
     whole = {name: x.grad for name, x in model.named_parameters()}
     return {"loss": loss} | {name: x.full_tensor() for name, x in whole.items() if isinstance(x, DTensor)}

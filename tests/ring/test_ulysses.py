@@ -147,7 +147,12 @@ def attend(mesh: LocalMesh, *tensors: Tensor, **call: Any) -> Tensor:
 def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
     forward = loop.forward
-    monkeypatch.setattr(loop, "forward", lambda *given: (runs.append(1), forward(*given)))
+
+    def counted(*given: Any) -> None:
+        runs.append(1)
+        forward(*given)
+
+    monkeypatch.setattr(loop, "forward", counted)
     contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
 
     def of_rank(group: LocalGroup) -> None:
@@ -157,7 +162,8 @@ def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPa
             return attend(mesh, *tensors, causal=True, dropout_p=0.3, dropout_seed=3).cos()
 
         plain = torch.autograd.grad(layer(*leaves).sum(), leaves)
-        for context in ({"context_fn": contexts}, {}):
+        both: list[dict[str, Any]] = [{"context_fn": contexts}, {}]
+        for context in both:
             out: Any = checkpoint(layer, *leaves, use_reentrant=False, **context)
             assert all(map(torch.equal, plain, torch.autograd.grad(out.sum(), leaves)))
 
@@ -177,7 +183,8 @@ def drawn(mesh: LocalMesh) -> int:
     rings = rings_of((mesh.ring, mesh.ulysses), torch.device("cpu"))
     with rings._entered(torch.device("cpu")):
         rings._agree({"call": "a seed"}, torch.device("cpu"))
-        return rings._draw_seed()
+        seed: int = rings._draw_seed()
+        return seed
 
 
 def test_a_ring_with_settings_of_its_own() -> None:
@@ -283,11 +290,15 @@ def test_a_rank_that_fails_in_the_ring() -> None:
         world.run(lambda group: attend(group.mesh(2, 2), *qkv(group)))
 
 
+def meshed(group: LocalGroup, shape: tuple[Any, Any]) -> LocalMesh:
+    return group.mesh(*shape)
+
+
 def test_meshes_of_a_world() -> None:
     with LocalWorld(4) as world:
         for wrong in ((3, 2), (4, 4), (0, 4), (2, "2")):
             with pytest.raises(ValueError, match=r"ring is|ulysses is"):
-                world.run(lambda group, wrong=wrong: group.mesh(*wrong))  # type: ignore[misc]
+                world.run(partial(meshed, shape=wrong))
         assert all(world.run(lambda group: group.mesh(2, 2) is group.mesh(2, 2)))
         with pytest.raises(ValueError, match="group is a LocalMesh"):
             world.run(lambda group: Ring(group.mesh(2, 2)))
@@ -298,7 +309,7 @@ def test_no_second_derivative() -> None:
         leaves, mesh = qkv(group), group.mesh(2, 2)
         (dq,) = torch.autograd.grad(attend(mesh, *leaves).square().sum(), leaves[:1], create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivative"):
-            dq.sum().backward()
+            dq.sum().backward()  # type: ignore[no-untyped-call]
 
     with LocalWorld(4) as world:
         world.run(of_rank)
