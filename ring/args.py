@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
 from ..comm import GroupLike
 from ..kernels import KernelConfig, Scores, choice
-from ..kernels.checks import TRANSPOSED, check_qkv, check_scale, check_tensor
+from ..kernels.checks import TRANSPOSED, check_local, check_qkv, check_scale, check_tensor
 from ..kernels.choice import check_config
 from ..kernels.experimental import hopper_backward_launch, hopper_launch
 from ..kernels.launch import check_cpu
@@ -115,6 +116,18 @@ class Layouts(NamedTuple):
         return max(self.queries.reach, self.keys.reach)
 
 
+class Ranks(Protocol):
+    """Whose layout it is."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+
 def prepare_call(
     q: Tensor,
     k: Tensor,
@@ -205,6 +218,23 @@ def compared(
     return fields, {name: meant[name] for name in CHANGING}
 
 
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
+    """Refuse what is no tensor, before any attribute is read, or a DTensor, and transforms of functions."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, may_be_meta=x is not q)
+    check_local(**args._asdict())  # of which the dispatcher would make another error
+    check_autograd("ring_attention", q, k, v)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast floating tensors to autocast's dtype where it is on for their device, as SDPA does."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
 def check(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring) -> tuple[float, str]:
     """The scale and the backend of a call, once all that this rank can check alone has been checked."""
     check_qkv(q, k, v)
@@ -221,7 +251,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring) -> t
     return check_scale(softmax_scale, q.shape[3]), name
 
 
-def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ring) -> Layouts:
+def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ranks) -> Layouts:
     """The layouts of a call, checked against this rank's shards."""
     (align,) = checked(align=args.align)
     queries, kv_layout = _layout_of("q", "layout", args.layout, ring, q), args.kv_layout
@@ -263,7 +293,7 @@ def _aligned(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts:
     return layouts._replace(keys=shifted(layouts.keys, -more))
 
 
-def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ring, x: Tensor) -> Layout:
+def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ranks, x: Tensor) -> Layout:
     rows = x.shape[1]
     seqlen = layout.seqlen if isinstance(layout, Layout) else rows * ring.size
     whole = resolve_layout(layout, seqlen, ring.size, name)

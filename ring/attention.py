@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Literal, Unpack, overload
 
 import torch
 
-from ..comm import GroupLike
+from ..comm import GroupLike, resolve_mesh
 from ..kernels import KernelConfig
-from ..kernels.checks import check_local, check_tensor
-from .args import AttentionArgs, Options
-from .checked import check_autograd, checked
+from ..kernels.checks import check_local
+from .args import AttentionArgs, Options, autocast, check_tensors
+from .checked import checked
 from .ops import EagerCall, RingAttention, packed_call, traced
 from .ring import Ring, device_of, resolve_ring
 from .schedule.layout import LayoutLike
 from .schedule.mask import BlockMask, Longformer
+from .ulysses import attention_over_mesh, outside_of_graphs
 
 
 @overload
@@ -80,10 +82,14 @@ def ring_attention(
         v: this rank's values ``[B, Sk, Hkv, Dv]``.
         layout: which global positions each rank holds: a :class:`Layout`, or ``contiguous``, ``zigzag`` or ``striped``
             for equal shards; required with more than one rank.
-        ring: keeps transport and slots between calls; by default one per group.
+        ring: keeps transport and slots between calls; by default one per group. Beside a ``group`` of two dimensions
+            one of the first.
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a ``LocalWorld`` member; None is the
             default group where ``torch.distributed`` is initialised, else one device alone, which
-            :func:`ringattn.single_rank` is always.
+            :func:`ringattn.single_rank` is always. A DeviceMesh of two dimensions, ``("ring", "ulysses")`` or without
+            names, exchanges heads for tokens inside the second, by all-to-all, and the ring runs along the first (of
+            virtual ranks ``member.mesh(ring, ulysses)``): rank ``r * U + u`` of the layouts is the one at ``[r, u]``.
+            U divides ``H``, and ``Hkv`` or the other way round.
         causal: the query at position p sees the keys at positions up to p.
         window_size: ``(left, right)``: it sees the keys at positions p - left to p + right, both included; -1 or
             None: no end on that side. With ``causal`` nothing after p, whatever ``right``.
@@ -143,7 +149,7 @@ def ring_attention(
         ValueError: an argument does not fit, before anything is sent; the message names it, what it got and what it
             takes. Where the ranks disagree, every rank raises it.
         NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter, or with bfloat16, which that
-            takes for integers; a transform of ``torch.func``.
+            takes for integers; a transform of ``torch.func``; ``group`` of two dimensions in a graph of torch.compile.
     """
     args = AttentionArgs(
         layout=layout,
@@ -169,16 +175,23 @@ def ring_attention(
     )
     if torch.compiler.is_compiling():
         check_local(q=q, k=k, v=v, **args._asdict())
+        if resolve_mesh(group) is not None:
+            raise NotImplementedError(
+                "group is a mesh of two dimensions under torch.compile: its exchanges are no ops yet. Leave the "
+                "call out of the graph by torch.compiler.disable, or pass a group of one dimension"
+            )
         q, k, v = autocast(q, k, v)
         out, lse = traced(q, k, v, args, ring, group)
         return (out, lse) if return_lse else out
+    mesh = resolve_mesh(group)
+    if mesh is not None:
+        over_mesh = outside_of_graphs if "torch._dynamo" in sys.modules else attention_over_mesh
+        results: tuple[torch.Tensor, torch.Tensor | None] = over_mesh(q, k, v, args, mesh, ring, return_lse=return_lse)
+        return results[0] if results[1] is None else (results[0], results[1])
     device = device_of(q, k, v)
     used = resolve_ring(ring, group, device)
     with used._entered(device):
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_tensor(name, x, may_be_meta=x is not q)  # before any of their attributes is read
-        check_local(**args._asdict())  # of which the dispatcher would make another error
-        check_autograd("ring_attention", q, k, v)
+        check_tensors(q, k, v, args)
         (return_lse,) = checked(return_lse=return_lse)
         q, k, v = autocast(q, k, v)
     leaves = [x for x in (q, k, v, learnable_sink) if isinstance(x, torch.Tensor)]
@@ -186,12 +199,3 @@ def ring_attention(
     # After the checks: what hooks of saved tensors raise, as checkpointing does to stop, is nothing to tell other ranks
     out, lse, _ = RingAttention.apply(None, q, k, v, *packed_call(call))  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
-
-
-def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast floating tensors to autocast's dtype where it is on for their device, as SDPA does."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

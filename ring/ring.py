@@ -316,6 +316,11 @@ class Ring:
         common = {**self.settings, **VERSIONS} if of is None else {}
         return self._use(device).agree({**fields, **common}, values, of=of, always=always)
 
+    def _call_off(self, other: Ring) -> None:
+        """Make nothing of the call that was agreed on, where another ring of these ranks refused it and goes on."""
+        if self._watch is not None and other._watch is not None and other._watch.stopped() is None:
+            self._watch.call_off()
+
     def _draw_seed(self, drawn: int | None = None) -> int:
         """A seed of 63 bits from rank 0's torch generator, the same on every rank; one round trip through the store.
 

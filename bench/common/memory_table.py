@@ -22,6 +22,7 @@ from .timing import FLUSH_BYTES
 FP32, FP64 = 4, 8
 OURS, WHOLE, ALL_CORES = "ringattn", "one device", "one process on all cores"
 BASELINE, ALL_GATHER, ULYSSES, LUCIDRAINS = "baseline ring", "all-gather", "Ulysses", "ring-attention-pytorch"
+MIXED = f"{ULYSSES} x ring"
 BUCKET, SCORES_AT_ONCE = 1024, 6  # of ring-attention-pytorch: tokens, and tensors of one bucket's scores
 JUDGED_BLOCKS = 5  # tensors of a block's scores that float64 has at once, in its backward
 LETTERS, LOGITS_AT_ONCE = 256, 4  # of the decoder that `demo` trains, which reads bytes
@@ -47,10 +48,23 @@ def candidate_rows(e: int) -> dict[str, Row]:
         ALL_GATHER: Row(4 * e + FP32, 4 * e, 0, 2 * e + 3 * FP32),
         # everything once more by heads, gradients in fp32, and two tensors on their way
         ULYSSES: Row(9 * e + FP32, 6 * e + 2 * FP32),
+        MIXED: Row(9 * e + FP32, 6 * e + 2 * FP32),  # and the slots of its ring
         LUCIDRAINS: Row(4 * e + 2 * FP32, 4 * e + 8 * FP32),  # K/V that travel, fp32 results; and its scores
         WHOLE: Row(0, 0, 4 * e, 4 * e),
         ALL_CORES: Row(0, 0, 4 * e, 4 * e),
     }
+
+
+def exchanged_name(degree: int, world: int) -> str:
+    """Of Ulysses by so many ranks, and a ring of such groups for the rest."""
+    return ULYSSES if degree == world else f"{ULYSSES} {degree} x ring {world // degree}"
+
+
+def kind_of(name: str) -> str:
+    """What a candidate is, whatever its layout or the ranks of its mesh."""
+    if name.startswith(f"{OURS} "):
+        return OURS
+    return MIXED if name.startswith(f"{ULYSSES} ") else name
 
 
 def elements(config: AttentionConfig) -> tuple[int, int]:
@@ -134,7 +148,7 @@ def candidate_bytes(kind: str, config: AttentionConfig, form: RingForm = PLAIN_R
     rows = candidate_rows(item(config))
     row, (q, k), n = rows.get(kind, rows[BASELINE]), elements(config), shard(config)
     found = n * (row.q * q + row.k * k) + config.seqlen * (row.all_q * q + row.all_k * k)
-    if kind == OURS:
+    if kind in (OURS, MIXED):
         found += ring_slots(config, form)
     if kind == LUCIDRAINS:
         found += SCORES_AT_ONCE * config.batch * config.heads * min(BUCKET, n) ** 2 * FP32

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..common.flags import human
-from ..common.memory_table import ALL_GATHER, BASELINE, FP32, ULYSSES, candidate_bytes, ring_slots
+from ..common.memory_table import ALL_GATHER, BASELINE, FP32, ULYSSES, candidate_bytes, exchanged_name, ring_slots
 from .baseline import HOST_ATTENTION, HOST_COLLECTIVE, baseline
 from .call import Call
 from .inputs import Inputs
@@ -79,7 +79,7 @@ def options(call: Call, inputs: Inputs) -> Iterator[Option]:
     for degree in range(2, call.kv_heads + 1):
         if call.kv_heads % degree == 0 and call.world % degree == 0:
             group = grouped(call, degree)
-            name = "Ulysses" if group.world == 1 else f"Ulysses {degree} x ring {group.world}"
+            name = exchanged_name(degree, call.world)
             needed = candidate_bytes(ULYSSES, config) + ring_slots(group.config, group.ring_form)
             where = "" if call.per_node % degree == 0 else ", over nodes"
             yield name, needed, partial(exchanged, call, degree, inputs), f"{degree} ranks exchange heads{where}"
@@ -149,12 +149,15 @@ def exchanged(call: Call, degree: int, inputs: Inputs, ring: Callable[..., tuple
 
 
 def exchange_seconds(call: Call, degree: int, inputs: Inputs) -> float:
-    """Of the four all-to-alls of a forward (q, k, v, out), each arranged before and after; a backward has twice."""
+    """Of the two all-to-alls of a forward, q, k and v in one group of transfers and out; a backward has them twice.
+
+    Each tensor is arranged before and after.
+    """
     inside = call.per_node % degree == 0
     link = (inputs.links.inside if inside else inputs.links.far(call.per_node)).of_collectives
     total = 0.0
-    for heads in (call.heads, call.kv_heads, call.kv_heads, call.heads):
+    for heads in (call.heads + 2 * call.kv_heads, call.heads):
         nbytes = call.batch * call.tokens * call.head_dim * call.itemsize * heads
-        moved = (degree - 1) * link.latency + nbytes * (degree - 1) / degree / link.rate
+        moved = link.latency + nbytes * (degree - 1) / degree / link.rate
         total += max(HOST_COLLECTIVE, moved + float(inputs.speed.moved(2 * ARRANGE * nbytes)))
     return total

@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from ...comm.groups import MESH_DIMS
 from ...ring import Mask, Ring, ring_attention
+from ...ring.mesh import joined
 from ...ring.schedule.schedule import schedule
 from ..common.attention import DTYPES, AttentionConfig, Tensors, forward_backward
 from ..common.launching import cores
@@ -28,6 +31,8 @@ from ..common.memory_table import (
     OURS,
     ULYSSES,
     WHOLE,
+    exchanged_name,
+    kind_of,
 )
 from ..common.timing import Stopwatch
 from .baselines import AllGather, Ulysses, baseline_ring_attention
@@ -89,7 +94,7 @@ class Candidate:
     @property
     def kind(self) -> str:
         """What it is, whatever its layout."""
-        return self.name if self.ring is None else OURS
+        return kind_of(self.name)
 
     def shards(self, whole: Tensors, device: torch.device) -> Tensors:
         """This rank's part of q, k, v and dout, in memory of its own."""
@@ -181,11 +186,35 @@ def ulysses(setting: Setting) -> Candidate:
             raise Refused(f"{name} is {count}: {world} ranks need a multiple of {world}")
     setting.require(ULYSSES)
     net = Ulysses(problem.named("contiguous"), problem.causal, setting.device)
+    sent = exchanged_bytes(problem, world)
+    return Candidate(ULYSSES, setting.positions("contiguous"), net, problem.threads, sent=sent, waits=net.waits)
+
+
+def exchanged_bytes(problem: AttentionConfig, degree: int) -> int:
+    """Of q, k, v and out, then of dout, dq, dk and dv; a rank keeps its own part of each."""
     kv, _ = kv_bytes(problem)
     queries = problem.batch * problem.heads * problem.head_dim * DTYPES[problem.dtype].itemsize
-    # q, k, v and out, then dout, dq, dk and dv; a rank keeps its own part of each
-    sent = problem.seqlen // world * (world - 1) * (4 * queries + 2 * kv) // world
-    return Candidate(ULYSSES, setting.positions("contiguous"), net, problem.threads, sent=sent, waits=net.waits)
+    return problem.seqlen // problem.world * (degree - 1) * (4 * queries + 2 * kv) // degree
+
+
+def ulysses_by_ring(degree: int, setting: Setting) -> Candidate:
+    """``ring_attention`` over a mesh: heads for tokens among so many neighbours, and rings of the rest."""
+    problem, layout = setting.problem, balanced(setting.problem)
+    for name, count in (("heads", problem.heads), ("kv_heads", problem.kv_heads)):
+        if count % degree:
+            raise Refused(f"{name} is {count}: {degree} ranks that exchange them need a multiple of {degree}")
+    if problem.transport != "auto":
+        raise Refused(f"its exchanges take the transport that auto takes, and --transport is {problem.transport}")
+    name = exchanged_name(degree, problem.world)
+    setting.require(name)
+    mesh = init_device_mesh(setting.device.type, (problem.world // degree, degree), mesh_dim_names=MESH_DIMS)
+    held = problem.named(layout)
+    attend: Any = partial(ring_attention, layout=held, group=mesh, causal=problem.causal)
+    plan = schedule(joined(held, degree), Mask(causal=problem.causal))
+    kv, dkv = (nbytes // degree for nbytes in kv_bytes(problem))
+    moved = max(map(sum, zip(plan.bytes(kv), plan.bytes(kv, dkv), strict=True)))
+    sent = exchanged_bytes(problem, degree) + moved
+    return Candidate(name, setting.positions(layout), attend, problem.threads, sent=sent)
 
 
 # other people's rings, where they are installed and run here
@@ -278,15 +307,21 @@ PEERS: dict[str, Maker] = {CONTEXT_PARALLEL: context_parallel, LUCIDRAINS: lucid
 """Other people's: a wrong result of theirs is noted, and fails nothing."""
 
 
-def makers(layouts: Sequence[str]) -> dict[str, Maker]:
+def makers(layouts: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
     """All that there are, by name; the first is what the others are compared with."""
     rings = {f"{OURS} {layout}": partial(ours, layout) for layout in layouts}
-    return {WHOLE: whole, ALL_CORES: all_cores, **rings, **BASELINES, **PEERS}
+    mixed = {
+        exchanged_name(degree, world): partial(ulysses_by_ring, degree)
+        for world in worlds
+        for degree in range(2, world)
+        if world % degree == 0
+    }
+    return {WHOLE: whole, ALL_CORES: all_cores, **rings, **BASELINES, **mixed, **PEERS}
 
 
-def chosen(layouts: Sequence[str], by: Sequence[str]) -> dict[str, Maker]:
+def chosen(layouts: Sequence[str], by: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
     """Those whose names start with one of ``by``, beside the first; without any all of them."""
-    every = makers(layouts)
+    every = makers(layouts, worlds)
     return {name: make for name, make in every.items() if not by or name == WHOLE or name.startswith(tuple(by))}
 
 
@@ -294,7 +329,7 @@ def candidates(setting: Setting, by: Sequence[str] = ()) -> tuple[dict[str, Cand
     """All that can do this problem here, and why the others cannot."""
     able: dict[str, Candidate] = {}
     absent: dict[str, str] = {}
-    for name, make in chosen(setting.layouts, by).items():
+    for name, make in chosen(setting.layouts, by, [setting.problem.world]).items():
         try:
             able[name] = make(setting)
         except Refused as reason:

@@ -62,7 +62,7 @@ def ring(
 
     from ..common.attention import AttentionConfig
     from ..common.memory import refuse_ranks
-    from ..common.memory_table import OURS
+    from ..common.memory_table import kind_of
     from ..common.provenance import provenance
     from . import runs
 
@@ -75,8 +75,8 @@ def ring(
     if min(seqlen) < max(worlds):
         raise typer.BadParameter(f"--seqlen is {min(seqlen)}: {max(worlds)} processes need a token each")
     flags.check_transport(transport, device, max(worlds))
-    names, prefixes = chosen_names(layout, by)
-    kinds = list({OURS if name.startswith(f"{OURS} ") else name for name in names})
+    names, prefixes = chosen_names(layout, by, worlds)
+    kinds = list({kind_of(name) for name in names})
     configs = []
     for ranks in worlds:
         problems = tuple(
@@ -99,7 +99,7 @@ def ring(
     finish(result, json, csv)
 
 
-def chosen_names(layouts: list[str], by: str | None) -> tuple[list[str], tuple[str, ...]]:
+def chosen_names(layouts: list[str], by: str | None, worlds: list[int]) -> tuple[list[str], tuple[str, ...]]:
     """The candidates that ``--by`` leaves, and what their names begin with.
 
     Raises:
@@ -107,8 +107,8 @@ def chosen_names(layouts: list[str], by: str | None) -> tuple[list[str], tuple[s
     """
     from .candidates import chosen
 
-    known, prefixes = list(chosen(layouts, ())), tuple(by.split(",")) if by else ()
+    known, prefixes = list(chosen(layouts, (), worlds)), tuple(by.split(",")) if by else ()
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in known):
             raise typer.BadParameter(f"--by has {prefix!r}: there are {', '.join(known)}")
-    return list(chosen(layouts, prefixes)), prefixes
+    return list(chosen(layouts, prefixes, worlds)), prefixes

@@ -158,6 +158,10 @@ class Watch:
         else:
             self.failed(error)
 
+    def call_off(self) -> None:
+        """No rank makes the call that was agreed on: another ring of theirs has refused it."""
+        self._number = None
+
     def begin(self, phase: str) -> None:
         """The loop of a call begins."""
         self._calls += 1

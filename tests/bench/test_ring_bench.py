@@ -213,8 +213,9 @@ def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_candidate_is_taken_by_its_name() -> None:
-    names = [*candidates.chosen(["zigzag"], ())]
-    assert names and all(command.chosen_names(["zigzag"], name)[1] == (name,) for name in names)
+    names = [*candidates.chosen(["zigzag"], (), [2, 4])]
+    assert "Ulysses 2 x ring 2" in names
+    assert all(command.chosen_names(["zigzag"], name, [2, 4])[1] == (name,) for name in names)
 
 
 @pytest.mark.usefixtures("rank_zero")
@@ -223,6 +224,12 @@ def test_every_candidate_is_taken_by_its_name() -> None:
     [
         (candidates.ulysses, setting(AttentionConfig(64, 3, heads=8, kv_heads=8)), "heads is 8: 3 ranks need a"),
         (candidates.ulysses, setting(AttentionConfig(64, 2), "cuda", shared=True), "one rank per GPU"),
+        (partial(candidates.ulysses_by_ring, 2), setting(AttentionConfig(64, 4, kv_heads=1)), "kv_heads is 1: 2 ranks"),
+        (
+            partial(candidates.ulysses_by_ring, 2),
+            setting(AttentionConfig(64, 4, transport="nccl")),
+            "--transport is nccl",
+        ),
         (candidates.all_gather, setting(AttentionConfig(65, 2)), "65 tokens"),
         (candidates.baseline_ring, setting(AttentionConfig(66, 2)), "66 tokens"),
         (candidates.baseline_ring, setting(AttentionConfig(64, 2), "cuda"), "CPU's operator"),

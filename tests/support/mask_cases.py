@@ -45,6 +45,8 @@ class Case:
     """Arguments of :class:`Ring`."""
     grads: str = "qkvs"
     """Which of q, k, v and the sink have a gradient."""
+    mesh: tuple[int, int] | None = None
+    """Ranks of a ring, and of Ulysses' dimension."""
 
     @property
     def keys(self) -> Layout:
@@ -111,6 +113,8 @@ def together(case: Case, parts: Sequence[Sequence[Tensor | None]]) -> tuple[Resu
 
 def of_rank(case: Case, group: LocalGroup) -> list[Tensor | None]:
     """Out, lse and the gradients of one rank."""
+    if case.mesh is not None:
+        return begin(case, group.rank(), group=group.mesh(*case.mesh)).finish()
     with Ring(group, **case.ring) as ring:
         return begin(case, group.rank(), ring=ring).finish()
 

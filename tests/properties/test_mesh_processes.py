@@ -1,0 +1,83 @@
+"""Ulysses x ring on real processes over gloo."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard, unshard
+from ringattn.comm import GroupLike
+
+from ..support.forked import Ending, ending, results
+from ..support.ring_cases import LAYOUTS, check_results, inputs, together
+
+TOKENS, RANKS = 53, 4
+HEADS = (4, 2)
+SOON = 10.0  # seconds; deadlines are far beyond it
+
+
+def mesh_of(ring: int, *names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (ring, RANKS // ring), mesh_dim_names=names or None)
+
+
+def tokens() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return inputs(TOKENS, HEADS)
+
+
+def part(layout: Layout, whole: dict[str, Tensor], group: GroupLike, rank: int) -> list[Tensor]:
+    """Out, lse, dq, dk and dv of one rank's shard."""
+    q, k, v = (layout.shard(whole[name], rank).requires_grad_() for name in "qkv")
+    out, lse = ring_attention(q, k, v, layout=layout, group=group, causal=True, return_lse=True)
+    grads = [layout.shard(whole["dout"], rank), layout.shard(whole["dlse"], rank, 2)]
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (q, k, v), grads)]
+
+
+def parts_of_every_layout(rank: int) -> dict[str, list[Tensor]]:
+    whole, mesh = tokens(), mesh_of(2, "ring", "ulysses")
+    for name, make in LAYOUTS.items():
+        layout = make(TOKENS, RANKS)
+        own = shard(whole["q"], layout=layout, group=mesh)
+        assert own.equal(whole["q"][:, positions(TOKENS, layout=layout, group=mesh)]), name
+        assert unshard(own, layout=layout, group=mesh, grad="sum").equal(whole["q"]), name
+    return {name: part(make(TOKENS, RANKS), whole, mesh, rank) for name, make in LAYOUTS.items()}
+
+
+def test_every_layout() -> None:
+    """As exact as PyTorch, and the bits of virtual ranks."""
+    ranks, whole = results(RANKS, parts_of_every_layout), tokens()
+    for name, make in LAYOUTS.items():
+        layout = make(TOKENS, RANKS)
+        ours = together(layout, [parts[name] for parts in ranks])
+        check_results(ours, whole, causal=True)
+        with LocalWorld(RANKS) as world:
+            virtual = world.run(lambda group, layout=layout: part(layout, whole, group.mesh(2, 2), group.rank()))  # type: ignore[misc]
+        assert all(map(torch.equal, ours, together(layout, virtual)))
+
+
+def refusals(rank: int) -> list[Ending]:
+    """Of one rank's mistakes, and of what is no group; then a call that works, and a mistake in one as it."""
+    x, mesh = torch.randn(1, 8, 4, 8), mesh_of(2)
+    mine = torch.zeros(3) if rank == 3 else torch.zeros(4)
+    attend = partial(ring_attention, x, x, x, layout="contiguous")
+    calls: list[dict[str, Any]] = [{"learnable_sink": mine}, {"causal": rank == 1}]
+    ends = [ending(lambda call=call: attend(group=mesh, **call)) for call in calls]  # type: ignore[misc]
+    other = mesh_of(2, "data", "ring")
+    ends += [ending(lambda: attend(group=other)), ending(lambda: Ring(mesh))]
+    assert unshard(attend(group=mesh), layout="contiguous", group=mesh, grad="slice").shape[1] == RANKS * 8
+    ends.append(ending(lambda: attend(group=mesh, learnable_sink=None if rank < 3 else mine)))
+    return ends
+
+
+def test_refusals() -> None:
+    for sink, causal, names, ring, later in results(RANKS, refusals):
+        for kind, text, seconds in (sink, later):
+            assert kind in ("ValueError", "TransportError") and seconds < SOON
+            assert "learnable_sink is [3] on cpu: it must be [4]" in text
+        assert causal[0] == "ValueError" and "causal differs between ranks" in causal[1]
+        assert names[0] == "ValueError" and "('data', 'ring')" in names[1] and "mesh['ring']" in names[1]
+        assert ring[0] == "ValueError" and "2 dimensions" in ring[1]

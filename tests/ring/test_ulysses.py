@@ -1,0 +1,335 @@
+"""Ulysses x ring: meshes of virtual ranks against the reference, with every mask and every score; what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.exc import Unsupported
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, positions, ring_attention, shard, unshard
+from ringattn.comm import LocalGroup
+from ringattn.comm.transports.local import LocalMesh
+from ringattn.ring import loop
+from ringattn.ring.mesh import joined, rings_of, shared, spans_of
+from ringattn.ring.schedule.mask import BlockMask
+
+from ..support.mask_cases import Case, check, in_blocks
+from ..support.pairwise import pairwise_cases
+from ..support.ring_cases import LAYOUTS, inputs
+from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+HEADS = 12
+KV_HEADS = {(2, 2): 2, (1, 4): 2, (4, 1): 3, (2, 3): 3}
+"""By mesh: one for each rank, one for two ranks, all, one for each."""
+MESHES = [*KV_HEADS]
+SLOPES = 2.0 ** -torch.arange(1, HEADS + 1)
+SINK = torch.linspace(-2, 3, HEADS).index_fill(0, torch.tensor([1]), -torch.inf)
+
+
+def case_of(mesh: tuple[int, int], call: dict[str, Any], layout: Layout, **more: Any) -> Case:
+    tensors = {name: more.pop(name) for name in ("dims", "dtype") if name in more}
+    whole = inputs(TOKENS, (HEADS, more.pop("kv_heads", KV_HEADS[mesh])), **tensors)
+    if "alibi_slopes" in call:
+        by_row = call["alibi_slopes"].dim() == 2
+        call = call | {"alibi_slopes": torch.stack([SLOPES, SLOPES.flip(0)]) if by_row else SLOPES}
+    if "first_head" in call:
+        call = call | {"first_head": 2**31 - HEADS}
+    return Case(layout, whole, call | {"backend": "aten"}, mesh=mesh, **more)
+
+
+def layout_of(name: str, mesh: tuple[int, int], call: dict[str, Any]) -> Layout:
+    """A named one, that of whole blocks where the call needs blocks."""
+    world, pattern = mesh[0] * mesh[1], call.get("block_mask")
+    if not isinstance(pattern, BlockMask):
+        return LAYOUTS[name](TOKENS, world)
+    blocks = len(pattern.visible)
+    few = name == "uneven" and blocks < 3 * world
+    return in_blocks(LAYOUTS["contiguous" if few else name](blocks, world), pattern.block, TOKENS)
+
+
+@pytest.mark.parametrize(("name", "mesh", "layout"), pairwise_cases([*MASKS, *PATTERNS, *SCORES], MESHES, LAYOUTS))
+def test_features(name: str, mesh: tuple[int, int], layout: str) -> None:
+    call = PATTERNS[name](4) if name in PATTERNS else (MASKS | SCORES)[name]
+    sink = SINK if layout in ("zigzag", "uneven") else None
+    check(case_of(mesh, call, layout_of(layout, mesh, call), sink=sink))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 12])
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 4)])
+def test_key_heads(mesh: tuple[int, int], kv_heads: int) -> None:
+    check(case_of(mesh, MASKS["causal documents"], Layout.zigzag(TOKENS, 4), kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_dtypes_and_values_of_their_own_size(mesh: tuple[int, int], dtype: torch.dtype) -> None:
+    layout = Layout.striped(TOKENS, mesh[0] * mesh[1])
+    check(case_of(mesh, SCORES["all scores"], layout, sink=SINK, dtype=dtype, dims=(8, 24), strides="packed"))
+
+
+@pytest.mark.parametrize("through_lse", [True, False])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_keys_of_their_own(mesh: tuple[int, int], through_lse: bool) -> None:
+    """Some ranks have no queries, some no keys, and of one place in a longer ring nobody has any."""
+    empty: list[list[tuple[int, ...]]] = [[]] * (mesh[0] * mesh[1] - 3)
+    queries = Layout([*empty, [(40, 7)], [], [(47, 6), (55, 5)]])
+    keys = Layout([[(0, 20, 2)], [(1, 10, 2)], [(40, 20)], *empty])
+    call = MASKS["padding" if through_lse else "prefix and window"]
+    check(case_of(mesh, call, queries, kv_layout=keys, through_lse=through_lse, sink=SINK))
+
+
+@pytest.mark.parametrize("grads", ["q", "kv", "s"])
+def test_gradients_of_some(grads: str) -> None:
+    check(case_of((2, 2), MASKS["causal window"], Layout.zigzag(TOKENS, 4), sink=SINK, grads=grads))
+
+
+@pytest.mark.parametrize("make", [*LAYOUTS.values()])
+@pytest.mark.parametrize("ulysses", [1, 2, 3, 6])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 6, 29, 48])
+def test_layouts_of_places(make: Any, ulysses: int, tokens: int) -> None:
+    layout = make(tokens + 15, 6)  # the uneven one has three on each of the others
+    whole = joined(layout, ulysses)
+    for place in range(6 // ulysses):
+        ranks = range(place * ulysses, (place + 1) * ulysses)
+        held = torch.cat([layout.positions(rank) for rank in ranks]).sort().values
+        assert whole.positions(place).equal(held)
+        assert whole.spans(place) == Layout([spans_of(held)]).spans(0)
+        for u, rank in enumerate(ranks):
+            assert held[shared(layout, ulysses, place).positions(u)].equal(layout.positions(rank))
+
+
+def test_few_spans() -> None:
+    assert spans_of(torch.tensor([0, 1, 2, 8, 9, 10, 16, 17])) == [(0, 3, 1), (8, 3, 1), (16, 2, 1)]
+    assert spans_of(torch.tensor([3, 7, 11, 12, 13, 20])) == [(3, 3, 4), (12, 2, 1), (20, 1, 1)]
+
+
+@pytest.mark.parametrize("layout", [Layout.zigzag(10, 6), Layout.striped(10, 6), Layout.uneven([7, 0, 1, 2, 0, 0])])
+@pytest.mark.parametrize("grad", ["slice", "sum"])
+def test_shard_and_unshard(layout: Layout, grad: str) -> None:
+    """Rank r's loss weighs the whole with r + 1: "slice" keeps this rank's gradient, "sum" adds everybody's."""
+    whole = torch.arange(60, dtype=torch.float64).view(3, 10, 2)
+
+    def of_rank(group: LocalGroup) -> None:
+        mesh, x = group.mesh(2, 3), whole.clone().requires_grad_()
+        own = shard(x, layout=layout, group=mesh)
+        at = positions(10, layout=layout, group=mesh)
+        assert torch.equal(own, whole[:, at])
+        again = unshard(own, layout=layout, group=mesh, grad=grad)
+        assert torch.equal(again, whole)
+        (again * whole * (group.rank() + 1)).sum().backward()
+        weight = 21 if grad == "sum" else group.rank() + 1
+        assert x.grad is not None and torch.equal(
+            x.grad, weight * torch.zeros_like(whole).index_copy_(1, at, whole[:, at])
+        )
+
+    with LocalWorld(6) as world:
+        world.run(of_rank)
+
+
+def qkv(group: LocalGroup, heads: int = 4, kv_heads: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(group.rank())
+    return [torch.randn(1, 6, n, 8, generator=generator).requires_grad_() for n in (heads, kv_heads, kv_heads)]
+
+
+def attend(mesh: LocalMesh, *tensors: Tensor, **call: Any) -> Tensor:
+    out = ring_attention(*tensors, group=mesh, layout="zigzag", **call)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    forward = loop.forward
+
+    def counted(*given: Any) -> None:
+        runs.append(1)
+        forward(*given)
+
+    monkeypatch.setattr(loop, "forward", counted)
+    contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+
+    def of_rank(group: LocalGroup) -> None:
+        leaves, mesh = qkv(group), group.mesh(2, 2)
+
+        def layer(*tensors: Tensor) -> Tensor:
+            return attend(mesh, *tensors, causal=True, dropout_p=0.3, dropout_seed=3).cos()
+
+        plain = torch.autograd.grad(layer(*leaves).sum(), leaves)
+        both: list[dict[str, Any]] = [{"context_fn": contexts}, {}]
+        for context in both:
+            out: Any = checkpoint(layer, *leaves, use_reentrant=False, **context)
+            assert all(map(torch.equal, plain, torch.autograd.grad(out.sum(), leaves)))
+
+    with LocalWorld(4) as world:
+        world.run(of_rank)
+    assert len(runs) == 4 * (1 + 1 + 2)
+
+
+def test_one_seed_for_all_ranks() -> None:
+    """Drawn by the first rank of both dimensions, and counted by all its heads."""
+    with LocalWorld(6) as world:
+        seeds = world.run(lambda group: drawn(group.mesh(3, 2)))
+    assert len({*seeds}) == 1
+
+
+def drawn(mesh: LocalMesh) -> int:
+    rings = rings_of((mesh.ring, mesh.ulysses), torch.device("cpu"))
+    with rings._entered(torch.device("cpu")):
+        rings._agree({"call": "a seed"}, torch.device("cpu"))
+        seed: int = rings._draw_seed()
+        return seed
+
+
+def test_a_ring_with_settings_of_its_own() -> None:
+    def of_rank(group: LocalGroup) -> bool:
+        leaves, mesh = qkv(group), group.mesh(2, 2)
+        with Ring(mesh.ring, chunks=2, slots=2) as ring:
+            out = attend(mesh, *leaves, ring=ring)
+            assert ring.telemetry()
+        for wrong in (Ring(mesh.ulysses), Ring(group)):
+            with pytest.raises(ValueError, match="ring is not of the first dimension of the mesh"):
+                attend(mesh, *leaves, ring=wrong)
+        with pytest.raises(ValueError, match="chunks of the ring is 3, k has 2 heads"):
+            attend(mesh, *leaves, ring=Ring(mesh.ring, chunks=3))
+        return torch.equal(out, attend(mesh, *leaves))
+
+    with LocalWorld(4) as world:
+        assert all(world.run(of_rank))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "message"),
+    [
+        (6, 6, "4 ranks in Ulysses' dimension, q has 6 heads and k 6: .* it may have 1, 2, 3, 6$"),
+        (12, 3, "q has 12 heads and k 3: .* it may have 1, 3, 6, 12$"),
+        (4, 8, "k has 8 heads, q has 4"),
+    ],
+)
+def test_other_groupings(heads: int, kv_heads: int, message: str) -> None:
+    """Refused on every rank, and the next call works."""
+
+    def of_rank(group: LocalGroup) -> None:
+        mesh = group.mesh(1, 4)
+        with pytest.raises(ValueError, match=message):
+            attend(mesh, *qkv(group, heads, kv_heads))
+        attend(mesh, *qkv(group))
+
+    with LocalWorld(4) as world:
+        world.run(of_rank)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"learnable_sink": torch.zeros(2)}, r"learnable_sink is \[2\] on cpu: it must be \[4\]"),
+        ({"alibi_slopes": torch.zeros(2)}, "alibi_slopes"),
+        ({"cu_seqlens": [0, 12]}, "cu_seqlens ends at 12: it must end at 36"),
+        ({"return_lse": 2}, "return_lse is 2"),
+        ({"kv_layout": Layout.contiguous(36, 2)}, "kv_layout is made for 2 ranks, the group has 6"),
+    ],
+)
+def test_bad_arguments_of_one_rank(wrong: dict[str, Any], message: str) -> None:
+    """Every rank of both dimensions refuses the call, and the next one works."""
+
+    def of_rank(group: LocalGroup) -> None:
+        mesh = group.mesh(3, 2)
+        with pytest.raises(ValueError, match=message):
+            attend(mesh, *qkv(group), **(wrong if group.rank() == 3 else {}))
+        attend(mesh, *qkv(group))
+
+    with LocalWorld(6) as world:
+        world.run(of_rank)
+
+
+@pytest.mark.parametrize("field", ["causal", "return_lse", "dropout_seed"])
+def test_ranks_that_disagree(field: str) -> None:
+    """Rank 3's row says who has what; the others, that this row refused."""
+
+    def of_rank(group: LocalGroup) -> None:
+        call: dict[str, Any] = {"causal": False, "return_lse": False, "dropout_seed": 5, "dropout_p": 0.5}
+        different = call | {field: 6 if field == "dropout_seed" else True}
+        with pytest.raises(ValueError, match=f"{field} differs between ranks"):
+            ring_attention(
+                *qkv(group), layout="zigzag", group=group.mesh(3, 2), **(different if group.rank() == 3 else call)
+            )
+
+    with LocalWorld(6) as world:
+        world.run(of_rank)
+
+
+def test_gradients_on_some_ranks() -> None:
+    def of_rank(group: LocalGroup) -> None:
+        leaves = [x.detach() for x in qkv(group)] if group.rank() == 1 else qkv(group)
+        with pytest.raises(ValueError, match="gradient differs between ranks"):
+            attend(group.mesh(2, 2), *leaves, learnable_sink=torch.zeros(4).requires_grad_())
+
+    with LocalWorld(4) as world:
+        world.run(of_rank)
+
+
+def test_a_rank_that_fails_in_the_ring() -> None:
+    """All of them end, those of other rows and columns too."""
+
+    def of_rank(group: LocalGroup) -> None:
+        leaves, mesh = qkv(group), group.mesh(2, 2)
+        attend(mesh, *leaves)
+        if group.rank() == 2:
+            raise LookupError("right")
+        attend(mesh, *leaves)
+
+    with LocalWorld(4, timeout=60) as world:
+        with pytest.raises(LookupError, match="right"):
+            world.run(of_rank)
+        world.run(lambda group: attend(group.mesh(2, 2), *qkv(group)))
+
+
+def meshed(group: LocalGroup, shape: tuple[Any, Any]) -> LocalMesh:
+    return group.mesh(*shape)
+
+
+def test_meshes_of_a_world() -> None:
+    with LocalWorld(4) as world:
+        for wrong in ((3, 2), (4, 4), (0, 4), (2, "2")):
+            with pytest.raises(ValueError, match=r"ring is|ulysses is"):
+                world.run(partial(meshed, shape=wrong))
+        assert all(world.run(lambda group: group.mesh(2, 2) is group.mesh(2, 2)))
+        with pytest.raises(ValueError, match="group is a LocalMesh"):
+            world.run(lambda group: Ring(group.mesh(2, 2)))
+
+
+def test_no_second_derivative() -> None:
+    def of_rank(group: LocalGroup) -> None:
+        leaves, mesh = qkv(group), group.mesh(2, 2)
+        (dq,) = torch.autograd.grad(attend(mesh, *leaves).square().sum(), leaves[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            dq.sum().backward()  # type: ignore[no-untyped-call]
+
+    with LocalWorld(4) as world:
+        world.run(of_rank)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_graph_ends_before_the_call(fullgraph: bool) -> None:
+    """Where it must not, it is refused."""
+
+    def layer(mesh: LocalMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(mesh, q.cos(), k, v, causal=True).sin()
+
+    def of_rank(group: LocalGroup) -> None:
+        mesh, tensors = group.mesh(1, 1), qkv(group)
+        made = torch.compile(partial(layer, mesh), fullgraph=fullgraph, backend="eager")
+        if not fullgraph:
+            assert torch.equal(made(*tensors), layer(mesh, *tensors))
+            return
+        with pytest.raises(Unsupported, match=r"mesh of two dimensions under torch\.compile"):
+            made(*tensors)
+
+    with LocalWorld(1) as world:
+        world.run(of_rank)
