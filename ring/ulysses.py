@@ -99,7 +99,7 @@ def _together(share: Shares, parts: Sequence[Tensor]) -> Tensor:
     whole, heads = torch.cat([*parts], 2), share.heads[-1].stop
     if whole.shape[2] == heads:
         return whole
-    return whole.view(*whole.shape[:2], heads, -1, whole.shape[3]).float().sum(3).to(whole.dtype)
+    return whole.view(*whole.shape[:2], heads, whole.shape[2] // heads, whole.shape[3]).float().sum(3).to(whole.dtype)
 
 
 class _Exchange(torch.autograd.Function):

@@ -25,8 +25,9 @@ HOW: dict[str, tuple[int, str, str, bool]] = {
     "one name": (2, "zigzag", "zigzag", True),
     "two names": (3, "striped", "contiguous", True),
     "layouts": (3, "uneven", "striped", False),
+    "mesh": (2, "zigzag", "zigzag", True),
 }
-"""Ranks, the layouts of queries and of keys, and whether by name."""
+"""Ranks, the layouts of queries and of keys, and whether by name; of a mesh those in Ulysses' dimension alone."""
 
 
 def later(layout: Layout, by: int) -> Layout:
@@ -41,13 +42,16 @@ def test_masks_where_lengths_differ(align: str, name: str, lengths: tuple[int, i
     world, *kinds, named = HOW[how]
     layouts = [LAYOUTS[kind](length, world) for kind, length in zip(kinds, lengths, strict=True)]
     given: dict[str, Any] = dict(zip(("layout", "kv_layout"), kinds if named else layouts, strict=True))
-    if how in ("alone", "one name"):
+    if how in ("alone", "one name", "mesh"):
         given["kv_layout"] = None
     more = lengths[1] - lengths[0] if align == "bottom-right" else 0
     at = later(layouts[0], max(more, 0)), later(layouts[1], max(-more, 0))
     case = Case(at[0], inputs(max(lengths)), MASKS[name], kv_layout=at[1])
 
     def rank(group: LocalGroup) -> list[Any]:
+        if how == "mesh":
+            mesh = group.mesh(1, 2)
+            return begin(case, group.rank(), group=mesh, align=align, change=lambda said: said.update(given)).finish()
         with Ring(group) as ring:
             return begin(case, group.rank(), ring=ring, align=align, change=lambda said: said.update(given)).finish()
 

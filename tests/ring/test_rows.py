@@ -103,6 +103,13 @@ def test_rows_of_their_own(hiding: str, mask: str, layout: str, world: int, sink
     check(Case(LAYOUTS[layout](TOKENS, world), inputs(TOKENS, batch=BATCH), call, sink=SINK if sink else None))
 
 
+@pytest.mark.parametrize(("hiding", "mesh"), [*zip(HIDING, [(2, 2), (1, 2), (2, 1), (1, 4)] * 2, strict=True)])
+def test_rows_of_their_own_over_a_mesh(hiding: str, mesh: tuple[int, int]) -> None:
+    layout = Layout.zigzag(TOKENS, mesh[0] * mesh[1])
+    call = HIDING[hiding] | {"causal": True, "window_size": (20, None)}
+    check(Case(layout, inputs(TOKENS, batch=BATCH), call, sink=SINK, mesh=mesh))
+
+
 @pytest.mark.parametrize(
     ("hiding", "more"),
     [
