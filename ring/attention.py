@@ -174,12 +174,12 @@ def ring_attention(
         config=config,
     )
     if torch.compiler.is_compiling():
-        check_local(q=q, k=k, v=v, **args._asdict())
         if resolve_mesh(group) is not None:
             raise NotImplementedError(
                 "group is a mesh of two dimensions under torch.compile: its exchanges are no ops yet. Leave the "
                 "call out of the graph by torch.compiler.disable, or pass a group of one dimension"
             )
+        check_local(q=q, k=k, v=v, **args._asdict())
         q, k, v = autocast(q, k, v)
         out, lse = traced(q, k, v, args, ring, group)
         return (out, lse) if return_lse else out
