@@ -168,7 +168,8 @@ def ring_attention(
         config=config,
     )
     if torch.compiler.is_compiling():
-        check_local(q=q, k=k, v=v, **args._asdict())
+        for name, value in (("q", q), ("k", k), ("v", v), *args._asdict().items()):
+            check_local(name, value)
         q, k, v = autocast(q, k, v)
         out, lse = traced(q, k, v, args, ring, group)
         return (out, lse) if return_lse else out
@@ -177,7 +178,8 @@ def ring_attention(
     with used._entered(device):
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_tensor(name, x, may_be_meta=x is not q)  # before any of their attributes is read
-        check_local(**args._asdict())  # of which the dispatcher would make another error
+        check_local("learnable_sink", learnable_sink)  # of these the dispatcher would make another error
+        check_local("alibi_slopes", alibi_slopes)
         check_autograd("ring_attention", q, k, v)
         (return_lse,) = checked(return_lse=return_lse)
         q, k, v = autocast(q, k, v)
