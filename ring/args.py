@@ -219,10 +219,11 @@ def compared(
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
-    """Refuse what is no tensor, before any attribute is read, or a DTensor, and transforms of functions."""
+    """Refuse what is no tensor, before any attribute is read, or a DTensor; and transforms of functions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, may_be_meta=x is not q)
-    check_local(**args._asdict())  # of which the dispatcher would make another error
+    check_local("learnable_sink", args.learnable_sink)  # of these the dispatcher would make another error
+    check_local("alibi_slopes", args.alibi_slopes)
     check_autograd("ring_attention", q, k, v)
 
 

@@ -179,7 +179,8 @@ def ring_attention(
                 "group is a mesh of two dimensions under torch.compile: its exchanges are no ops yet. Leave the "
                 "call out of the graph by torch.compiler.disable, or pass a group of one dimension"
             )
-        check_local(q=q, k=k, v=v, **args._asdict())
+        for name, value in (("q", q), ("k", k), ("v", v), *args._asdict().items()):
+            check_local(name, value)
         q, k, v = autocast(q, k, v)
         out, lse = traced(q, k, v, args, ring, group)
         return (out, lse) if return_lse else out

@@ -145,7 +145,7 @@ def _documents(cu_seqlens: Any, batch: int, length: int) -> tuple[Documents, ...
 
 
 def _checked_mask(key_mask: object, batch: int, keys: int) -> Tensor:
-    check_local(key_mask=key_mask)
+    check_local("key_mask", key_mask)
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or tuple(key_mask.shape) != (batch, keys):
         got = f"{key_mask.dtype} {list(key_mask.shape)}" if isinstance(key_mask, Tensor) else type(key_mask).__name__
         raise ValueError(f"key_mask is {got}: it must be bool [{batch}, {keys}], True where a batch row has a key")

@@ -174,7 +174,7 @@ class Documents:
 
 def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) -> tuple[int, ...]:
     """A list or a one-dimensional CPU tensor as integers: ValueError otherwise."""
-    check_local(**{name: given})
+    check_local(name, given)
     if isinstance(given, torch.Tensor):
         if given.device.type != "cpu":
             raise ValueError(

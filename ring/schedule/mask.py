@@ -34,7 +34,7 @@ class BlockMask:
     __slots__ = ("__dict__", "block", "visible")
 
     def __init__(self, visible: torch.Tensor, block: int) -> None:
-        check_local(block_mask=visible)
+        check_local("block_mask", visible)
         if not isinstance(visible, torch.Tensor) or visible.dtype != torch.bool or visible.dim() != 2:
             got = f"{visible.dtype} {list(visible.shape)}" if isinstance(visible, torch.Tensor) else repr(visible)
             raise ValueError(f"block_mask is {got}: it must be bool [query blocks, key blocks]")
