@@ -7,7 +7,7 @@ heads; the R ranks that have the same heads make a ring; another all-to-all brin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -168,6 +168,8 @@ def prepare(
     """
     ring, ulysses = rings
     check_qkv(q, k, v)
+    # what can be read once is read here and by the ring
+    args = args._replace(**{name: [*value] for name, value in args._asdict().items() if isinstance(value, Iterator)})
     heads, kv_heads = heads_of(q.shape[2], k.shape[2], ulysses.size)
     mine, its = heads[ulysses.rank], kv_heads[ulysses.rank]
     scale, backend = check(q[:, :, mine], k[:, :, its], v[:, :, its], args, ring)

@@ -85,10 +85,8 @@ def sharded(rank: int, shape: tuple[int, ...], names: tuple[str, ...], call: dic
     """The same by four processes; every rank has its rows' tokens, and with tensor parallelism its heads."""
     mesh, model, (letters, labels, total) = init_device_mesh("cpu", shape, mesh_dim_names=names), Decoder(), batch()
     if names[-1] == "tensor":
-        columns, rows = ("q", "k", "v", "up"), ("o", "down")
-        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns} | {
-            name: RowwiseParallel() for name in rows
-        }
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+        plan |= {name: RowwiseParallel() for name in ("o", "down")}
         for layer in model.layers:
             parallelize_module(layer, mesh["tensor"], plan)
         call = call | {"first_head": mesh["tensor"].get_local_rank() * HEADS[0] // mesh["tensor"].size()}

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard, unshard
 from ringattn.comm import GroupLike
+from ringattn.ring import loop
 
 from ..support.forked import Ending, ending, results
 from ..support.ring_cases import LAYOUTS, check_results, inputs, together
@@ -81,3 +82,23 @@ def test_refusals() -> None:
         assert causal[0] == "ValueError" and "causal differs between ranks" in causal[1]
         assert names[0] == "ValueError" and "('data', 'ring')" in names[1] and "mesh['ring']" in names[1]
         assert ring[0] == "ValueError" and "2 dimensions" in ring[1]
+
+
+def out_of_memory(*_: object) -> None:
+    raise MemoryError("of rank 3")
+
+
+def failure_in_the_ring(rank: int) -> Ending:
+    """Rank 3's, between the exchanges: rank 2 waits for it in its row, rank 1 in its column, rank 0 for both."""
+    x, mesh = torch.randn(1, 8, 4, 8), mesh_of(2)
+    attend = partial(ring_attention, x, x, x, layout="contiguous", group=mesh)
+    attend()
+    if rank == 3:
+        vars(loop)["forward"] = out_of_memory
+    return ending(attend)
+
+
+def test_a_failure_in_the_ring_reaches_everybody() -> None:
+    for rank, (kind, text, seconds) in enumerate(results(RANKS, failure_in_the_ring)):
+        assert kind == "MemoryError" if rank == 3 else "MemoryError: of rank 3" in text
+        assert seconds < SOON

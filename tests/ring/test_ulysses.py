@@ -85,6 +85,17 @@ def test_keys_of_their_own(mesh: tuple[int, int], through_lse: bool) -> None:
     check(case_of(mesh, call, queries, kv_layout=keys, through_lse=through_lse, sink=SINK))
 
 
+def test_boundaries_that_are_read_once() -> None:
+    def of_rank(group: LocalGroup) -> bool:
+        leaves, mesh, documents = qkv(group), group.mesh(2, 2), [0, 5, 24]
+        given = {"cu_seqlens": iter(documents), "seqused_k": iter([17])}
+        once = attend(mesh, *leaves, **given)
+        return torch.equal(once, attend(mesh, *leaves, cu_seqlens=documents, seqused_k=[17]))
+
+    with LocalWorld(4) as world:
+        assert all(world.run(of_rank))
+
+
 @pytest.mark.parametrize("grads", ["q", "kv", "s"])
 def test_gradients_of_some(grads: str) -> None:
     check(case_of((2, 2), MASKS["causal window"], Layout.zigzag(TOKENS, 4), sink=SINK, grads=grads))
