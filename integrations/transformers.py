@@ -5,12 +5,12 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=register())
     batch = shard_batch(batch, "zigzag", group)
     with sharded("zigzag", group):
-        loss = model(**batch).loss  # this rank's part; the sum over the ranks is the loss of the whole batch
+        loss = model(**batch).loss  # this rank's part: the loss of the batch is the sum over the ranks
     loss.backward()  # gradients are parts too: sum them over the group
 
-Rotary embedding, norms, feed-forward and loss work token by token; attention alone sees the other ranks. What a
-model's mask shows is read from transformers' own mask functions, so that windows, chunks and documents are the
-model's; sinks, softcap, scale and dropout come with each attention call.
+Embedding, norms, feed-forward and loss work token by token; attention alone sees the other ranks' tokens. What a
+model's mask shows is read from transformers' own mask functions, so that windows, chunks and documents are those of the
+model; sinks, softcap, scale and dropout come with each call of attention.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -28,72 +28,62 @@ import transformers
 from packaging.version import Version
 
 from ..ring import GroupLike, Layout, Ring, ring_attention
-from ..ring.ring import resolve_ring
+from ..ring.ring import device_of, resolve_ring
 from ..ring.schedule.layout import Documents, LayoutLike
 from ..ring.shards import resolve_layout
 
 NAME = "ringattn"
 OLDEST = Version("5.22")
-IGNORE_INDEX = -100  # of labels: what transformers' losses leave out
+IGNORE_INDEX = -100  # the label that transformers' losses leave out
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Entries of ``config.layer_types`` whose tokens meet in attention alone."""
+"""Entries of ``config.layer_types`` in whose layers tokens meet in attention alone."""
 
-HARMLESS = {
-    "cache_position",
-    "deterministic",  # of flash-attention's backward: this one always is
-    "layer_idx",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "past_key_values",  # key and value come out of it already
-    "position_embeddings",
-    "return_dict",
-    "shift_labels",
-    "use_cache",
-}
-"""What models hand to every attention function, and no result of attention depends on."""
+HARMLESS = (
+    "cache_position", "deterministic", "layer_idx", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "past_key_values", "position_embeddings", "return_dict", "shift_labels", "use_cache",
+)  # fmt: skip
+"""What models hand on to attention and its result does not depend on; key and value are what a cache returned."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sharding:
-    """Who holds which tokens, as :func:`sharded` says it."""
+    """Who holds which tokens, as :func:`sharded` says it; by itself: one rank alone."""
 
     layout: LayoutLike = None
     group: GroupLike = None
     ring: Ring | None = None
     cu_seqlens: tuple[int, ...] | None = None
-    backend: str = "auto"
-    calls: list[str] = field(default_factory=list)  # one entry per attention call
+    used: bool = False  # by a call of attention
 
-    def of(self, device: torch.device) -> Ring:
-        """The ring of the group; ValueError where nobody said how several ranks share a sequence."""
+    def of(self, tokens: int, device: torch.device) -> tuple[Ring, Layout]:
+        """The ring, and the layout of the whole sequence, of which this rank has ``tokens``; ValueError where not."""
         ring = resolve_ring(self.ring, self.group, device)
         if self.layout is None and ring.size > 1:
             raise ValueError(
                 f'{ring.size} ranks and no layout: run the model inside `with sharded("zigzag", group):`, whose group '
                 "is the ranks that share a sequence, and give it what shard_batch makes"
             )
-        return ring
+        total = self.layout.seqlen if isinstance(self.layout, Layout) else tokens * ring.size
+        layout = resolve_layout(self.layout, total, ring.size)
+        if layout.lengths[ring.rank] != tokens:
+            raise ValueError(f"the layout gives rank {ring.rank} {layout.lengths[ring.rank]} tokens, got {tokens}")
+        return ring, layout
 
     def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
-        """Positions of this rank's ``tokens`` within their documents, int64 ``[S]``."""
-        ring = self.of(device)
-        total = self.layout.seqlen if isinstance(self.layout, Layout) else tokens * ring.size
-        where = resolve_layout(self.layout, total, ring.size).positions(ring.rank)
-        if len(where) != tokens:
-            raise ValueError(f"the layout gives rank {ring.rank} {len(where)} tokens, the model got {tokens}")
-        if self.cu_seqlens is not None:
-            where = where - Documents(self.cu_seqlens).around(where)[0]
-        return where.to(device)
+        """Of this rank's tokens within their documents, int64 ``[S]``."""
+        ring, layout = self.of(tokens, device)
+        where = layout.positions(ring.rank)
+        start = 0 if self.cu_seqlens is None else Documents(self.cu_seqlens).around(where)[0]
+        return (where - start).to(device)
 
 
 @dataclass
 class Mask:
-    """What stands in for a mask tensor between a model's masks and its attention: arguments of ``ring_attention``.
+    """What goes from a model's mask to its attention in place of a tensor: arguments of ``ring_attention``.
 
-    It holds the sharding itself: a layer that is checkpointed runs again in the backward, where ``sharded`` may be
-    over, and in a thread of autograd's that never was inside of it.
+    With the sharding in it: a layer that is checkpointed runs again in the backward, where ``sharded`` may be over, or
+    in a thread of autograd that never was inside.
     """
 
     sharding: Sharding
@@ -103,67 +93,27 @@ class Mask:
     positions_checked: bool = False
 
     def check_positions(self, position_ids: torch.Tensor, tokens: int) -> None:
-        """Rotary embedding must know the tokens' places: once per forward, ValueError if it does not."""
-        if self.positions_checked or position_ids.dim() != 2:  # several per token, of images: not the sequence's
+        """Rotary embedding must know where the tokens are: ValueError if it does not. Once per forward."""
+        if self.positions_checked or position_ids.dim() != 2:  # of images there are several per token
             return
         expected = self.sharding.positions(tokens, position_ids.device)
         if not (position_ids == expected).all():
             raise ValueError(
-                f"position_ids start with {position_ids[0, :4].tolist()}, this rank's tokens with "
-                f"{expected[:4].tolist()}: pass the position_ids that shard_batch makes, and packed documents as "
-                "cu_seqlens to both sharded and shard_batch"
+                f"position_ids start with {position_ids[0, :4].tolist()}, the positions of this rank's tokens with "
+                f"{expected[:4].tolist()}: pass what shard_batch makes, and cu_seqlens of packed documents to both"
             )
         self.positions_checked = True
 
-    def boundaries(self, tokens: int) -> tuple[int, ...] | None:
-        """The documents' boundaries, and those of chunks within them."""
+    def boundaries(self, seqlen: int) -> Iterable[int] | None:
+        """Of documents, and of chunks within them."""
         documents = self.sharding.cu_seqlens
         if self.chunk_size is None:
             return documents
-        starts = (range(start, end, self.chunk_size) for start, end in pairwise(documents or (0, tokens)))
-        return (*(start for each in starts for start in each), documents[-1] if documents else tokens)
+        starts = [range(start, end, self.chunk_size) for start, end in pairwise(documents or (0, seqlen))]
+        return [*chain.from_iterable(starts), seqlen]
 
 
 _sharding: ContextVar[Sharding] = ContextVar("ringattn_sharding")
-
-
-def register() -> str:
-    """Add attention and mask interface "ringattn" to transformers; the name, for ``attn_implementation=``. Idempotent.
-
-    Raises:
-        ImportError: transformers is older than 5.22, or a newer one whose mask functions are not those that are read.
-    """
-    version = transformers.__version__
-    if Version(version) < OLDEST:
-        raise ImportError(f"transformers is {version}: ringattn needs {OLDEST} or newer")
-    try:
-        _check_masks()
-        attention, masks = transformers.AttentionInterface, transformers.AttentionMaskInterface
-    except (AttributeError, KeyError, NotImplementedError, TypeError) as error:
-        raise ImportError(
-            f"transformers is {version}, and its attention interface is not the one of 5.22 and 5.23 that "
-            f"ringattn reads ({error}): use one of these"
-        ) from error
-    attention.register(NAME, attend)
-    masks.register(NAME, mask_of)
-    return NAME
-
-
-def _check_masks() -> None:
-    """Each mask function of transformers means what :func:`arguments` takes it for."""
-    made, ids = transformers.masking_utils, torch.zeros(1, 1, dtype=torch.int64)
-    packed = made.and_masks(made.packed_sequence_mask_function(ids), made.causal_mask_function)
-    expected = [
-        (made.causal_mask_function, {"causal": True}),
-        (made.bidirectional_mask_function, {}),
-        (made.sliding_window_causal_mask_function(4), {"causal": True, "window_size": (3, -1)}),
-        (made.sliding_window_bidirectional_mask_function(4), {"window_size": (4, 4)}),
-        (made.chunked_causal_mask_function(4, ids[0]), {"causal": True, "chunk_size": 4}),
-        (packed, {"causal": True, "packed": ids}),
-    ]
-    for function, means in expected:
-        if arguments(function) != means:
-            raise TypeError(f"{function.__qualname__} reads as {arguments(function)}")
 
 
 @contextmanager
@@ -173,72 +123,104 @@ def sharded(
     *,
     cu_seqlens: Iterable[int] | torch.Tensor | None = None,
     ring: Ring | None = None,
-    backend: str = "auto",
 ) -> Iterator[None]:
-    """Around a forward: the model's input is this rank's shard of a sequence. The backward may run outside of it.
+    """Around a forward: what the model gets is this rank's shard of a sequence. The backward may run outside of it.
 
     Args:
         layout: who holds which tokens, as in :func:`ringattn.ring_attention`.
         group: the ranks that share the sequence.
-        cu_seqlens: boundaries of packed documents in the whole sequence; a list or a CPU tensor.
-        ring, backend: as in :func:`ringattn.ring_attention`.
+        cu_seqlens: boundaries of documents packed into the whole sequence; a list or a CPU tensor.
+        ring: in place of ``group``, where it is not the ring that all calls share.
 
     Raises:
         ValueError: ``cu_seqlens`` are no boundaries.
-        RuntimeError: several ranks, and the model never came to attention by "ringattn": each rank would have had its
-            own shard alone.
+        RuntimeError: at the end, with several ranks, if no attention was ringattn's: each rank saw its shard alone.
     """
-    boundaries = None if cu_seqlens is None else Documents(cu_seqlens).boundaries
-    sharding = Sharding(layout, group, ring, boundaries, backend)
+    sharding = Sharding(layout, group, ring, None if cu_seqlens is None else Documents(cu_seqlens).boundaries)
     token = _sharding.set(sharding)
     try:
         yield
     finally:
         _sharding.reset(token)
-    if not sharding.calls and resolve_ring(ring, group, torch.device("cpu")).size > 1:
+    if not sharding.used and resolve_ring(ring, group, device_of()).size > 1:
         raise RuntimeError(
-            'no attention call inside sharded() was ringattn\'s: make the model with attn_implementation="ringattn"; '
-            "a model whose code has an attention of its own cannot be sharded"
+            'no attention inside sharded() was ringattn\'s: make the model with attn_implementation="ringattn"; one '
+            "whose code has an attention of its own cannot be sharded"
         )
 
 
-def arguments(mask_function: Callable[..., Any]) -> dict[str, Any]:
-    """What a mask function of transformers shows, as fields of :class:`Mask`; ``packed``: document ids that it saw.
+def register() -> str:
+    """Add attention and mask interface "ringattn" to transformers, once or again; returns ``attn_implementation``.
 
     Raises:
-        NotImplementedError: a function of somebody else, a union, or blocks of tokens that see each other.
+        ImportError: transformers is older than 5.22, or newer and its mask functions are others than those read here.
+    """
+    version = transformers.__version__
+    if Version(version) < OLDEST:
+        raise ImportError(f"transformers is {version}: ringattn needs {OLDEST} or newer")
+    try:
+        _check_masks()
+        interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    except (AttributeError, KeyError, NotImplementedError, TypeError) as error:
+        raise ImportError(
+            f"transformers is {version}, and its masks are not what ringattn reads ({error}): install 5.22 or 5.23"
+        ) from error
+    for interface, function in zip(interfaces, (attend, mask_of), strict=True):
+        interface.register(NAME, function)
+    return NAME
+
+
+def _check_masks() -> None:
+    """Each mask function of transformers is what :func:`shown` takes it for: TypeError if not."""
+    masks, ids = transformers.masking_utils, torch.zeros(1, 1, dtype=torch.int64)
+    packed = masks.packed_sequence_mask_function(ids)
+    for function, fields in (
+        (masks.causal_mask_function, {"causal": True}),
+        (masks.bidirectional_mask_function, {}),
+        (masks.sliding_window_causal_mask_function(4), {"causal": True, "window_size": (3, -1)}),
+        (masks.sliding_window_bidirectional_mask_function(4), {"window_size": (4, 4)}),
+        (masks.chunked_causal_mask_function(4, ids[0]), {"causal": True, "chunk_size": 4}),
+        (masks.and_masks(masks.causal_mask_function, packed), {"causal": True, "packed": ids}),
+    ):
+        if shown(function) != fields:
+            raise TypeError(f"{function.__qualname__} is {shown(function)}")
+
+
+def shown(mask_function: Callable[..., Any]) -> dict[str, Any]:
+    """What a mask function of transformers shows, as fields of :class:`Mask`, and as ``packed`` document ids.
+
+    Raises:
+        NotImplementedError: the function is somebody else's, a union, or blocks of tokens that see each other.
     """
     name = getattr(mask_function, "__qualname__", repr(mask_function))
-    if getattr(mask_function, "__module__", None) != transformers.masking_utils.__name__:
-        name = f"{getattr(mask_function, '__module__', None)}.{name}"
-    inside = inspect.getclosurevars(mask_function).nonlocals if inspect.isfunction(mask_function) else {}
-    match name.removesuffix(".<locals>.inner_mask"):
+    known = inspect.isfunction(mask_function) and mask_function.__module__ == transformers.masking_utils.__name__
+    closure = inspect.getclosurevars(mask_function).nonlocals if known else {}
+    match name.removesuffix(".<locals>.inner_mask") if known else None:
         case "causal_mask_function":
             return {"causal": True}
         case "bidirectional_mask_function":
             return {}
         case "sliding_window_overlay":
-            return {"window_size": (inside["sliding_window"] - 1, -1)}
+            return {"window_size": (closure["sliding_window"] - 1, -1)}
         case "sliding_window_bidirectional_overlay":
-            return {"window_size": (inside["sliding_window"], inside["sliding_window"])}
-        case "chunked_overlay":  # its left padding is none, or the padding mask is refused
-            return {"chunk_size": inside["chunk_size"]}
+            return {"window_size": (closure["sliding_window"], closure["sliding_window"])}
+        case "chunked_overlay":  # where its left padding is not 0, the padding is refused
+            return {"chunk_size": closure["chunk_size"]}
         case "packed_sequence_mask_function":
-            return {"packed": inside["packed_sequence_mask"]}
+            return {"packed": closure["packed_sequence_mask"]}
         case "remap_positions_for_packed_sequence":
-            return arguments(inside["mask_function"])
+            return shown(closure["mask_function"])
         case "and_masks.<locals>.and_mask":
-            together: dict[str, Any] = {}
-            for part in map(arguments, inside["mask_functions"]):
-                for argument in together.keys() & part.keys() - {"causal"}:
-                    raise NotImplementedError(f"a mask that has two of {argument}: {together} and {part}")
-                together |= part
-            return together
-        case other:
-            raise NotImplementedError(
-                f"mask function {other}: ringattn takes causal and bidirectional masks, windows, chunks and packed "
-                "documents; for another mask, sdpa on whole sequences"
-            )
+            fields: dict[str, Any] = {}
+            for part in map(shown, closure["mask_functions"]):
+                if twice := fields.keys() & part.keys() - {"causal"}:
+                    raise NotImplementedError(f"a mask with two of {sorted(twice)}: {fields} and {part}")
+                fields |= part
+            return fields
+    raise NotImplementedError(
+        f"mask function {name} of {getattr(mask_function, '__module__', None)}: ringattn takes causal and full masks, "
+        'windows, chunks and packed documents; for others use "sdpa" on whole sequences'
+    )
 
 
 def mask_of(
@@ -251,62 +233,55 @@ def mask_of(
     attention_mask: torch.Tensor | None = None,
     config: Any = None,
     device: torch.device | str = "cpu",
-    **_: Any,  # batch size, dtype, and when sdpa may leave a mask out
+    **_: Any,  # batch size and dtype, and when sdpa may do without
 ) -> Mask:
-    """The mask interface of transformers: all that a model says of a mask passes here.
+    """The mask interface: every mask that a model makes passes here.
 
     Raises:
-        ValueError: padding; or packed ``position_ids`` of other documents than ``cu_seqlens``.
-        NotImplementedError: queries behind a cache, a static cache, a mask that is no interval; with several ranks a
-            config whose layers mix tokens outside of attention, or count positions by the shard.
+        ValueError: padding, or packed ``position_ids`` that are not those of ``cu_seqlens``.
+        NotImplementedError: queries behind a cache, or a static one; a mask that is no interval; with several ranks, a
+            config whose layers see more of the sequence than a shard outside of attention.
     """
-    if isinstance(q_offset, torch.Tensor):
-        raise NotImplementedError("a static cache: pass use_cache=False, or generate with attn_implementation sdpa")
-    if q_offset or kv_offset or kv_length != q_length:
+    if isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or kv_length != q_length:
         raise NotImplementedError(
-            f"{kv_length} keys from {kv_offset} on for {q_length} queries from {q_offset} on: ringattn takes no "
-            "queries behind a KV cache (use_cache=False, or generate with sdpa), no cross-attention, and an "
-            "attention_mask of this rank's tokens alone"
+            f"{kv_length} keys from {kv_offset} for {q_length} queries from {q_offset}: ringattn takes no static cache "
+            'and no queries behind a cache (pass use_cache=False, or generate with "sdpa"), no cross-attention, and '
+            "an attention_mask of this rank's tokens only"
         )
     if attention_mask is not None and not attention_mask.all():
         raise ValueError(
-            f"attention_mask hides {int((~attention_mask).sum())} tokens as padding: pack the documents one after the "
-            "other and pass cu_seqlens to sharded and shard_batch"
+            f"attention_mask hides {int((attention_mask == 0).sum())} tokens as padding: pack the documents one after "
+            "the other and pass cu_seqlens to sharded and shard_batch"
         )
     sharding, device = _sharding.get(Sharding()), torch.device(device)
-    if sharding.of(device).size > 1:
-        _check_token_by_token(config)
-    shows = arguments(mask_function)
-    packed = shows.pop("packed", None)
-    if packed is not None:  # from position_ids that are not consecutive: a shard's, or documents'
-        steps = sharding.positions(q_length, device).diff() != 1
-        if not (packed.diff() == steps).all():
-            raise ValueError(
-                "position_ids of packed documents, or of another layout: pass the position_ids that shard_batch "
-                "makes, and cu_seqlens to both sharded and shard_batch"
-            )
-    return Mask(sharding, **shows)
-
-
-def _check_token_by_token(config: Any) -> None:
-    """Refuse what would see a shard as if it were the sequence: NotImplementedError."""
-    others = {*(getattr(config, "layer_types", None) or ())} - {*ATTENTION_LAYERS}
-    if others:
-        raise NotImplementedError(
-            f"layers of type {sorted(others)} in {type(config).__name__}: their state goes from token to token outside "
-            f"of attention; a sequence can be sharded where all are of {', '.join(ATTENTION_LAYERS)}"
+    fields = shown(mask_function)
+    if sharding.of(q_length, device)[0].size > 1:
+        _check_config(config)
+    packed = fields.pop("packed", None)  # made of position_ids that are not consecutive: a shard's, or of documents
+    if packed is not None and not (packed.diff() == (sharding.positions(q_length, device).diff() != 1)).all():
+        raise ValueError(
+            "position_ids of other packed documents, or of another layout: pass what shard_batch makes, and cu_seqlens "
+            "to both sharded and shard_batch"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    types = {each["rope_type"] for each in (rope, *rope.values()) if isinstance(each, dict) and "rope_type" in each}
-    if types & {"dynamic", "longrope"}:
+    return Mask(sharding, **fields)
+
+
+def _check_config(config: Any) -> None:
+    """Refuse what would take a shard for the sequence: NotImplementedError."""
+    name, rope = type(config).__name__, getattr(config, "rope_parameters", None) or {}
+    layers = {*(getattr(config, "layer_types", None) or ())} - {*ATTENTION_LAYERS}
+    if layers:
         raise NotImplementedError(
-            f"rope_type {sorted(types)} in {type(config).__name__}: its frequencies depend on the last position, which "
-            "is another one on each rank; yarn, linear and llama3 do not"
+            f"layer_types {sorted(layers)} of {name}: their tokens meet outside of attention, in this rank's shard only"
+        )
+    dynamic = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    if dynamic & {"dynamic", "longrope"}:
+        raise NotImplementedError(
+            f"rope_type dynamic or longrope of {name}: frequencies by the last position, another on each rank; take "
+            "yarn, linear or llama3"
         )
     if getattr(config, "attn_temperature_tuning", False):
-        raise NotImplementedError(
-            f"attn_temperature_tuning in {type(config).__name__}: it counts positions from the start of the shard"
-        )
+        raise NotImplementedError(f"attn_temperature_tuning of {name}: it counts positions from the shard's start")
 
 
 def attend(
@@ -325,46 +300,40 @@ def attend(
     position_ids: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention interface of transformers: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights.
+    """The attention interface: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights.
 
     Raises:
-        ValueError: a mask that is a tensor, or positions that are not this rank's.
-        NotImplementedError: an argument that ``ring_attention`` has no equal of.
+        ValueError: a mask that is a tensor, or ``position_ids`` of other tokens than this rank's.
+        NotImplementedError: an argument that ``ring_attention`` has nothing for.
     """
-    for name, given in kwargs.items():
-        if name not in HARMLESS and given is not None and given is not False:
-            raise NotImplementedError(
-                f"{name} is {type(given).__name__} in a call of {type(module).__name__}: ringattn has nothing for it"
-                + (" and makes no weights; use attn_implementation eager" if name == "output_attentions" else "")
-            )
+    model = type(module).__name__
+    refused = {name for name, given in kwargs.items() if given is not None and given is not False} - {*HARMLESS}
     if getattr(getattr(module, "config", None), "output_attentions", False):
-        raise NotImplementedError("output_attentions in the config: ringattn makes no weights; use eager")
+        refused.add("output_attentions")
+    if refused:
+        raise NotImplementedError(
+            f'{sorted(refused)} in {model}: ringattn has nothing for it, and makes no weights; use "eager" or "sdpa"'
+        )
     if isinstance(attention_mask, torch.Tensor):
         raise ValueError(
-            f"attention_mask is a tensor {list(attention_mask.shape)}: ringattn takes [batch, tokens] of ones, or "
-            "none; pack documents with cu_seqlens"
+            f"attention_mask is a tensor {list(attention_mask.shape)} in {model}: ringattn takes none, or [batch, "
+            "tokens] of ones; packed documents are cu_seqlens"
         )
-    tokens = query.shape[2]
-    if attention_mask is None:  # the model makes no mask: what holds for sdpa
+    if attention_mask is None:  # the model makes none: as in sdpa
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        window = (-1, -1) if sliding_window is None else (sliding_window - 1, -1 if causal else sliding_window - 1)
-        attention_mask = Mask(_sharding.get(Sharding()), causal, window)
-    elif sliding_window is not None and attention_mask.window_size == (-1, -1):
-        raise ValueError(f"sliding_window is {sliding_window} in {type(module).__name__}, and its mask has no window")
+        attention_mask = Mask(_sharding.get(Sharding()), causal)
+    if sliding_window is not None and attention_mask.window_size == (-1, -1):
+        raise ValueError(f"sliding_window is {sliding_window} in {model}, and its mask has no window")
+    tokens, sharding = query.shape[2], attention_mask.sharding
     if key.shape[2] != tokens:
-        raise NotImplementedError(
-            f"{key.shape[2]} keys for {tokens} queries in {type(module).__name__}: ringattn takes no KV cache "
-            "(use_cache=False) and no cross-attention"
-        )
-    sharding = attention_mask.sharding
-    ring = sharding.of(query.device)
+        raise NotImplementedError(f"{key.shape[2]} keys for {tokens} queries in {model}: no cache, no cross-attention")
+    ring, layout = sharding.of(tokens, query.device)
     if position_ids is not None:
         attention_mask.check_positions(position_ids, tokens)
-    total = sharding.layout.seqlen if isinstance(sharding.layout, Layout) else tokens * ring.size
-    sharding.calls.append(type(module).__name__)
+    sharding.used = True
     out = ring_attention(
         *(x.transpose(1, 2) for x in (query, key, value)),
-        layout=sharding.layout,
+        layout=layout,
         ring=ring,
         causal=attention_mask.causal,
         window_size=attention_mask.window_size,
@@ -372,8 +341,7 @@ def attend(
         softcap=softcap or 0.0,
         learnable_sink=s_aux,
         dropout_p=dropout,
-        cu_seqlens=attention_mask.boundaries(total),
-        backend=sharding.backend,
+        cu_seqlens=attention_mask.boundaries(layout.seqlen),
     )
     return out, None
 
@@ -385,55 +353,50 @@ def shard_batch(
     *,
     cu_seqlens: Iterable[int] | torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """This rank's part of a batch of whole sequences, the same on every rank of the group, as arguments of a model.
+    """This rank's part of a batch of whole sequences, the same on every rank, as arguments of a model.
 
     Args:
-        batch: ``input_ids [B, S]`` or ``inputs_embeds [B, S, E]``; ``labels [B, S]`` as for transformers, not shifted,
-            or ``shift_labels``; an ``attention_mask`` of ones alone; ``num_items_in_batch``, where it counts more than
-            this batch, as over accumulated ones.
+        batch: ``input_ids [B, S]`` or ``inputs_embeds [B, S, E]``; ``labels [B, S]``, not shifted, or ``shift_labels``;
+            an ``attention_mask`` of ones; ``num_items_in_batch``, where it counts more than this batch.
         layout: as for :func:`sharded`.
         group: the ranks that share the sequence.
-        cu_seqlens: boundaries of packed documents. A document's first token is nobody's label.
+        cu_seqlens: boundaries of packed documents, whose first tokens are nobody's label.
 
     Returns:
-        This rank's ``input_ids`` (or ``inputs_embeds``) and ``position_ids [1, s]``, within documents. With labels:
-        ``shift_labels``, shifted before the split, which transformers' losses take as they are;
-        ``num_items_in_batch``, the labels of all ranks, so that the losses of the ranks sum to the mean over the whole
-        batch; and ``labels`` of -100 alone, which ask for a loss and, in a model that would shift them once more,
-        give none.
+        This rank's ids and ``position_ids [1, s]``, within documents. With labels: ``shift_labels``, shifted before the
+        split, which transformers' losses take as they are; ``num_items_in_batch``, of all ranks, by which they divide
+        their sum; and ``labels`` of -100 only: they ask for a loss, and one that shifts them has none to give.
 
     Raises:
-        ValueError: padding, or an entry that it does not know how to shard.
+        ValueError: padding, an entry that it cannot shard, or arguments that do not fit.
     """
     known = {"input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "num_items_in_batch"}
     if unknown := batch.keys() - known:
         raise ValueError(f"batch has {sorted(unknown)}: shard_batch takes {', '.join(sorted(known))}")
-    padding = batch.get("attention_mask")
+    padding, labels, shifted = (batch.get(name) for name in ("attention_mask", "labels", "shift_labels"))
     if padding is not None and (padding.dim() != 2 or not padding.all()):
         raise ValueError(
-            f"attention_mask is {list(padding.shape)} and not ones alone: pack the documents one after the other and "
-            "pass cu_seqlens to sharded and shard_batch"
+            f"attention_mask {list(padding.shape)} is not [batch, tokens] of ones: instead of padding, pack the "
+            "documents one after the other and pass cu_seqlens to sharded and shard_batch"
         )
-    names = [name for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None]
-    if not names:
-        raise ValueError("batch has neither input_ids nor inputs_embeds")
-    tokens, device = batch[names[0]].shape[1], batch[names[0]].device
-    boundaries = None if cu_seqlens is None else Documents(cu_seqlens).boundaries
-    if boundaries and boundaries[-1] != tokens:
-        raise ValueError(f"cu_seqlens ends at {boundaries[-1]}: it must end at {tokens}, the number of tokens")
-    ring = resolve_ring(None, group, device)
-    whole = resolve_layout(layout, tokens, ring.size)
-    made = {name: whole.shard(batch[name], ring.rank) for name in names}
-    where = Sharding(whole, group, cu_seqlens=boundaries).positions(whole.lengths[ring.rank], device)
-    made["position_ids"] = where[None]
-    shifted = batch.get("shift_labels")
-    if shifted is None and batch.get("labels") is not None:
-        labels = batch["labels"].clone()
-        labels[:, list((boundaries or (0,))[:-1] or (0,))] = IGNORE_INDEX
-        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    inputs = {name: batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None}
+    if len(inputs) != 1:
+        raise ValueError(f"batch has {sorted(inputs)}: it must have input_ids or inputs_embeds")
+    ((name, whole),) = inputs.items()
+    tokens, documents = whole.shape[1], Documents([0, whole.shape[1]] if cu_seqlens is None else cu_seqlens)
+    if documents.seqlen != tokens:
+        raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {tokens}, the number of tokens")
+    ring = resolve_ring(None, group, whole.device)
+    layout = resolve_layout(layout, tokens, ring.size)
+    sharding = Sharding(layout, group, cu_seqlens=documents.boundaries)
+    positions = sharding.positions(layout.lengths[ring.rank], whole.device)
+    made = {name: layout.shard(whole, ring.rank), "position_ids": positions[None]}
+    if shifted is None and labels is not None:
+        shifted = labels.roll(-1, 1)
+        shifted[:, [end - 1 for end in documents.boundaries if end]] = IGNORE_INDEX
     if shifted is not None:
-        made["shift_labels"] = whole.shard(shifted, ring.rank)
+        items = batch.get("num_items_in_batch")
+        made["shift_labels"] = layout.shard(shifted, ring.rank)
         made["labels"] = torch.full_like(made["shift_labels"], IGNORE_INDEX)
-        count = batch.get("num_items_in_batch")
-        made["num_items_in_batch"] = (shifted != IGNORE_INDEX).sum() if count is None else count
+        made["num_items_in_batch"] = (shifted != IGNORE_INDEX).sum() if items is None else items
     return made
