@@ -1,0 +1,304 @@
+"""Models of transformers on four virtual ranks: logits, loss and every gradient are those of eager on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.big_modeling import _attach_context_parallel_hooks
+from accelerate.utils import ParallelismConfig
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from transformers import masking_utils as masking
+
+from ringattn import Layout, LocalWorld, ring_attention, unshard
+from ringattn.integrations import transformers as integration
+from ringattn.integrations.transformers import register, shard_batch, sharded
+
+from ..support import forked
+from ..support.hf_models import CONFIGS, DOCUMENTS, TOKENS, Result, check, ids_of, model_of
+from ..support.ring_cases import LAYOUTS
+
+WORLD = 4
+
+
+def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None, prepare: Any = None) -> Result:
+    models = [model_of(name) for _ in range(WORLD)]
+
+    def step(group: Any) -> tuple[Tensor, Tensor]:
+        model = models[group.rank()]
+        batch = shard_batch({"input_ids": ids_of(), "labels": ids_of()}, layout, group, cu_seqlens=cu_seqlens)
+        with sharded(layout, group, cu_seqlens=cu_seqlens):
+            out = model(**batch)
+        out.loss.backward()
+        return out.logits.detach(), out.loss.detach()
+
+    for model in models:
+        (prepare or (lambda model: None))(model)
+    with LocalWorld(WORLD) as world:
+        logits, losses = zip(*world.run(step), strict=True)
+    ranks = [dict(model.named_parameters()) for model in models]
+    grads = {key: torch.stack([rank[key].grad.double() for rank in ranks]).sum(0).float() for key in ranks[0]}
+    return Result(layout.unshard(logits), torch.stack(losses).sum(), grads)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("layout", "packed"),
+    [
+        ("zigzag", False),
+        ("uneven", True),
+        pytest.param("zigzag", True, marks=pytest.mark.nightly),
+        pytest.param("uneven", False, marks=pytest.mark.nightly),
+        pytest.param("striped", False, marks=pytest.mark.nightly),
+        pytest.param("striped", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_model(name: str, layout: str, packed: bool) -> None:
+    cu_seqlens = DOCUMENTS if packed else None
+    check(name, on_ranks(name, LAYOUTS[layout](TOKENS, WORLD), cu_seqlens), cu_seqlens or [0, TOKENS])
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "lose"),
+    [
+        ("llama", "cu_seqlens", lambda _: None),
+        ("gemma2", "softcap", lambda _: 0.0),
+        ("gemma3", "softmax_scale", lambda _: None),
+        ("gpt-oss", "window_size", lambda _: (-1, -1)),
+        ("gpt-oss", "learnable_sink", lambda sink: sink * 0 - 1e9),
+    ],
+)
+def test_what_a_lost_argument_does_is_seen(
+    monkeypatch: pytest.MonkeyPatch, name: str, argument: str, lose: Callable[[Any], object]
+) -> None:
+    def losing(*qkv: Tensor, **call: Any) -> Any:
+        return ring_attention(*qkv, **call | {argument: lose(call[argument])})
+
+    monkeypatch.setattr(integration, "ring_attention", losing)
+    cu_seqlens = DOCUMENTS if argument == "cu_seqlens" else None
+    ours = on_ranks(name, Layout.striped(TOKENS, WORLD), cu_seqlens)
+    with pytest.raises(AssertionError, match="logits: error"):
+        check(name, ours, cu_seqlens or [0, TOKENS])
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_checkpointed_layers_run_again_outside_of_sharded() -> None:
+    ours = on_ranks(
+        "mistral", Layout.zigzag(TOKENS, WORLD), prepare=lambda model: model.gradient_checkpointing_enable()
+    )
+    check("mistral", ours, [0, TOKENS])
+
+
+def test_a_model_that_accelerate_prepared() -> None:
+    """Its hooks put ``is_causal`` in the mask's place; a model with windows is nothing it takes."""
+    ours = on_ranks("qwen3", Layout.zigzag(TOKENS, WORLD), prepare=_attach_context_parallel_hooks)
+    check("qwen3", ours, [0, TOKENS])
+    with pytest.raises(ValueError, match="sliding_attention"):
+        _attach_context_parallel_hooks(model_of("mistral"))
+
+
+def test_one_rank_alone_generates_as_eager_does() -> None:
+    prompt = ids_of()[:, :5]
+    ours, theirs = (
+        model_of("gemma3", attention).eval().generate(prompt, max_new_tokens=9, do_sample=False, use_cache=False)
+        for attention in ("ringattn", "eager")
+    )
+    assert ours.equal(theirs)
+
+
+def test_attention_dropout_is_that_of_the_model_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[float] = []
+
+    def recording(*qkv: Tensor, **call: Any) -> Any:
+        calls.append(call["dropout_p"])
+        return ring_attention(*qkv, **call)
+
+    monkeypatch.setattr(integration, "ring_attention", recording)
+    model = model_of("mistral")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.25
+    model(ids_of())
+    model.eval()(ids_of())
+    assert calls == [0.25, 0.25, 0.0, 0.0]
+
+
+MASKS = {
+    "causal": masking.create_causal_mask,
+    "window": masking.create_sliding_window_causal_mask,
+    "chunk": masking.create_chunked_causal_mask,
+    "full": masking.create_bidirectional_mask,
+    "full window": masking.create_bidirectional_sliding_window_mask,
+}
+
+
+def mask(attention: str = "ringattn", create: str = "causal", tokens: int = TOKENS, **more: Any) -> Any:
+    """As a model makes it; a ``config`` may be another."""
+    config = more.pop("config", None) or transformers.LlamaConfig()
+    config.sliding_window, config.attention_chunk_size, config._attn_implementation = 5, 8, attention
+    make = {"inputs_embeds": torch.zeros(1, tokens, 1), "attention_mask": None, "past_key_values": None} | more
+    return MASKS[create](config, **make)
+
+
+@pytest.mark.parametrize(
+    ("create", "packed"), [*((create, False) for create in MASKS), ("causal", True), ("window", True), ("chunk", True)]
+)
+def test_a_mask_shows_what_the_dense_one_does(create: str, packed: bool) -> None:
+    """Equal scores, and values that tell the key: what is not zero was seen."""
+    documents = DOCUMENTS if packed else None
+    lengths = [end - start for start, end in pairwise(documents or [0, TOKENS])]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    skip = {"allow_is_bidirectional_skip" if create.startswith("full") else "allow_is_causal_skip": False}
+    dense = torch.block_diag(*(mask("sdpa", create, length, **skip)[0, 0] for length in lengths)).bool()
+    layout, values = Layout.zigzag(TOKENS, WORLD), torch.eye(TOKENS)[None, None]
+
+    def rows(group: Any) -> Tensor:
+        here = layout.shard(positions, group.rank())
+        with sharded(layout, group, cu_seqlens=documents):
+            mine = mask(create=create, tokens=here.shape[1], position_ids=here)
+            zeros = torch.zeros(1, 1, here.shape[1], 8)
+            v = layout.shard(values, group.rank(), 2)
+            out, _ = integration.attend(torch.nn.Module(), zeros, zeros, v, mine, position_ids=here)
+        return out
+
+    with LocalWorld(WORLD) as world:
+        assert (layout.unshard(world.run(rows))[0, :, 0] > 0).equal(dense)
+
+
+def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: str = "llama", **given: Any) -> None:
+    """A forward with the ids of rank 0, on each."""
+    model = model_of(name, attention)
+
+    def forward(group: Any) -> None:
+        with sharded(layout, group):
+            model(**{"input_ids": ids_of()[:, :20]} | given)
+
+    with LocalWorld(2) as world:
+        world.run(forward)
+
+
+def masked_on_two_ranks(config: Any) -> None:
+    def make(group: Any) -> None:
+        with sharded("contiguous", group):
+            mask(config=config)
+
+    with LocalWorld(2) as world:
+        world.run(make)
+
+
+def llama(**given: Any) -> None:
+    model_of("llama")(**{"input_ids": ids_of()} | given)
+
+
+def with_cache() -> None:
+    model = model_of("llama").eval()
+    model(ids_of()[:, :1], past_key_values=model(ids_of()).past_key_values)
+
+
+def static_cache() -> None:
+    llama(past_key_values=transformers.StaticCache(model_of("llama").config, max_cache_len=64))
+
+
+def attentions_by_config() -> None:
+    model = model_of("llama")
+    model.config._output_attentions = True
+    model(ids_of())
+
+
+ONES, PADDING = torch.ones(2, TOKENS), torch.ones(2, TOKENS).index_fill(1, torch.tensor([0]), 0)
+RESTARTING = torch.arange(TOKENS)[None] % 20
+IDS: dict[str, Any] = {"input_ids": ids_of()}
+REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
+    "padding": (ValueError, "hides 2 tokens as padding.*cu_seqlens", lambda: llama(attention_mask=PADDING)),
+    "dense mask": (ValueError, "is a Tensor", lambda: llama(attention_mask=torch.zeros(2, 1, TOKENS, TOKENS))),
+    "weights": (NotImplementedError, "output_attentions.*eager", lambda: llama(output_attentions=True)),
+    "weights by config": (NotImplementedError, "output_attentions.*eager", attentions_by_config),
+    "head mask": (NotImplementedError, "head_mask", lambda: llama(head_mask=torch.ones(4))),
+    "flash arguments": (NotImplementedError, "cu_seq_lens_q", lambda: llama(cu_seq_lens_q=torch.tensor([0, 43]))),
+    "cache": (NotImplementedError, "44 keys from 0 for 1 queries.*use_cache=False", with_cache),
+    "static cache": (NotImplementedError, "static cache", static_cache),
+    "packed positions": (
+        ValueError, "packed documents.*cu_seqlens", lambda: llama(position_ids=RESTARTING, use_cache=False)
+    ),
+    "packed positions, cache": (ValueError, "cu_seqlens", lambda: llama(position_ids=RESTARTING)),
+    "own mask": (
+        NotImplementedError, "mask function .*lambda", lambda: mask(and_mask_function=lambda *_: ONES[0, 0] > 0)
+    ),
+    "union": (NotImplementedError, "or_masks", lambda: mask(or_mask_function=masking.causal_mask_function)),
+    "blocks": (NotImplementedError, "or_masks", lambda: mask(block_sequence_ids=torch.zeros(1, TOKENS))),
+    "two windows": (
+        NotImplementedError, "two of .*window_size",
+        lambda: mask(create="window", and_mask_function=masking.sliding_window_overlay(3)),
+    ),
+    "balance of experts": (
+        NotImplementedError, "output_router_logits", lambda: on_two_ranks(name="gpt-oss", output_router_logits=True)
+    ),
+    "no layout": (ValueError, "2 ranks and no layout.*sharded", lambda: on_two_ranks(None)),
+    "positions of another shard": (ValueError, "position_ids start with .0, 1, 2, 3.*20, 21", on_two_ranks),
+    "another length": (ValueError, "gives rank . 15 tokens, got 20", lambda: on_two_ranks(Layout.zigzag(30, 2))),
+    "another attention": (RuntimeError, "attn_implementation", lambda: on_two_ranks(attention="sdpa")),
+    "recurrent layers": (
+        NotImplementedError, "linear_attention.*Qwen3NextConfig",
+        lambda: masked_on_two_ranks(transformers.Qwen3NextConfig()),
+    ),
+    "rotary by length": (
+        NotImplementedError, "rope_type",
+        lambda: masked_on_two_ranks(
+            transformers.LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+        ),
+    ),
+    "temperature": (
+        NotImplementedError, "attn_temperature_tuning", lambda: masked_on_two_ranks(transformers.Llama4TextConfig())
+    ),
+    "batch: padding": (ValueError, "cu_seqlens", lambda: shard_batch({**IDS, "attention_mask": PADDING}, "zigzag")),
+    "batch: unknown": (ValueError, "token_type_ids", lambda: shard_batch({**IDS, "token_type_ids": ONES}, "zigzag")),
+    "batch: empty": (ValueError, "must have input_ids", lambda: shard_batch({}, "zigzag")),
+    "batch: documents": (ValueError, "must end at 43", lambda: shard_batch(IDS, "zigzag", cu_seqlens=[0, 42])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused(name: str) -> None:
+    error, text, call = REFUSALS[name]
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_another_transformers_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert register() == register() == "ringattn"
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers, "__version__", "5.21.4")
+        with pytest.raises(ImportError, match=r"is 5\.21\.4: ringattn needs 5\.22"):
+            register()
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(masking, "sliding_window_overlay", lambda size: masking.causal_mask_function)
+    with pytest.raises(ImportError, match=r"is 5\.99\.0.*and_mask"):
+        register()
+
+
+def fully_sharded(rank: int) -> Result:
+    """The way round where accelerate's ``prepare`` refuses windows: its meshes, and the model by ``fully_shard``."""
+    mesh = ParallelismConfig(cp_size=2).get_device_mesh("cpu")  # on GPUs ``accelerator.torch_device_mesh``
+    group, model = mesh["cp"], model_of("gpt-oss")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp_shard_cp"])
+    fully_shard(model, mesh=mesh["dp_shard_cp"])
+    layout = Layout.zigzag(TOKENS, 2)
+    batch = shard_batch({"input_ids": ids_of(), "labels": ids_of()}, layout, group)
+    with sharded(layout, group):
+        out = model(**batch)
+    (out.loss * group.size()).backward()  # the gradients are averaged over the mesh
+    loss, logits = out.loss.detach(), unshard(out.logits.detach(), layout=layout, group=group, grad="slice")
+    dist.all_reduce(loss, group=group.get_group())
+    return Result(logits, loss, {name: x.grad.full_tensor() for name, x in model.named_parameters()})
+
+
+@pytest.mark.nightly
+def test_fsdp_over_the_meshes_of_accelerate() -> None:
+    for ours in forked.results(2, fully_sharded):
+        check("gpt-oss", ours, [0, TOKENS])
