@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..comm import GroupLike
-from ..ring import Layout, ring_attention
+from ..ring import GroupLike, Layout, ring_attention
 from ..ring.schedule.layout import LayoutLike
 
 __all__ = ["layout_of", "ring_sdpa"]

@@ -99,7 +99,7 @@ def test_the_context_parallel_cases_of_pytorch(
     balancer = _HeadTailLoadBalancer(tokens, world, "cpu")
     layout = layout_of(balancer, world) if balanced else Layout.contiguous(tokens, world)
     attention: Attention = torch.compile(SDPA, fullgraph=True, backend="aot_eager") if compiled else SDPA
-    call = {"is_causal": causal, "enable_gqa": heads[0] != heads[1]}
+    call: dict[str, Any] = {"is_causal": causal, "enable_gqa": heads[0] != heads[1]}
     check(on_ranks(layout, whole, attention, **call), whole, **call)
 
 
