@@ -55,8 +55,8 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
         swapped = k.shape[1] and q.shape[1] % k.shape[1] == 0
         raise ValueError(
-            f"k has {kv_heads} heads, q has {heads}: the heads of q must be a multiple of the heads of k"
-            f"{TRANSPOSED if swapped else ''}"
+            f"k has {kv_heads} heads, q has {heads}: the heads of q must be a multiple of the heads of k, "
+            f"of which head h of q reads head h // (H // Hkv){TRANSPOSED if swapped else ''}"
         )
 
 
@@ -70,12 +70,20 @@ def check_tensor(name: str, x: object, *, may_be_meta: bool = False) -> None:
     if not isinstance(x, torch.Tensor):
         instead = f"; pass torch.from_numpy({name})" if type(x).__module__ == "numpy" else ""
         raise ValueError(f"{name} is {x if x is None else type(x)}: it must be a torch.Tensor{instead}")
-    if hasattr(x, "to_local"):
-        raise ValueError(f"{name} is a {type(x).__name__}: it must be this rank's own tensor; pass {name}.to_local()")
+    check_local(**{name: x})
     if not may_be_meta and ((x.is_meta and target() is None) or hasattr(x, "fake_mode")):
         raise ValueError(f"{name} is a {type(x).__name__} on {x.device} without values: it must be one with values")
     if x.is_nested or x.layout != torch.strided:
         raise ValueError(f"{name} is a {'nested' if x.is_nested else x.layout} tensor: it must be a dense one")
+
+
+def check_local(**given: object) -> None:
+    """Refuse a DTensor, whatever else is given: ValueError."""
+    for name, x in given.items():
+        if hasattr(type(x), "to_local"):  # of the type, which a graph of torch.compile knows
+            raise ValueError(
+                f"{name} is a {type(x).__name__}: it must be this rank's own tensor; pass {name}.to_local()"
+            )
 
 
 def check_values(name: str, x: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from ..comm import GroupLike
 from .attention import ring_attention
+from .merge import merge
 from .ops import checkpoint_policy
 from .ring import Ring
 from .schedule.layout import Layout, Span
@@ -28,6 +29,7 @@ __all__ = [
     "checkpoint_policy",
     "fixed",
     "longformer",
+    "merge",
     "positions",
     "ring_attention",
     "schedule",

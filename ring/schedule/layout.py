@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ...comm.checked import listed, number, shown, whole
-from ...kernels.checks import check_tensor
+from ...kernels.checks import check_local, check_tensor
 from ..checked import INTEGERS, MOST_POSITIONS, POSITIONS, checked
 
 
@@ -174,6 +174,7 @@ class Documents:
 
 def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) -> tuple[int, ...]:
     """A list or a one-dimensional CPU tensor as integers: ValueError otherwise."""
+    check_local(**{name: given})
     if isinstance(given, torch.Tensor):
         if given.device.type != "cpu":
             raise ValueError(

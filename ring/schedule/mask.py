@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...kernels import FULL, Bounds
+from ...kernels.checks import check_local
 from ..checked import checked
 from .layout import Documents, Layout, at_least
 
@@ -33,6 +34,7 @@ class BlockMask:
     __slots__ = ("__dict__", "block", "visible")
 
     def __init__(self, visible: torch.Tensor, block: int) -> None:
+        check_local(block_mask=visible)
         if not isinstance(visible, torch.Tensor) or visible.dtype != torch.bool or visible.dim() != 2:
             got = f"{visible.dtype} {list(visible.shape)}" if isinstance(visible, torch.Tensor) else repr(visible)
             raise ValueError(f"block_mask is {got}: it must be bool [query blocks, key blocks]")

@@ -8,11 +8,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard, unshard
 from ringattn.comm import Limits, LocalGroup, Message, Topology, TransportError
@@ -22,6 +24,8 @@ from ringattn.ring import BlockMask, bigbird, fixed, longformer, strided
 from ringattn.ring.args import AttentionArgs, Options
 from ringattn.ring.ops import OP_ARGUMENTS, pack_args
 from ringattn.ring.schedule.layout import Documents
+
+from ..support.forked import results
 
 TILE = Tile(32, 32, 4, 1)
 
@@ -77,6 +81,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
     ({"layout": Layout([[(2**31 - 7, 8)]]), "dropout_p": 0.1}, "layout reaches position 2147483648: with dropout_p"),
     ({"k": x(9, 2), "v": x(9, 2)}, "k has 9 tokens, q has 8"),
+    ({"k": x(8, 3), "v": x(8, 3)}, r"k has 3 heads, q has 4: .* head h of q reads head h // \(H // Hkv\)"),
     ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a number from 1e-30 to 1e30, or None"),
     ({"backend": "cuda"}, "backend is 'cuda': it must be one of auto, triton, aten"),
     ({"layout": Layout.zigzag(8, 2)}, "layout is made for 2 ranks, the group has 1"),
@@ -92,10 +97,11 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
     ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be 0 to 8"),
     ({"softmax_scale": 1e-31}, "softmax_scale is 1e-31: it must be a number from 1e-30 to 1e30, or None"),
-    ({"softcap": -1.0}, "softcap is -1.0: it must be a number from 1e-8 to 1e30, or 0 for none"),
-    ({"softcap": 1e-9}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 for none"),
+    ({"softcap": -1.0}, "softcap is -1.0: it must be a number from 1e-8 to 1e30, or 0 or None for none"),
+    ({"softcap": 1e-9}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 or None for none"),
     ({"dropout_p": 1.0}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
     ({"dropout_seed": 3}, "dropout_seed is 3 with dropout_p 0: nothing is dropped"),
+    ({"first_head": -1}, r"first_head is -1: it must be a whole number from 0 to 2\^31 - 1"),
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 \[3\] on cpu: .* \[4\] or \[2, 4\]"),
     ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\) with the Longformer"),
     ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, kv_layout gives rank 0 9"),
@@ -120,6 +126,10 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"group": "group"}, "group is a str"),
     ({"v": np.zeros((2, 8, 2, 16))}, r"v is <class 'numpy.ndarray'>: .* pass torch.from_numpy\(v\)"),
     ({"k": Distributed()}, r"k is a Distributed: it must be this rank's own tensor; pass k.to_local\(\)"),
+    *(
+        ({name: Distributed()}, rf"{name} is a Distributed: .*; pass {name}.to_local\(\)")
+        for name in ("learnable_sink", "alibi_slopes", "cu_seqlens", "seqused_k", "block_mask")
+    ),
     ({"q": x(8, 4).to_sparse()}, "q is a torch.sparse_coo tensor: it must be a dense one"),
     ({"window_size": (0, 2**63 - 1)}, r"window_size is \(0, 9223372036854775807\): .* from 0 to 2\^62 - 1"),
     ({"softmax_scale": torch.tensor(0.5)}, r"softmax_scale is a tensor, torch.float32 \[\]: .* pass .item\(\)"),
@@ -165,6 +175,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"shards\[1\] is .*float16.*: they must be alike",
     ),
     ("unshard", {"grad": "mean"}, "grad is 'mean': it must be one of slice, sum"),
+    ("Documents", {"cu_seqlens": Distributed()}, r"pass cu_seqlens.to_local\(\)"),
+    ("BlockMask", {"visible": Distributed().bool()}, r"pass block_mask.to_local\(\)"),
     ("Documents", {"cu_seqlens": [0]}, r"cu_seqlens is \[0\]: it must have at least one document, \[0, length\]"),
     ("Documents", {"cu_seqlens": [1, 4]}, "cu_seqlens starts at 1: it must start at 0"),
     ("Documents", {"cu_seqlens": [0, 4, 3]}, r"cu_seqlens\[2\] is 3, the one before is 4: it must not descend"),
@@ -276,6 +288,54 @@ def test_transforms_of_functions(door: str) -> None:
         loss(make_dual(WHOLE, WHOLE))
 
 
+def dtensors(rank: int) -> list[str]:
+    """What a DTensor in place of every tensor is told, in eager mode and where a graph ends there."""
+    tensor = import_module("torch.distributed.tensor")  # by whoever has a DTensor, not by us
+    mesh = init_device_mesh("cpu", (1,))
+    fit, refused = DOORS["ring_attention"][1], []
+    for call in (ring_attention, torch.compile(ring_attention, backend="eager")):
+        for name, x in (fit | {"learnable_sink": torch.zeros(4), "alibi_slopes": torch.zeros(4)}).items():
+            with pytest.raises(ValueError, match=rf"{name} is a DTensor: .*; pass {name}.to_local\(\)"):
+                call(**fit | {name: tensor.distribute_tensor(x, mesh, [tensor.Replicate()])})
+            refused.append(name)
+    return refused
+
+
+def test_a_dtensor() -> None:
+    assert [len(names) for names in results(1, dtensors)] == [10]
+
+
+def test_heads_in_the_other_order() -> None:
+    """Head h of q is to read head ``h % Hkv``: permuted as the docstring says."""
+    q, k, v = (torch.randn(2, 8, heads, 16) for heads in (6, 2, 2))
+    there, back = (
+        lambda x: x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3),
+        lambda x: x.unflatten(2, (2, -1)).transpose(2, 3).flatten(2, 3),
+    )
+    out = back(ring_attention(there(q), k, v, causal=True))
+    expected = ring_attention(q, k.repeat(1, 1, 3, 1), v.repeat(1, 1, 3, 1), causal=True)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("none", "number"),
+    [
+        ({"softcap": None}, {"softcap": 0.0}),
+        ({"window_size": None}, {"window_size": (-1, -1)}),
+        ({"window_size": (None, 2)}, {"window_size": (-1, 2)}),
+        ({"window_size": (1, None)}, {"window_size": (1, -1)}),
+    ],
+)
+def test_none_is_the_number_that_says_nothing(none: dict[str, Any], number: dict[str, Any]) -> None:
+    """In a graph too, and to a rank that passes the other one."""
+    fit = {name: torch.randn(x.shape) for name, x in DOORS["ring_attention"][1].items()}
+    expected = ring_attention(**fit, **number)
+    assert torch.equal(ring_attention(**fit, **none), expected)
+    assert torch.equal(op(**fit, **none)[0], expected)
+    with LocalWorld(2) as world:
+        world.run(lambda group: ring_attention(**fit, layout="zigzag", group=group, **(number, none)[group.rank()]))
+
+
 SHORT = {name: torch.zeros(2, 9, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
 EIGHTS = {"block_mask": BlockMask(torch.ones(2, 2).bool(), 8)}
 OTHERS = {
@@ -289,6 +349,7 @@ OTHERS = {
     "kv_layout": "striped",
     "softmax_scale": 0.5,
     "dropout_p": 0.25,
+    "first_head": 4,
 }
 ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # all of them alike
