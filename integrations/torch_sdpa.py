@@ -6,7 +6,6 @@ Beside ``torch.distributed.tensor.experimental.context_parallel`` (read in torch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..ring import GroupLike, Layout, ring_attention
+from ..ring.mesh import spans_of
 from ..ring.schedule.layout import LayoutLike
 
 __all__ = ["layout_of", "ring_sdpa"]
@@ -181,19 +181,12 @@ def layout_of(load_balancer: Any, world: int) -> Layout:
         raise ValueError(f"the indices of load_balancer are no permutation of 0 to {seqlen - 1}")
     if world < 1 or seqlen % world:
         raise ValueError(f"load_balancer has {seqlen} tokens for {world} ranks: the shards must be equal")
-    return Layout([_spans(rank, part.tolist()) for rank, part in enumerate(rows[0].chunk(world))])
-
-
-def _spans(rank: int, positions: list[int]) -> list[tuple[int, int, int]]:
-    """The runs of one rank, or one strided run."""
-    steps = [after - before for before, after in pairwise(positions)]
-    if any(step < 1 for step in steps):
-        raise ValueError(
-            f"the indices of load_balancer do not ascend on rank {rank}: a ring needs each rank's tokens in order. "
-            "Sort them within the rank, or for packed documents take Layout.zigzag(seqlen, world, cu_seqlens=...)"
-        )
-    if len(steps) > 1 and len(set(steps)) == 1:
-        return [(positions[0], len(positions), steps[0])]
-    starts = [0, *(at + 1 for at, step in enumerate(steps) if step != 1)]
-    ends = [*starts[1:], len(positions)]
-    return [(positions[start], end - start, 1) for start, end in zip(starts, ends, strict=True)]
+    spans = []
+    for rank, positions in enumerate(rows[0].chunk(world)):
+        if positions.diff().lt(1).any():
+            raise ValueError(
+                f"the indices of load_balancer do not ascend on rank {rank}: a ring needs each rank's tokens in order. "
+                "Sort them within the rank, or for packed documents take Layout.zigzag(seqlen, world, cu_seqlens=...)"
+            )
+        spans.append(spans_of(positions))
+    return Layout(spans)

@@ -197,7 +197,7 @@ def test_layouts_of_load_balancers() -> None:
     assert layout_of(_HeadTailLoadBalancer(24, 3, "cpu"), 3) == Layout.zigzag(24, 3)
     assert layout_of(_PerDocumentHeadTailLoadBalancer([[24], [24]], 3, "cpu"), 3) == Layout.zigzag(24, 3)
     assert layout_of(torch.arange(12).view(4, 3).t().reshape(-1), 3) == Layout.striped(12, 3)
-    assert layout_of(torch.tensor([1, 4, 5, 0, 2, 3]), 2) == Layout([[(1, 1), (4, 2)], [(0, 1), (2, 2)]])
+    assert layout_of(torch.tensor([1, 4, 5, 0, 2, 3]), 2).positions(0).tolist() == [1, 4, 5]
     causal = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device="cpu", BLOCK_SIZE=16)
     balancer = _PTRRLoadBalancer(causal, 2)
     layout = layout_of(balancer, 2)
