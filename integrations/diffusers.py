@@ -6,7 +6,6 @@ Read in diffusers 0.42.1: ``models/attention_dispatch.py``, ``models/_modeling_p
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import diffusers
@@ -15,11 +14,13 @@ from diffusers.models._modeling_parallel import gather_size_by_comm
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from ..ring import GroupLike, Layout, ring_attention, single_rank
+from ..ring.schedule.layout import LayoutLike
 
 __all__ = ["register"]
 
 NAME = "ringattn"
 KNOWN = "0.42."
+ALONE = single_rank()  # made here: torch.compile does not trace how
 
 
 class _EveryName(set[str]):
@@ -116,7 +117,7 @@ def _attention(
 def _group(context: Any) -> GroupLike:
     """The ranks that share a sequence: a ring, or a mesh of rings and of ranks that exchange heads for tokens."""
     if context is None:
-        return single_rank()
+        return ALONE
     if not context.convert_to_fp32:
         raise NotImplementedError(
             f"convert_to_fp32 is False with the attention backend {NAME!r}: partial results are kept in fp32 always; "
@@ -126,15 +127,8 @@ def _group(context: Any) -> GroupLike:
     return mesh
 
 
-def _layout(context: Any, tokens: int) -> Layout:
+def _layout(context: Any, tokens: int) -> LayoutLike:
     """One run of tokens per rank, in the order of the mesh; of other lengths only where the plan cuts unevenly."""
-    if context is None:
-        return _in_turn((tokens,))
-    if context.ring_anything or context.ulysses_anything:
-        return _in_turn(tuple(gather_size_by_comm(tokens, context._flattened_mesh.get_group())))
-    return _in_turn((tokens,) * (context.ring_degree * context.ulysses_degree))
-
-
-@lru_cache(maxsize=64)
-def _in_turn(lengths: tuple[int, ...]) -> Layout:
-    return Layout.uneven(lengths)
+    if context is not None and (context.ring_anything or context.ulysses_anything):
+        return Layout.uneven(gather_size_by_comm(tokens, context._flattened_mesh.get_group()))
+    return "contiguous"

@@ -232,7 +232,7 @@ def test_causal_windows_grouped_heads_and_other_keys(ranks: list[dict[str, list[
 
 REFUSED: list[tuple[bool, dict[str, Any], type[Exception], str]] = [
     (
-        None,
+        True,
         {"attn_mask": torch.ones(2, 6, dtype=torch.bool)},
         NotImplementedError,
         "attn_mask is a Tensor.*window",
