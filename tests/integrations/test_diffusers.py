@@ -27,11 +27,12 @@ IMPORTS = 300  # seconds: every process imports diffusers
 
 
 class Case(NamedTuple):
-    """A model, the tokens of its sequences, and the arguments of its ``ContextParallelConfig``."""
+    """A model, the tokens of its sequences, the arguments of its ``ContextParallelConfig``."""
 
     model: str
     tokens: tuple[int, int]
     config: dict[str, Any]
+    compiled: bool = False
 
 
 # where the lengths differ only those of the text do: diffusers gathers the image's, which gloo cannot do unless equal
@@ -39,6 +40,7 @@ RING, ULYSSES = {"ring_degree": 2}, {"ulysses_degree": 2}
 CASES = {
     2: [
         Case("flux", (24, 8), RING),
+        Case("flux", (24, 8), RING, compiled=True),
         Case("flux", (24, 8), ULYSSES),
         Case("flux", (24, 7), RING | {"ring_anything": True}),
         Case("flux", (24, 7), ULYSSES | {"ulysses_anything": True}),
@@ -104,7 +106,8 @@ def run(case: Case, *, dtype: torch.dtype = torch.float32, parallel: bool = Fals
         model.set_attention_backend("ringattn")
         with patch("torch.accelerator.device_count", lambda: 1):  # it divides by that, which is 0 on a CPU
             model.enable_parallelism(config=ContextParallelConfig(**case.config))
-    (out,) = model(**inputs, return_dict=False)
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if parallel and case.compiled else model
+    (out,) = call(**inputs, return_dict=False)
     names, parameters = zip(*model.named_parameters(), strict=True)
     grads = torch.autograd.grad(out, parameters, dout.to(dtype))
     return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
