@@ -1,6 +1,6 @@
 """Where kernels and comm meet: layouts, masks, schedules, the ring loop, autograd."""
 
-from ..comm import GroupLike
+from ..comm import GroupLike, single_rank
 from .attention import ring_attention
 from .ops import checkpoint_policy
 from .partials import merge
@@ -34,6 +34,7 @@ __all__ = [
     "ring_attention",
     "schedule",
     "shard",
+    "single_rank",
     "strided",
     "unshard",
     "visible_pairs",

@@ -1,0 +1,192 @@
+"""``F.scaled_dot_product_attention`` over a sharded sequence: one ``with`` around a forward, nothing patched.
+
+Beside ``torch.distributed.tensor.experimental.context_parallel`` (read in torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..ring import GroupLike, Layout, ring_attention
+from ..ring.mesh import spans_of
+from ..ring.schedule.layout import LayoutLike
+
+__all__ = ["layout_of", "ring_sdpa"]
+
+OUTSIDE = "call it outside the `with` where attention to this rank's tokens alone is meant"
+OTHER_ATTENTION: dict[str, str] = {
+    "flex_attention": "call ringattn.ring_attention for windows, documents and block masks",
+    "varlen_attn": "call ringattn.ring_attention with cu_seqlens",
+    "_native_multi_head_attention": "call scaled_dot_product_attention",
+    "_transformer_encoder_layer_fwd": "call scaled_dot_product_attention",
+}
+
+
+def _undispatched(function: Any) -> FunctionType:
+    """A copy of a Python function of torch's that does not hand itself to an active mode.
+
+    While a mode handles a function it is not active: the attention of ``nn.MultiheadAttention``, and that of layers
+    which activation checkpointing runs again in a backward, would be of this rank's tokens alone.
+    """
+    names = ("has_torch_function", "has_torch_function_unary")
+    made = FunctionType(
+        function.__code__,
+        function.__globals__ | dict.fromkeys(names, lambda _: False),
+        argdefs=function.__defaults__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+SEEN_INTO = {
+    function: _undispatched(function)
+    for function in (
+        F.multi_head_attention_forward,
+        torch.Tensor.backward,
+        torch.autograd.backward,
+        torch.autograd.grad,
+    )
+}
+
+
+def ring_sdpa(layout: LayoutLike, group: GroupLike = None, *, kv_layout: LayoutLike = None) -> TorchFunctionMode:
+    """A context in which ``F.scaled_dot_product_attention`` is :func:`ring_attention` over the ranks of ``group``.
+
+    ``query [B, H, S, D]``, ``key [B, Hkv, Sk, D]`` and ``value [B, Hkv, Sk, Dv]`` are this rank's tokens, in the
+    layout's order; the result is ``[B, H, S, Dv]``. ``is_causal`` compares global positions; ``dropout_p``, ``scale``
+    and ``enable_gqa`` mean what they do in PyTorch, and dropped weights are the same for every number of ranks.
+
+    A ``TorchFunctionMode``: it holds for the thread that enters it, inside ``torch.compile`` too, and the innermost of
+    several wins. With activation checkpointing ``backward()`` belongs inside as well, since it runs the forward again:
+    outside, the non-reentrant kind raises ``CheckpointError``, and the reentrant one would attend to this rank's tokens
+    alone. TorchScript is not seen by function modes.
+
+    Args:
+        layout: which global positions each rank holds: a :class:`Layout` (:func:`layout_of` makes it of a load
+            balancer of PyTorch's), or ``contiguous``, ``zigzag`` or ``striped`` for equal shards.
+        group: as in :func:`ring_attention`; of a mesh pass the context-parallel dimension, ``mesh["cp"]``.
+        kv_layout: positions of the keys where they are another sequence (cross-attention): of every call inside.
+
+    Raises:
+        NotImplementedError: inside, by name: ``attn_mask`` other than None, another number of dimensions than four, or
+            another attention of PyTorch's (``flex_attention``, attention weights of ``nn.MultiheadAttention``), which
+            would see this rank's tokens alone.
+        ValueError: inside: fewer key heads without ``enable_gqa``, keys of another number without ``kv_layout``, and
+            what :func:`ring_attention` refuses.
+    """
+    return _RingSDPA(layout, group, kv_layout)
+
+
+class _RingSDPA(TorchFunctionMode):
+    def __init__(self, layout: LayoutLike, group: GroupLike, kv_layout: LayoutLike) -> None:
+        super().__init__()
+        self.layout, self.group, self.kv_layout = layout, group, kv_layout
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self.attention(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in OTHER_ATTENTION:
+            raise NotImplementedError(f"{name} inside ring_sdpa: {OTHER_ATTENTION[name]}, or {OUTSIDE}")
+        if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
+            raise NotImplementedError(
+                "need_weights is True inside ring_sdpa: a ring never holds the attention weights; pass "
+                f"need_weights=False to nn.MultiheadAttention, or {OUTSIDE}"
+            )
+        if func in SEEN_INTO:
+            with self:
+                return SEEN_INTO[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if attn_mask is not None:
+            raise NotImplementedError(
+                f"attn_mask is a {type(attn_mask).__name__} inside ring_sdpa: it must be None. Pass is_causal=True, or "
+                "call ringattn.ring_attention with window_size, cu_seqlens, seqused_k, prefix_length or block_mask"
+            )
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.dim() != 4:
+                raise NotImplementedError(
+                    f"{name} has {x.dim()} dimensions inside ring_sdpa: it must be [batch, heads, tokens, head dim]; "
+                    "unsqueeze or flatten the others"
+                )
+        if not enable_gqa and query.shape[1] != key.shape[1]:
+            raise ValueError(
+                f"key has {key.shape[1]} heads, query has {query.shape[1]}: pass enable_gqa=True for grouped heads"
+            )
+        if self.kv_layout is None and query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"key has {key.shape[2]} tokens, query has {query.shape[2]}: pass kv_layout to ring_sdpa where the "
+                f"keys are another sequence, sharded too, or {OUTSIDE}"
+            )
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = ring_attention(
+            q,
+            k,
+            v,
+            layout=self.layout,
+            kv_layout=self.kv_layout,
+            group=self.group,
+            causal=is_causal,
+            softmax_scale=scale,
+            dropout_p=dropout_p,
+        )
+        return out.transpose(1, 2)
+
+
+def layout_of(load_balancer: Any, world: int) -> Layout:
+    """The :class:`Layout` of the shards that PyTorch's context parallelism makes with a load balancer.
+
+    Args:
+        load_balancer: one of ``torch.distributed.tensor.experimental._context_parallel._load_balancer``, or its indices
+            ``[S]``, ``[1, S]`` or ``[B, S]`` with equal rows: position ``indices[i]`` is token i of the rearranged
+            sequence, of which rank r holds the r-th of ``world`` equal parts.
+        world: ranks.
+
+    Raises:
+        ValueError: not such a balancer, indices that are no permutation, differ from row to row, do not divide by
+            ``world``, or do not ascend within a rank.
+    """
+    generate: Callable[[], Any] | None = getattr(load_balancer, "_generate_indices", None)
+    indices = generate() if generate else load_balancer
+    if not isinstance(indices, torch.Tensor) or indices.dim() not in (1, 2) or indices.is_floating_point():
+        raise ValueError(
+            f"load_balancer is a {type(load_balancer).__name__}: it must be a load balancer of PyTorch's or its "
+            "indices [S] or [batch, S]; without one the shards are layout='contiguous'"
+        )
+    rows = indices.reshape(-1, indices.shape[-1]).cpu()
+    seqlen = rows.shape[1]
+    if not rows.eq(rows[:1]).all():
+        raise ValueError("the indices of load_balancer differ from row to row: all rows of a batch have one Layout")
+    if not rows[0].sort().values.equal(torch.arange(seqlen, dtype=rows.dtype)):
+        raise ValueError(f"the indices of load_balancer are no permutation of 0 to {seqlen - 1}")
+    if world < 1 or seqlen % world:
+        raise ValueError(f"load_balancer has {seqlen} tokens for {world} ranks: the shards must be equal")
+    spans = []
+    for rank, positions in enumerate(rows[0].chunk(world)):
+        if positions.diff().lt(1).any():
+            raise ValueError(
+                f"the indices of load_balancer do not ascend on rank {rank}: a ring needs each rank's tokens in order. "
+                "Sort them within the rank, or for packed documents take Layout.zigzag(seqlen, world, cu_seqlens=...)"
+            )
+        spans.append(spans_of(positions))
+    return Layout(spans)

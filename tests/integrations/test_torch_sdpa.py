@@ -1,0 +1,239 @@
+"""``F.scaled_dot_product_attention`` inside ``ring_sdpa`` against itself on one process: PyTorch's cases and more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
+    _HeadTailLoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+)
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.testing import assert_close
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from ringattn import Layout, LocalWorld, ring_attention
+from ringattn.integrations.torch_sdpa import layout_of, ring_sdpa
+
+from ..support.pairwise import pairwise_cases
+from ..support.tolerance import assert_as_exact_as_pytorch
+
+# torch's own, of its imports while it compiles
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:flex_attention called without")
+Attention = Callable[..., Tensor]
+SDPA: Attention = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def tensors(
+    tokens: int, heads: tuple[int, int] = (8, 8), *, keys: int = 0, dtype: torch.dtype = torch.float32, batch: int = 2
+) -> list[Tensor]:
+    """q, k and v of the whole sequence, ``[B, H, S, D]``."""
+    shapes = [(heads[0], tokens), (heads[1], keys or tokens), (heads[1], keys or tokens)]
+    return [torch.rand(batch, *shape, 32).to(dtype) for shape in shapes]
+
+
+def on_ranks(
+    layout: Layout, whole: Sequence[Tensor], attention: Attention, kv_layout: Layout | None = None, **call: Any
+) -> list[Tensor]:
+    """Out and the gradients of q, k and v, of shards as PyTorch's context parallelism makes them."""
+    of_keys = kv_layout or layout
+    layouts = [layout, of_keys, of_keys]
+
+    def rank(group: Any) -> list[Tensor]:
+        pairs = zip(layouts, whole, strict=True)
+        shards = [one.shard(x, group.rank(), 2).requires_grad_() for one, x in pairs]
+        with ring_sdpa(layout, group, kv_layout=kv_layout):
+            out = attention(*shards, **call)
+            out.sum().backward()
+        return [out.detach(), *(x.grad for x in shards if x.grad is not None)]
+
+    with LocalWorld(layout.world) as world:
+        parts = zip(*world.run(rank), strict=True)
+    return [one.unshard(shards, 2) for one, shards in zip([layout, *layouts], parts, strict=True)]
+
+
+def alone(whole: Sequence[Tensor], dtype: torch.dtype, **call: Any) -> list[Tensor]:
+    leaves = [x.to(dtype).detach().requires_grad_() for x in whole]
+    out = SDPA(*leaves, **call)
+    return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+
+
+def check(ours: Sequence[Tensor], whole: Sequence[Tensor], **call: Any) -> None:
+    theirs, exact = (alone(whole, dtype, **call) for dtype in (whole[0].dtype, torch.float64))
+    for name, *results in zip(("out", "dq", "dk", "dv"), ours, theirs, exact, strict=True):
+        # every row of weights sums to 1, and so dq and dk are what is left of terms of the size of dv
+        magnitude = exact[3].abs().max().item() if name in ("dq", "dk") else None
+        assert_as_exact_as_pytorch(name, *results, magnitude=magnitude)
+
+
+@pytest.mark.parametrize(
+    ("world", "causal", "balanced", "compiled", "dtype", "heads"),
+    [
+        pytest.param(*case, marks=[pytest.mark.nightly] if case[3] else [])
+        for case in pairwise_cases(
+            (2, 4), (True, False), (True, False), (True, False), (torch.bfloat16, torch.float32, torch.float16),
+            [(8, 8), (8, 2)],
+        )
+    ],
+)  # fmt: skip
+def test_the_context_parallel_cases_of_pytorch(
+    world: int, causal: bool, balanced: bool, compiled: bool, dtype: torch.dtype, heads: tuple[int, int]
+) -> None:
+    """``test_ring_attention_sdpa`` of pytorch's test/distributed/tensor/test_attention.py, which load-balances causal
+    calls alone, has no grouped heads and runs on GPUs only."""
+    tokens = 64 * world
+    whole = tensors(tokens, heads, dtype=dtype)
+    balancer = _HeadTailLoadBalancer(tokens, world, "cpu")
+    layout = layout_of(balancer, world) if balanced else Layout.contiguous(tokens, world)
+    attention: Attention = torch.compile(SDPA, fullgraph=True, backend="aot_eager") if compiled else SDPA
+    call: dict[str, Any] = {"is_causal": causal, "enable_gqa": heads[0] != heads[1]}
+    check(on_ranks(layout, whole, attention, **call), whole, **call)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_transformer_encoder(causal: bool) -> None:
+    """``test_ring_attention_native_transformer`` of the same file, which asserts no result."""
+    layer = nn.TransformerEncoderLayer(32, 8, 32, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2)
+    (x, dout), layout = torch.randn(2, 8, 16, 32), Layout.zigzag(16, 2)
+
+    def run(x: Tensor, dout: Tensor, model: nn.Module) -> list[Tensor]:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype) if causal else None
+        out = model(x, mask=mask, is_causal=causal)
+        return [out, *torch.autograd.grad(out, [*model.parameters()], dout)]
+
+    def rank(group: Any) -> list[Tensor]:
+        with ring_sdpa(layout, group):
+            return run(layout.shard(x, group.rank()), layout.shard(dout, group.rank()), model)
+
+    with LocalWorld(2) as world:
+        outs, *grads = zip(*world.run(rank), strict=True)
+    ours = [layout.unshard(outs), *(sum(parts, torch.zeros(())) for parts in grads)]
+    theirs = run(x, dout, model)
+    exact = run(x.double(), dout.double(), model.double())
+    for index, results in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert_as_exact_as_pytorch(f"result {index}", *results)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(24, 40), (40, 24)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_of_another_number(queries: int, keys: int, causal: bool) -> None:
+    whole = tensors(queries, keys=keys, batch=8)
+    layout, kv_layout = Layout.zigzag(queries, 2), Layout.contiguous(keys, 2)
+    check(on_ranks(layout, whole, SDPA, kv_layout, is_causal=causal), whole, is_causal=causal)
+
+
+def test_scale_and_dropout() -> None:
+    whole = tensors(32)
+
+    def dropped(call: Callable[[], Tensor]) -> Tensor:
+        torch.manual_seed(3)
+        return call()
+
+    ours = dropped(lambda: on_ranks(Layout.zigzag(32, 2), whole, SDPA, scale=0.3, dropout_p=0.25)[0])
+    q, k, v = (x.transpose(1, 2) for x in whole)
+    expected = dropped(lambda: ring_attention(q, k, v, softmax_scale=0.3, dropout_p=0.25))
+    assert_close(ours, expected.transpose(1, 2))
+
+
+def test_nested_modes_and_other_threads() -> None:
+    whole, layout = tensors(16), Layout.contiguous(16, 2)
+
+    def rank(group: Any) -> Tensor:
+        mine = [layout.shard(x, group.rank(), 2) for x in whole]
+        assert_close(SDPA(*mine), outside(mine))  # of another thread than the one that entered
+        with ring_sdpa("striped", group), ring_sdpa(layout, group):
+            inner = SDPA(*mine, is_causal=True)
+        assert_close(SDPA(*mine), outside(mine))
+        return inner
+
+    def outside(mine: list[Tensor]) -> Tensor:
+        q, k, v = mine
+        weights: Tensor = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+        return weights @ v
+
+    with LocalWorld(2) as world, ring_sdpa(Layout.zigzag(16, 4)):  # of more ranks than there are
+        ours = world.run(rank)
+    assert_close(layout.unshard(ours, 2), SDPA(*whole, is_causal=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_backward_runs_again(reentrant: bool) -> None:
+    whole, layout = tensors(16), Layout.zigzag(16, 2)
+
+    def layer(*qkv: Tensor) -> Tensor:
+        return SDPA(*(2 * x for x in qkv), is_causal=True)
+
+    def again(*qkv: Tensor) -> Tensor:
+        out: Tensor = checkpoint(layer, *qkv, use_reentrant=reentrant)
+        return out
+
+    for ours, plain in zip(on_ranks(layout, whole, again), on_ranks(layout, whole, layer), strict=True):
+        assert torch.equal(ours, plain)
+
+
+def test_backward_outside_of_checkpointed_layers_raises() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors(8))
+    with ring_sdpa("contiguous"):
+        out = checkpoint(lambda *qkv: SDPA(*(2 * x for x in qkv)), q, k, v, use_reentrant=False)
+    with pytest.raises(CheckpointError, match="number of tensors"):
+        out.sum().backward()
+
+
+def test_layouts_of_load_balancers() -> None:
+    assert layout_of(_HeadTailLoadBalancer(24, 3, "cpu"), 3) == Layout.zigzag(24, 3)
+    assert layout_of(_PerDocumentHeadTailLoadBalancer([[24], [24]], 3, "cpu"), 3) == Layout.zigzag(24, 3)
+    assert layout_of(torch.arange(12).view(4, 3).t().reshape(-1), 3) == Layout.striped(12, 3)
+    assert layout_of(torch.tensor([1, 4, 5, 0, 2, 3]), 2).positions(0).tolist() == [1, 4, 5]
+    causal = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device="cpu", BLOCK_SIZE=16)
+    balancer = _PTRRLoadBalancer(causal, 2)
+    layout = layout_of(balancer, 2)
+    for rank, part in enumerate(balancer._generate_indices()[0].chunk(2)):
+        assert torch.equal(layout.positions(rank), part)
+    whole = tensors(128)
+    check(on_ranks(layout, whole, SDPA, is_causal=True), whole, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("balancer", "world", "words"),
+    [
+        (_PerDocumentHeadTailLoadBalancer([[8, 8]], 2, "cpu"), 2, r"do not ascend on rank 0.*Layout\.zigzag\("),
+        (torch.tensor([[0, 1, 2, 3], [0, 2, 1, 3]]), 2, "differ from row to row"),
+        (torch.arange(6), 4, "6 tokens for 4 ranks"),
+        (torch.tensor([0, 1, 1, 3]), 2, "no permutation of 0 to 3"),
+        (None, 2, "a NoneType.*layout='contiguous'"),
+    ],
+)
+def test_refused_load_balancers(balancer: Any, world: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        layout_of(balancer, world)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda q: SDPA(q, q, q, torch.ones(8, 8)), "attn_mask is a Tensor.*is_causal.*block_mask"),
+        (lambda q: SDPA(q[0], q[0], q[0]), "query has 3 dimensions"),
+        (lambda q: SDPA(q, q[:, :4], q[:, :4]), "key has 4 heads, query has 8.*enable_gqa"),
+        (lambda q: SDPA(q, q[:, :, :4], q[:, :, :4]), "key has 4 tokens, query has 8.*kv_layout"),
+        (lambda q: flex_attention(q, q, q), "flex_attention inside ring_sdpa"),
+        (lambda q: nn.MultiheadAttention(32, 4)(q[0], q[0], q[0]), "need_weights is True.*need_weights=False"),
+    ],
+)
+def test_refused_by_name(call: Callable[[Tensor], object], words: str) -> None:
+    (q, *_) = tensors(8)
+    with ring_sdpa("contiguous"), pytest.raises((NotImplementedError, ValueError, RuntimeError), match=words):
+        call(q)
