@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import autotune, bench, comm, examples, integrations, kernels, reference, ring, tools
-    from .comm import LocalWorld
-    from .ring import Layout, Ring, checkpoint_policy, positions, ring_attention, shard, unshard
+    from .comm import LocalWorld, single_rank
+    from .ring import Layout, Ring, checkpoint_policy, merge, positions, ring_attention, shard, unshard
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,20 +24,22 @@ __all__ = [
     "examples",
     "integrations",
     "kernels",
+    "merge",
     "positions",
     "reference",
     "ring",
     "ring_attention",
     "shard",
+    "single_rank",
     "tools",
     "unshard",
 ]
 
 _FOLDERS = ("autotune", "bench", "comm", "examples", "integrations", "kernels", "reference", "ring", "tools")
 _HOME = dict.fromkeys(
-    ("Layout", "Ring", "checkpoint_policy", "positions", "ring_attention", "shard", "unshard"), "ring"
+    ("Layout", "Ring", "checkpoint_policy", "merge", "positions", "ring_attention", "shard", "unshard"), "ring"
 )
-_HOME["LocalWorld"] = "comm"
+_HOME |= dict.fromkeys(("LocalWorld", "single_rank"), "comm")
 
 if not TYPE_CHECKING:  # a type checker sees the imports above, and a misspelt name
 

@@ -5,7 +5,7 @@ from .limits import Limits
 from .slots import Slots, slot_nbytes
 from .topology.topology import Topology
 from .transport import DONE, Edge, Fence, Message, Transport, TransportError
-from .transports.local import LocalGroup, LocalTransport, LocalWorld, WorldAborted
+from .transports.local import LocalGroup, LocalTransport, LocalWorld, WorldAborted, single_rank
 from .transports.nccl import NcclTransport
 from .transports.process_group import ProcessGroupTransport
 
@@ -31,5 +31,6 @@ __all__ = [
     "open_transport",
     "open_transports",
     "resolve_group",
+    "single_rank",
     "slot_nbytes",
 ]

@@ -17,7 +17,7 @@ from .limits import NO_LIMITS, Limits
 from .topology.topology import Topology
 from .transport import WARM_UP_SECONDS, Edge, Transport, TransportError, ring_edges
 from .transports.lanes import indexed
-from .transports.local import LocalGroup, LocalTransport, solo_group
+from .transports.local import LocalGroup, LocalTransport, single_rank
 from .transports.nccl import OVERRIDES, ByNodeTransport, NcclTransport, nccl_missing, overridden
 from .transports.process_group import ProcessGroupTransport
 from .watchdog.preflight import brief
@@ -163,7 +163,7 @@ def resolve_group(group: GroupLike = None) -> Group:
     """
     members: object = group
     if group is None:
-        members = dist.group.WORLD if dist.is_initialized() else solo_group()
+        members = dist.group.WORLD if dist.is_initialized() else single_rank()
     elif isinstance(group, DeviceMesh):
         members = _mesh_group(group)
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
@@ -242,7 +242,7 @@ def open_transports(
     if isinstance(members, LocalGroup):
         opened = _open_in_process(wanted, transport, control)
     elif members.size() == 1 and transport in ("auto", "local"):
-        opened = _open_in_process(wanted._replace(group=solo_group()), "local", control)
+        opened = _open_in_process(wanted._replace(group=single_rank()), "local", control)
     elif transport == "local":
         raise ValueError(
             f'transport is "local", the group has {members.size()} processes: use "process_group" or "nccl"'

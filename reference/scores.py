@@ -26,6 +26,8 @@ class Scores(TypedDict, total=False):
     """See :func:`kept`; 0: nothing is dropped."""
     dropout_seed: int | None
     """64 bits, the key of :func:`.philox.philox`; required with ``dropout_p``."""
+    first_head: int
+    """Number of the first head, where these are some heads of many."""
 
 
 class Options(Masks, Scores, total=False):
@@ -70,6 +72,7 @@ def kept(shape: tuple[int, ...], q_positions: Tensor, k_positions: Tensor, optio
     if seed is None:
         raise ValueError(f"dropout_p is {share} without dropout_seed: the reference draws none")
     batch, heads = (torch.arange(count) for count in shape[:2])
+    heads = heads + options.get("first_head", 0)
     counter = words(
         q_positions[None, None, :, None],
         k_positions[None, None, None, :],

@@ -1,6 +1,7 @@
 """Where kernels and comm meet: layouts, masks, schedules, the ring loop, autograd."""
 
 from .attention import ring_attention
+from .merge import merge
 from .ops import checkpoint_policy
 from .ring import Ring
 from .schedule.layout import Layout, Span
@@ -26,6 +27,7 @@ __all__ = [
     "checkpoint_policy",
     "fixed",
     "longformer",
+    "merge",
     "positions",
     "ring_attention",
     "schedule",

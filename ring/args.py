@@ -39,13 +39,14 @@ class AttentionArgs(NamedTuple):
 
     layout: LayoutLike = None
     causal: bool = False
-    window_size: tuple[int, int] = (UNLIMITED, UNLIMITED)
+    window_size: tuple[int | None, int | None] | None = (UNLIMITED, UNLIMITED)
     softmax_scale: float | None = None
-    softcap: float = 0.0
+    softcap: float | None = 0.0
     learnable_sink: Tensor | None = None
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: int | None = None
+    first_head: int = 0
     cu_seqlens: Iterable[int] | Tensor | None = None
     seqused_k: Iterable[int] | Tensor | None = None
     prefix_length: int | None = None
@@ -62,13 +63,14 @@ class Options(TypedDict, total=False):
     ring: Ring | None
     group: GroupLike
     causal: bool
-    window_size: tuple[int, int]
+    window_size: tuple[int | None, int | None] | None
     softmax_scale: float | None
-    softcap: float
+    softcap: float | None
     learnable_sink: Tensor | None
     alibi_slopes: Tensor | None
     dropout_p: float
     dropout_seed: int | None
+    first_head: int
     cu_seqlens: Iterable[int] | Tensor | None
     seqused_k: Iterable[int] | Tensor | None
     prefix_length: int | None
@@ -165,6 +167,7 @@ def compared(
         "alibi_slopes": None if slopes is None else list(slopes.shape),
         "dropout_p": scores.dropout_p,
         "dropout_seed": None if drawn else args.dropout_seed,  # None: one is drawn
+        "first_head": scores.first_head,
         "cu_seqlens": mask.documents,
         "seqused_k": mask.used,
         "prefix_length": mask.prefix,
@@ -329,14 +332,14 @@ def check_tiles(mask: Mask, scores: Scores, backend: str, config: KernelConfig |
 def scores_of(q: Tensor, args: AttentionArgs, layouts: Layouts) -> Scores:
     """What becomes of the scores of a call; its seed is drawn later, where none is given."""
     alibi_slopes = args.alibi_slopes
-    softcap, dropout_p, dropout_seed = checked(
-        softcap=args.softcap, dropout_p=args.dropout_p, dropout_seed=args.dropout_seed
+    softcap, dropout_p, dropout_seed, first_head = checked(
+        softcap=args.softcap, dropout_p=args.dropout_p, dropout_seed=args.dropout_seed, first_head=args.first_head
     )
     if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
         raise ValueError("alibi_slopes requires a gradient, and there is none: pass alibi_slopes.detach()")
     if dropout_seed is not None and not dropout_p:
         raise ValueError(f"dropout_seed is {dropout_seed} with dropout_p 0: nothing is dropped")
-    made = Scores(softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed or 0)
+    made = Scores(softcap, alibi_slopes, dropout_p, dropout_seed or 0, first_head)
     made.check(q.shape[0], q.shape[2], q.device)
     if made.by_position and layouts.reach > MOST_SCORED:
         name = "dropout_p" if dropout_p else "alibi_slopes"

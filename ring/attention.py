@@ -45,13 +45,14 @@ def ring_attention(
     ring: Ring | None = None,
     group: GroupLike = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] | None = (-1, -1),
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     learnable_sink: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
+    first_head: int = 0,
     cu_seqlens: Iterable[int] | torch.Tensor | None = None,
     seqused_k: Iterable[int] | torch.Tensor | None = None,
     prefix_length: int | None = None,
@@ -75,12 +76,13 @@ def ring_attention(
             for equal shards; required with more than one rank.
         ring: keeps transport and slots between calls; by default one per group.
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a ``LocalWorld`` member; None is the
-            default group where ``torch.distributed`` is initialised, else one device alone.
+            default group where ``torch.distributed`` is initialised, else one device alone, which
+            :func:`ringattn.single_rank` is always.
         causal: the query at position p sees the keys at positions up to p.
-        window_size: ``(left, right)``: it sees the keys at positions p - left to p + right, both included; -1: no end
-            on that side. With ``causal`` nothing after p, whatever ``right``.
+        window_size: ``(left, right)``: it sees the keys at positions p - left to p + right, both included; -1 or
+            None: no end on that side. With ``causal`` nothing after p, whatever ``right``.
         softmax_scale: factor of ``q k^T`` before the exponential, 1e-30 to 1e30; default ``1 / sqrt(D)``.
-        softcap: ``cap``, 1e-8 to 1e30: the scaled score s becomes ``cap * tanh(s / cap)``; 0: it does not.
+        softcap: ``cap``, 1e-8 to 1e30: the scaled score s becomes ``cap * tanh(s / cap)``; 0 or None: it does not.
         learnable_sink: ``[H]``, one more logit per row that takes part in the softmax and has no value; it counts in
             ``lse``. Its gradient is this rank's part, to be reduced like any replicated parameter's.
         alibi_slopes: ``[H]`` or ``[B, H]``, fp32: ``-slope * |p_q - p_k|``, of global positions, is added to the score,
@@ -90,6 +92,9 @@ def ring_attention(
             SC11): the same for every number of ranks, layout and backend.
         dropout_seed: 64 bits; None: rank 0 draws one from torch's generator and tells the others, a round trip through
             the group's store.
+        first_head: number of this rank's first query head among those of the layer, 0 to 2^31 - 1, where heads are
+            sharded (tensor parallelism): dropout counts them all, and with one seed no two shards drop alike. The same
+            on all ranks of the group.
         cu_seqlens: boundaries ``[0, ..., seqlen]`` of documents packed into the sequence, over global positions: a
             query sees keys of its own document only. A list or a CPU tensor; they need not divide by anything.
         seqused_k: ``[B]``, host data as ``cu_seqlens``: keys at this global position and after it are padding.
@@ -130,6 +135,7 @@ def ring_attention(
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        first_head=first_head,
         cu_seqlens=cu_seqlens,
         seqused_k=seqused_k,
         prefix_length=prefix_length,

@@ -21,21 +21,28 @@ MOST_DIMS = 64  # that a tensor has
 POSITIONS = whole(0, MOST_POSITIONS)
 INTEGERS = whole(-MOST_POSITIONS, MOST_POSITIONS)
 _SIDE = whole(-1, MOST_POSITIONS)
+_CAP = number("a number from 1e-8 to 1e30, or 0 or None for none", lambda cap: cap == 0 or LEAST_CAP <= cap <= LARGEST)
 
 
 def _window(value: Any) -> tuple[int, int]:
-    left, right = value
+    left, right = sides_of(value)
     return _SIDE.read(left), _SIDE.read(right)
+
+
+def sides_of(window_size: Any) -> Any:
+    """A window with -1 for each side that is None, and for both where it is None itself."""
+    return (-1, -1) if window_size is None else [-1 if side is None else side for side in window_size]
 
 
 ARGUMENTS = {
     # ring_attention
     "causal": FLAG,
-    "window_size": Kind("(left, right), whole numbers from 0 to 2^62 - 1, or -1 for no end on that side", _window),
+    "window_size": Kind("(left, right), whole numbers from 0 to 2^62 - 1, or -1 or None: no end on that side", _window),
     "softmax_scale": optional(number("a number from 1e-30 to 1e30", lambda value: LEAST_SCALE <= value <= LARGEST)),
-    "softcap": number("a number from 1e-8 to 1e30, or 0 for none", lambda cap: cap == 0 or LEAST_CAP <= cap <= LARGEST),
+    "softcap": Kind(_CAP.takes, lambda cap: 0.0 if cap is None else _CAP.read(cap)),
     "dropout_p": number("a number of at least 0 and below 1", lambda value: 0 <= value < 1),
     "dropout_seed": optional(whole(0, SEEDS - 1)),
+    "first_head": whole(0, (1 << 31) - 1),
     "prefix_length": optional(POSITIONS),
     "return_lse": FLAG,
     "backend": one_of("auto", "triton", "aten"),

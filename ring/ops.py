@@ -27,6 +27,7 @@ from ..kernels.scores import SEEDS
 from . import loop
 from .args import AttentionArgs, PreparedCall, prepare_call
 from .backends import backward_backends, forward_backends, joined, row_delta
+from .checked import sides_of
 from .ring import Ring, resolve_ring
 from .schedule.layout import Layout
 from .schedule.mask import BlockMask, Longformer
@@ -147,15 +148,16 @@ def _signed(seed: int) -> int:
 OP_ARGUMENTS: dict[str, OpArgument] = {
     "layout": OpArgument("Tensor? layout, str? layout_name", _pack_layout, _unpack_layout),
     "causal": OpArgument("bool causal"),
-    "window_size": OpArgument("SymInt[] window_size", lambda sides: (list(sides),), tuple),
+    "window_size": OpArgument("SymInt[] window_size", lambda window: (list(sides_of(window)),), tuple),
     "softmax_scale": OpArgument("float? softmax_scale"),
-    "softcap": OpArgument("float softcap"),
+    "softcap": OpArgument("float? softcap"),
     "learnable_sink": OpArgument("Tensor? learnable_sink"),
     "alibi_slopes": OpArgument("Tensor? alibi_slopes"),
     "dropout_p": OpArgument("float dropout_p"),
     "dropout_seed": OpArgument(
         "Tensor? dropout_seed, bool drawn", _pack_seed, _unpack_seed
     ),  # by every rank for itself
+    "first_head": OpArgument("SymInt first_head"),
     "cu_seqlens": OpArgument("Tensor? cu_seqlens", _pack_numbers),
     "seqused_k": OpArgument("Tensor? seqused_k", _pack_numbers),
     "prefix_length": OpArgument("SymInt? prefix_length"),

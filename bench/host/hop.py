@@ -28,7 +28,7 @@ from ...autotune.compile import StandInDriver
 from ...comm.control import control_of
 from ...comm.transport import Edge, Transport
 from ...comm.transports import nccl
-from ...comm.transports.local import DEFAULT_TIMEOUT, Hub, LocalGroup, solo_group
+from ...comm.transports.local import DEFAULT_TIMEOUT, Hub, LocalGroup, single_rank
 from ...comm.transports.nccl import NcclTransport
 from ...comm.watchdog import watch
 from ...kernels import launch as launching
@@ -69,7 +69,7 @@ def ring_of_one(device: torch.device, chunks: int = 1) -> Iterator[Ring]:
     """The ring of rank 0, the only one here: with all that a ring of several ranks does, and a way to itself."""
 
     def to_itself(*given: object, **named: Any) -> tuple[Transport, ...]:
-        made: tuple[Transport, ...] = opened(solo_group(), **named | {"control": control_of(solo_group())})
+        made: tuple[Transport, ...] = opened(single_rank(), **named | {"control": control_of(single_rank())})
         return made
 
     with ExitStack() as stack:
@@ -137,7 +137,7 @@ class Unwarmed(NcclTransport):
     """NCCL without a device: there are no bytes to check, and nobody to tell anything."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(rank=0, size=HOPS, device=device, control=control_of(solo_group()))
+        super().__init__(rank=0, size=HOPS, device=device, control=control_of(single_rank()))
 
     def warm_up(self, edges: Sequence[Edge]) -> None:
         """Nothing moves."""

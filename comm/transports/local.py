@@ -192,8 +192,8 @@ class LocalGroup:
 
 
 @functools.cache
-def solo_group() -> LocalGroup:
-    """The group of one device alone."""
+def single_rank() -> LocalGroup:
+    """The group of this device alone: for ``group=`` of a rank that computes by itself inside ``torch.distributed``."""
     return LocalGroup(Hub(1, DEFAULT_TIMEOUT), 0)
 
 

@@ -19,7 +19,7 @@ from ringattn.bench.links import command as links
 from ringattn.bench.links import runs
 from ringattn.bench.links.runs import BOTH_WAYS, ONE_WAY, RING, LinksConfig, measured, pattern, ways
 from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, LocalWorld, Message
-from ringattn.comm.transports.local import solo_group
+from ringattn.comm.transports.local import single_rank
 
 from ..support.cuda.device import FakeCuda
 
@@ -87,7 +87,7 @@ def test_rows_of_a_world_where_a_byte_is_lost(monkeypatch: pytest.MonkeyPatch) -
 def test_a_transfer_takes_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "seconds_of", lambda enqueue, device, timer: 8e-3)
     config = LinksConfig(("local",), sizes=(8,), iters=4, checks=0)
-    (row,) = measured(LocalTransport(solo_group(), CPU), Limits(), config, CPU)
+    (row,) = measured(LocalTransport(single_rank(), CPU), Limits(), config, CPU)
     assert row["time"] == pytest.approx(2e3) and row["#wrong"] is None
 
 
@@ -113,7 +113,7 @@ def test_only_nccl_is_swept() -> None:
 @pytest.mark.parametrize("must_open", [False, True])
 def test_transport_that_does_not_open_is_named_once(must_open: bool) -> None:
     config = LinksConfig(("nccl", "local"), sizes=(8,), iters=1, channels=(None, 1, 2), must_open=must_open)
-    found = runs.of_group(solo_group(), config, CPU)
+    found = runs.of_group(single_rank(), config, CPU)
     (why,) = found.failed if must_open else found.notes
     assert why.startswith("nccl does not open here: ") and "cpu" in why
     assert {row["transport"] for row in found.rows} == {"local"}
@@ -166,7 +166,7 @@ def test_sizes_are_those_of_nccl_tests(given: tuple[int, int, int], sizes: tuple
 
 
 def test_messages_are_counted_as_they_are_kept() -> None:
-    nbytes, transport = 16 << 20, LocalTransport(solo_group(), CPU)
+    nbytes, transport = 16 << 20, LocalTransport(single_rank(), CPU)
     measured(transport, Limits(), LinksConfig(("local",), sizes=(64,), iters=1), CPU)  # loads what loads once
     config = LinksConfig(("local",), sizes=(nbytes,), iters=1, warmup=0)
     messages = runs.BUFFERS + runs.CHECKED["cpu"]

@@ -17,7 +17,7 @@ from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, Proce
 from ringattn.comm.control import control_of
 from ringattn.comm.transport import DONE, TransportError
 from ringattn.comm.transports.lanes import StreamLane, passed
-from ringattn.comm.transports.local import solo_group
+from ringattn.comm.transports.local import single_rank
 
 from ..support.cuda.device import Device, Event, Stream, install_streams
 from ..support.cuda.nccl import check_held
@@ -84,7 +84,7 @@ class FakeGroup:
 
 
 def on_streams(device: Device) -> ProcessGroupTransport:
-    control, group = control_of(solo_group()), FakeGroup(device)
+    control, group = control_of(single_rank()), FakeGroup(device)
     return ProcessGroupTransport(group, CPU, control=control, lane=StreamLane(CPU))  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ringattn import Ring
 from ringattn.comm import Limits
-from ringattn.comm.transports.local import solo_group
+from ringattn.comm.transports.local import single_rank
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.order import MARGIN
 
@@ -54,7 +54,7 @@ def test_a_ring_leaves_room_for_its_own_transfers(
     transports: tuple[str, ...], limits: Limits, options: dict[str, Any], margin: int | None
 ) -> None:
     tile = Tile(16, 16, 4, 1)
-    with Ring(solo_group(), limits=limits) as ring:
+    with Ring(single_rank(), limits=limits) as ring:
         ring._transports = tuple(SimpleNamespace(name=name) for name in transports)
         config = ring.leaving_room(KernelConfig(tile, tile, tile, **options))
     assert config is not None and config.sm_margin == margin

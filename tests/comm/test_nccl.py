@@ -20,7 +20,7 @@ from ringattn.comm import DONE, Limits, LocalGroup, Message, NcclTransport, Topo
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports import nccl
-from ringattn.comm.transports.local import solo_group
+from ringattn.comm.transports.local import single_rank
 from ringattn.comm.transports.nccl import (
     ByNodeTransport,
     ConfiguredCommunicator,
@@ -183,7 +183,7 @@ def device(fabric: Fabric) -> Device:
 
 
 def open_alone(timeout: float = 5.0, limits: Limits = NO_LIMITS, device: torch.device = CPU) -> NcclTransport:
-    control = control_of(solo_group())
+    control = control_of(single_rank())
     return NcclTransport(rank=0, size=1, device=device, control=control, timeout=timeout, limits=limits)
 
 
@@ -378,7 +378,7 @@ def test_what_cupy_warns_of_is_the_reason(
 def test_arguments_that_are_refused(arguments: Any, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
     with pytest.raises(ValueError, match=match):
-        NcclTransport(**{"rank": 0, "size": 3, "device": CPU, "control": control_of(solo_group()), **arguments})
+        NcclTransport(**{"rank": 0, "size": 3, "device": CPU, "control": control_of(single_rank()), **arguments})
 
 
 def test_a_hop_between_two_communicators(device: Device) -> None:

@@ -42,12 +42,13 @@ WRONG: dict[str, list[Any]] = {
     "k": ["three dims", "other dtype", "other batch", "other dim", "other heads", "meta"],
     "v": ["three dims", "other dtype", "other batch", "other tokens", "meta"],
     "causal": [1, None, "yes"],
-    "window_size": [(-2, 0), (1, 2, 3), 4, (0.5, 1), None],
+    "window_size": [(-2, 0), (1, 2, 3), 4, (0.5, 1)],
     "softmax_scale": [0.0, -1.0, 1e999, "x"],
-    "softcap": [-1.0, 1e999, None, "x"],
+    "softcap": [-1.0, 1e999, "x"],
     "learnable_sink": [1.0, "two dims", "int32"],
     "alibi_slopes": [1.0, "two dims", "float64"],
     "dropout_p": [1.0, -0.5, None],
+    "first_head": [-1, 0.5, 2**31, None],
     "cu_seqlens": [[1, 8], [0], [0, 5, 4], [0, 4.5], 3],
     "seqused_k": [[-1], [10**6], [0.5], [1] * 9, 3],
     "prefix_length": [-1, 10**6, 1.5],
@@ -129,7 +130,7 @@ def draw_mask(rng: Random, call: Literals) -> Literals:
     """Any arguments about intervals together."""
     call = BASE | call
     reach, causal = call["tokens"] * call["block"], rng.random() < 0.5
-    sides = [-1, 0, rng.randint(0, reach), rng.randint(0, reach)]
+    sides = [-1, None, 0, rng.randint(0, reach), rng.randint(0, reach)]
     window = [rng.choice(sides), rng.choice(sides)] if rng.random() < 0.35 else None
     pattern = call.get("block_mask")
     return {
@@ -196,6 +197,7 @@ def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
         "alibi_slopes": rng.choice([None, None, None, "heads", "rows"]),
         "dropout_p": share,
         "dropout_seed": share and rng.choice([0, 1, 2**32, 2**63 + 5, 2**64 - 1]),
+        "first_head": rng.choice([None, None, None, 1, 2**31 - 1]),
         "learnable_sink": rng.choice([None, None, ["float32", False], ["float32", True], ["float16", False]]),
         "lse": rng.random() < 0.5,
         "grads": "qkvs" if run == "kernels" else rng.choice(["qkvs", "qkvs", "qkvs", "", "q", "kv", "qs"]),

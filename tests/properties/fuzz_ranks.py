@@ -75,7 +75,7 @@ def case_of(call: Literals, world: int) -> Case:
     kv_layout = in_blocks(keys, block, keys.reach * block - call["short"])
     reach = max(layout.reach, kv_layout.reach)
     whole = inputs(reach, tuple(call["heads"]), tuple(call["dims"]), getattr(torch, call["dtype"]), batch)
-    plain = ("causal", "backend", "softmax_scale", "softcap", "dropout_p", "dropout_seed")
+    plain = ("causal", "backend", "softmax_scale", "softcap", "dropout_p", "dropout_seed", "first_head")
     given: dict[str, Any] = {name: call[name] for name in plain if name in call}
     if "window_size" in call:
         given["window_size"] = tuple(call["window_size"])
@@ -219,11 +219,13 @@ def there_and_back(call: Literals, layout: Layout, rank: int, group: Any) -> Non
 def by_hand(case: Case) -> list[list[Tensor | None]]:
     """Every rank's queries over one shard of keys after the other, by the kernels that vendors call."""
     names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "block_mask")
-    said: dict[str, Any] = defaultdict(lambda: None, {"window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0})
-    said |= case.call
+    unsaid = {"window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0, "first_head": 0}
+    said: dict[str, Any] = defaultdict(lambda: None, unsaid | case.call)
     batch, ranks = case.whole["q"].shape[0], range(case.layout.world)
     mask = mask_of(Layouts(case.layout, case.keys), batch, **{name: said[name] for name in names})
-    scores = Scores(said["softcap"], said["alibi_slopes"], said["dropout_p"], said["dropout_seed"] or 0)
+    scores = Scores(
+        said["softcap"], said["alibi_slopes"], said["dropout_p"], said["dropout_seed"] or 0, said["first_head"]
+    )
     keys = [[taken(case.keys, case.whole[name], rank) for name in "kv"] for rank in ranks]
     sums = [[torch.zeros_like(x, dtype=torch.float32) for x in pair] for pair in keys]
     made: list[list[Tensor | None]] = []

@@ -92,10 +92,11 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
     ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be 0 to 8"),
     ({"softmax_scale": 1e-31}, "softmax_scale is 1e-31: it must be a number from 1e-30 to 1e30, or None"),
-    ({"softcap": -1.0}, "softcap is -1.0: it must be a number from 1e-8 to 1e30, or 0 for none"),
-    ({"softcap": 1e-9}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 for none"),
+    ({"softcap": -1.0}, "softcap is -1.0: it must be a number from 1e-8 to 1e30, or 0 or None for none"),
+    ({"softcap": 1e-9}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 or None for none"),
     ({"dropout_p": 1.0}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
     ({"dropout_seed": 3}, "dropout_seed is 3 with dropout_p 0: nothing is dropped"),
+    ({"first_head": -1}, r"first_head is -1: it must be a whole number from 0 to 2\^31 - 1"),
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 \[3\] on cpu: .* \[4\] or \[2, 4\]"),
     ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\) with the Longformer"),
     ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, kv_layout gives rank 0 9"),
@@ -276,6 +277,25 @@ def test_transforms_of_functions(door: str) -> None:
         loss(make_dual(WHOLE, WHOLE))
 
 
+@pytest.mark.parametrize(
+    ("none", "number"),
+    [
+        ({"softcap": None}, {"softcap": 0.0}),
+        ({"window_size": None}, {"window_size": (-1, -1)}),
+        ({"window_size": (None, 2)}, {"window_size": (-1, 2)}),
+        ({"window_size": (1, None)}, {"window_size": (1, -1)}),
+    ],
+)
+def test_none_is_the_number_that_says_nothing(none: dict[str, Any], number: dict[str, Any]) -> None:
+    """In a graph too, and to a rank that passes the other one."""
+    fit = {name: torch.randn(x.shape) for name, x in DOORS["ring_attention"][1].items()}
+    expected = ring_attention(**fit, **number)
+    assert torch.equal(ring_attention(**fit, **none), expected)
+    assert torch.equal(op(**fit, **none)[0], expected)
+    with LocalWorld(2) as world:
+        world.run(lambda group: ring_attention(**fit, layout="zigzag", group=group, **(number, none)[group.rank()]))
+
+
 SHORT = {name: torch.zeros(2, 9, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
 EIGHTS = {"block_mask": BlockMask(torch.ones(2, 2).bool(), 8)}
 OTHERS = {
@@ -289,6 +309,7 @@ OTHERS = {
     "kv_layout": "striped",
     "softmax_scale": 0.5,
     "dropout_p": 0.25,
+    "first_head": 4,
 }
 ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # all of them alike

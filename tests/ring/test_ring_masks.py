@@ -16,7 +16,8 @@ from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.layout import Documents
 from ringattn.ring.schedule.mask import BlockMask, Mask, bigbird, fixed, longformer, strided
 
-from ..support.mask_cases import Case, check, held, in_blocks, run, taken
+from ..support.baselines import Results
+from ..support.mask_cases import Case, check, compare, expected, held, in_blocks, run, taken
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, inputs
 
@@ -59,6 +60,7 @@ SCORES: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": SLOPES},
     "alibi by batch row": {"alibi_slopes": torch.stack([SLOPES, SLOPES.flip(0)])},
     "dropout": {"dropout_p": 0.3, "dropout_seed": 2**63 + 5},
+    "dropout of later heads": {"dropout_p": 0.3, "dropout_seed": 11, "first_head": 2**31 - 3},
     "all scores": {
         "causal": True,
         "softmax_scale": 0.4,
@@ -270,3 +272,18 @@ def test_dropout_keeps_the_same_weights_everywhere(world: int, layout: str, back
     assert factors is not None
     assert torch.equal(ours.out != 0, factors.transpose(1, 2) != 0)
     assert torch.equal(ours.dv != 0, factors.mT.transpose(1, 2) != 0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_shards_of_heads_drop_what_all_heads_do(world: int) -> None:
+    """Tensor parallelism: each half is a call of its own, on ranks of its own."""
+    layout, call = Layout.zigzag(TOKENS, world), MASKS["causal window"] | SCORES["dropout"]
+    whole = inputs(TOKENS, (4, 2))
+    halves = []
+    for first in (0, 2):
+        pairs = {name: x[:, :, first // 2 : first // 2 + 1] for name, x in whole.items() if name in "kv"}
+        own = {name: whole[name][:, :, first : first + 2] for name in ("q", "dout")}
+        half = pairs | own | {"dlse": whole["dlse"][:, first : first + 2]}
+        halves.append(run(Case(layout, half, call | {"first_head": first}))[0])
+    joined = [torch.cat(parts, 1 if parts[0].dim() == 3 else 2) for parts in zip(*halves, strict=True)]
+    compare(expected(Case(layout, whole, call)), Results(*joined))

@@ -85,6 +85,8 @@ def said(call: dict[str, Any]) -> Options:
     """The same arguments as the reference takes them."""
     options = {name: value for name, value in call.items() if name not in NOT_THE_REFERENCES}
     pattern = call.get("block_mask")
+    if "window_size" in options:
+        options["window_size"] = tuple(-1 if side is None else side for side in options["window_size"])
     if isinstance(pattern, Longformer):
         options |= {"window_size": pattern.window, "global_tokens": pattern.global_tokens}
     if isinstance(pattern, BlockMask):

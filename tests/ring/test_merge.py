@@ -1,0 +1,112 @@
+"""``merge``: partial attentions over disjoint keys are the whole attention, with its gradients; and ``single_rank``."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import Layout, merge, ring_attention, single_rank
+
+from ..support.baselines import Results, exact, operator_lse, pytorch
+from ..support.forked import results
+from ..support.ring_cases import inputs
+from ..support.tolerance import assert_as_exact_as_pytorch
+
+ROWS = 24
+
+
+def parts_of(q: Tensor, k: Tensor, v: Tensor, cuts: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Causal attention over each stretch of keys."""
+    made = []
+    for start, end in pairwise(cuts):
+        held = {"layout": Layout.contiguous(ROWS, 1), "kv_layout": Layout([[(start, end - start)]])}
+        made.append(ring_attention(q, k[:, start:end], v[:, start:end], causal=True, return_lse=True, **held))  # type: ignore[call-overload]
+    outs, lses = zip(*made, strict=True)
+    return [*outs], [*lses]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cuts", [[0, ROWS], [0, 7, ROWS], [0, 1, 9, 9, 20, ROWS]])
+def test_the_parts_are_the_whole(dtype: torch.dtype, cuts: list[int]) -> None:
+    whole = inputs(ROWS, (4, 2), dtype=dtype)
+    leaves = [whole[name].requires_grad_() for name in "qkv"]
+    out, lse = merge(*parts_of(*leaves, cuts))
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    grads = torch.autograd.grad((out, lse), leaves, (whole["dout"], whole["dlse"]))
+    tensors = [whole[name] for name in ("q", "k", "v", "dout", "dlse")]
+    truth = exact(*tensors, causal=True)
+    seen = torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
+    theirs = pytorch(*tensors, seen=seen)
+    if dtype == torch.bfloat16:  # where the operator's own exponential is less than exact
+        theirs = theirs._replace(lse=operator_lse(*tensors[:2], seen, None, None))
+    for name, ours, their, right in zip(Results._fields, (out, lse, *grads), theirs, truth, strict=True):
+        # every part is rounded on its own, and so is its gradient
+        size = right[right.isfinite()].abs().max().item() * len(cuts)
+        assert_as_exact_as_pytorch(name, ours, their, right, magnitude=size)
+
+
+def test_gradients_by_differences() -> None:
+    leaves = [torch.randn(2, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    leaves += [torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    torch.autograd.gradcheck(lambda *x: merge(x[:3], x[3:]), leaves)
+
+
+def test_rows_without_keys() -> None:
+    outs = [torch.randn(1, 3, 2, 4).requires_grad_() for _ in range(2)]
+    lses = [torch.tensor([[[0.5, -torch.inf, -torch.inf]] * 2]).requires_grad_() for _ in range(2)]
+    with torch.no_grad():
+        lses[1][..., 1] = 2.0
+    out, lse = merge(outs, lses)
+    assert torch.equal(lse[..., 2], torch.full((1, 2), -torch.inf)) and out[:, 2].count_nonzero() == 0
+    assert torch.equal(out[:, 1], outs[1][:, 1]) and torch.equal(lse[..., 1], lses[1][..., 1])
+    grads = torch.autograd.grad((out, lse), [*outs, *lses], [torch.ones_like(out), torch.ones_like(lse)])
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[0][:, 1:].count_nonzero() == 0 and grads[2][..., 1:].count_nonzero() == 0
+
+
+def test_in_a_graph() -> None:
+    given = [torch.randn(1, 3, 2, 4) for _ in range(2)], [torch.randn(1, 2, 3) for _ in range(2)]
+    made = torch.compile(merge, fullgraph=True, backend="aot_eager")(*given)
+    assert all(torch.equal(mine, other) for mine, other in zip(made, merge(*given), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "message"),
+    [
+        ([], [], "outs has 0 tensors, lses has 0: they must be as many"),
+        ([torch.zeros(1, 3, 2, 4)], [], "outs has 1 tensors, lses has 0"),
+        ([5], [torch.zeros(1, 2, 3)], r"outs\[0\] is <class 'int'>: it must be a torch.Tensor"),
+        ([torch.zeros(1, 3, 2, 4)], [torch.zeros(1, 3, 2)], r"lses\[0\] is .* \[1, 3, 2\] on cpu, .*: they do not fit"),
+        ([torch.zeros(3, 2, 4)], [torch.zeros(2, 3)], r"outs\[0\] is .*: it must be a floating tensor \[B, S, H, D\]"),
+        (
+            [torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 2, 4).half()],
+            [torch.zeros(1, 2, 3)] * 2,
+            r"outs\[1\] is torch.float16 .*: they must be alike",
+        ),
+    ],
+)
+def test_refusals(outs: list[Tensor], lses: list[Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge(outs, lses)
+
+
+def alone(rank: int) -> list[Tensor]:
+    """Of its own, while the other does something else."""
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(1, 8 + rank, 2, 16, requires_grad=True) for _ in range(3))
+    calls = [ring_attention(q, k, v, causal=True, group=single_rank()) for _ in range(1 + rank)]
+    assert dist.get_world_size() == 2
+    return [calls[-1].detach(), *torch.autograd.grad(calls[-1].square().sum(), (q, k, v))]
+
+
+def test_one_device_alone_inside_torch_distributed() -> None:
+    for rank, got in enumerate(results(2, alone)):
+        torch.manual_seed(rank)
+        q, k, v = (torch.randn(1, 8 + rank, 2, 16, requires_grad=True) for _ in range(3))
+        out = ring_attention(q, k, v, causal=True)
+        for mine, other in zip(got, [out, *torch.autograd.grad(out.square().sum(), (q, k, v))], strict=True):
+            assert torch.equal(mine, other)
