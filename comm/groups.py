@@ -17,7 +17,7 @@ from .limits import NO_LIMITS, Limits
 from .topology.topology import Topology
 from .transport import WARM_UP_SECONDS, Edge, Transport, TransportError, ring_edges
 from .transports.lanes import indexed
-from .transports.local import LocalGroup, LocalTransport, single_rank
+from .transports.local import LocalGroup, LocalMesh, LocalTransport, single_rank
 from .transports.nccl import OVERRIDES, ByNodeTransport, NcclTransport, nccl_missing, overridden
 from .transports.process_group import ProcessGroupTransport
 from .watchdog.preflight import brief
@@ -146,8 +146,10 @@ def _backend_problem(group: dist.ProcessGroup, device: torch.device) -> str | No
 TRANSPORTS = ("auto", "local", "nccl", "copy_engine", "process_group")
 
 Group = LocalGroup | dist.ProcessGroup
-GroupLike = Group | DeviceMesh | None
+GroupLike = Group | DeviceMesh | LocalMesh | None
 """What `group=` takes."""
+MESH_DIMS = ("ring", "ulysses")
+"""Names of the dimensions of a two-dimensional mesh, where it has names."""
 
 
 def resolve_group(group: GroupLike = None) -> Group:
@@ -180,8 +182,30 @@ def resolve_group(group: GroupLike = None) -> Group:
     )
 
 
+def resolve_mesh(group: GroupLike) -> tuple[Group, Group] | None:
+    """This rank's two groups in a two-dimensional mesh: along the ring, and along Ulysses; None for any other group.
+
+    Raises:
+        ValueError: the dimensions have other names, so that neither is known to be a ring.
+    """
+    if isinstance(group, LocalMesh):
+        return group.ring, group.ulysses
+    if not isinstance(group, DeviceMesh) or group.ndim != len(MESH_DIMS):
+        return None
+    if group.mesh_dim_names not in (None, MESH_DIMS):
+        raise ValueError(
+            f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}: two are taken where they are "
+            f"{MESH_DIMS} or have no names; of a mesh that has more, pass those of the sequence, as {_example(group)}"
+        )
+    return resolve_group(group.get_group(0)), resolve_group(group.get_group(1))
+
+
 def group_rank_size(group: GroupLike = None) -> tuple[int, int]:
-    """(rank inside the group, number of ranks)."""
+    """(rank inside the group, number of ranks); of a two-dimensional mesh over all of it."""
+    mesh = resolve_mesh(group)
+    if mesh is not None:
+        ring, ulysses = mesh
+        return ring.rank() * ulysses.size() + ulysses.rank(), ring.size() * ulysses.size()
     members = resolve_group(group)
     return members.rank(), members.size()
 
@@ -290,11 +314,18 @@ def _usable(device: torch.device) -> torch.device:
 
 def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
-        names = mesh.mesh_dim_names
-        example = f"mesh[{names[-1]!r}]" if names else 'mesh["ring"], with mesh_dim_names given'
-        raise ValueError(f"group is a DeviceMesh of {mesh.ndim} dimensions, a ring runs along one: pass {example}")
+        raise ValueError(
+            f"group is a DeviceMesh of {mesh.ndim} dimensions, a ring runs along one: pass {_example(mesh)}"
+        )
     group: dist.ProcessGroup = mesh.get_group()
     return group
+
+
+def _example(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names
+    if not names:
+        return 'mesh["ring"], with mesh_dim_names given'
+    return f"mesh[{(MESH_DIMS[0] if MESH_DIMS[0] in names else names[-1])!r}]"
 
 
 def _open_in_process(wanted: _Wanted, transport: str, control: Control | None) -> tuple[Transport, ...]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
 from ..comm import GroupLike
@@ -104,6 +105,18 @@ class Layouts(NamedTuple):
         return max(self.queries.reach, self.keys.reach)
 
 
+class Ranks(Protocol):
+    """Whose layout it is."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+
 def prepare_call(
     q: Tensor,
     k: Tensor,
@@ -187,6 +200,22 @@ def compared(
     return fields, {name: meant[name] for name in CHANGING}
 
 
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what is no tensor, before any attribute is read, and transforms of functions."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, may_be_meta=x is not q)
+    check_autograd("ring_attention", q, k, v)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast floating tensors to autocast's dtype where it is on for their device, as SDPA does."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
 def check(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring) -> tuple[float, str]:
     """The scale and the backend of a call, once all that this rank can check alone has been checked."""
     check_qkv(q, k, v)
@@ -203,7 +232,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring) -> t
     return check_scale(softmax_scale, q.shape[3]), name
 
 
-def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ring) -> Layouts:
+def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ranks) -> Layouts:
     """The layouts of a call, checked against this rank's shards."""
     queries = _layout_of("q", "layout", args.layout, ring, q)
     if args.kv_layout is not None:
@@ -218,7 +247,7 @@ def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ring) -> Layouts
     return Layouts(queries, queries)
 
 
-def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ring, x: Tensor) -> Layout:
+def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ranks, x: Tensor) -> Layout:
     rows = x.shape[1]
     seqlen = layout.seqlen if isinstance(layout, Layout) else rows * ring.size
     whole = resolve_layout(layout, seqlen, ring.size, name)

@@ -7,15 +7,16 @@ from typing import Literal, Unpack, overload
 
 import torch
 
-from ..comm import GroupLike
+from ..comm import GroupLike, resolve_mesh
 from ..kernels import KernelConfig
-from ..kernels.checks import check_tensor
-from .args import AttentionArgs, Options
-from .checked import check_autograd, checked
+from .args import AttentionArgs, Options, autocast, check_tensors
+from .checked import checked
+from .mesh import rings_of
 from .ops import EagerCall, RingAttention, packed_call, traced
 from .ring import Ring, device_of, resolve_ring
 from .schedule.layout import LayoutLike
 from .schedule.mask import BlockMask, Longformer
+from .ulysses import attention_over_mesh
 
 
 @overload
@@ -145,15 +146,21 @@ def ring_attention(
         config=config,
     )
     if torch.compiler.is_compiling():
+        if resolve_mesh(group) is not None:
+            raise NotImplementedError(
+                "group is a mesh of two dimensions under torch.compile: its exchanges are no ops yet. Leave the "
+                "call out of the graph by torch.compiler.disable, or pass a group of one dimension"
+            )
         q, k, v = autocast(q, k, v)
         out, lse = traced(q, k, v, args, ring, group)
         return (out, lse) if return_lse else out
-    device = device_of(q, k, v)
+    device, mesh = device_of(q, k, v), resolve_mesh(group)
+    if mesh is not None:
+        out, lse = attention_over_mesh(q, k, v, args, rings_of(mesh, device, ring), return_lse=return_lse)
+        return out if lse is None else (out, lse)
     used = resolve_ring(ring, group, device)
     with used._entered(device):
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_tensor(name, x, may_be_meta=x is not q)  # before any of their attributes is read
-        check_autograd("ring_attention", q, k, v)
+        check_tensors(q, k, v)
         (return_lse,) = checked(return_lse=return_lse)
         q, k, v = autocast(q, k, v)
     leaves = [x for x in (q, k, v, learnable_sink) if isinstance(x, torch.Tensor)]
@@ -161,12 +168,3 @@ def ring_attention(
     # After the checks: what hooks of saved tensors raise, as checkpointing does to stop, is nothing to tell other ranks
     out, lse, _ = RingAttention.apply(None, q, k, v, *packed_call(call))  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
-
-
-def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast floating tensors to autocast's dtype where it is on for their device, as SDPA does."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

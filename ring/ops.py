@@ -10,7 +10,8 @@ is named by a number, a process group by its name. The rest is a graph's constan
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -230,6 +231,15 @@ def ring_of_call(packed: Any, device: torch.device) -> Ring:
     return resolve_ring(ring, group, device)
 
 
+@contextmanager
+def entered(packed: Any, ring: Ring, device: torch.device) -> Iterator[None]:
+    """One forward or backward, whose errors reach the other ranks."""
+    call: Any = of_handle(packed.call)
+    around = None if call is None else call.around
+    with nullcontext() if around is None else around._entered(device), ring._entered(device):
+        yield
+
+
 # --- the ops --------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +251,8 @@ class EagerCall:
     ring: Ring
     has_backward: bool
     prepared: PreparedCall | None = None
+    around: Ring | None = None
+    """Of the other dimension of a mesh, whose ranks hear of an error, too."""
 
 
 def traced(
@@ -262,7 +274,7 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
     """``out``, ``lse``, and what a graph's backward must have: the seed of dropout, and the number of the forward."""
     packed = Packed(*args)
     ring = ring_of_call(packed, q.device)
-    with ring._entered(q.device):
+    with entered(packed, ring, q.device):
         call, sink = prepare_packed(packed, q, k, v, ring)
         with ring.call(call.plan, "forward", q, k, call.scores) as running:
             backends = forward_backends(
@@ -298,7 +310,7 @@ def _gradients(
     """
     packed = Packed(*args)
     ring = ring_of_call(packed, q.device)
-    with ring._entered(q.device):
+    with entered(packed, ring, q.device):
         call, sink = prepare_packed(packed, q, k, v, ring, numbers)
         ring._agree({"call": "backward"}, q.device, of=call.number)
         dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()

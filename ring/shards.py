@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..comm import GroupLike, group_rank_size
 from ..kernels.checks import check_tensor
-from .buffers import load, together
+from .buffers import Tensors, load, together
 from .checked import check_autograd, checked
-from .ring import Ring, device_of, ring_of
+from .mesh import Rings, joined, ranks_of, shared
+from .ring import Ring, device_of
 from .schedule.layout import Layout, LayoutLike, check_tokens, tokens_of
 
 NAMES = ("contiguous", "zigzag", "striped")
@@ -55,7 +57,7 @@ def shard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim: 
     Raises:
         ValueError: the layout does not fit the group or the length of ``x``; or the ranks disagree.
     """
-    ring = ring_of(group, device_of(x))
+    ring = ranks_of(group, device_of(x))
     with ring._entered(device_of(x)):
         tokens = tokens_of(x, "x", dim)
         whole = resolve_layout(layout, _seqlen(layout, tokens), ring.size)
@@ -92,7 +94,7 @@ def unshard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim
     Raises:
         ValueError: an argument does not fit, or the ranks disagree.
     """
-    ring = ring_of(group, device_of(x))
+    ring = ranks_of(group, device_of(x))
     with ring._entered(device_of(x)):
         check_tensor("x", x)
         check_autograd("unshard", x)
@@ -100,7 +102,12 @@ def unshard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim
         whole = resolve_layout(layout, _seqlen(layout, tokens * ring.size), ring.size)
         length = whole.lengths[ring.rank]
         check_tokens(x, "x", dim, length, f"the layout gives rank {ring.rank} {length}")
-        number = ring._agree(_signature("unshard", x, whole, dim, grad=grad), x.device)
+        number: Any = ring._agree(_signature("unshard", x, whole, dim, grad=grad), x.device)
+        if isinstance(ring, Rings):  # of all ranks in one place of the ring first
+            (ring, ulysses), (number, first) = ring, number
+            held = shared(whole, ulysses.size, ring.rank)
+            x = _Unshard.apply(x, held, ulysses, dim, grad, first)  # type: ignore[no-untyped-call]
+            whole = joined(whole, ulysses.size)
         result: torch.Tensor = _Unshard.apply(x, whole, ring, dim, grad, number)  # type: ignore[no-untyped-call]
     return result
 
@@ -131,17 +138,28 @@ class _Unshard(torch.autograd.Function):
 
 
 def exchange(ring: Ring, outgoing: list[torch.Tensor], shapes: list[Any]) -> list[torch.Tensor]:
-    """Send ``outgoing[r]`` to every rank r, receive a tensor of ``shapes[r]`` from each; one group of transfers."""
+    """Send ``outgoing[r]`` to every rank r, receive a tensor of ``shapes[r]`` from each."""
+    each = [(x,) for x in outgoing], [(shape,) for shape in shapes]
+    return [x for (x,) in exchange_all(ring, *each, "unshard")]
+
+
+def exchange_all(
+    ring: Ring, outgoing: Sequence[Tensors], shapes: Sequence[Sequence[tuple[int, ...]]], label: str
+) -> list[Tensors]:
+    """Send the tensors ``outgoing[r]`` to every rank r, receive as many of ``shapes[r]`` from each, in one group of
+    transfers; ``label`` is what errors call it."""
     own = outgoing[ring.rank]
-    incoming = [torch.empty(shape, dtype=own.dtype, device=own.device) for shape in shapes]
+    incoming = [
+        tuple(x.new_empty(shape) for x, shape in zip(own, each, strict=True)) if rank != ring.rank else own
+        for rank, each in enumerate(shapes)
+    ]
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     if others:
-        sends = together([load(rank, (outgoing[rank].contiguous(),)) for rank in others])
-        receives = together([load(rank, (incoming[rank],)) for rank in others])
-        with ring._exchange("unshard", own.device) as (transport, posted):
+        sends = together([load(rank, tuple(x.contiguous() for x in outgoing[rank])) for rank in others])
+        receives = together([load(rank, incoming[rank]) for rank in others])
+        with ring._exchange(label, own[0].device) as (transport, posted):
             after = (transport.mark(),)
             fence = transport.post(sends=sends.messages, receives=receives.messages, after=after)
-            posted("unshard", fence, after, sends.sizes, receives.sizes)
+            posted(label, fence, after, sends.sizes, receives.sizes)
             fence.wait()
-    incoming[ring.rank] = own
     return incoming

@@ -62,6 +62,16 @@ class Hub:
         self._boxes: dict[Hashable, deque[Any]] = {}  # none that is empty: every transport has its own
         self._returned: set[int] = set()
         self._stopped: dict[int, str] = {}
+        self._lines: dict[tuple[int, ...], Hub] = {}
+
+    def line(self, ranks: tuple[int, ...]) -> Hub:
+        """What some of the ranks share, which are 0, 1, 2, ... there; the same for each of them."""
+        with self._changed:
+            if ranks not in self._lines:
+                made = self._lines[ranks] = Hub(len(ranks), self.timeout)
+                made.failure = self.failure
+                made._returned.update(i for i, rank in enumerate(ranks) if rank in self._returned)
+            return self._lines[ranks]
 
     def put(self, box: Hashable, item: object) -> None:
         """Add an item to a box."""
@@ -95,12 +105,17 @@ class Hub:
         """Every rank is about to run."""
         with self._changed:
             self._returned.clear()
+            for line in self._lines.values():
+                line.begin()
 
     def end(self, rank: int) -> None:
         """A rank has returned: whoever waits for it is told."""
         with self._changed:
             self._returned.add(rank)
             self._changed.notify_all()
+            for ranks, line in self._lines.items():
+                if rank in ranks:
+                    line.end(ranks.index(rank))
 
     def returned(self, peers: Iterable[int]) -> list[int]:
         """Which of these have returned: they will not do anything any more."""
@@ -113,6 +128,13 @@ class Hub:
             if self.failure is None:
                 error.add_note(note)
                 self.failure = error
+            self._changed.notify_all()
+            for line in self._lines.values():
+                line._give_up(self.failure)
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._changed:
+            self.failure = error
             self._changed.notify_all()
 
     def stop(self, channel: int, reason: str) -> None:
@@ -143,9 +165,10 @@ class Hub:
 class LocalGroup:
     """One virtual rank's membership in its `LocalWorld`; what `fn` is called with, and what `group=` takes."""
 
-    def __init__(self, hub: Hub, rank: int) -> None:
+    def __init__(self, hub: Hub, rank: int, member: LocalGroup | None = None) -> None:
         self._hub = hub
         self._rank = rank
+        self._member = member or self  # of the whole world
         self._thread: int | None = None
         self._channels = itertools.count()
         self.number = handle_of(self)  # what names this member in a graph of torch.compile
@@ -168,11 +191,28 @@ class LocalGroup:
         of all CUDA nodes of one device in one thread of its own, unless that is switched off in the thread that calls
         backward(), which `run` does.
         """
-        if self._hub.size > 1 and (threading.get_ident() != self._thread or os.getpid() != self._process):
+        if self._hub.size > 1 and (threading.get_ident() != self._member._thread or os.getpid() != self._process):
             raise RuntimeError(
                 f"{self} was used from thread {threading.current_thread().name!r}, outside of the call that "
                 "LocalWorld.run makes for this rank: its peers only answer there. Call backward() inside fn"
             )
+
+    def mesh(self, ring: int, ulysses: int) -> LocalMesh:
+        """This world as ``ring x ulysses`` ranks, for ``group=`` of what takes two dimensions; made once, and kept.
+
+        Raises:
+            ValueError: they are not numbers of ranks, or not as many in all as the world has.
+        """
+        shape = RANKS.of("ring", ring), RANKS.of("ulysses", ulysses)
+        if ring * ulysses != self.size():
+            raise ValueError(f"ring is {ring}, ulysses is {ulysses}: {self} has {self.size()} ranks in all")
+        if shape not in self.kept:
+            column, row = self._rank % ulysses, self._rank // ulysses
+            lines = tuple(range(column, self.size(), ulysses)), tuple(range(row * ulysses, (row + 1) * ulysses))
+            groups = (LocalGroup(self._hub.line(ranks), ranks.index(self._rank), self) for ranks in lines)
+            self.kept[shape] = LocalMesh(*groups)
+        made: LocalMesh = self.kept[shape]
+        return made
 
     def next_channel(self) -> int:
         """A number for one more transport of this rank: every rank opens its transports in the same order."""
@@ -189,6 +229,19 @@ class LocalGroup:
 
     def __repr__(self) -> str:
         return f"rank {self._rank} of LocalWorld({self._hub.size})"
+
+
+@dataclass(frozen=True, eq=False)
+class LocalMesh:
+    """One virtual rank's membership in a mesh of two dimensions: rank ``r * ulysses.size() + u`` of its world."""
+
+    ring: LocalGroup
+    ulysses: LocalGroup
+
+    def close(self) -> None:
+        """End what is kept for its two groups."""
+        for group in (self.ring, self.ulysses):
+            end(group.kept)
 
 
 @functools.cache

@@ -426,8 +426,7 @@ class Layout:
                 piece for x, spans in zip(shards, self.spans_per_rank, strict=True) for piece in _cut(x, spans, dim)
             ]
             return torch.cat([piece for _, piece in sorted(pieces, key=lambda one: one[0])] or [*shards], dim)
-        held = torch.cat([self.positions(rank) for rank in range(self.world)])
-        return torch.cat([*shards], dim).index_select(dim, held.argsort().to(shards[0].device))
+        return torch.cat([*shards], dim).index_select(dim, self._order.to(shards[0].device))
 
     def __hash__(self) -> int:
         return self._hash
@@ -441,6 +440,11 @@ class Layout:
     @cached_property
     def _positions(self) -> dict[int, torch.Tensor]:
         return {}
+
+    @cached_property
+    def _order(self) -> torch.Tensor:
+        """Where the tokens of the positions 0, 1, 2, ... lie among those of all ranks."""
+        return torch.cat([self.positions(rank) for rank in range(self.world)]).argsort()
 
     @cached_property
     def _hash(self) -> int:

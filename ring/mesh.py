@@ -1,0 +1,113 @@
+"""A group of two dimensions: which ranks make a ring, which exchange heads for tokens, and who holds what.
+
+Of ``R x U`` ranks, rank ``r * U + u`` holds the shard of that number, as in a group of one dimension. The R ranks with
+one u make a ring, where rank r stands for the tokens of all U ranks with that r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import Group, GroupLike, resolve_mesh
+from .ring import Ring, resolve_ring, ring_of
+from .schedule.layout import Layout, Span
+from .schedule.plan import PLANS
+
+
+class Rings(NamedTuple):
+    """This rank's two rings in a mesh."""
+
+    ring: Ring
+    ulysses: Ring
+
+    @property
+    def rank(self) -> int:
+        """Among all ranks of the mesh."""
+        return self.ring.rank * self.ulysses.size + self.ulysses.rank
+
+    @property
+    def size(self) -> int:
+        """Number of all ranks."""
+        return self.ring.size * self.ulysses.size
+
+    @contextmanager
+    def _entered(self, device: torch.device) -> Iterator[None]:
+        """One call of both; what ends it early reaches the ranks of both dimensions."""
+        with self.ulysses._entered(device), self.ring._entered(device):
+            yield
+
+    def _agree(
+        self,
+        fields: Mapping[str, object],
+        device: torch.device,
+        values: Mapping[str, object] | None = None,
+        *,
+        always: bool = False,
+    ) -> tuple[int, int]:
+        """Compare with all ranks of the mesh; the numbers of the call in the ring and in Ulysses' dimension."""
+        number = self.ulysses._agree(fields, device, values, always=always)
+        return self.ring._agree(fields, device, values, always=always), number
+
+    def _draw_seed(self) -> int:
+        """The first rank's, on every rank."""
+        return self.ulysses._draw_seed(self.ring._draw_seed())
+
+
+def rings_of(mesh: tuple[Group, Group], device: torch.device, ring: Ring | None = None) -> Rings:
+    """The rings that calls with this mesh share; ``ring`` may be one with settings of its own, of the first dimension.
+
+    Raises:
+        ValueError: it is of another group.
+    """
+    along_ring, along_ulysses = mesh
+    if ring is None:
+        return Rings(ring_of(along_ring, device), ring_of(along_ulysses, device))
+    if resolve_ring(ring, None, device).group is not along_ring:
+        raise ValueError("ring is not of the first dimension of the mesh that group is: pass Ring(mesh['ring'])")
+    return Rings(ring, ring_of(along_ulysses, device))
+
+
+def ranks_of(group: GroupLike, device: torch.device) -> Ring | Rings:
+    """What calls with this group share that work in either."""
+    mesh = resolve_mesh(group)
+    return ring_of(group, device) if mesh is None else rings_of(mesh, device)
+
+
+@lru_cache(maxsize=PLANS)
+def joined(layout: Layout, ulysses: int) -> Layout:
+    """The layout of the ring, whose ranks hold what ``ulysses`` ranks of ``layout`` hold together."""
+    return Layout([spans_of(_held(layout, ulysses, place)) for place in range(layout.world // ulysses)])
+
+
+@lru_cache(maxsize=PLANS)
+def shared(layout: Layout, ulysses: int, place: int) -> Layout:
+    """Which of the tokens of one place in the ring, counted from 0, each of its ``ulysses`` ranks holds."""
+    held = _held(layout, ulysses, place)
+    ranks = range(place * ulysses, (place + 1) * ulysses)
+    return Layout([spans_of(torch.searchsorted(held, layout.positions(rank))) for rank in ranks])
+
+
+def _held(layout: Layout, ulysses: int, place: int) -> Tensor:
+    ranks = range(place * ulysses, (place + 1) * ulysses)
+    return torch.cat([layout.positions(rank) for rank in ranks]).sort().values
+
+
+def spans_of(positions: Tensor) -> list[Span]:
+    """Ascending positions as spans."""
+    steps, counts = torch.unique_consecutive(positions.diff(), return_counts=True)
+    runs = zip(steps.tolist(), counts.tolist(), strict=True)
+    spans: list[Span] = []
+    first = taken = 0  # token with which a run of equal steps begins; tokens that have a span
+    for step, count in runs:
+        tokens = first + count + 1 - taken
+        if tokens > 1:  # else the run is a gap between two spans, and its last token begins the next one
+            spans.append(Span(int(positions[taken]), tokens, step))
+            taken += tokens
+        first += count
+    return spans + [Span(int(p), 1) for p in positions[taken:]]

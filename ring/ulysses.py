@@ -1,0 +1,180 @@
+"""Ulysses x ring: heads are exchanged for tokens along one dimension of a mesh, K/V travel along the other.
+
+DeepSpeed-Ulysses (Jacobs et al., arXiv:2309.14509) around the rings of Ring Attention, as in USP (Fang and Zhao,
+arXiv:2405.07719). By an all-to-all among U ranks each gets the tokens of all of them, ascending, of its part of the
+heads; the R ranks that have the same heads make a ring; another all-to-all brings tokens and heads home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.checks import check_qkv
+from .args import (
+    AttentionArgs,
+    autocast,
+    check,
+    check_tensors,
+    check_tiles,
+    compared,
+    layouts_of,
+    mask_of,
+    scores_of,
+    sink_of,
+)
+from .checked import checked
+from .mesh import Rings, joined, shared
+from .ops import EagerCall, RingAttention, packed_call
+from .ring import Ring, device_of
+from .schedule.layout import Layout
+from .shards import exchange_all
+
+# --- heads ----------------------------------------------------------------------------------------------------------
+
+
+def heads_of(heads: int, kv_heads: int, ulysses: int) -> tuple[list[slice], list[slice]]:
+    """The query heads and the key heads with which each of ``ulysses`` ranks computes.
+
+    Where there are fewer key heads than ranks, several ranks have the same one.
+
+    Raises:
+        ValueError: the ranks would not all have as many.
+    """
+    if not _fits(heads, kv_heads, ulysses):
+        fitting = [str(size) for size in range(1, heads + 1) if _fits(heads, kv_heads, size)]
+        raise ValueError(
+            f"group has {ulysses} ranks in Ulysses' dimension, q has {heads} heads and k {kv_heads}: each takes "
+            f"as many heads, at least one of both; with these heads it may have {', '.join(fitting)}"
+        )
+    edges = [heads * rank // ulysses for rank in range(ulysses + 1)]
+    kv_edges = [kv_heads * rank // ulysses for rank in range(ulysses + 1)]
+    few = max(1, kv_heads // ulysses)
+    return [slice(*pair) for pair in pairwise(edges)], [slice(start, start + few) for start in kv_edges[:-1]]
+
+
+def _fits(heads: int, kv_heads: int, ulysses: int) -> bool:
+    return heads % ulysses == 0 and (kv_heads % ulysses == 0 or ulysses % kv_heads == 0)
+
+
+# --- the exchange ---------------------------------------------------------------------------------------------------
+
+
+class Shares(NamedTuple):
+    """Of one tensor ``[B, S, H, D]``: which tokens the ranks of Ulysses' dimension hold, which heads they compute."""
+
+    tokens: Layout
+    heads: Sequence[slice]
+
+    def sizes(self, x: Tensor, tokens_of: int, heads_of: int) -> tuple[int, ...]:
+        """Of a piece: the tokens of one rank, and the heads of one."""
+        heads = self.heads[heads_of]
+        return x.shape[0], self.tokens.lengths[tokens_of], heads.stop - heads.start, x.shape[3]
+
+
+def heads_for_tokens(ring: Ring, shares: Sequence[Shares], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """All heads of this rank's tokens become all tokens of this rank's heads, ``[B, tokens, its heads, D]``."""
+    each, ranks = [*zip(shares, tensors, strict=True)], range(ring.size)
+    outgoing = [tuple(x[:, :, share.heads[rank]] for share, x in each) for rank in ranks]
+    shapes = [[share.sizes(x, rank, ring.rank) for share, x in each] for rank in ranks]
+    incoming = zip(*exchange_all(ring, outgoing, shapes, "heads for tokens"), strict=True)
+    return tuple(share.tokens.unshard(parts) for share, parts in zip(shares, incoming, strict=True))
+
+
+def tokens_for_heads(ring: Ring, shares: Sequence[Shares], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The inverse; of a head with which several ranks computed the sum."""
+    each, ranks = [*zip(shares, tensors, strict=True)], range(ring.size)
+    outgoing = [tuple(share.tokens.shard(x, rank) for share, x in each) for rank in ranks]
+    shapes = [[share.sizes(x, ring.rank, rank) for share, x in each] for rank in ranks]
+    incoming = zip(*exchange_all(ring, outgoing, shapes, "tokens for heads"), strict=True)
+    return tuple(_together(share, parts) for share, parts in zip(shares, incoming, strict=True))
+
+
+def _together(share: Shares, parts: Sequence[Tensor]) -> Tensor:
+    whole, heads = torch.cat([*parts], 2), share.heads[-1].stop
+    if whole.shape[2] == heads:
+        return whole
+    return whole.unflatten(2, (heads, -1)).float().sum(3).to(whole.dtype)
+
+
+class _Exchange(torch.autograd.Function):
+    """One of the two, inside of an agreed call; its backward is the other. Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, there: Any, rings: Rings, shares: Sequence[Shares], number: int, *xs: Tensor) -> Any:
+        ctx.there, ctx.rings, ctx.shares, ctx.number = there, rings, shares, number
+        return there(rings.ulysses, shares, xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        back = tokens_for_heads if ctx.there is heads_for_tokens else heads_for_tokens
+        with ctx.rings._entered(grads[0].device):
+            fields = {"call": f"backward of {ctx.there.__name__}"}
+            ctx.rings.ulysses._agree(fields, grads[0].device, of=ctx.number)
+            return None, None, None, None, *back(ctx.rings.ulysses, ctx.shares, grads)
+
+
+# --- the call -------------------------------------------------------------------------------------------------------
+
+
+def attention_over_mesh(
+    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, rings: Rings, *, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``ring_attention`` of all ranks of a mesh; ``lse`` is None where it is not to be returned."""
+    ring, ulysses = rings
+    device = device_of(q, k, v)
+    with rings._entered(device):
+        check_tensors(q, k, v)
+        (return_lse,) = checked(return_lse=return_lse)
+        q, k, v = autocast(q, k, v)
+        has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        sink = args.learnable_sink
+        has_backward = has_gradient or (torch.is_grad_enabled() and isinstance(sink, Tensor) and sink.requires_grad)
+        inner, of_queries, of_keys, fields, values = prepare(q, k, v, args, rings)
+        fields |= {"gradient": (has_gradient, has_backward), "return_lse": return_lse}
+        _, number = rings._agree(fields, device, values)
+        if inner.dropout_p and inner.dropout_seed is None:  # one for all ranks: that of the first of both dimensions
+            inner = inner._replace(dropout_seed=rings._draw_seed())
+        shares = of_queries, of_keys, of_keys
+        q, k, v = _Exchange.apply(heads_for_tokens, rings, shares, number, q, k, v)  # type: ignore[no-untyped-call]
+    call = EagerCall(inner, ring, has_backward, around=ulysses)
+    out, lse, _ = RingAttention.apply(None, q, k, v, *packed_call(call))  # type: ignore[no-untyped-call]
+    results = (out, lse.transpose(1, 2).unsqueeze(3)) if return_lse else (out,)
+    with rings._entered(device):
+        number = ulysses._agree({"call": "tokens for heads"}, device)
+        shares = (of_queries,) * len(results)
+        results = _Exchange.apply(tokens_for_heads, rings, shares, number, *results)  # type: ignore[no-untyped-call]
+    return results[0], results[1].squeeze(3).transpose(1, 2).contiguous() if return_lse else None
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, rings: Rings
+) -> tuple[AttentionArgs, Shares, Shares, dict[str, Any], dict[str, Any]]:
+    """The arguments of the ring's call, who has what of q and of k and v, and what all ranks must have in common.
+
+    Raises:
+        ValueError, NotImplementedError: as ``ring_attention``.
+    """
+    ring, ulysses = rings
+    check_qkv(q, k, v)
+    heads, kv_heads = heads_of(q.shape[2], k.shape[2], ulysses.size)
+    mine, its = heads[ulysses.rank], kv_heads[ulysses.rank]
+    scale, backend = check(q[:, :, mine], k[:, :, its], v[:, :, its], args, ring)
+    layouts = layouts_of(q, k, args, rings)
+    mask = mask_of(layouts, q.shape[0], **args._asdict())
+    sink, scores = sink_of(q, args.learnable_sink), scores_of(q, args, layouts)
+    check_tiles(mask, scores, backend, args.config, q, v)
+    common = compared(q, k, v, args, layouts, mask, scores, scale, backend, drawn=False, has_backward=None)
+    slopes = args.alibi_slopes
+    inner = args._replace(
+        layout=joined(layouts.queries, ulysses.size),
+        kv_layout=None if args.kv_layout is None else joined(layouts.keys, ulysses.size),
+        learnable_sink=None if sink is None else sink[mine],
+        alibi_slopes=None if slopes is None else slopes[..., mine].contiguous(),
+    )
+    tokens, keys = (shared(layout, ulysses.size, ring.rank) for layout in layouts)
+    return inner, Shares(tokens, heads), Shares(keys, kv_heads), *common
