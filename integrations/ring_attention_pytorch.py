@@ -180,4 +180,5 @@ def _swapped(x: Tensor, dim: int, groups: int) -> Tensor:
     """``groups`` runs along ``dim``, the first of each, then the second of each, and so on."""
     if groups in (1, x.shape[dim]) or groups < 1 or x.shape[dim] % groups:
         return x  # nothing to swap, or heads that do not fit: the call names them
-    return x.unflatten(dim, (groups, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+    shape = *x.shape[:dim], groups, x.shape[dim] // groups, *x.shape[dim + 1 :]
+    return x.reshape(shape).transpose(dim, dim + 1).flatten(dim, dim + 1)

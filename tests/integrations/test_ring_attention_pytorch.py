@@ -95,7 +95,8 @@ def test_without_a_ring_and_cross_attention() -> None:
     """``ring_reduce_col=False``: this rank alone, whatever group there is."""
     q, k = torch.randn(1, 12, 4, 16), torch.randn(1, 20, 2, 16)
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    right = sdpa(*(x.transpose(1, 2) for x in (q, k.repeat(1, 1, 2, 1), k.repeat(1, 1, 2, 1)))).transpose(1, 2)
+    keys = k.repeat(1, 1, 2, 1).transpose(1, 2)
+    right = sdpa(q.transpose(1, 2), keys, keys).transpose(1, 2)
     torch.testing.assert_close(ours.ring_flash_attn(q, k, k), right)
 
 
@@ -104,7 +105,8 @@ def test_zig_zag() -> None:
 
     def of_rank(group: Any) -> list[Tensor]:
         leaves = [layout.shard(whole[name], group.rank()).detach().requires_grad_() for name in "qkv"]
-        out = ours.zig_zag_attn(*(x.transpose(1, 2) for x in leaves), causal=True, group=group).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in leaves)
+        out = ours.zig_zag_attn(q, k, v, causal=True, group=group).transpose(1, 2)
         return [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(whole["dout"], group.rank()))]
 
     with LocalWorld(4) as ranks:
@@ -188,7 +190,18 @@ MODULES = [*product((True, False), (True, False), (1, 2), (1, 2), (0, 1))]
 """causal, stripes, buckets of a rank, batches that share the ranks, how much longer each rank's batch is."""
 
 
-def modules(rank: int) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+def of_module(module: Any, dtype: torch.dtype, x: Tensor, dout: Tensor, ring_size: int) -> list[Tensor]:
+    """Output, and the gradients of the input and of the weights, these of all ranks together."""
+    module, leaf = copy.deepcopy(module).to(dtype), x.to(dtype).requires_grad_()
+    out = module(leaf, ring_size=ring_size if module.ring_attn else None)
+    weights = [module.to_qkv[1].weight, module.to_out.weight]
+    dx, *dweights = torch.autograd.grad(out, [leaf, *weights], dout.to(dtype))
+    for dweight in dweights:
+        dist.all_reduce(dweight)
+    return [out.detach(), dx, *dweights]
+
+
+def modules(rank: int) -> list[list[list[Tensor]]]:
     """Their module on our attention, and alone on their plain one in fp32 and float64: output and gradients."""
     package = theirs()
     package.ring_attention.ring_flash_attn = ours.ring_flash_attn
@@ -209,18 +222,8 @@ def modules(rank: int) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
         torch.manual_seed(100 * case + rank)
         x, dout = torch.randn(2, 2 + more * rank, 31, 8)
 
-        def of(
-            module: Any, dtype: torch.dtype, x: Tensor = x, dout: Tensor = dout, shared: int = shared
-        ) -> list[Tensor]:
-            module, leaf = copy.deepcopy(module).to(dtype), x.to(dtype).requires_grad_()
-            out = module(leaf, ring_size=4 // shared if module.ring_attn else None)
-            weights = [module.to_qkv[1].weight, module.to_out.weight]
-            dx, *dweights = torch.autograd.grad(out, [leaf, *weights], dout.to(dtype))
-            for dweight in dweights:
-                dist.all_reduce(dweight)
-            return [out.detach(), dx, *dweights]
-
-        made.append((of(ring, torch.float32), of(plain, torch.float32), of(plain, torch.float64)))
+        runs = ((ring, torch.float32), (plain, torch.float32), (plain, torch.float64))
+        made.append([of_module(module, dtype, x, dout, 4 // shared) for module, dtype in runs])
     return made
 
 
