@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import GroupLike, group_rank_size, single_rank
-from ..ring import Layout, ring_attention, unshard
+from ..ring import GroupLike, Layout, ring_attention, single_rank, unshard
+from ..ring.mesh import ranks_of
 
 
 def ring_flash_attn(
@@ -66,8 +66,8 @@ def ring_flash_attn(
         )
     if max_lookback_seq_len is not None and not causal:
         raise ValueError(f"max_lookback_seq_len is {max_lookback_seq_len} without causal: it looks behind the query")
-    members = _members(ring_size, group) if ring_reduce_col else single_rank()
-    world = group_rank_size(members)[1]
+    members = _members(ring_size, group, q.device) if ring_reduce_col else single_rank()
+    world = ranks_of(members, q.device).size
     layout, buckets = Layout.contiguous(world * tokens, world), 1
     if striped_ring_attn:
         size = min(keys, bucket_size)
@@ -138,16 +138,16 @@ def zig_zag_attn(
     return _swapped(out, 2, k.shape[2]).transpose(1, 2)
 
 
-def _members(ring_size: int | None, group: GroupLike) -> GroupLike:
+def _members(ring_size: int | None, group: GroupLike, device: torch.device) -> GroupLike:
     """The ranks of one ring."""
-    rank, world = group_rank_size(group)
-    if ring_size is None or ring_size == world:
+    ranks = ranks_of(group, device)
+    if ring_size is None or ring_size == ranks.size:
         return group
     if group is not None:
-        raise ValueError(f"ring_size is {ring_size}, group has {world} ranks: pass the group of one ring")
-    if ring_size < 1 or world % ring_size:
-        raise ValueError(f"ring_size is {ring_size}: it must divide the {world} ranks")
-    return _neighbours(rank - rank % ring_size, ring_size, dist.group.WORLD)
+        raise ValueError(f"ring_size is {ring_size}, group has {ranks.size} ranks: pass the group of one ring")
+    if ring_size < 1 or ranks.size % ring_size:
+        raise ValueError(f"ring_size is {ring_size}: it must divide the {ranks.size} ranks")
+    return _neighbours(ranks.rank - ranks.rank % ring_size, ring_size, dist.group.WORLD)
 
 
 @lru_cache

@@ -38,8 +38,8 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..comm import GroupLike, group_rank_size
-from ..ring import Layout, ring_attention
+from ..ring import GroupLike, Layout, ring_attention
+from ..ring.mesh import ranks_of
 from ..ring.schedule.layout import Documents
 
 Attention = Tensor | tuple[Tensor, Tensor, None]
@@ -118,7 +118,7 @@ def _varlen(rule: Callable[[Boundaries, int], Layout], call: _Call, cu_seqlens: 
             f"cu_seqlens ends at {documents[-1]}, q has {call.q.shape[0]} tokens: it has the boundaries in this rank's "
             "part; with layout= those of the whole sequence"
         )
-    _, world = group_rank_size(call.group)
+    world = ranks_of(call.group, call.q.device).size
     documents = tuple(world * boundary for boundary in documents)
     return rule(documents, world), documents
 
@@ -199,7 +199,8 @@ def _llama3(
             "cu_seqlens_q is not a tensor that llama3_flash_attn_prepare_cu_seqlens of "
             "ringattn.integrations.ring_flash_attn returned: it does not say where the documents of other ranks end"
         )
-    values = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, call.causal, *group_rank_size(call.group))
+    ranks = ranks_of(call.group, call.q.device)
+    values = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, call.causal, ranks.rank, ranks.size)
     for name, value, made in zip(_Prepared._fields, values, prepared, strict=False):
         if value is not made if isinstance(made, Tensor) else value != made:
             raise ValueError(f"{name} is {value}, llama3_flash_attn_prepare_cu_seqlens made cu_seqlens_q with {made}")

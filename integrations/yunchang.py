@@ -25,12 +25,12 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import GroupLike, group_rank_size, resolve_mesh
-from ..ring import Layout, ring_attention
-from ..ring.mesh import spans_of
+from ..ring import GroupLike, Layout, ring_attention
+from ..ring.mesh import Rings, ranks_of, spans_of
 from ..ring.shards import resolve_layout
 
 RULES = {
@@ -69,8 +69,10 @@ def set_seq_parallel_pg(
             f"sp_ulysses_degree is {sp_ulysses_degree}, sp_ring_degree is {sp_ring_degree}: their product must divide "
             f"world_size, {world_size}"
         )
-    if (rank, world_size) != group_rank_size():
-        raise ValueError(f"rank is {rank}, world_size is {world_size}: the default group has {group_rank_size()}")
+    if (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise ValueError(
+            f"rank is {rank}, world_size is {world_size}: the default group has {dist.get_world_size()} ranks"
+        )
     ranks = torch.arange(world_size)
     if use_ulysses_low:
         ranks = ranks.view(-1, sp_ring_degree, sp_ulysses_degree)
@@ -138,12 +140,11 @@ class _Place(NamedTuple):
 
 def _place(group: GroupLike) -> _Place:
     mesh = _Kept.mesh if group is None else group
-    groups = resolve_mesh(mesh)
-    if groups is None:
+    rings = ranks_of(mesh, torch.device("cpu"))  # the numbers alone: no transport opens
+    if not isinstance(rings, Rings):
         raise ValueError("there is no mesh of ring x ulysses: call set_seq_parallel_pg first, or pass one as group=")
-    rank, size = group_rank_size(mesh)
-    process = mesh.get_rank() % size if isinstance(mesh, DeviceMesh) else rank
-    return _Place(mesh, rank, size, groups[0].size(), groups[1].size(), process)
+    process = mesh.get_rank() % rings.size if isinstance(mesh, DeviceMesh) else rings.rank
+    return _Place(mesh, rings.rank, rings.size, rings.ring.size, rings.ulysses.size, process)
 
 
 class _Attention(torch.nn.Module):

@@ -1,5 +1,6 @@
 """Where kernels and comm meet: layouts, masks, schedules, the ring loop, autograd."""
 
+from ..comm import GroupLike, single_rank
 from .attention import ring_attention
 from .merge import merge
 from .ops import checkpoint_policy
@@ -13,6 +14,7 @@ from .trace import Trace
 
 __all__ = [
     "BlockMask",
+    "GroupLike",
     "Hop",
     "Layout",
     "Longformer",
@@ -32,6 +34,7 @@ __all__ = [
     "ring_attention",
     "schedule",
     "shard",
+    "single_rank",
     "strided",
     "unshard",
     "visible_pairs",
