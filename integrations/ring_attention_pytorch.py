@@ -12,7 +12,8 @@ modules look the function up where they are, so that with ``use_cuda_kernel=Fals
 - ``max_lookback_seq_len`` is a window of that many tokens behind the query. Theirs counts whole buckets, those of
   stripes too, and ends where a number of ring passes does.
 - ``mask`` holds with ``causal`` too, where theirs drops it.
-- The gradients of theirs need another one repaired: its ``AllGather`` lacks an all-reduce in the backward.
+- Gradients of its modules with ``auto_shard_seq`` stay wrong over several ranks: the backward of its ``AllGather`` lacks
+  an all-reduce. This function's are right.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ def ring_flash_attn(
         ValueError: ``max_lookback_seq_len`` without ``causal``; stripes that ``bucket_size`` does not divide;
             ``ring_size`` that does not divide the ranks; queries and keys that are not as many, with ``causal`` or over
             a ring; or as :func:`ringattn.ring_attention`.
-        NotImplementedError: ``mask`` hides keys in front of others.
     """
     tokens, keys, kv_heads = q.shape[1], k.shape[1], k.shape[2]
     if tokens != keys and (causal or ring_reduce_col):
@@ -84,7 +84,7 @@ def ring_flash_attn(
         kv_layout=key_layout,
         group=members,
         causal=causal,
-        seqused_k=None if mask is None else _used(_swapped(mask, 1, buckets), key_layout, members),
+        key_mask=None if mask is None else _of_all_ranks(_swapped(mask, 1, buckets), key_layout, members),
         window_size=(-1 if max_lookback_seq_len is None else max_lookback_seq_len, -1),
         softcap=softclamp_value if softclamp_qk_sim else 0.0,
     )
@@ -157,14 +157,9 @@ def _neighbours(first: int, ring_size: int, world: object) -> dist.ProcessGroup:
     return made
 
 
-def _used(mask: Tensor, layout: Layout, group: GroupLike) -> list[int]:
-    """How many keys each batch row has, by the masks of all ranks; the host waits for them."""
-    whole = unshard(mask.to(torch.uint8), layout=layout, group=group, grad="slice").bool().cpu()
-    used = whole.sum(1)
-    if not whole.equal(torch.arange(whole.shape[1]) < used[:, None]):
-        raise NotImplementedError("mask hides keys in front of others: it may hide those at the end of batch rows")
-    made: list[int] = used.tolist()
-    return made
+def _of_all_ranks(mask: Tensor, layout: Layout, group: GroupLike) -> Tensor:
+    """The masks of all ranks by position, on the CPU; the host waits for them."""
+    return unshard(mask.to(torch.uint8), layout=layout, group=group, grad="slice").bool().cpu()
 
 
 @lru_cache
