@@ -12,8 +12,8 @@ modules look the function up where they are, so that with ``use_cuda_kernel=Fals
 - ``max_lookback_seq_len`` is a window of that many tokens behind the query. Theirs counts whole buckets, those of
   stripes too, and ends where a number of ring passes does.
 - ``mask`` holds with ``causal`` too, where theirs drops it.
-- Gradients of its modules with ``auto_shard_seq`` stay wrong over several ranks: the backward of its ``AllGather`` lacks
-  an all-reduce. This function's are right.
+- This function's gradients are right; those of its modules with ``auto_shard_seq`` stay wrong over several ranks, since
+  the backward of its ``AllGather`` lacks an all-reduce.
 """
 
 from __future__ import annotations
