@@ -1,0 +1,268 @@
+"""USP, Ulysses x ring, by the names of yunchang (feifeibear's long-context-attention), on ``ringattn.ring_attention``.
+
+``from ringattn.integrations.yunchang import LongContextAttention, set_seq_parallel_pg, EXTRACT_FUNC_DICT`` is the one
+line to change: names, argument order and layouts are those of yunchang 0.6.4, which need not be installed.
+
+``set_seq_parallel_pg`` makes a two-dimensional mesh of the ranks; heads are exchanged for tokens inside one dimension,
+and the ring runs along the other. Of R x U ranks, the one at (r, u) holds the u-th of U equal parts of what ring rank r
+holds by ``ring_impl_type``:
+
+=====================================================  =================================================
+``basic``, ``basic_pytorch``, ``basic_flashinfer``      run r of R equal ones
+``zigzag``                                              runs r and 2R - 1 - r of 2R equal ones
+``strip``                                               tokens r, r + R, r + 2R, ...
+=====================================================  =================================================
+
+``attn_type`` chooses between kernels of one result in theirs, and there is one here: it takes those that are exact, and
+refuses those that quantise or leave blocks out (``sage_*``, ``sparse_sage``). Windows, ALiBi and dropout hold over the
+whole sequence, zigzag and stripes without ``causal`` too, and ``deterministic`` may be either: the backward is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..ring import GroupLike, Layout, ring_attention
+from ..ring.mesh import Rings, ranks_of, spans_of
+from ..ring.shards import resolve_layout
+
+RULES = {
+    "basic": "contiguous",
+    "zigzag": "zigzag",
+    "strip": "striped",
+    "basic_pytorch": "contiguous",
+    "basic_flashinfer": "contiguous",
+    "basic_npu": "contiguous",
+}
+"""By ``ring_impl_type`` the layout of the ring."""
+EXACT = ("aiter", "fa", "fa3", "flashinfer", "torch_math", "torch_flash", "torch_efficient", "torch_cudnn", "npu")
+"""Values of ``AttnType`` whose results are the same but for rounding."""
+
+
+class _Kept:
+    """What ``set_seq_parallel_pg`` made last."""
+
+    mesh: DeviceMesh | None = None
+
+
+def set_seq_parallel_pg(
+    sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int, use_ulysses_low: bool = True
+) -> None:
+    """Make the mesh that modules and extraction use from now on; every rank calls it.
+
+    Consecutive ranks share a sequence, ``sp_ulysses_degree * sp_ring_degree`` of them. With ``use_ulysses_low`` the
+    ranks of Ulysses are neighbours among them, else those of the ring.
+
+    Raises:
+        ValueError: the degrees do not divide ``world_size``, or rank and world are not those of ``torch.distributed``.
+    """
+    degree = sp_ulysses_degree * sp_ring_degree
+    if min(sp_ulysses_degree, sp_ring_degree) < 1 or world_size % degree:
+        raise ValueError(
+            f"sp_ulysses_degree is {sp_ulysses_degree}, sp_ring_degree is {sp_ring_degree}: their product must divide "
+            f"world_size, {world_size}"
+        )
+    if (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise ValueError(
+            f"rank is {rank}, world_size is {world_size}: the default group has {dist.get_world_size()} ranks"
+        )
+    ranks = torch.arange(world_size)
+    if use_ulysses_low:
+        ranks = ranks.view(-1, sp_ring_degree, sp_ulysses_degree)
+    else:
+        ranks = ranks.view(-1, sp_ulysses_degree, sp_ring_degree).transpose(1, 2)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    _Kept.mesh = DeviceMesh(device, ranks, mesh_dim_names=("data", "ring", "ulysses"))["ring", "ulysses"]
+
+
+def layout_of(ring_impl_type: str, seqlen: int, rd: int, ud: int) -> Layout:
+    """Who holds which tokens over all ranks of a mesh of ``rd`` x ``ud``.
+
+    Raises:
+        ValueError: an unknown ``ring_impl_type``, or a length that the ranks do not divide.
+    """
+    if ring_impl_type not in RULES:
+        raise ValueError(f"ring_impl_type is {ring_impl_type!r}: it must be one of {', '.join(RULES)}")
+    if seqlen % (rd * ud):
+        raise ValueError(f"{seqlen} tokens are not divisible by the {rd * ud} ranks that share them")
+    return _layout_of(RULES[ring_impl_type], seqlen, rd, ud)
+
+
+@lru_cache
+def _layout_of(rule: str, seqlen: int, rd: int, ud: int) -> Layout:
+    ring: Any = rule
+    whole = resolve_layout(ring, seqlen, rd)
+    return Layout(spans_of(part) for place in range(rd) for part in whole.positions(place).chunk(ud))
+
+
+def _extract(
+    ring_impl_type: str, value: Tensor, rank: int, world_size: int, rd: int, ud: int, *, group: GroupLike = None
+) -> Tensor:
+    """This rank's tokens of ``value`` ``[B, S, ...]``, of which every rank has the same; a copy.
+
+    ``group`` is a mesh of ring x ulysses in place of that of ``set_seq_parallel_pg``. Where that has the ring low, the
+    tokens are those that the ring needs, which yunchang's ``basic`` and ``strip`` do not look at.
+
+    Raises:
+        ValueError: the degrees, ``rank`` or ``world_size`` are not those of the mesh, or as :func:`layout_of`.
+    """
+    place = _place(group)
+    if (world_size, rd, ud) != (place.size, place.rd, place.ud) or rank % world_size not in (place.rank, place.process):
+        raise ValueError(
+            f"rank is {rank}, world_size is {world_size}, rd is {rd}, ud is {ud}: this is rank {place.process} of "
+            f"{place.size}, {place.rd} x {place.ud} ranks"
+        )
+    return layout_of(ring_impl_type, value.shape[1], rd, ud).shard(value, place.rank)
+
+
+EXTRACT_FUNC_DICT: dict[str, Callable[..., Tensor]] = {name: partial(_extract, name) for name in RULES}
+"""By ``ring_impl_type``: ``extract(value, rank, world_size, rd, ud)``."""
+
+
+class _Place(NamedTuple):
+    """Where this rank is among those that share a sequence."""
+
+    mesh: GroupLike
+    rank: int
+    size: int
+    rd: int
+    ud: int
+    process: int
+    """Its number among them in ``torch.distributed``, another one where the ring is low."""
+
+
+def _place(group: GroupLike) -> _Place:
+    mesh = _Kept.mesh if group is None else group
+    rings = ranks_of(mesh, torch.device("cpu"))  # the numbers alone: no transport opens
+    if not isinstance(rings, Rings):
+        raise ValueError("there is no mesh of ring x ulysses: call set_seq_parallel_pg first, or pass one as group=")
+    process = mesh.get_rank() % rings.size if isinstance(mesh, DeviceMesh) else rings.rank
+    return _Place(mesh, rings.rank, rings.size, rings.ring.size, rings.ulysses.size, process)
+
+
+class _Attention(torch.nn.Module):
+    """What both modules are."""
+
+    def __init__(
+        self, indices: tuple[int, int], axes: tuple[int, int], ring_impl_type: str, use_sync: bool, attn_type: object,
+        group: GroupLike,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if indices != axes:
+            raise ValueError(f"scatter_idx and gather_idx are {indices}: heads and tokens are dimensions {axes}")
+        if use_sync:
+            raise ValueError("use_sync is True: the exchange waits by events, in stream order; leave it False")
+        if getattr(attn_type, "value", attn_type) not in EXACT:
+            raise ValueError(f"attn_type is {attn_type}: attention is exact here; it must be one of {', '.join(EXACT)}")
+        layout_of(ring_impl_type, 0, 1, 1)
+        self.ring_impl_type = ring_impl_type
+        self.place = _place(group)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        mesh, _, size, rd, ud, _ = self.place
+        layout = layout_of(self.ring_impl_type, q.shape[1] * size, rd, ud)
+        out: Tensor = ring_attention(q, k, v, layout=layout, group=mesh, **options)
+        return out
+
+
+class LongContextAttention(_Attention):
+    """Attention of this rank's tokens over those of all ranks, as a module without parameters.
+
+    Args:
+        ring_impl_type: who holds which tokens, a key of ``EXTRACT_FUNC_DICT``.
+        use_pack_qkv: either: q, k and v travel in one exchange.
+        attn_type: a member of yunchang's ``AttnType`` or its value, one of those that are exact.
+        group: a DeviceMesh ``("ring", "ulysses")`` in place of that of ``set_seq_parallel_pg``.
+
+    Raises:
+        ValueError: ``scatter_idx`` or ``gather_idx`` other than heads and tokens, ``use_sync``, ``attn_processor``, an
+            unknown ``ring_impl_type`` or ``attn_type``, or no mesh.
+    """
+
+    def __init__(
+        self,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        ring_impl_type: str = "basic",
+        use_pack_qkv: bool = False,
+        use_sync: bool = False,
+        attn_type: object = "fa",
+        attn_processor: torch.nn.Module | None = None,
+        *,
+        group: GroupLike = None,
+    ) -> None:
+        super().__init__((scatter_idx, gather_idx), (2, 1), ring_impl_type, use_sync, attn_type, group)
+        if attn_processor is not None:
+            raise ValueError("attn_processor is given: attention is exact here, for sparse patterns see block_mask")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Tensor:
+        """``[B, S, H, D]`` of this rank's tokens, from those and from keys ``[B, S, Hkv, D]``.
+
+        ``alibi_slopes`` are those of all heads. As in theirs the output alone comes back, whatever
+        ``return_attn_probs``.
+
+        Raises:
+            ValueError: as :func:`ringattn.ring_attention`; heads that Ulysses' degree does not divide are named.
+        """
+        return self._attend(
+            query, key, value,
+            dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes,
+        )  # fmt: skip
+
+
+class LongContextAttentionQKVPacked(_Attention):
+    """The same of ``qkv`` ``[B, S, 3, H, D]``; its heads are dimension 3."""
+
+    def __init__(
+        self,
+        scatter_idx: int = 3,
+        gather_idx: int = 1,
+        ring_impl_type: str = "basic",
+        use_sync: bool = False,
+        attn_type: object = "fa",
+        *,
+        group: GroupLike = None,
+    ) -> None:
+        super().__init__((scatter_idx, gather_idx), (3, 1), ring_impl_type, use_sync, attn_type, group)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Tensor:
+        """As :meth:`LongContextAttention.forward`."""
+        if qkv.ndim != 5 or qkv.shape[2] != 3:
+            raise ValueError(f"qkv is {list(qkv.shape)}: it must be [B, S, 3, H, D]")
+        return self._attend(
+            *qkv.unbind(2),
+            dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes,
+        )  # fmt: skip

@@ -1,0 +1,248 @@
+"""ring_attention_pytorch's call on ``ring_attention``: arguments, the order of heads and tokens, results.
+
+The nightly cases are its assert scripts, against its own plain attention in one process, their gradients repaired.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import Layout, LocalWorld
+from ringattn.integrations import ring_attention_pytorch as ours
+
+from ..support.baselines import Results, pytorch
+from ..support.forked import results
+from ..support.mask_cases import Case, Expected, compare, expected
+from ..support.nightly import rest_nightly
+from ..support.ring_cases import inputs
+from ..support.tolerance import assert_as_exact_as_pytorch
+
+TOKENS, WORLDS = 64, (1, 2, 4)
+
+
+def held(rank: int, world: int, bucket_size: int | None) -> Tensor:
+    """Which tokens a rank holds in which order, as ``RingAttention`` rearranges them; None: no stripes."""
+    whole = torch.arange(TOKENS)
+    return (whole if bucket_size is None else whole.view(bucket_size, -1).T.flatten()).chunk(world)[rank]
+
+
+def check(
+    world: int, bucket_size: int | None, heads: tuple[int, int], call: dict[str, Any],
+    function: Callable[..., Tensor] = ours.ring_flash_attn, mask: Tensor | None = None, **mine: Any,
+) -> None:  # fmt: skip
+    """All ranks together against float64, whose query heads are ordered by the key head that they read."""
+    whole, tokens = inputs(TOKENS, heads), [held(rank, world, bucket_size) for rank in range(world)]
+
+    def of_rank(group: Any) -> list[Tensor]:
+        own = tokens[group.rank()]
+        leaves = [whole[name][:, own].requires_grad_() for name in "qkv"]
+        arguments = {"striped_ring_attn": bucket_size is not None, "mask": None if mask is None else mask[:, own]}
+        size = bucket_size if function is ours.ring_flash_attn and bucket_size else 7
+        out = function(*leaves, bucket_size=size, ring_reduce_col=True, group=group, **arguments, **mine)
+        return [out.detach(), *torch.autograd.grad(out, leaves, whole["dout"][:, own])]
+
+    with LocalWorld(world) as ranks:
+        parts = ranks.run(of_rank)
+    order = torch.cat(tokens).argsort()
+    out, dq, dk, dv = (torch.cat(x, 1)[:, order] for x in zip(*parts, strict=True))
+    by_key = [h for key in range(heads[1]) for h in range(heads[0]) if h % heads[1] == key]
+    theirs = whole | {name: whole[name][:, :, by_key] for name in ("q", "dout")}
+    case = Case(Layout.contiguous(TOKENS, 1), theirs, call, through_lse=False)
+    right = expected(case) if mask is None else of_mask(theirs, mask, mine.get("causal", False))
+    compare(right, Results(out[:, :, by_key], None, dq[:, :, by_key], dk, dv))  # type: ignore[arg-type]
+
+
+def of_mask(whole: dict[str, Tensor], mask: Tensor, causal: bool) -> Expected:
+    """Of keys that batch rows do not have, which the reference has no word for: PyTorch's, in float64 too."""
+    seen = mask[:, None] & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(0 if causal else TOKENS)
+    truth, single = (
+        pytorch(*(whole[name].to(dtype) for name in ("q", "k", "v", "dout")), seen=seen)
+        for dtype in (torch.float64, torch.float32)
+    )
+    return Expected(truth, single, {}, None)
+
+
+@pytest.mark.parametrize("world", rest_nightly(WORLDS, 2, 4))
+@pytest.mark.parametrize("bucket_size", [None, 2, 8, 16])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+def test_heads_and_tokens(heads: tuple[int, int], bucket_size: int | None, world: int) -> None:
+    check(world, bucket_size, heads, {"causal": True}, causal=True)
+
+
+MASK = torch.arange(TOKENS) < torch.tensor([[40], [64]])
+HOLES = torch.arange(TOKENS) % torch.tensor([[3], [5]]) != 1
+
+
+@pytest.mark.parametrize(
+    ("call", "mine"),
+    [
+        ({}, {}),
+        ({"softcap": 5.0}, {"softclamp_qk_sim": True, "softclamp_value": 5.0}),
+        ({"causal": True, "window_size": (11, 0)}, {"causal": True, "max_lookback_seq_len": 11}),
+        ({}, {"mask": MASK}),
+        ({"causal": True}, {"causal": True, "mask": MASK}),
+        ({}, {"mask": HOLES}),
+    ],
+    ids=["full", "softclamp", "lookback", "padding", "causal and padding", "holes"],
+)
+@pytest.mark.parametrize("bucket_size", [None, 8])
+def test_arguments(bucket_size: int | None, call: dict[str, Any], mine: dict[str, Any]) -> None:
+    check(2, bucket_size, (4, 2), call, **mine)
+
+
+def test_on_a_gpu_a_rank_is_one_bucket() -> None:
+    check(4, TOKENS // 4, (4, 2), {"causal": True}, ours.ring_flash_attn_cuda, causal=True)
+
+
+def test_without_a_ring_and_cross_attention() -> None:
+    """``ring_reduce_col=False``: this rank alone, whatever group there is."""
+    q, k = torch.randn(1, 12, 4, 16), torch.randn(1, 20, 2, 16)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    keys = k.repeat(1, 1, 2, 1).transpose(1, 2)
+    right = sdpa(q.transpose(1, 2), keys, keys).transpose(1, 2)
+    torch.testing.assert_close(ours.ring_flash_attn(q, k, k), right)
+
+
+def test_zig_zag() -> None:
+    whole, layout = inputs(TOKENS, (4, 2)), Layout.zigzag(TOKENS, 4)
+
+    def of_rank(group: Any) -> list[Tensor]:
+        leaves = [layout.shard(whole[name], group.rank()).detach().requires_grad_() for name in "qkv"]
+        q, k, v = (x.transpose(1, 2) for x in leaves)
+        out = ours.zig_zag_attn(q, k, v, causal=True, group=group).transpose(1, 2)
+        return [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(whole["dout"], group.rank()))]
+
+    with LocalWorld(4) as ranks:
+        out, dq, dk, dv = (layout.unshard(x) for x in zip(*ranks.run(of_rank), strict=True))
+    by_key = [0, 2, 1, 3]
+    theirs = whole | {name: whole[name][:, :, by_key] for name in ("q", "dout")}
+    case = Case(layout, theirs, {"causal": True}, through_lse=False)
+    compare(expected(case), Results(out[:, :, by_key], None, dq[:, :, by_key], dk, dv))  # type: ignore[arg-type]
+
+
+Q = torch.randn(1, 8, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ours.ring_flash_attn(Q, Q[:, :4], Q[:, :4], causal=True), "q has 8 tokens, k has 4, with causal=True"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, max_lookback_seq_len=4), "max_lookback_seq_len is 4 without causal"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, bucket_size=3, striped_ring_attn=True), "bucket_size is 3"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, ring_reduce_col=True, ring_size=2), "must divide the 1 ranks"),
+        (lambda: ours.ring_flash_attn(Q, Q[:, :, :3], Q[:, :, :3]), "4"),
+        (lambda: ours.zig_zag_attn(Q, Q, Q, attn_mask=Q), "attn_mask is given: pass causal=True"),
+    ],
+)  # fmt: skip
+def test_refusals(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def theirs() -> Any:
+    """The package, which says on import that there is no GPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ring_attention_pytorch.ring_attention
+        import ring_attention_pytorch.zig_zag_attention
+    return ring_attention_pytorch
+
+
+@pytest.mark.nightly
+def test_names_and_arguments_are_theirs() -> None:
+    package = theirs()
+    homes = {"ring_flash_attn": package, "ring_flash_attn_cuda": package, "zig_zag_attn": package.zig_zag_attention}
+    for name, home in homes.items():
+        kept = [x for x in inspect.signature(getattr(ours, name)).parameters.values() if x.kind is not x.KEYWORD_ONLY]
+        other = inspect.signature(inspect.unwrap(getattr(home, name))).parameters.values()
+        assert [(x.name, x.default) for x in kept] == [(x.name, x.default) for x in other]
+
+
+def compare_with_theirs(names: str, mine: list[Tensor], single: list[Tensor], double: list[Tensor]) -> None:
+    """As exact as their plain attention in fp32, by the same in float64."""
+    for name, *three in zip(names.split(), mine, single, double, strict=True):
+        assert_as_exact_as_pytorch(name, *three)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("softclamp", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
+@pytest.mark.parametrize(("causal", "tokens"), [(True, 62), (False, 62)])
+def test_assert_flash(causal: bool, tokens: int, heads: tuple[int, int], softclamp: bool) -> None:
+    whole = inputs(tokens, heads)
+    options = {"causal": causal, "softclamp_qk_sim": softclamp}
+
+    def with_gradients(attention: Callable[..., Tensor], dtype: torch.dtype, **more: Any) -> list[Tensor]:
+        leaves = [whole[name].to(dtype).requires_grad_() for name in "qkv"]
+        out = attention(*leaves, **options, **more)
+        return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+
+    mine = with_gradients(ours.ring_flash_attn, torch.float32, bucket_size=4)
+    plain = [with_gradients(theirs().default_attention, dtype) for dtype in (torch.float32, torch.float64)]
+    compare_with_theirs("out dq dk dv", mine, *plain)
+
+
+def repaired(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor, None, None]:
+    """The backward of their ``AllGather``, with the sum over ranks: each has used what all of them gathered."""
+    total = grads.contiguous()
+    dist.all_reduce(total)
+    return total.split(ctx.batch_sizes, dim=ctx.dim)[dist.get_rank()], None, None
+
+
+MODULES = [*product((True, False), (True, False), (1, 2), (1, 2), (0, 1))]
+"""causal, stripes, buckets of a rank, batches that share the ranks, how much longer each rank's batch is."""
+
+
+def of_module(module: Any, dtype: torch.dtype, x: Tensor, dout: Tensor, ring_size: int) -> list[Tensor]:
+    """Output, and the gradients of the input and of the weights, these of all ranks together."""
+    module, leaf = copy.deepcopy(module).to(dtype), x.to(dtype).requires_grad_()
+    out = module(leaf, ring_size=ring_size if module.ring_attn else None)
+    weights = [module.to_qkv[1].weight, module.to_out.weight]
+    dx, *dweights = torch.autograd.grad(out, [leaf, *weights], dout.to(dtype))
+    for dweight in dweights:
+        dist.all_reduce(dweight)
+    return [out.detach(), dx, *dweights]
+
+
+def modules(rank: int) -> list[list[list[Tensor]]]:
+    """Their module on our attention, and alone on their plain one in fp32 and float64: output and gradients."""
+    package = theirs()
+    package.ring_attention.ring_flash_attn = ours.ring_flash_attn
+    package.distributed.AllGatherFunction.backward = staticmethod(repaired)
+    made = []
+    for case, (causal, striped, buckets, shared, more) in enumerate(MODULES):
+        if striped and not causal:
+            continue
+        torch.manual_seed(case)
+        size = 32 // 4 * shared
+        settings = {"dim": 8, "dim_head": 8, "num_grouped_query_heads": 2, "causal": causal, "use_cuda_kernel": False}
+        ring = package.RingAttention(
+            **settings, ring_attn=True, striped_ring_attn=striped, ring_seq_size=size, bucket_size=size // buckets,
+            auto_shard_seq=True,
+        )  # fmt: skip
+        plain = package.RingAttention(**settings, ring_attn=False, force_regular_attn=True)
+        plain.load_state_dict(ring.state_dict())
+        torch.manual_seed(100 * case + rank)
+        x, dout = torch.randn(2, 2 + more * rank, 31, 8)
+
+        runs = ((ring, torch.float32), (plain, torch.float32), (plain, torch.float64))
+        made.append([of_module(module, dtype, x, dout, 4 // shared) for module, dtype in runs])
+    return made
+
+
+@pytest.mark.nightly
+def test_assert_attn() -> None:
+    """31 tokens, which their module pads and masks."""
+    for rank in results(4, modules, patience=170):
+        for made in rank:
+            compare_with_theirs("out dx dqkv dout", *made)

@@ -1,0 +1,232 @@
+"""ring_flash_attn's functions on ``ring_attention``: names, arguments, layouts and results.
+
+The cases are those of its test folder, which print differences, at smaller sizes and with assertions.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from importlib.metadata import files, version
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn import Layout, LocalWorld
+from ringattn.comm import GroupLike
+from ringattn.integrations import ring_flash_attn as ours
+
+from ..support.baselines import Results
+from ..support.forked import results
+from ..support.mask_cases import Case, compare, expected
+from ..support.nightly import rest_nightly
+from ..support.ring_cases import inputs
+
+PACKINGS = ("", "kvpacked_", "qkvpacked_")
+FAMILIES = ("ring", "zigzag_ring", "stripe", "ring_varlen", "zigzag_ring_varlen", "llama3_varlen")
+NAMES = {
+    f"{family.removesuffix('_varlen')}_flash_attn_{'varlen_' * family.endswith('_varlen')}{packing}func": family
+    for family in FAMILIES
+    for packing in PACKINGS
+}
+DOCUMENTS = {"": [0, 48], "varlen": [0, 16, 40, 96], "llama3": [0, 12, 13, 60, 96]}
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+
+
+def documents_of(family: str) -> list[int]:
+    return DOCUMENTS["llama3" if "llama3" in family else "varlen" if "varlen" in family else ""]
+
+
+def held(family: str, rank: int, world: int, documents: list[int]) -> Tensor:
+    """Which tokens rank holds, as their tests cut them."""
+    whole = torch.arange(documents[-1])
+    if family == "stripe":
+        return whole[rank::world]
+    parts = whole.split([stop - start for start, stop in pairwise(documents)]) if "ring_varlen" in family else [whole]
+    if "zigzag" in family:
+        return torch.cat([part.chunk(2 * world)[at] for part in parts for at in (rank, 2 * world - 1 - rank)])
+    return torch.cat([part.chunk(world)[rank] for part in parts])
+
+
+def documents_arguments(family: str, rank: int, world: int, causal: bool) -> tuple[Any, ...]:
+    """What a function takes after its tensors."""
+    documents = torch.tensor(documents_of(family), dtype=torch.int32)
+    if family == "llama3_varlen":
+        made = ours.llama3_flash_attn_prepare_cu_seqlens(documents, causal, rank, world)
+        return *made[:4], 1, made[4]
+    longest = int((documents[1:] - documents[:-1]).max())
+    return (documents // world, longest // world) if "varlen" in family else ()
+
+
+def of_rank(
+    name: str, family: str, whole: dict[str, Tensor], group: GroupLike, rank: int, world: int, options: dict[str, Any]
+) -> list[Tensor]:
+    """Out, lse and the gradients of q, k and v of one rank, as ``[B, S, H, D]``."""
+    own = held(family, rank, world, documents_of(family))
+    packed = "varlen" in family
+    q, k, v, dout = (whole[x][0, own] if packed else whole[x][:, own] for x in ("q", "k", "v", "dout"))
+    pieces = {"kvpacked": [q, torch.stack([k, v], -3)], "qkvpacked": [torch.stack([q, k, v], -3)]}
+    leaves = [x.clone().requires_grad_() for x in pieces.get(name.split("_")[-2], [q, k, v])]
+    arguments = documents_arguments(family, rank, world, options["causal"])
+    out, lse, probabilities = getattr(ours, name)(*leaves, *arguments, return_attn_probs=True, group=group, **options)
+    assert probabilities is None
+    dlse = whole["dlse"][0][:, own] if packed else whole["dlse"][:, :, own]
+    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    separate = [x for grad in grads for x in (grad.unbind(-3) if grad.dim() > q.dim() else [grad])]
+    made = [out.detach(), lse.detach(), *separate]
+    return [x[None] for x in made] if packed else made
+
+
+def check(name: str, family: str, world: int, parts: list[list[Tensor]] | None = None, **options: Any) -> None:
+    """Of all ranks together against float64, as exact as PyTorch."""
+    whole = cut(family)
+    if parts is None:
+        with LocalWorld(world) as ranks:
+            parts = ranks.run(lambda group: of_rank(name, family, whole, group, group.rank(), world, options))
+    documents = documents_of(family)
+    order = torch.cat([held(family, rank, world, documents) for rank in range(world)]).argsort()
+    columns = enumerate(zip(*parts, strict=True))
+    mine = [torch.cat(x, 2 if i == 1 else 1).index_select(2 if i == 1 else 1, order) for i, x in columns]
+    call = options | {"cu_seqlens": documents}
+    compare(expected(Case(Layout.contiguous(documents[-1], 1), whole, call)), Results(*mine))
+
+
+def cut(family: str, seed: int = 0) -> dict[str, Tensor]:
+    """The whole sequence, the same on every rank; packed in one row, and q, k and v of one shape where they are."""
+    torch.manual_seed(seed)
+    return inputs(documents_of(family)[-1], (4, 4), batch=1 if "varlen" in family else 2)
+
+
+@pytest.mark.parametrize("world", rest_nightly([1, 2, 4], 2))
+@pytest.mark.parametrize(("name", "family"), [*NAMES.items()])
+def test_their_cases(name: str, family: str, world: int) -> None:
+    check(name, family, world, causal=True)
+
+
+@pytest.mark.parametrize("family", ["ring", "zigzag_ring", "llama3_varlen"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"causal": True, "window_size": (9, 0), "alibi_slopes": SLOPES},
+        {"causal": True, "softcap": 2.0, "dropout_p": 0.25, "dropout_seed": 7, "softmax_scale": 0.5},
+    ],
+    ids=["full", "window and ALiBi", "softcap and dropout"],
+)
+def test_what_theirs_refuses_or_gets_wrong(family: str, options: dict[str, Any]) -> None:
+    name = next(name for name in NAMES if NAMES[name] == family)
+    check(name, family, 2, **options)
+
+
+def in_process(rank: int) -> list[Tensor]:
+    """In the default group."""
+    name, family = "zigzag_ring_flash_attn_varlen_qkvpacked_func", "zigzag_ring_varlen"
+    return of_rank(name, family, cut(family), None, rank, 2, {"causal": True})
+
+
+@pytest.mark.nightly
+def test_the_default_group() -> None:
+    name, family = "zigzag_ring_flash_attn_varlen_qkvpacked_func", "zigzag_ring_varlen"
+    check(name, family, 2, results(2, in_process), causal=True)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_documents_that_do_not_divide(world: int) -> None:
+    """By ``layout=``: the boundaries are then those of the whole sequence."""
+    documents = [0, 7, 8, 30, 61]
+    layout, whole = Layout.zigzag(61, world, documents), inputs(61, (4, 2), batch=1)
+
+    def of(group: Any) -> list[Tensor]:
+        q, k, v, dout = (layout.shard(whole[x], group.rank())[0].detach() for x in ("q", "k", "v", "dout"))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse, _ = ours.zigzag_ring_flash_attn_varlen_func(
+            *leaves, torch.tensor(documents), 31, causal=True, return_attn_probs=True, group=group, layout=layout
+        )
+        dlse = layout.shard(whole["dlse"], group.rank(), 2)[0]
+        grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+        return [x[None] for x in (out.detach(), lse.detach(), *grads)]
+
+    with LocalWorld(world) as ranks:
+        columns = enumerate(zip(*ranks.run(of), strict=True))
+    mine = Results(*(layout.unshard(x, 2 if i == 1 else 1) for i, x in columns))
+    compare(expected(Case(layout, whole, {"causal": True, "cu_seqlens": documents})), mine)
+
+
+def test_without_lse_the_output_alone() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    out = ours.ring_flash_attn_func(q, q, q)
+    assert isinstance(out, Tensor) and out.shape == q.shape
+
+
+Q = torch.randn(8, 2, 16)
+PREPARED = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), True, 0, 1)
+LLAMA = (*PREPARED[:4], 1, PREPARED[4])
+
+
+def changed(at: int, value: Any) -> tuple[Any, ...]:
+    return (Q, Q, Q, *LLAMA[:at], value, *LLAMA[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ours.ring_flash_attn_qkvpacked_func(Q), r"qkv is \[8, 2, 16\]: it must be \[..., 3, heads"),
+        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 9]), 6), "ends at 9, q has 8 tokens"),
+        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 8]), 4), "max_seqlen is 4, the longest"),
+        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 9, 8]), 9), "it must not descend"),
+        (lambda: ours.llama3_flash_attn_varlen_func(*changed(0, PREPARED[0].clone())), "cu_seqlens_q is not a tensor"),
+        (lambda: ours.llama3_flash_attn_varlen_func(*changed(1, PREPARED[0])), "cu_seqlens_k is"),
+        (lambda: ours.llama3_flash_attn_varlen_func(*changed(2, 4), causal=True), "max_seqlen_q is 4"),
+        (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 3), causal=True), "heads_k_stride is 3"),
+        (lambda: ours.llama3_flash_attn_varlen_func(*changed(5, slice(0, 4)), causal=True), "local_k_slice is"),
+        (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 1)), "causal is False"),
+        (lambda: ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 2]), True, 2, 4), "rank 2 of 4 has no"),
+    ],
+)  # fmt: skip
+def test_refusals(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def published() -> dict[str, ast.FunctionDef]:
+    """Their functions, read and not imported: that needs flash_attn."""
+    assert version("ring-flash-attn") == "0.1.8"
+    sources = [path for path in files("ring-flash-attn") or [] if path.suffix == ".py"]
+    trees = [ast.parse(path.read_text()) for path in sources]
+    return {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.nightly
+def test_names_and_arguments_are_theirs() -> None:
+    theirs = published()
+    offered = [name for name in theirs if name.endswith("_func") or "prepare" in name]
+    assert sorted(offered) == sorted([*NAMES, "llama3_flash_attn_prepare_cu_seqlens"])
+    for name in offered:
+        parameters = [*inspect.signature(getattr(ours, name)).parameters.values()]
+        mine = [one for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        arguments, empty = theirs[name].args, inspect.Parameter.empty
+        assert [one.name for one in mine] == [one.arg for one in arguments.args]
+        defaults = [ast.literal_eval(one) for one in arguments.defaults]
+        assert [one.default for one in mine if one.default is not empty] == defaults
+        assert getattr(ours, name).__name__ == name
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("documents", "world"), [([0, 7, 14, 16], 8), ([0, 120, 1248, 4232], 4), ([0, 4, 4, 8], 2)])
+def test_llama3_arguments_are_theirs(documents: list[int], world: int, causal: bool) -> None:
+    source = published()["llama3_flash_attn_prepare_cu_seqlens"]
+    scope: dict[str, Any] = {"torch": torch}
+    exec(compile(ast.Module([source], []), "theirs", "exec"), scope)
+    whole = torch.tensor(documents, dtype=torch.int32)
+    for rank in range(world):
+        mine, theirs = (
+            prepare(whole, causal=causal, rank=rank, world_size=world)
+            for prepare in (ours.llama3_flash_attn_prepare_cu_seqlens, scope["llama3_flash_attn_prepare_cu_seqlens"])
+        )
+        assert [x.equal(y) and x.dtype == y.dtype for x, y in zip(mine[:2], theirs[:2], strict=True)] == [True, True]
+        assert mine[2:] == theirs[2:]
