@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import LocalWorld
+from ringattn import LocalWorld, ring_attention
 from ringattn.comm import GroupLike
 from ringattn.integrations.formats import Boundaries, attend
 from ringattn.integrations.transformer_engine import DotProductAttention
 
-from ..support.baselines import Modified, alibi, pytorch, pytorch_with_sink
+from ..support.baselines import Modified, alibi, exact, pytorch, pytorch_with_sink
+from ..support.forked import results
 from ..support.tolerance import assert_as_exact_as_pytorch
 
 # Read by `ast` from transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py of the wheel
@@ -94,7 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "scale, a sink of 0": {"qkv_format": "bshd", "softmax_scale": 0.5, "softmax_type": "off-by-one", "world": 4},
     "rows with padding": {
-        "qkv_format": "bshd", "attn_mask_type": "padding_causal", "cu_seqlens": [0, 37, 37 + 48],
+        "qkv_format": "bshd", "attn_mask_type": "padding", "cu_seqlens": [0, 37, 37 + 48],
     },
     "documents with padding": {
         "qkv_format": "thd", "attn_mask_type": "padding,causal", "cu_seqlens": [0, 13, 13, 38], "world": 4,
@@ -173,7 +175,7 @@ def test_as_exact_as_one_device(name: str) -> None:
     bias = None if slopes is None else alibi(slopes, positions, positions)
     modified = Modified(softcap=case.get("softcap", 0.0), bias=bias)
     off_by_one = torch.zeros(HEADS) if case.get("softmax_type") == "off-by-one" else sink
-    theirs, exact = (
+    theirs, truth = (
         pytorch_with_sink(
             *(x.to(dtype) for x in (q, k, v, dout)), None, None if off_by_one is None else off_by_one.to(dtype),
             seen=seen, softmax_scale=case.get("softmax_scale"), modified=modified,
@@ -181,10 +183,10 @@ def test_as_exact_as_one_device(name: str) -> None:
         for dtype in (torch.float32, torch.float64)
     )  # fmt: skip
     for index, field in enumerate(("out", "dq", "dk", "dv")):
-        assert_as_exact_as_pytorch(field, ours[index], getattr(theirs[0], field), getattr(exact[0], field))
+        assert_as_exact_as_pytorch(field, ours[index], getattr(theirs[0], field), getattr(truth[0], field))
     if sink is not None:
-        assert theirs[1] is not None and exact[1] is not None
-        assert_as_exact_as_pytorch("dsink", sum(part[4] for part in parts), theirs[1], exact[1])
+        assert theirs[1] is not None and truth[1] is not None
+        assert_as_exact_as_pytorch("dsink", sum(part[4] for part in parts), theirs[1], truth[1])
 
 
 def heads(tokens: int = 8, groups: int = GROUPS) -> list[Tensor]:
@@ -217,10 +219,39 @@ def test_more_keys_than_queries() -> None:
 
     with LocalWorld(2) as world:
         out = torch.cat(world.run(one_rank), 1)[:, torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]).argsort()]
-    theirs, exact = (pytorch(*(x.to(t) for x in (q, k, v, out))).out for t in (torch.float32, torch.float64))
-    assert_as_exact_as_pytorch("out", out, theirs, exact)
+    theirs, truth = (pytorch(*(x.to(t) for x in (q, k, v, out))).out for t in (torch.float32, torch.float64))
+    assert_as_exact_as_pytorch("out", out, theirs, truth)
     with pytest.raises(NotImplementedError, match="8 queries, 16 keys"):
         DotProductAttention(HEADS, DIM, GROUPS, **options)(q, k, v, attn_mask_type="causal_bottom_right")
+
+
+def test_dropout_in_training_alone() -> None:
+    shards = [x.detach() for x in heads(24)]
+    module = DotProductAttention(HEADS, DIM, GROUPS, 0.3, qkv_format="bshd")
+    torch.manual_seed(3)
+    seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": seed}
+    for found, made in ((module(*shards), options), (module.eval()(*shards), {})):
+        q, k, v = shards
+        positions = torch.arange(24)
+        modified = Modified.of((1, HEADS, 24, 24), positions, positions, made)  # type: ignore[arg-type]
+        theirs = pytorch(q, k, v, torch.zeros_like(q), seen=torch.ones(24, 24).tril().bool(), modified=modified)
+        truth = exact(q, k, v, torch.zeros_like(q), causal=True, **made)
+        assert_as_exact_as_pytorch("out", found.detach().unflatten(-1, (HEADS, DIM)), theirs.out, truth.out)
+
+
+def without_a_group(rank: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(rank)
+    q, k, v = (x.detach() for x in heads())
+    module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd")
+    groups = [dist.new_group([one]) for one in range(2)]
+    return module(q, k, v), ring_attention(q, k, v, causal=True, group=groups[rank]).flatten(2)
+
+
+def test_without_a_group_a_rank_is_alone() -> None:
+    (first, same), (second, as_well) = results(2, without_a_group)
+    assert first.equal(same) and second.equal(as_well) and not first.equal(second)
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
