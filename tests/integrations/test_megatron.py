@@ -167,7 +167,7 @@ def test_packed_documents_of_latent_attention() -> None:
                 into[row] = found
 
         def one_rank(group: Any) -> list[Tensor]:
-            channels = {"k_channels": 24, "v_channels": value_dim, "softmax_scale": scale}
+            channels: dict[str, Any] = {"k_channels": 24, "v_channels": value_dim, "softmax_scale": scale}
             module = attention(core, core.RingCoreAttention, group, **channels)
             shards = (layout.shard(x, group.rank(), 0).squeeze(1) for x in whole)
             return computed(module, shards, None, packed_seq_params=packed)

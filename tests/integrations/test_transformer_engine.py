@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import LocalWorld, ring_attention
-from ringattn.comm import GroupLike
+from ringattn.comm import LocalGroup
 from ringattn.integrations.formats import Boundaries, attend
 from ringattn.integrations.transformer_engine import DotProductAttention
+from ringattn.reference.scores import alibi
 
-from ..support.baselines import Modified, alibi, exact, pytorch, pytorch_with_sink
+from ..support.baselines import Modified, Results, exact, pytorch, pytorch_with_sink
 from ..support.forked import results
 from ..support.tolerance import assert_as_exact_as_pytorch
 
@@ -114,12 +115,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_exact_as_one_device(name: str) -> None:
-    case = {"world": 2, "cu_seqlens": None, "padded": None, "contiguous": False, "rest": 0, "slopes": False} | CASES[
-        name
-    ]
-    world, real, padded, contiguous, rest, has_slopes = (case.pop(x) for x in (
-        "world", "cu_seqlens", "padded", "contiguous", "rest", "slopes"
-    ))  # fmt: skip
+    case = {**CASES[name]}
+    world, contiguous, rest = case.pop("world", 2), case.pop("contiguous", False), case.pop("rest", 0)
+    real, padded, has_slopes = case.pop("cu_seqlens", None), case.pop("padded", None), case.pop("slopes", False)
     qkv_format, mask_type = case["qkv_format"], case.get("attn_mask_type", "causal")
     kv_channels = case.pop("kv_channels", DIM)
     packed, batch = qkv_format == "thd", 1 if qkv_format == "thd" else 2
@@ -136,7 +134,7 @@ def test_as_exact_as_one_device(name: str) -> None:
         for side in ("q", "kv") for suffix, edges in (("", real), ("_padded", padded)) if edges is not None
     }  # fmt: skip
 
-    def one_rank(group: GroupLike) -> list[Tensor]:
+    def one_rank(group: LocalGroup) -> list[Tensor]:
         rank = group.rank()
         module = DotProductAttention(HEADS, kv_channels, GROUPS, **case)
         module.set_context_parallel_group(group, None, None, "p2p", ("DUAL_CHUNK_SWAP", "NO_LOAD_BALANCE")[contiguous])
@@ -175,18 +173,20 @@ def test_as_exact_as_one_device(name: str) -> None:
     bias = None if slopes is None else alibi(slopes, positions, positions)
     modified = Modified(softcap=case.get("softcap", 0.0), bias=bias)
     off_by_one = torch.zeros(HEADS) if case.get("softmax_type") == "off-by-one" else sink
-    theirs, truth = (
-        pytorch_with_sink(
-            *(x.to(dtype) for x in (q, k, v, dout)), None, None if off_by_one is None else off_by_one.to(dtype),
-            seen=seen, softmax_scale=case.get("softmax_scale"), modified=modified,
-        )
-        for dtype in (torch.float32, torch.float64)
-    )  # fmt: skip
+    scale = case.get("softmax_scale")
+
+    def plain(dtype: torch.dtype) -> tuple[Results, Tensor | None]:
+        tensors = [x.to(dtype) for x in (q, k, v, dout)]
+        of_dtype = None if off_by_one is None else off_by_one.to(dtype)
+        given = (tensors[0], tensors[1], tensors[2], tensors[3], None, of_dtype)
+        return pytorch_with_sink(*given, seen=seen, softmax_scale=scale, modified=modified)
+
+    theirs, truth = plain(torch.float32), plain(torch.float64)
     for index, field in enumerate(("out", "dq", "dk", "dv")):
         assert_as_exact_as_pytorch(field, ours[index], getattr(theirs[0], field), getattr(truth[0], field))
     if sink is not None:
         assert theirs[1] is not None and truth[1] is not None
-        assert_as_exact_as_pytorch("dsink", sum(part[4] for part in parts), theirs[1], truth[1])
+        assert_as_exact_as_pytorch("dsink", torch.stack([part[4] for part in parts]).sum(0), theirs[1], truth[1])
 
 
 def heads(tokens: int = 8, groups: int = GROUPS) -> list[Tensor]:
@@ -211,11 +211,10 @@ def test_more_keys_than_queries() -> None:
     (q, *_), (_, k, v) = heads(8), heads(16)
     options: dict[str, Any] = {"qkv_format": "bshd", "attention_type": "cross", "attn_mask_type": "no_mask"}
 
-    def one_rank(group: GroupLike) -> Tensor:
+    def one_rank(group: LocalGroup) -> Tensor:
         module = DotProductAttention(HEADS, DIM, GROUPS, cp_group=group, **options)
         out = module(*(x[:, indices_of(group.rank(), 2, x.shape[1], None, False)] for x in (q, k, v)))
-        assert isinstance(out, Tensor)
-        return out.detach().unflatten(-1, (HEADS, DIM))
+        return cast(Tensor, out.detach().unflatten(-1, (HEADS, DIM)))
 
     with LocalWorld(2) as world:
         out = torch.cat(world.run(one_rank), 1)[:, torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]).argsort()]
