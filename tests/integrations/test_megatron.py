@@ -187,7 +187,9 @@ def trained(core: SimpleNamespace, cls: str, dtype: torch.dtype) -> list[Tensor]
     world = dist.get_world_size()
     spec = core.get_gpt_layer_local_spec(normalization="RMSNorm")
     spec = core.with_ring_attention(spec) if cls == "RingCoreAttention" else spec
-    fields: dict[str, Any] = {"window_size": (21, 0), "window_attn_skip_freq": 2, "normalization": "RMSNorm"}
+    fields: dict[str, Any] = {
+        "window_size": (21, 0), "window_attn_skip_freq": 2, "normalization": "RMSNorm", "softmax_type": "learnable",
+    }  # fmt: skip
     torch.manual_seed(0)
     model = core.GPTModel(config_of(core, context_parallel_size=world, **fields), spec, 96, TOKENS).to(dtype)
     tokens = torch.randint(96, (2, TOKENS + 1))
@@ -200,8 +202,9 @@ def trained(core: SimpleNamespace, cls: str, dtype: torch.dtype) -> list[Tensor]
     losses = model(shards["tokens"], shards["position_ids"], shards["attention_mask"], labels=shards["labels"])
     loss = losses.sum() / (2 * TOKENS)
     loss.backward()
-    names = {type(module).__name__ for module in model.modules()}
-    assert cls in names
+    assert cls in {type(module).__name__ for module in model.modules()}
+    groups = {"dp_cp_group": core.parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    assert any(name.endswith("core_attention.softmax_offset") for name in model.sharded_state_dict(metadata=groups))
     found = [loss.detach(), *(x.grad for x in model.parameters())]
     for x in found:
         dist.all_reduce(x)
