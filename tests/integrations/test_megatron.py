@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -151,7 +152,9 @@ def test_as_exact_as_its_own_attention(name: str) -> None:
         assert_as_exact_as_pytorch(field, *three)
 
 
-def test_packed_documents_of_latent_attention() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_packed_documents_of_latent_attention(dynamic: bool) -> None:
+    """``dynamic``: the group is the micro-batch's, not the layer's."""
     real, padded, scale, value_dim = [0, 19, 51], [0, 24, 64], 0.3, 8
     whole = draw((TOKENS, 1), 24, value_dim)
     layout, positions = Layout.zigzag(TOKENS, 2, padded), torch.arange(TOKENS)
@@ -168,9 +171,10 @@ def test_packed_documents_of_latent_attention() -> None:
 
         def one_rank(group: Any) -> list[Tensor]:
             channels: dict[str, Any] = {"k_channels": 24, "v_channels": value_dim, "softmax_scale": scale}
-            module = attention(core, core.RingCoreAttention, group, **channels)
+            module = attention(core, core.RingCoreAttention, ALONE if dynamic else group, **channels)
+            here = replace(packed, cp_group=group, local_cp_size=2) if dynamic else packed
             shards = (layout.shard(x, group.rank(), 0).squeeze(1) for x in whole)
-            return computed(module, shards, None, packed_seq_params=packed)
+            return computed(module, shards, None, packed_seq_params=here)
 
         with LocalWorld(2) as ranks:
             parts = [*zip(*ranks.run(one_rank), strict=True)]
