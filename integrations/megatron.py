@@ -1,0 +1,185 @@
+"""Ring attention as Megatron-core's core attention (read in and run with 0.16.1, whose interface later ones keep).
+
+One line gives it to every layer of a model::
+
+    spec = with_ring_attention(get_gpt_layer_local_spec())
+
+and a provider of one's own has ``def core_attention(self): return RingCoreAttention``.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor, nn
+
+from .formats import Boundaries, alone, attend, check_comm_type, check_softmax_type, sink_of
+
+REFUSED = {
+    "qk_clip": "the largest score is not kept",
+    "log_max_attention_logit": "the largest score is not kept",
+    "fp8_dot_product_attention": "attention is in the dtype of its tensors",
+    "fp8_multi_head_attention": "attention is in the dtype of its tensors",
+    "batch_invariant_mode": "no kernel of that mode is used",
+    "flash_decode": "it passes core attention by",
+}
+"""Fields of the config that must be off, and why."""
+
+
+class RingCoreAttention(MegatronModule):  # type: ignore[misc]
+    """``softmax(scale * q k^T) v`` over the tokens of all ranks of the context-parallel group.
+
+    It takes what Megatron-core's ``DotProductAttention`` and ``TEDotProductAttention`` take, ``k_channels`` and
+    ``v_channels`` of multi-latent attention among them, and from the config: ``context_parallel_size``,
+    ``window_size`` and ``window_attn_skip_freq``, ``softmax_type``, ``attention_dropout``, head groups. The exponential
+    is in fp32 whatever ``attention_softmax_in_fp32`` says, so that ``apply_query_key_layer_scaling``, which keeps
+    scores small by dividing them by the layer's number before it multiplies them again, has nothing to change.
+
+    Dropout is a function of a seed that the first context-parallel rank draws from torch's CPU generator. Training
+    alone: inference with Megatron's contexts is refused where this module sees it, and dynamic batching goes past it.
+
+    Raises:
+        ValueError, NotImplementedError: an argument or a field of the config that cannot be honoured, by its name.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        for field, reason in REFUSED.items():
+            if getattr(config, field, False):
+                raise NotImplementedError(f"{field} of the config is on: {reason}; turn it off")
+        check_comm_type(cp_comm_type)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.config, self.layer_number = config, max(1, layer_number)
+        self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
+        self.tp_group = pg_collection.tp  # also of `sharded_state_dict`
+        # a group may be there for other modules of the model
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        key_dim = config.kv_channels if k_channels is None else k_channels
+        self.head_dims = (key_dim, config.kv_channels if v_channels is None else v_channels)
+        self.softmax_scale = key_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window_size = config.window_size if has_window else None
+        self.softmax_offset: nn.Parameter | None = None
+        if check_softmax_type(config.softmax_type) == "learnable":
+            on_host = config.use_cpu_initialization or not torch.cuda.is_available()
+            device = "cpu" if on_host else torch.cuda.current_device()
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+            if config.perform_initialization:
+                config.init_method(self.softmax_offset)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """The output ``[s, b, h * dv]`` of this rank's tokens ``[s, b, h, d]``, or ``[t, h * dv]`` of ``[t, h, d]``.
+
+        ``attention_mask`` is None or the causal mask of this rank's rows, ``[1 or b, 1, s, s * cp]``.
+        ``packed_seq_params`` has the boundaries of the whole sequence; each document, with its padding, has a multiple
+        of ``2 * cp`` tokens. Boundaries on a device are copied to the host, a synchronisation per layer.
+        """
+        if attention_bias is not None:
+            raise NotImplementedError("attention_bias is given: no bias is added to scores; leave it out")
+        if self.attention_type == "self" and query.shape[0] != key.shape[0]:
+            raise NotImplementedError(
+                f"query has {query.shape[0]} tokens, key {key.shape[0]}, as with an inference_context: it must be None"
+            )
+        dims = (query.shape[-1], value.shape[-1])
+        if dims != self.head_dims:
+            raise ValueError(f"head dims of query and value are {dims}: k_channels and v_channels say {self.head_dims}")
+        dropout_p = self.attention_dropout if self.training else 0.0
+        if dropout_p and self.tp_group.size() > 1:
+            raise NotImplementedError(
+                f"attention_dropout is {dropout_p} with {self.tp_group.size()} tensor-parallel ranks: set it to 0"
+            )
+        qkv_format, boundaries, group = "sbhd", Boundaries(), self.cp_group
+        name = (attn_mask_type or self.attn_mask_type).name
+        if packed_seq_params is not None:
+            packed = packed_seq_params
+            qkv_format = packed.qkv_format or "sbhd"
+            boundaries = Boundaries(
+                packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
+            )
+            group = _group_of(packed, group)
+        if qkv_format == "thd":  # as Megatron-core does for TransformerEngine
+            name = {"causal": "padding_causal", "no_mask": "padding"}.get(name, name)
+        return attend(
+            query,
+            key,
+            value,
+            group=alone() if group is None else group,
+            qkv_format=qkv_format,
+            attn_mask_type=name,
+            window_size=self.window_size,
+            attention_mask=attention_mask,
+            boundaries=boundaries,
+            softmax_scale=self.softmax_scale,
+            learnable_sink=sink_of(self.config.softmax_type, self.softmax_offset, query),
+            dropout_p=dropout_p,
+        )
+
+    sharded_state_dict = DotProductAttention.sharded_state_dict
+
+
+def _group_of(packed: PackedSeqParams, group: Any) -> Any:
+    """The group of one micro-batch, where Megatron chooses it anew for each; else the layer's."""
+    cp_group, size = getattr(packed, "cp_group", None), getattr(packed, "local_cp_size", None)
+    if cp_group is not None:
+        return cp_group
+    if size not in (None, 1):
+        raise ValueError(f"local_cp_size of packed_seq_params is {size} without cp_group: it must be 1, or have one")
+    return group if size is None else None
+
+
+def with_ring_attention(spec: Any) -> Any:
+    """A copy of a layer's ``ModuleSpec``, or of a block's, whose attention modules all use :class:`RingCoreAttention`.
+
+    Raises:
+        ValueError: a spec in which nothing has a ``core_attention``.
+    """
+    made = copy.deepcopy(spec)
+    if not _replace(made):
+        raise ValueError(
+            f"spec is a {type(spec).__name__} without a submodule core_attention: pass a layer's or a block's"
+        )
+    return made
+
+
+def _replace(spec: Any) -> int:
+    """How many modules had a core attention."""
+    submodules = getattr(spec, "submodules", spec)
+    if hasattr(submodules, "core_attention"):
+        submodules.core_attention = RingCoreAttention
+        return 1
+    layers = getattr(submodules, "layer_specs", None) or []
+    inner = (getattr(submodules, name, None) for name in ("self_attention", "cross_attention"))
+    return sum(_replace(one) for one in [*layers, *inner] if one is not None)

@@ -1,0 +1,226 @@
+"""A stand-in for TransformerEngine's ``DotProductAttention``, by its names and its order of arguments (2.20.2).
+
+``ringattn.integrations.transformer_engine.DotProductAttention`` in the place of
+``transformer_engine.pytorch.DotProductAttention``. Nothing of TransformerEngine is imported: it needs CUDA to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .formats import Boundaries, alone, attend, check_comm_type, check_softmax_type, sink_of
+
+STRATEGIES = {"DUAL_CHUNK_SWAP": False, "NO_LOAD_BALANCE": True}
+"""Names of ``CPLoadBalancingStrategy``: whether each rank holds one run of tokens."""
+
+
+class DotProductAttention(nn.Module):
+    """``softmax(scale * q k^T) v`` over the tokens of all ranks of ``cp_group``.
+
+    The arguments are those of ``transformer_engine.pytorch.DotProductAttention``. With a context-parallel group they
+    may all be combined: windows, sinks (``softmax_type``), ``softcap``, ALiBi, dropout, padding, heads in groups and
+    values of another head dim than the keys, in every ``qkv_format``.
+
+    Dropout is a function of a seed that the first rank of ``cp_group`` draws from torch's CPU generator: it needs no
+    ``get_rng_state_tracker``. ``cp_stream`` is not used either: the ring has streams of its own. Attention is never
+    in FP8. ``softmax_offset`` is the parameter of ``softmax_type="learnable"``, ``[heads of this rank]``, fp32; its
+    gradient is this rank's part.
+
+    Raises:
+        ValueError, NotImplementedError: an argument that does not fit, or that cannot be honoured, by its name.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        if attention_type not in ("self", "cross"):
+            raise ValueError(f"attention_type is {attention_type!r}: it must be 'self' or 'cross'")
+        if return_max_logit:
+            raise NotImplementedError("return_max_logit is True: the largest score is not kept; pass False")
+        if num_attention_heads % (groups := num_gqa_groups or num_attention_heads):
+            raise ValueError(
+                f"num_gqa_groups is {groups}: num_attention_heads, {num_attention_heads}, must be a multiple"
+            )
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.kv_channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
+        self.window_size, self.bottom_right_diagonal, self.softcap = window_size, bottom_right_diagonal, softcap
+        self.attention_type, self.layer_number, self.name = attention_type, layer_number, name
+        self.softmax_scale = self.kv_channels[0] ** -0.5 if softmax_scale is None else softmax_scale
+        self.tp_size = tp_size
+        self.set_tensor_parallel_group(tp_group)
+        self.softmax_type = check_softmax_type(softmax_type)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        offset = torch.zeros(num_attention_heads // self.tp_size, device=device)
+        self.softmax_offset = nn.Parameter(offset) if softmax_type == "learnable" else None
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The ranks that share the heads; None: ``tp_size`` says how many there are."""
+        self.tp_group = tp_group
+        self.tp_size = self.tp_size if tp_group is None else tp_group.size()
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: list[int] | None,
+        cp_stream: Any,
+        cp_comm_type: str = "p2p",
+        load_balancing_strategy: Any = "DUAL_CHUNK_SWAP",
+    ) -> None:
+        """The ranks that share the tokens; None: this one has them all."""
+        check_comm_type(cp_comm_type)
+        if isinstance(cp_group, (list, tuple)):
+            raise NotImplementedError("cp_group is a list, for 'a2a+p2p': pass one group")
+        ranks = dist.get_process_group_ranks(cp_group) if isinstance(cp_group, dist.ProcessGroup) else None
+        if cp_global_ranks is not None and ranks is not None and list(cp_global_ranks) != ranks:
+            raise ValueError(f"cp_global_ranks is {cp_global_ranks}: cp_group has {ranks}")
+        strategy = getattr(load_balancing_strategy, "name", load_balancing_strategy)
+        if strategy not in STRATEGIES:
+            raise ValueError(f"load_balancing_strategy is {strategy!r}: it must be one of {', '.join(STRATEGIES)}")
+        self.cp_group, self.cp_global_ranks, self.cp_stream = cp_group, cp_global_ranks, cp_stream
+        self.cp_comm_type, self.load_balancing_strategy = cp_comm_type, load_balancing_strategy
+        self._contiguous = STRATEGIES[strategy]
+
+    def forward(
+        self,
+        query_layer: Tensor | None = None,
+        key_layer: Tensor | None = None,
+        value_layer: Tensor | None = None,
+        attention_mask: Any = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool | None = False,
+        bf16_backward: bool | None = False,
+        num_splits: int | None = 1,
+        score_mod: Callable[..., Any] | None = None,
+        score_mod_bprop: Callable[..., Any] | None = None,
+        score_mod_tensors: dict[str, Tensor] | None = None,
+        score_mod_bprop_tensors: dict[str, Tensor] | None = None,
+        qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+        thd_attention_policies: Any = None,
+        thd_attention_policy_dispatch: str = "auto",
+    ) -> Tensor:
+        """Of this rank's tokens ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]`` the output ``[..., h * dv]``.
+
+        The boundaries are those of the whole sequence. On a device they are copied to the host, a synchronisation per
+        call; CPU tensors cost none. ``max_seqlen_q``, ``max_seqlen_kv`` and ``fast_zero_fill`` are hints for
+        TransformerEngine's kernels and change nothing. Rows of padding are 0.
+        """
+        refused = {
+            "core_attention_bias": core_attention_bias, "inference_params": inference_params, "fp8_output": fp8_output,
+            "bf16_backward": bf16_backward, "score_mod": score_mod, "score_mod_bprop": score_mod_bprop,
+            "score_mod_tensors": score_mod_tensors, "score_mod_bprop_tensors": score_mod_bprop_tensors,
+            "thd_attention_policies": thd_attention_policies, "num_splits": None if num_splits == 1 else num_splits,
+        }  # fmt: skip
+        for argument, given in refused.items():
+            if given is not None and given is not False:
+                raise NotImplementedError(f"{argument} is given: this attention has none; leave it out")
+        if core_attention_bias_type != ("no_bias" if alibi_slopes is None else "alibi"):
+            raise NotImplementedError(
+                f"core_attention_bias_type is {core_attention_bias_type!r}: it must be 'alibi' with alibi_slopes, and "
+                "'no_bias' without"
+            )
+        if pad_between_seqs is False and not (cu_seqlens_q_padded is None or cu_seqlens_q_padded is cu_seqlens_q):
+            raise ValueError("pad_between_seqs is False with cu_seqlens_q_padded: leave one of them out")
+        query, key, value = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
+        self._check_heads(query, key, value)
+        dropout_p = self.attention_dropout if self.training else 0.0
+
+        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend(
+                query,
+                key,
+                value,
+                group=alone() if self.cp_group is None else self.cp_group,
+                qkv_format=qkv_format or self.qkv_format,
+                attn_mask_type=(attn_mask_type or self.attn_mask_type).replace(",", "_"),
+                window_size=self.window_size if window_size is None else window_size,
+                attention_mask=attention_mask,
+                boundaries=Boundaries(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+                bottom_right=self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
+                contiguous=self._contiguous,
+                softmax_scale=self.softmax_scale,
+                softcap=self.softcap if softcap is None else softcap,
+                learnable_sink=sink_of(self.softmax_type, self.softmax_offset, query),
+                alibi_slopes=alibi_slopes,
+                dropout_p=dropout_p,
+            )
+
+        if checkpoint_core_attention:
+            return cast(Tensor, checkpoint(attended, query, key, value, use_reentrant=False))
+        return attended(query, key, value)
+
+    def _check_heads(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        heads, groups = self.num_attention_heads // self.tp_size, self.num_gqa_groups // self.tp_size
+        (key_dim, value_dim), shapes = self.kv_channels, [tuple(x.shape[-2:]) for x in (query, key, value)]
+        if shapes != (expected := [(heads, key_dim), (groups, key_dim), (groups, value_dim)]):
+            raise ValueError(f"heads and head dims of query, key and value are {shapes}: they must be {expected}")
+        if self.training and self.attention_dropout and self.tp_size > 1:
+            raise NotImplementedError(
+                f"attention_dropout is {self.attention_dropout} with tp_size {self.tp_size}: set it to 0"
+            )
+
+
+def unpacked(
+    query: Tensor | None, key: Tensor | None, value: Tensor | None, qkv: Tensor | None, kv: Tensor | None, dim: int
+) -> tuple[Tensor, ...]:
+    """The queries, keys and values, of which all or the last two may be packed along ``dim``, -3 or -2."""
+    if dim not in (-3, -2):
+        raise ValueError(f"qkv_interleave_dim is {dim}: it must be -3 or -2")
+    parts = [query, key, value] if kv is None else [query, *kv.unbind(dim)]
+    parts = [query, key, value, *qkv.unbind(dim)] if qkv is not None else parts
+    made = tuple(x for x in parts if x is not None)
+    if len(made) != 3 or (kv is not None and (key is not None or value is not None)):
+        raise ValueError(
+            "query_layer, key_layer and value_layer: pass all three, or qkv_layer, or query_layer and kv_layer"
+        )
+    return made

@@ -1,0 +1,311 @@
+"""The stand-in for TransformerEngine's attention: its arguments, its index rules, and results against float64."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import LocalWorld, ring_attention
+from ringattn.comm import LocalGroup
+from ringattn.integrations.formats import Boundaries, attend
+from ringattn.integrations.transformer_engine import DotProductAttention
+from ringattn.reference.scores import alibi
+
+from ..support.baselines import Modified, Results, exact, pytorch, pytorch_with_sink
+from ..support.forked import results
+from ..support.tolerance import assert_as_exact_as_pytorch
+
+# Read by `ast` from transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py of the wheel
+# 2.20.2. It cannot be installed beside these tests: without its CUDA libraries `import transformer_engine` raises a
+# RuntimeError, and Megatron-core, which tries it, does not catch that.
+ARGUMENTS = {
+    "__init__": """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type
+        window_size bottom_right_diagonal softcap sequence_parallel tp_size get_rng_state_tracker tp_group layer_number
+        attention_type cp_group cp_global_ranks cp_stream cp_comm_type softmax_scale softmax_type return_max_logit
+        name""",
+    "set_context_parallel_group": "cp_group cp_global_ranks cp_stream cp_comm_type load_balancing_strategy",
+    "forward": """query_layer key_layer value_layer attention_mask qkv_format cu_seqlens_q cu_seqlens_kv
+        cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv attn_mask_type window_size
+        bottom_right_diagonal softcap checkpoint_core_attention core_attention_bias_type core_attention_bias
+        alibi_slopes fast_zero_fill inference_params pad_between_seqs fp8_output bf16_backward num_splits score_mod
+        score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer qkv_interleave_dim
+        thd_attention_policies thd_attention_policy_dispatch""",
+}
+
+HEADS, GROUPS, DIM, VALUE_DIM = 4, 2, 16, 8
+
+
+@pytest.mark.parametrize("method", ARGUMENTS)
+def test_arguments_and_their_order(method: str) -> None:
+    assert [*inspect.signature(getattr(DotProductAttention, method)).parameters][1:] == ARGUMENTS[method].split()
+
+
+def thd_indices(boundaries: list[int], world: int, rank: int) -> list[int]:
+    """The rule of ``thd_partition_indices_kernel``, TransformerEngine's context_parallel.cu, a token at a time.
+
+    A rank has ``1 / world`` of each document: its tokens of the first half come from chunk ``rank`` of the document's
+    ``2 * world``, the others from chunk ``2 * world - 1 - rank``.
+    """
+    indices = []
+    own = [edge // world for edge in boundaries]
+    for token in range(own[-1]):
+        document = max(i for i in range(len(own) - 1) if own[i] <= token)
+        half, index = (own[document + 1] - own[document]) // 2, token - own[document]
+        skipped = rank if index < half else 2 * (world - 1) - rank
+        indices.append(index + own[document] * world + half * skipped)
+    return indices
+
+
+def indices_of(rank: int, world: int, tokens: int, cu_seqlens: list[int] | None, contiguous: bool) -> Tensor:
+    """The global positions that a rank has."""
+    if contiguous:
+        return torch.arange(tokens).chunk(world)[rank]
+    return torch.tensor(thd_indices([0, tokens] if cu_seqlens is None else cu_seqlens, world, rank))
+
+
+def seen_of(tokens: int, causal: bool, window: tuple[int, int], documents: list[tuple[int, int]]) -> Tensor:
+    """Who sees whom, bool ``[S, S]``: padding, which is outside of all documents, sees nothing."""
+    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for start, end in documents:
+        for p in range(start, end):
+            left = start if window[0] < 0 else max(start, p - window[0])
+            right = p + 1 if causal else end if window[1] < 0 else min(end, p + window[1] + 1)
+            seen[p, left:right] = True
+    return seen
+
+
+def to_format(x: Tensor, qkv_format: str) -> Tensor:
+    return {"bshd": x, "sbhd": x.transpose(0, 1), "thd": x[0]}[qkv_format]
+
+
+def from_format(x: Tensor, qkv_format: str) -> Tensor:
+    return {"bshd": x, "sbhd": x.transpose(0, 1), "thd": x[None]}[qkv_format].detach()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "windows, sinks": {
+        "qkv_format": "sbhd", "window_size": (9, 0), "softmax_type": "learnable", "kv_channels": (DIM, VALUE_DIM),
+    },
+    "softcap, slopes, two-sided window": {
+        "qkv_format": "bshd", "attn_mask_type": "no_mask", "window_size": (11, 5), "softcap": 3.0, "slopes": True,
+    },
+    "scale, a sink of 0": {"qkv_format": "bshd", "softmax_scale": 0.5, "softmax_type": "off-by-one", "world": 4},
+    "rows with padding": {
+        "qkv_format": "bshd", "attn_mask_type": "padding", "cu_seqlens": [0, 37, 37 + 48],
+    },
+    "documents with padding": {
+        "qkv_format": "thd", "attn_mask_type": "padding,causal", "cu_seqlens": [0, 13, 13, 38], "world": 4,
+        "padded": [0, 16, 16, 48], "softmax_type": "learnable", "window_size": (9, 0),
+    },
+    "documents, padding at the end": {
+        "qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens": [0, 8, 32, 32], "rest": 5,
+    },
+    "runs of tokens": {
+        "qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens": [0, 7, 48], "world": 3,
+        "contiguous": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_exact_as_one_device(name: str) -> None:
+    case = {**CASES[name]}
+    world, contiguous, rest = case.pop("world", 2), case.pop("contiguous", False), case.pop("rest", 0)
+    real, padded, has_slopes = case.pop("cu_seqlens", None), case.pop("padded", None), case.pop("slopes", False)
+    qkv_format, mask_type = case["qkv_format"], case.get("attn_mask_type", "causal")
+    kv_channels = case.pop("kv_channels", DIM)
+    packed, batch = qkv_format == "thd", 1 if qkv_format == "thd" else 2
+    tokens = (padded or real)[-1] if packed else 48
+    value_dim = kv_channels if isinstance(kv_channels, int) else kv_channels[1]
+    q, k, v, dout = (
+        torch.randn(batch, tokens, *shape)
+        for shape in ((HEADS, DIM), (GROUPS, DIM), (GROUPS, value_dim), (HEADS, value_dim))
+    )
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if has_slopes else None
+    sink = torch.randn(HEADS) if case.get("softmax_type") == "learnable" else None
+    boundaries = {
+        f"cu_seqlens_{side}{suffix}": torch.tensor(edges, dtype=torch.int32)
+        for side in ("q", "kv") for suffix, edges in (("", real), ("_padded", padded)) if edges is not None
+    }  # fmt: skip
+
+    def one_rank(group: LocalGroup) -> list[Tensor]:
+        rank = group.rank()
+        module = DotProductAttention(HEADS, kv_channels, GROUPS, **case)
+        module.set_context_parallel_group(group, None, None, "p2p", ("DUAL_CHUNK_SWAP", "NO_LOAD_BALANCE")[contiguous])
+        where = indices_of(rank, world, tokens, (padded or real) if packed else None, contiguous)
+        filler = torch.full((rest,), -1)  # the last token once more: nobody may look at it
+        shards = [to_format(x[:, torch.cat([where, filler])], qkv_format).clone() for x in (q, k, v, dout)]
+        leaves = [x.requires_grad_() for x in shards[:3]]
+        if sink is not None:
+            assert module.softmax_offset is not None
+            leaves.append(module.softmax_offset)
+            module.softmax_offset.data.copy_(sink)
+        options = {} if slopes is None else {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
+        out = module(*shards[:3], **boundaries, **options)
+        found = [out.detach().unflatten(-1, (HEADS, -1)), *torch.autograd.grad(out, leaves, shards[3].flatten(-2))]
+        of_tokens = [from_format(x, qkv_format) for x in found[:4]]
+        assert not any(x[:, len(where) :].any() for x in of_tokens)
+        return [*(x[:, : len(where)] for x in of_tokens), *found[4:]]
+
+    with LocalWorld(world) as ranks:
+        parts = ranks.run(one_rank)
+    order = torch.cat([
+        indices_of(rank, world, tokens, (padded or real) if packed else None, contiguous) for rank in range(world)
+    ]).argsort()  # fmt: skip
+    ours = [torch.cat(x, 1)[:, order] for x in list(zip(*parts, strict=True))[:4]]
+
+    rows = [[(0, tokens)]] * batch
+    if real is not None:
+        ends = padded or real
+        lengths = [end - start for start, end in pairwise(real)]
+        starts = ends[:-1] if packed else [0] * batch
+        documents = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        rows = [documents] if packed else [[one] for one in documents]
+    causal, window = "causal" in mask_type, case.get("window_size", (-1, -1))
+    seen = torch.stack([seen_of(tokens, causal, window, row) for row in rows])
+    positions = torch.arange(tokens)
+    bias = None if slopes is None else alibi(slopes, positions, positions)
+    modified = Modified(softcap=case.get("softcap", 0.0), bias=bias)
+    off_by_one = torch.zeros(HEADS) if case.get("softmax_type") == "off-by-one" else sink
+    scale = case.get("softmax_scale")
+
+    def plain(dtype: torch.dtype) -> tuple[Results, Tensor | None]:
+        tensors = [x.to(dtype) for x in (q, k, v, dout)]
+        of_dtype = None if off_by_one is None else off_by_one.to(dtype)
+        given = (tensors[0], tensors[1], tensors[2], tensors[3], None, of_dtype)
+        return pytorch_with_sink(*given, seen=seen, softmax_scale=scale, modified=modified)
+
+    theirs, truth = plain(torch.float32), plain(torch.float64)
+    for index, field in enumerate(("out", "dq", "dk", "dv")):
+        assert_as_exact_as_pytorch(field, ours[index], getattr(theirs[0], field), getattr(truth[0], field))
+    if sink is not None:
+        assert theirs[1] is not None and truth[1] is not None
+        assert_as_exact_as_pytorch("dsink", torch.stack([part[4] for part in parts]).sum(0), theirs[1], truth[1])
+
+
+def heads(tokens: int = 8, groups: int = GROUPS) -> list[Tensor]:
+    """Queries, keys and values of one row, in bshd."""
+    return [torch.randn(1, tokens, count, DIM, requires_grad=True) for count in (HEADS, groups, groups)]
+
+
+def test_packed_inputs_and_checkpointing() -> None:
+    module = DotProductAttention(HEADS, DIM, qkv_format="bshd")
+    q, k, v = heads(groups=HEADS)
+    whole = module(q, k, v)
+    for out in (
+        module(qkv_layer=torch.stack([q, k, v], -3)),
+        module(q, kv_layer=torch.stack([k, v], -2), qkv_interleave_dim=-2),
+        module(q, k, v, checkpoint_core_attention=True),
+    ):
+        assert out.equal(whole)
+        assert torch.autograd.grad(out.sum(), q)[0].equal(torch.autograd.grad(whole.sum(), q, retain_graph=True)[0])
+
+
+def test_more_keys_than_queries() -> None:
+    (q, *_), (_, k, v) = heads(8), heads(16)
+    options: dict[str, Any] = {"qkv_format": "bshd", "attention_type": "cross", "attn_mask_type": "no_mask"}
+
+    def one_rank(group: LocalGroup) -> Tensor:
+        module = DotProductAttention(HEADS, DIM, GROUPS, cp_group=group, **options)
+        out = module(*(x[:, indices_of(group.rank(), 2, x.shape[1], None, False)] for x in (q, k, v)))
+        return cast(Tensor, out.detach().unflatten(-1, (HEADS, DIM)))
+
+    with LocalWorld(2) as world:
+        out = torch.cat(world.run(one_rank), 1)[:, torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]).argsort()]
+    theirs, truth = (pytorch(*(x.to(t) for x in (q, k, v, out))).out for t in (torch.float32, torch.float64))
+    assert_as_exact_as_pytorch("out", out, theirs, truth)
+    with pytest.raises(NotImplementedError, match="8 queries, 16 keys"):
+        DotProductAttention(HEADS, DIM, GROUPS, **options)(q, k, v, attn_mask_type="causal_bottom_right")
+
+
+def test_dropout_in_training_alone() -> None:
+    shards = [x.detach() for x in heads(24)]
+    module = DotProductAttention(HEADS, DIM, GROUPS, 0.3, qkv_format="bshd")
+    torch.manual_seed(3)
+    seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": seed}
+    for found, made in ((module(*shards), options), (module.eval()(*shards), {})):
+        q, k, v = shards
+        positions = torch.arange(24)
+        modified = Modified.of((1, HEADS, 24, 24), positions, positions, made)  # type: ignore[arg-type]
+        theirs = pytorch(q, k, v, torch.zeros_like(q), seen=torch.ones(24, 24).tril().bool(), modified=modified)
+        truth = exact(q, k, v, torch.zeros_like(q), causal=True, **made)
+        assert_as_exact_as_pytorch("out", found.detach().unflatten(-1, (HEADS, DIM)), theirs.out, truth.out)
+
+
+def without_a_group(rank: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(rank)
+    q, k, v = (x.detach() for x in heads())
+    module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd")
+    groups = [dist.new_group([one]) for one in range(2)]
+    return module(q, k, v), ring_attention(q, k, v, causal=True, group=groups[rank]).flatten(2)
+
+
+def test_without_a_group_a_rank_is_alone() -> None:
+    (first, same), (second, as_well) = results(2, without_a_group)
+    assert first.equal(same) and second.equal(as_well) and not first.equal(second)
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"return_max_logit": True}, {}, "return_max_logit"),
+    ({"cp_comm_type": "a2a"}, {}, "cp_comm_type"),
+    ({"cp_group": []}, {}, "cp_group"),
+    ({"softmax_type": "sigmoid"}, {}, "softmax_type"),
+    ({"attention_type": "both"}, {}, "attention_type"),
+    ({"num_gqa_groups": 3}, {}, "num_gqa_groups"),
+    ({"qkv_format": "bhsd"}, {}, "qkv_format"),
+    ({"attention_dropout": 0.1, "tp_size": 2, "num_attention_heads": 8, "num_gqa_groups": 4}, {}, "attention_dropout"),
+    ({"kv_channels": 8}, {}, "head dims"),
+    ({}, {"attn_mask_type": "arbitrary"}, "attn_mask_type"),
+    ({}, {"attn_mask_type": "padding_causal"}, "without cu_seqlens_q"),
+    ({}, {"cu_seqlens_q": torch.tensor([0, 8])}, "cu_seqlens_q"),
+    ({}, {"window_size": (4, 2)}, "window_size"),
+    ({}, {"attn_mask_type": "no_mask", "window_size": (4, -1)}, "window_size"),
+    ({}, {"attention_mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool)}, "attention_mask"),
+    ({}, {"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias_type"),
+    ({}, {"alibi_slopes": torch.ones(HEADS)}, "core_attention_bias_type"),
+    ({}, {"core_attention_bias": torch.ones(1, HEADS, 8, 8)}, "core_attention_bias"),
+    ({}, {"inference_params": object()}, "inference_params"),
+    ({}, {"fp8_output": True}, "fp8_output"),
+    ({}, {"num_splits": 4}, "num_splits"),
+    ({}, {"score_mod": max}, "score_mod"),
+    ({}, {"thd_attention_policies": [{}]}, "thd_attention_policies"),
+    ({}, {"qkv_layer": torch.ones(1, 8, 3, HEADS, DIM)}, "qkv_layer"),
+    ({}, {"qkv_interleave_dim": 1}, "qkv_interleave_dim"),
+]
+
+
+@pytest.mark.parametrize(("made", "called", "named"), REFUSED)
+def test_what_is_refused_by_name(made: dict[str, Any], called: dict[str, Any], named: str) -> None:
+    arguments: dict[str, Any] = {"num_attention_heads": HEADS, "kv_channels": DIM, "num_gqa_groups": GROUPS}
+    with pytest.raises((ValueError, NotImplementedError), match=named):
+        DotProductAttention(**arguments | {"qkv_format": "bshd"} | made)(*heads(), **called)
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "tokens", "message"),
+    [
+        (Boundaries(), 8, "cu_seqlens_q is None"),
+        (Boundaries(torch.tensor([0, 6, 16])), 8, "document 0 has 6 tokens"),
+        (Boundaries(torch.tensor([0, 6, 16]), q_padded=torch.tensor([0, 16])), 8, "cu_seqlens_q_padded has 2"),
+        (Boundaries(torch.tensor([0, 6]), q_padded=torch.tensor([0, 4])), 2, "document 0 has 6 tokens, 4"),
+        (Boundaries(torch.tensor([0, 16]), torch.tensor([0, 8])), 8, "cu_seqlens_kv"),
+        (Boundaries(torch.tensor([0, 16])), 7, "query has 7 tokens"),
+        (Boundaries(torch.tensor([0.0, 16.0])), 8, "cu_seqlens_q is torch.float32"),
+    ],
+)
+def test_boundaries_that_do_not_fit(boundaries: Boundaries, tokens: int, message: str) -> None:
+    q, k, v = (x[0] for x in heads(tokens))
+    options: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "boundaries": boundaries}
+    with (
+        LocalWorld(2) as world,
+        pytest.raises((ValueError, NotImplementedError), match=message),
+    ):
+        world.run(lambda group: attend(q, k, v, group=group, **options))
