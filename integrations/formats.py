@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -111,12 +110,7 @@ def attend(
         blank = None if lengths is None else layout.positions(rank) >= torch.tensor(lengths)[:, None]
     window = _window_of(window_size, attn_mask_type, mask_type.causal)
     aligned = bottom_right is None or bottom_right if mask_type.bottom_right is None else mask_type.bottom_right
-    by_distance = mask_type.causal or window != (-1, -1) or options.get("alibi_slopes") is not None
-    if layout != kv_layout and by_distance and aligned:
-        raise NotImplementedError(
-            f"attn_mask_type is {attn_mask_type!r} with {layout.seqlen} queries, {kv_layout.seqlen} keys: where they "
-            "differ, masks and slopes are aligned at the top left; pass bottom_right_diagonal=False with such a mask"
-        )
+    options["align"] = None if layout == kv_layout else "bottom-right" if aligned else "top-left"
     _check_mask(attention_mask, mask_type.causal, layout.positions(rank), kv_layout.seqlen)
     options |= {"causal": mask_type.causal, "window_size": window, "layout": layout, "group": group}
     out = ring_attention(q, k, v, kv_layout=None if kv_layout == layout else kv_layout, **options)
@@ -242,15 +236,3 @@ def check_comm_type(cp_comm_type: str | None) -> None:
     """Refuse what is no ring."""
     if cp_comm_type not in (None, "p2p"):
         raise NotImplementedError(f"cp_comm_type is {cp_comm_type!r}: keys and values go round a ring here, pass 'p2p'")
-
-
-def alone() -> dist.ProcessGroup | None:
-    """A group of this rank alone: None would be the default group, where there is one."""
-    return _alone_of(dist.group.WORLD) if dist.is_initialized() else None
-
-
-@lru_cache(maxsize=1)
-def _alone_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    made = dist.new_group([world.rank()], use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made

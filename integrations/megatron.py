@@ -22,7 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from .formats import Boundaries, alone, attend, check_comm_type, check_softmax_type, sink_of
+from .. import single_rank
+from .formats import Boundaries, attend, check_comm_type, check_softmax_type, sink_of
 
 REFUSED = {
     "qk_clip": "the largest score is not kept",
@@ -44,8 +45,9 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
     is in fp32 whatever ``attention_softmax_in_fp32`` says, so that ``apply_query_key_layer_scaling``, which keeps
     scores small by dividing them by the layer's number before it multiplies them again, has nothing to change.
 
-    Dropout is a function of a seed that the first context-parallel rank draws from torch's CPU generator. Training
-    alone: inference with Megatron's contexts is refused where this module sees it, and dynamic batching goes past it.
+    Dropout is a function of a head's number among those of all tensor-parallel ranks, and of a seed that the first
+    context-parallel rank draws from torch's CPU generator. Training alone: inference with Megatron's contexts is
+    refused where this module sees it, and dynamic batching goes past it.
 
     Raises:
         ValueError, NotImplementedError: an argument or a field of the config that cannot be honoured, by its name.
@@ -117,10 +119,6 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         if dims != self.head_dims:
             raise ValueError(f"head dims of query and value are {dims}: k_channels and v_channels say {self.head_dims}")
         dropout_p = self.attention_dropout if self.training else 0.0
-        if dropout_p and self.tp_group.size() > 1:
-            raise NotImplementedError(
-                f"attention_dropout is {dropout_p} with {self.tp_group.size()} tensor-parallel ranks: set it to 0"
-            )
         qkv_format, boundaries, group = "sbhd", Boundaries(), self.cp_group
         name = (attn_mask_type or self.attn_mask_type).name
         if packed_seq_params is not None:
@@ -136,7 +134,7 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
             query,
             key,
             value,
-            group=alone() if group is None else group,
+            group=single_rank() if group is None else group,
             qkv_format=qkv_format,
             attn_mask_type=name,
             window_size=self.window_size,
@@ -145,6 +143,7 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
             softmax_scale=self.softmax_scale,
             learnable_sink=sink_of(self.config.softmax_type, self.softmax_offset, query),
             dropout_p=dropout_p,
+            first_head=self.tp_group.rank() * query.shape[-2],
         )
 
     sharded_state_dict = DotProductAttention.sharded_state_dict

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .formats import Boundaries, alone, attend, check_comm_type, check_softmax_type, sink_of
+from .. import single_rank
+from .formats import Boundaries, attend, check_comm_type, check_softmax_type, sink_of
 
 STRATEGIES = {"DUAL_CHUNK_SWAP": False, "NO_LOAD_BALANCE": True}
 """Names of ``CPLoadBalancingStrategy``: whether each rank holds one run of tokens."""
@@ -27,10 +28,10 @@ class DotProductAttention(nn.Module):
     may all be combined: windows, sinks (``softmax_type``), ``softcap``, ALiBi, dropout, padding, heads in groups and
     values of another head dim than the keys, in every ``qkv_format``.
 
-    Dropout is a function of a seed that the first rank of ``cp_group`` draws from torch's CPU generator: it needs no
-    ``get_rng_state_tracker``. ``cp_stream`` is not used either: the ring has streams of its own. Attention is never
-    in FP8. ``softmax_offset`` is the parameter of ``softmax_type="learnable"``, ``[heads of this rank]``, fp32; its
-    gradient is this rank's part.
+    Dropout is a function of a head's number among those of all of ``tp_group``, and of a seed that the first rank of
+    ``cp_group`` draws from torch's CPU generator: it needs no ``get_rng_state_tracker``. ``cp_stream`` is not used
+    either: the ring has streams of its own. Attention is never in FP8. ``softmax_offset`` is the parameter of
+    ``softmax_type="learnable"``, ``[heads of this rank]``, fp32; its gradient is this rank's part.
 
     Raises:
         ValueError, NotImplementedError: an argument that does not fit, or that cannot be honoured, by its name.
@@ -180,7 +181,7 @@ class DotProductAttention(nn.Module):
                 query,
                 key,
                 value,
-                group=alone() if self.cp_group is None else self.cp_group,
+                group=single_rank() if self.cp_group is None else self.cp_group,
                 qkv_format=qkv_format or self.qkv_format,
                 attn_mask_type=(attn_mask_type or self.attn_mask_type).replace(",", "_"),
                 window_size=self.window_size if window_size is None else window_size,
@@ -193,6 +194,7 @@ class DotProductAttention(nn.Module):
                 learnable_sink=sink_of(self.softmax_type, self.softmax_offset, query),
                 alibi_slopes=alibi_slopes,
                 dropout_p=dropout_p,
+                first_head=0 if self.tp_group is None else self.tp_group.rank() * query.shape[-2],
             )
 
         if checkpoint_core_attention:
@@ -204,9 +206,10 @@ class DotProductAttention(nn.Module):
         (key_dim, value_dim), shapes = self.kv_channels, [tuple(x.shape[-2:]) for x in (query, key, value)]
         if shapes != (expected := [(heads, key_dim), (groups, key_dim), (groups, value_dim)]):
             raise ValueError(f"heads and head dims of query, key and value are {shapes}: they must be {expected}")
-        if self.training and self.attention_dropout and self.tp_size > 1:
-            raise NotImplementedError(
-                f"attention_dropout is {self.attention_dropout} with tp_size {self.tp_size}: set it to 0"
+        if self.training and self.attention_dropout and self.tp_size > 1 and self.tp_group is None:
+            raise ValueError(
+                f"tp_group is None with attention_dropout {self.attention_dropout} and tp_size {self.tp_size}: dropout "
+                "counts the heads of all ranks, pass the group"
             )
 
 

@@ -29,7 +29,7 @@ ARROWS = {
     "kernels": set[str](),
     "comm": {"__version__"},
     "ring": {"kernels", "comm", "__version__"},
-    "integrations": {"ring", "__version__"},
+    "integrations": {"ring", "single_rank", "__version__"},
     "reference": set[str](),
     "examples": {*ringattn.__all__},
 }

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -229,6 +229,20 @@ def test_a_model_on_two_processes_equals_one() -> None:
         assert_as_exact_as_pytorch(f"{index}", *three)
 
 
+def test_dropout_counts_the_heads_of_all_tensor_parallel_ranks() -> None:
+    whole = draw((TOKENS, 1))
+    with on_the_cpu() as core:
+
+        def out(rank: int, size: int) -> Tensor:
+            groups = SimpleNamespace(tp=SimpleNamespace(rank=lambda: rank, size=lambda: size), cp=ALONE)
+            causal = core.AttnMaskType.causal
+            module = core.RingCoreAttention(config_of(core), 1, causal, "self", 0.3, pg_collection=groups)
+            torch.manual_seed(5)
+            return cast(Tensor, module(*(x.chunk(size, 2)[rank] for x in whole[:3]), None))
+
+        assert torch.cat([out(0, 2), out(1, 2)], -1).equal(out(0, 1))
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"cp_comm_type": "a2a"}, {}, "cp_comm_type"),
     ({"config": {"log_max_attention_logit": True}}, {}, "log_max_attention_logit"),
@@ -240,7 +254,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"attn_mask_type": "arbitrary"}, "arbitrary"),
     ({}, {"key": torch.zeros(9, 1, GROUPS, DIM)}, "inference_context"),
     ({}, {"packed_seq_params": {"qkv_format": "sbhd", "local_cp_size": 2}}, "local_cp_size"),
-    ({"attention_dropout": 0.1, "tp": SimpleNamespace(rank=lambda: 0, size=lambda: 2)}, {}, "attention_dropout"),
 ]
 
 
@@ -249,7 +262,7 @@ def test_what_is_refused_by_name(made: dict[str, Any], called: dict[str, Any], n
     with on_the_cpu() as core, pytest.raises((ValueError, NotImplementedError), match=named):
         fields = {**made}
         config = config_of(core, **fields.pop("config", {}))
-        groups = SimpleNamespace(tp=fields.pop("tp", ALONE), cp=ALONE)
+        groups = SimpleNamespace(tp=ALONE, cp=ALONE)
         module = core.RingCoreAttention(config, 1, core.AttnMaskType.causal, "self", pg_collection=groups, **fields)
         q, k, v, _ = draw((8, 1))
         call: dict[str, Any] = {"query": q, "key": k, "value": v, "attention_mask": None} | called

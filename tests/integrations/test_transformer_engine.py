@@ -207,9 +207,10 @@ def test_packed_inputs_and_checkpointing() -> None:
         assert torch.autograd.grad(out.sum(), q)[0].equal(torch.autograd.grad(whole.sum(), q, retain_graph=True)[0])
 
 
-def test_more_keys_than_queries() -> None:
+@pytest.mark.parametrize(("mask_type", "diagonal"), [("no_mask", 16), ("causal", 0), ("causal_bottom_right", 8)])
+def test_more_keys_than_queries(mask_type: str, diagonal: int) -> None:
     (q, *_), (_, k, v) = heads(8), heads(16)
-    options: dict[str, Any] = {"qkv_format": "bshd", "attention_type": "cross", "attn_mask_type": "no_mask"}
+    options: dict[str, Any] = {"qkv_format": "bshd", "attention_type": "cross", "attn_mask_type": mask_type}
 
     def one_rank(group: LocalGroup) -> Tensor:
         module = DotProductAttention(HEADS, DIM, GROUPS, cp_group=group, **options)
@@ -218,10 +219,9 @@ def test_more_keys_than_queries() -> None:
 
     with LocalWorld(2) as world:
         out = torch.cat(world.run(one_rank), 1)[:, torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]).argsort()]
-    theirs, truth = (pytorch(*(x.to(t) for x in (q, k, v, out))).out for t in (torch.float32, torch.float64))
+    seen = torch.ones(8, 16, dtype=torch.bool).tril(diagonal)
+    theirs, truth = (pytorch(*(x.to(t) for x in (q, k, v, out)), seen=seen).out for t in (torch.float32, torch.float64))
     assert_as_exact_as_pytorch("out", out, theirs, truth)
-    with pytest.raises(NotImplementedError, match="8 queries, 16 keys"):
-        DotProductAttention(HEADS, DIM, GROUPS, **options)(q, k, v, attn_mask_type="causal_bottom_right")
 
 
 def test_dropout_in_training_alone() -> None:
@@ -261,7 +261,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"attention_type": "both"}, {}, "attention_type"),
     ({"num_gqa_groups": 3}, {}, "num_gqa_groups"),
     ({"qkv_format": "bhsd"}, {}, "qkv_format"),
-    ({"attention_dropout": 0.1, "tp_size": 2, "num_attention_heads": 8, "num_gqa_groups": 4}, {}, "attention_dropout"),
+    ({"attention_dropout": 0.1, "tp_size": 2, "num_attention_heads": 8, "num_gqa_groups": 4}, {}, "tp_group"),
     ({"kv_channels": 8}, {}, "head dims"),
     ({}, {"attn_mask_type": "arbitrary"}, "attn_mask_type"),
     ({}, {"attn_mask_type": "padding_causal"}, "without cu_seqlens_q"),
