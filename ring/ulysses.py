@@ -99,7 +99,8 @@ def _together(share: Shares, parts: Sequence[Tensor]) -> Tensor:
     whole, heads = torch.cat([*parts], 2), share.heads[-1].stop
     if whole.shape[2] == heads:
         return whole
-    return whole.view(*whole.shape[:2], heads, whole.shape[2] // heads, whole.shape[3]).float().sum(3).to(whole.dtype)
+    copies = whole.shape[2] // heads
+    return whole.view(*whole.shape[:2], heads, copies, whole.shape[3]).float().sum(3).to(whole.dtype)
 
 
 class _Exchange(torch.autograd.Function):
@@ -169,7 +170,8 @@ def prepare(
     ring, ulysses = rings
     check_qkv(q, k, v)
     # what can be read once is read here and by the ring
-    args = args._replace(**{name: [*value] for name, value in args._asdict().items() if isinstance(value, Iterator)})
+    lists: dict[str, Any] = {name: [*value] for name, value in args._asdict().items() if isinstance(value, Iterator)}
+    args = args._replace(**lists)
     heads, kv_heads = heads_of(q.shape[2], k.shape[2], ulysses.size)
     mine, its = heads[ulysses.rank], kv_heads[ulysses.rank]
     scale, backend = check(q[:, :, mine], k[:, :, its], v[:, :, its], args, ring)
