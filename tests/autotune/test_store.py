@@ -25,8 +25,8 @@ def test_a_journal_is_there_for_the_next_run_of_the_same_kernels(tmp_path: Path)
     assert journal.get("a") is None
     for number in range(3):
         journal.put("a", {"n": number})
-    for one in (journal, Journal(tmp_path / "journal", "digest")):
-        assert one.get("a") == {"n": 2}
+    for opened in (journal, Journal(tmp_path / "journal", "digest")):
+        assert opened.get("a") == {"n": 2}
     assert Journal(tmp_path / "journal", "other kernels").get("a") is None
 
 
@@ -69,7 +69,7 @@ def test_a_table_is_private_and_found(folders: Folders) -> None:
     save(folders[0], H200, [entry(tile=BASELINE)])
     assert tuned(H200).tile(key, 8192) == BASELINE
     save(folders[0], H200, [entry(POINT._replace(length=16)), estimate()])
-    assert {one.point.length: one.estimated for one in read(path).entries} == {8192: False, 16: False}
+    assert {stored.point.length: stored.estimated for stored in read(path).entries} == {8192: False, 16: False}
 
 
 def test_an_estimate_never_takes_the_place_of_a_measurement() -> None:

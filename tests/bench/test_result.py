@@ -27,10 +27,10 @@ FOUND = Result(
 
 
 def test_a_note_that_two_parts_have_is_told_once() -> None:
-    found = Result("", FOUND.units, notes=["a"])
+    result = Result("", FOUND.units, notes=["a"])
     for part in (FOUND, Result("", {}, failed=["b"], notes=["a", "c"])):
-        found.add(part)
-    assert (found.rows, found.failed, found.notes) == (ROWS, ["b"], ["a", "best: 0 -> 1", "c"])
+        result.add(part)
+    assert (result.rows, result.failed, result.notes) == (ROWS, ["b"], ["a", "best: 0 -> 1", "c"])
 
 
 def test_table_leaves_out_columns_from_the_right_and_names_them() -> None:

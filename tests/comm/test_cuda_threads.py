@@ -35,10 +35,10 @@ def test_device_and_capture_mode_come_and_go(device: Device) -> None:
         assert place(device) == (1, THREAD_LOCAL)
         raise KeyError
     assert place(device) == (0, GLOBAL)
-    seen: list[tuple[int, int]] = []
-    start(lambda: seen.append(place(device)), CUDA, "test").join()
-    assert within(5.0, lambda: seen.append(place(device)), CUDA, "test")
-    assert seen == [(1, THREAD_LOCAL)] * 2
+    states: list[tuple[int, int]] = []
+    start(lambda: states.append(place(device)), CUDA, "test").join()
+    assert within(5.0, lambda: states.append(place(device)), CUDA, "test")
+    assert states == [(1, THREAD_LOCAL)] * 2
 
 
 @pytest.mark.parametrize(("where", "initialized"), [(CPU, True), (CUDA, False)])

@@ -148,21 +148,21 @@ def test_a_transfer_that_failed_is_kept_with_its_reason(ask_why: bool) -> None:
 
 def test_a_long_ring_s_posts_are_looked_at_in_turn() -> None:
     """A poll does not ask a thousand events."""
-    asked = [0]
+    queries = [0]
 
     class Asked(Transfer):
         def done(self) -> bool:
-            asked[0] += 1
+            queries[0] += 1
             return super().done()
 
     deadlines, fences = Deadlines(3.0, ask_why=False), [Asked() for _ in range(1023)]
     for fence in fences:
         deadlines.add(*post(fence))
     assert deadlines.poll(1.0) is None
-    assert asked == [LOOKS]
+    assert queries == [LOOKS]
     for fence in fences[:500]:
         fence.finish()
     assert deadlines.poll(2.0) is None
-    assert asked == [LOOKS + 500 + LOOKS]
+    assert queries == [LOOKS + 500 + LOOKS]
     late = deadlines.poll(5.0)
     assert late is not None and late is deadlines.first and late.fence is fences[500]

@@ -180,12 +180,12 @@ def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Pat
         transport = ProcessGroupTransport(dist.group.WORLD, CPU)  # type: ignore[arg-type]
         message = Message(0, torch.zeros(3))
         transport.post(sends=[message], receives=[Message(0, torch.ones(3))]).wait()
-        held, seen = transport._host, weakref.ref(dist.group.WORLD)
+        held, group = transport._host, weakref.ref(dist.group.WORLD)
         del transport
     finally:
         dist.destroy_process_group()
     assert held._thread is not None
-    until(lambda: gc.collect() >= 0 and seen() is None)  # its thread lets go once it has ended the last transfer
+    until(lambda: gc.collect() >= 0 and group() is None)  # its thread lets go once it has ended the last transfer
     held._thread.join(10)
     assert not held._thread.is_alive(), "the thread of a transport that nobody holds"
 

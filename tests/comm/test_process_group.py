@@ -19,13 +19,13 @@ from ..support.transport_cases import until
 
 
 def test_work_runs_in_order_and_behind_its_caller() -> None:
-    stream, gate, seen = HostStream("test", lambda: None), threading.Event(), []
+    stream, gate, order = HostStream("test", lambda: None), threading.Event(), []
     fences = [stream.submit(gate.wait)]  # type: ignore[arg-type]
-    fences += [stream.submit(lambda number=number: seen.append(number)) for number in range(20)]  # type: ignore[misc]
+    fences += [stream.submit(lambda number=number: order.append(number)) for number in range(20)]  # type: ignore[misc]
     assert not any(fence.done() for fence in fences)
     gate.set()
     fences[-1].wait()
-    assert seen == list(range(20))
+    assert order == list(range(20))
     assert all(fence.done() for fence in fences)
     stream.close()
 

@@ -94,8 +94,8 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not sockets and line.recv(10) == b""
         with pytest.raises(TransportError, match="a process of another user answers for rank 0"):
             listener.connect(1, {0: other.address, 1: ""}, sockets, 0.05)
-    for one in sockets.values():
-        one.close()
+    for sock in sockets.values():
+        sock.close()
 
 
 def test_a_maker_that_gives_up() -> None:
@@ -147,8 +147,8 @@ def refused(world_size: int, *arguments: Any) -> str:
         return str(caught.value)
 
     with LocalWorld(world_size, device="cpu", timeout=10) as world:
-        (told,) = set(world.run(fn))
-    return told
+        (message,) = set(world.run(fn))
+    return message
 
 
 @pytest.mark.parametrize("problem", ["the device has no CUDA IPC", "Failed to dlopen libcuda.so.1", "no bindings"])
@@ -198,5 +198,5 @@ def test_problems(index: int, change: dict[str, Any], problem: str | None) -> No
     cards = list(CARDS)
     cards[index] = cards[index]._replace(**change)
     elsewhere = Card((2,), "it is broken", "b")  # is no problem here
-    found = problem_of((0, 1), dict(enumerate([*cards, elsewhere])))
-    assert found is None if problem is None else found is not None and problem in found
+    reason = problem_of((0, 1), dict(enumerate([*cards, elsewhere])))
+    assert reason is None if problem is None else reason is not None and problem in reason

@@ -36,8 +36,8 @@ from ..support.watch_cases import Clock, Ranks, running
 def test_everyone_knows_everyone_within_twice_the_logarithm(size: int) -> None:
     """Of ranks whose clocks are up to a tick apart, each of which leaves what it knew a tick ago."""
     skews, known, ticks = [rank % 2 for rank in range(size)], [1 << rank for rank in range(size)], 0
-    while any(one != (1 << size) - 1 for one in known):
-        known = [one | known[peer_at(rank, size, ticks + skews[rank])] for rank, one in enumerate(known)]
+    while any(mask != (1 << size) - 1 for mask in known):
+        known = [mask | known[peer_at(rank, size, ticks + skews[rank])] for rank, mask in enumerate(known)]
         ticks += 1
     assert ticks <= 2 * (size - 1).bit_length()
 
@@ -95,7 +95,7 @@ def test_who_is_a_straggler(what: str, table: dict[int, Row], rank: int | None, 
 def test_one_warning_per_episode() -> None:
     stragglers, slow, even = Stragglers(), rows([4.0, 4.0, 8.0, 4.0]), rows([4.0] * 4)
     said = [stragglers.look(slow, float(now)) for now in range(20)]
-    assert [now for now, one in enumerate(said) if one] == [LOOKS - 1]
+    assert [now for now, warning in enumerate(said) if warning] == [LOOKS - 1]
     assert said[LOOKS - 1] == Straggler(2, 2.0, 0.0)
     assert stragglers.look(even, 20.0) is None
     assert stragglers.current is not None  # one even look does not end it
@@ -103,7 +103,7 @@ def test_one_warning_per_episode() -> None:
     assert not any(stragglers.look(even, float(now)) for now in range(30, 40))
     assert stragglers.current is None
     again = [stragglers.look(slow, float(now)) for now in range(40, 50)]
-    assert [one.since for one in again if one] == [40.0]
+    assert [warning.since for warning in again if warning] == [40.0]
 
 
 def test_a_spike_is_no_straggler() -> None:
@@ -164,18 +164,18 @@ def test_a_ring_that_rests_only_looks_for_questions(clock: Clock) -> None:
     ranks.tick(2)
     clock.now += 5
     ranks.tick()
-    asked = ranks.connection(0).asked
+    requests = ranks.connection(0).asked
     clock.now += 5
     ranks.tick(5)
-    assert ranks.connection(0).asked == asked + 1
+    assert ranks.connection(0).asked == requests + 1
     ranks.connection(0).problem = "the store is silent"
     ranks.watches[0].enter()
     ranks.watches[0].left(ValueError("k has 6 heads"))  # told once the store answers
-    for problem, told in (("the store is silent", None), (None, {"1": [None, "ValueError: k has 6 heads", False]})):
+    for problem, message in (("the store is silent", None), (None, {"1": [None, "ValueError: k has 6 heads", False]})):
         clock.now += 20
         ranks.connection(0).problem = problem
         ranks.tick()
-        assert ranks.controls[1].look("words/0") == told
+        assert ranks.controls[1].look("words/0") == message
 
 
 def test_the_newest_row_stays() -> None:
@@ -198,7 +198,7 @@ def test_every_rank_learns_what_every_other_does() -> None:
 
     def spread_out() -> bool:
         ranks.tick()
-        return all([one.row.window > 0 for one in watch.telemetry()] == [True] * 3 for watch in ranks.watches)
+        return all([known.row.window > 0 for known in watch.telemetry()] == [True] * 3 for watch in ranks.watches)
 
     until(spread_out, "a rank does not hear of another")
     for watch in ranks.watches:
@@ -223,9 +223,9 @@ def test_a_straggler_is_named_once_and_by_one_rank(age: float, caplog: pytest.Lo
             for watch in ranks.watches:
                 watch._telemetry.table.rows.update(table)
                 watch._telemetry.warn(clock.now)
-    told = [record.message for record in caplog.records]
-    assert len(told) == (not age)
-    assert all("rank 1 holds the ring up: it is busy 1.95 times as long as" in text for text in told)
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == (not age)
+    assert all("rank 1 holds the ring up: it is busy 1.95 times as long as" in text for text in messages)
 
 
 def test_telemetry_beside_the_watchdog() -> None:
@@ -244,8 +244,8 @@ def test_telemetry_beside_the_watchdog() -> None:
                 with watch.span("compute"):
                     pass
             over.set()
-            for one in asking:
-                one.result()
+            for thread in asking:
+                thread.result()
     finally:
         over.set()
         sys.setswitchinterval(interval)

@@ -46,9 +46,9 @@ def test_a_late_transfer_is_told_to_all(clock: Clock) -> None:
         "waits for (its deadline). Last reported: rank 0: in a forward after forward hop 1: K/V ("
     )
     assert "; rank 1: in a forward after forward hop 1: K/V (" in text
-    asked = ranks.connection(0).asked
+    requests = ranks.connection(0).asked
     ranks.tick()  # the others hear it in one tick, and ask no more
-    assert ranks.connection(0).asked == asked + 1
+    assert ranks.connection(0).asked == requests + 1
     for rank in (0, 1):
         (heard,) = ranks.transports[rank].reasons
         assert heard.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 found: rank 2: ")
@@ -66,22 +66,22 @@ def test_a_connection_that_a_peer_closed_on_purpose_is_not_the_reason() -> None:
     fences[1].finish("receive from rank 2 failed: killed")
     ranks.watches[1].tick()
     fences[0].finish("send to rank 1 failed: Connection reset by peer")
-    told = str(ranks.watches[0].failed(TransportError("send to rank 1 failed: Connection reset by peer")))
-    assert "Connection reset by peer. Rank 1 found: " in told and "receive from rank 2 failed: killed" in told
+    message = str(ranks.watches[0].failed(TransportError("send to rank 1 failed: Connection reset by peer")))
+    assert "Connection reset by peer. Rank 1 found: " in message and "receive from rank 2 failed: killed" in message
 
 
 def test_what_is_no_transport_error_stays_and_the_others_hear_of_it() -> None:
     ranks, _ = running(2)
-    error, connection, told = MemoryError("out of memory"), ranks.connection(0), list[Any]()
+    error, connection, messages = MemoryError("out of memory"), ranks.connection(0), list[Any]()
     connection.store = Unconfirmed(connection.store)
 
     def abort(reason: str) -> None:
-        told.append(ranks.controls[1].look("failure"))  # the reason is there before what it explains
+        messages.append(ranks.controls[1].look("failure"))  # the reason is there before what it explains
         Aborted.abort(ranks.transports[0], reason)
 
     ranks.transports[0].abort = abort  # type: ignore[method-assign]
     assert ranks.watches[0].failed(error) is error
-    assert told == [[0, "TransportError", ranks.transports[0].reasons[0]]]
+    assert messages == [[0, "TransportError", ranks.transports[0].reasons[0]]]
     assert len(ranks.transports[0].reasons) == 1  # the peer still writes to what is about to be freed
     ranks.tick()
     (heard,) = ranks.transports[1].reasons
@@ -97,10 +97,10 @@ def test_a_store_that_is_gone_is_said_and_the_deadline_holds(clock: Clock) -> No
         ranks.connection(rank).problem = "the store of the group is gone: Connection reset by peer"
     clock.now += 1
     ranks.tick()
-    asked = ranks.connection(1).asked
+    requests = ranks.connection(1).asked
     clock.now += 1
     ranks.tick()
-    assert ranks.connection(1).asked == asked  # left alone for a while
+    assert ranks.connection(1).asked == requests  # left alone for a while
     clock.now += 1
     ranks.tick()
     for rank, transport in enumerate(ranks.transports):
@@ -245,7 +245,7 @@ def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> N
         fast.add(watch)
     thread, gone = fast._thread, weakref.ref(watches[0])
     assert thread is not None and thread.daemon
-    assert [one.name for one in threading.enumerate()].count("ringattn-watchdog") == 1
+    assert [thread.name for thread in threading.enumerate()].count("ringattn-watchdog") == 1
     watches[1].close()
     del watches[0], watch
     until(lambda: gc.collect() >= 0 and gone() is None)  # the thread holds nobody

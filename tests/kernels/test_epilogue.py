@@ -64,8 +64,8 @@ def test_the_bits_of_pointers_in_every_role(cuts: list[int], kind: str, moved: s
     """New results by a store, sums that stay by an addition, sums that leave by a load and a store."""
     x, lse, bounds = inputs(SMALL, torch.float16), numbers(2, 2, 20), interval(kind, 20, 45).to(DEVICE)
     made, same = (dkdv_of_shards(x, bounds, cuts, lse, lse / 8, config) for config in (DESCRIPTORS, POINTERS))
-    for one, other in zip(made, same, strict=True):
-        torch.testing.assert_close(one, other, **NEAR)
+    for got, other in zip(made, same, strict=True):
+        torch.testing.assert_close(got, other, **NEAR)
     if DEVICE.type != "cuda":
         assert moved == {2: {"store"}, 3: {"store", "load"}, 5: {"store", "add", "load"}}[len(cuts)]
 
@@ -89,8 +89,8 @@ def test_the_bits_of_pointers(name: str) -> None:
         call: dict[str, Any] = {"bounds": bounds.to(DEVICE), "scores": scores, "config": replace(config, **options)}
         fresh = attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse / 8, **call)
         results.append((*fresh, *attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse / 8, accum=sums, out=sums, **call)))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, **NEAR)
+    for got, other in zip(*results, strict=True):
+        torch.testing.assert_close(got, other, **NEAR)
 
 
 @pytest.mark.nightly

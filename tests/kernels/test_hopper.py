@@ -252,10 +252,10 @@ def test_sums_are_continued(launches: Launches) -> None:
         assert got[0] is sums[0] and got[1] is sums[1]
         last = torch.empty_like(keys.k, device=DEVICE), torch.empty_like(keys.v, device=DEVICE)
         gradients(keys, lse, delta, torch.zeros_like(dq), part(bounds, begin, end), accum=start, out=last)
-        for one, other in zip(got, last, strict=True):
-            torch.testing.assert_close(one.half(), other, rtol=0, atol=0)
-        parts.append([one - other for one, other in zip(got, start, strict=True)])
-    dk, dv = (torch.cat(one, 1).half() for one in zip(*parts, strict=True))
+        for total, other in zip(got, last, strict=True):
+            torch.testing.assert_close(total.half(), other, rtol=0, atol=0)
+        parts.append([after - other for after, other in zip(got, start, strict=True)])
+    dk, dv = (torch.cat(shards, 1).half() for shards in zip(*parts, strict=True))
     made = (out, lse, (dq - before).half(), dk, dv)
     kernel_cases.compare(Results(*(t.cpu() for t in made)), x, bounds)
 
@@ -359,7 +359,7 @@ def test_hops_of_the_portable_kernels(launches: Launches, monkeypatch: pytest.Mo
     for module in ("attention", "experimental.single_pass"):
         monkeypatch.setattr(f"ringattn.kernels.{module}.launch", lambda *a, **options: calls.append(options))
     forward(SMALL, HOPS[kind])
-    assert [(one["BLOCK_Q"], one["BLOCK_K"], one["num_warps"]) for one in calls] == [(128, 64, 8)]
+    assert [(call["BLOCK_Q"], call["BLOCK_K"], call["num_warps"]) for call in calls] == [(128, 64, 8)]
     call_backward(SMALL, bounds=HOPS[kind])
     forward(SMALL._replace(k=SMALL.k[:, :0], v=SMALL.v[:, :0]))
     assert len(calls) == 3 and not launches.machines
@@ -377,7 +377,7 @@ def test_descriptors_are_kept_with_their_tensors() -> None:
     made = described(k, 64)
     assert described(k, 64) is made and made.base is k and made.block_shape == [1, 64, 1, 64]
     others = [described(k, 128), described(v, 64), described(k, 64, 32)]
-    assert [one.block_shape[1::2] for one in others] == [[128, 64], [64, 64], [64, 32]]
+    assert [descriptor.block_shape[1::2] for descriptor in others] == [[128, 64], [64, 64], [64, 32]]
     odd: Any = launch.gluon_descriptor(torch.empty(70 * 192).as_strided((1, 70, 2, 64), (3, 192, 64, 1)), 64)
     assert (list(odd.shape), list(odd.strides)) == ([1, 70, 2, 64], [64, 192, 64, 1])
 
@@ -500,5 +500,5 @@ def order_problems(listing: str) -> list[str]:
 )
 def test_what_the_gate_reads(reads: Callable[[str], list[str]], code: str, problems: list[str]) -> None:
     """Whether products and exponentials overlap, who hands on what, and what is handed on without a fence."""
-    found = reads(code)
-    assert len(found) == len(problems) and all(map(str.startswith, found, problems))
+    read = reads(code)
+    assert len(read) == len(problems) and all(map(str.startswith, read, problems))

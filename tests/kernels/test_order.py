@@ -65,7 +65,7 @@ def test_jit_mirror(batch: int, heads: int, packed: int | None) -> None:
         out = torch.full((count * batch * heads, 3), -1)
         taken = HEAD_BY_HEAD if l2_group is None else Order(l2_group, batch * heads, None)
         mirror[(len(out),)](out, Shape(rows, 9, heads, 1, taken, packed), BLOCK=2)
-        in_order = sorted(expected, key=lambda one: (one[1] // (l2_group or 1), one[0], one[1]))
+        in_order = sorted(expected, key=lambda pair: (pair[1] // (l2_group or 1), pair[0], pair[1]))
         assert out.tolist() == [[tile, head // heads, head % heads] for tile, head in in_order]
 
 
@@ -82,7 +82,7 @@ def test_heads_whose_keys_fit_half_of_l2_come_together() -> None:
 
 
 def test_what_a_persistent_kernel_leaves_free() -> None:
-    assert [margin_of(given, 132) for given in (None, 0, 131)] == [MARGIN, 0, 131]
+    assert [margin_of(requested, 132) for requested in (None, 0, 131)] == [MARGIN, 0, 131]
     assert margin_of(None, 20) == 10, "half of a small GPU"
     with pytest.raises(ValueError, match=r"config.sm_margin is 132: this GPU has 132 multiprocessors"):
         margin_of(132, 132)
@@ -99,9 +99,9 @@ def test_the_least_parts_that_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         assert splits_for(programs, group, 132) == parts
     monkeypatch.setattr(order, "chip_of", lambda device: Chip(132, 50 << 20))
-    for asked, heads, device, made in (("auto", 16, "cuda", 2), ("auto", 16, "cpu", 1), (4, 16, "cuda", 4)):
+    for requested, heads, device, made in (("auto", 16, "cuda", 2), ("auto", 16, "cpu", 1), (4, 16, "cuda", 4)):
         q, k = (SimpleNamespace(shape=(1, 8192, n, 128), device=torch.device(device)) for n in (heads, 1))
-        assert order.splits_of(choose(dkdv_splits=asked), q, k, 128) == made  # type: ignore[arg-type]
+        assert order.splits_of(choose(dkdv_splits=requested), q, k, 128) == made  # type: ignore[arg-type]
 
 
 # --- the launch ---------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_what_a_launch_is_told() -> None:
     packed, keys = order.packed_shape(choose(pack_gqa=True), shape), launch.shape_of(K, Q)
     assert packed == shape._replace(heads=3, group=1, packed=2)
     persistent: dict[str, Any] = {"persistent": True}
-    for chosen, asked, warps, programs, dealt in (
+    for chosen, requested, warps, programs, dealt in (
         ({}, shape, 4, count, HEAD_BY_HEAD),
         ({"order": "longest"}, shape, 4, count, Order(4, 12, None)),  # two key heads, two query heads each
         (persistent, shape, 4, 20, Order(None, None, count)),  # 10 multiprocessors, two programs of 4 warps each
@@ -134,11 +134,11 @@ def test_what_a_launch_is_told() -> None:
         ({"order": "longest"}, keys, 4, 18, Order(1, 6, None)),  # two query heads of 40 rows for each key head
         (CHOICES["all"], keys._replace(rows=0), 4, 0, HEAD_BY_HEAD),
     ):
-        walked, by_keys = ((K, K), False) if asked.rows == 40 else ((Q, Q), True)
+        walked, by_keys = ((K, K), False) if requested.rows == 40 else ((Q, Q), True)
         made = order.tile_schedule(
-            choose(**chosen), asked, replace(tile, num_warps=warps), walked, rows_are_keys=by_keys
+            choose(**chosen), requested, replace(tile, num_warps=warps), walked, rows_are_keys=by_keys
         )
-        assert made == (programs, asked._replace(order=dealt)), chosen
+        assert made == (programs, requested._replace(order=dealt)), chosen
     assert order.tile_schedule(None, shape, tile, (K, K)) == (count, shape)
 
 
@@ -225,7 +225,7 @@ def test_sums_in_place_and_cast(kind: str) -> None:
     """As without a split, but for the order of the sum."""
     x, bounds = inputs(Sizes(24, 40, heads=4), torch.float16), interval(kind, 24, 40)
     out, lse = attention_forward(*x[:3], bounds=bounds)
-    given = (x.dout, *x[:3], lse, attention_delta(x.dout, out, x.dlse))
+    operands = (x.dout, *x[:3], lse, attention_delta(x.dout, out, x.dlse))
     before = torch.randn(x.k.shape), torch.randn(x.v.shape)
     for fresh, near in ((False, 1e-5), (True, 1e-3)):
         results = []
@@ -233,7 +233,7 @@ def test_sums_in_place_and_cast(kind: str) -> None:
             sums = before[0].clone(), before[1].clone()
             into = (torch.empty_like(x.k), torch.empty_like(x.v)) if fresh else sums
             config = choose(tiles(32, 16), dkdv_splits=parts)
-            results.append(attention_dkdv(*given, bounds=bounds, accum=sums, out=into, config=config))
+            results.append(attention_dkdv(*operands, bounds=bounds, accum=sums, out=into, config=config))
         for whole, split in zip(*results, strict=True):
             torch.testing.assert_close(split, whole, rtol=near, atol=near)
 

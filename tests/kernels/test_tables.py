@@ -138,10 +138,10 @@ def test_which_folder_serves(folders: Folders, tmp_path: Path, monkeypatch: pyte
     tables.forget()
     assert found() == TILE
     assert tuned(H200).tile(("dq", *KEY[1:]), 8192) == OTHER
-    given, small = tmp_path / "given", Tile(16, 16, 4, 1)
-    save(given, entry(tile=small))
-    assert found(config_dir=given) == small and found() == TILE
-    monkeypatch.setenv(tables.CONFIG_DIR, str(given))
+    explicit, small = tmp_path / "given", Tile(16, 16, 4, 1)
+    save(explicit, entry(tile=small))
+    assert found(config_dir=explicit) == small and found() == TILE
+    monkeypatch.setenv(tables.CONFIG_DIR, str(explicit))
     assert found() == small and found(config_dir=user) == TILE
 
 
@@ -171,11 +171,11 @@ def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch:
     older = save(user, entry(), triton=(3, 6))
     save(user, entry(tile=OTHER), triton=(3, 8))
     monkeypatch.setattr(tables, "triton_version", lambda: (3, 7))
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as warned:
         assert found() == TILE
         assert found(1024) == TILE
-    (message,) = {str(one.message) for one in told}
-    assert len(told) == 1
+    (message,) = {str(warning.message) for warning in warned}
+    assert len(warned) == 1
     assert f"no tuned tiles for Triton 3.7 at {user / 'nvidia-h200_triton-3.7.json'}" in message
     assert f"those for 3.6, {older}, serve" in message
     monkeypatch.setattr(tables, "triton_version", lambda: (3, 4))
@@ -189,10 +189,10 @@ def test_a_refused_table_is_told_once_and_the_default_serves(damage: str, folder
     data = json.loads(path.read_text())
     wrong = {"gpu": "NVIDIA-H200", "arch": 80, "triton": "3.1"}  # the same file name, another GPU
     path.write_text("{" if damage == "broken" else json.dumps(data | {damage: wrong[damage]}))
-    with pytest.warns(UserWarning, match="is refused: .*the built-in tiles are used") as told:
+    with pytest.warns(UserWarning, match="is refused: .*the built-in tiles are used") as warned:
         assert found() is None
         assert found(99) is None
-    assert len(told) == 1 and str(path) in str(told[0].message)
+    assert len(warned) == 1 and str(path) in str(warned[0].message)
 
 
 def test_the_tables_that_ship_are_good() -> None:
@@ -202,5 +202,5 @@ def test_the_tables_that_ship_are_good() -> None:
     for path in paths:
         shipped = read(path)
         assert path.name == file_name(shipped.gpu, shipped.triton)
-        assert all(one.estimated and one.bound for one in shipped.entries)
-        assert not any(options_of(one.tile) for one in shipped.entries), "an estimate that serves nobody"
+        assert all(entry.estimated and entry.bound for entry in shipped.entries)
+        assert not any(options_of(entry.tile) for entry in shipped.entries), "an estimate that serves nobody"

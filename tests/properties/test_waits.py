@@ -57,7 +57,7 @@ def test_every_wait_is_enough_and_needed(transport: str, name: str) -> None:
     table, (there, implied) = IMPLIED[transport], waits_of(transport, name)
     needless = {wait for wait in implied if wait not in table}
     needed = {wait for wait in there if wait in table and table[wait][0] and implied[wait] < there[wait]}
-    wrong = [f"{one}: {implied[one]} of {there[one]} could go, the table says otherwise" for one in needless | needed]
+    wrong = [f"{w}: {implied[w]} of {there[w]} could go, the table says otherwise" for w in needless | needed]
     assert not wrong, "remove it, or say in tests/support/cuda/implied.py why it stays:\n" + "\n".join(wrong)
 
 
@@ -65,8 +65,8 @@ def test_every_wait_is_enough_and_needed(transport: str, name: str) -> None:
 @pytest.mark.parametrize("transport", CASES)
 def test_the_table_says_no_more_than_all_cases_together(transport: str) -> None:
     """What is implied in some case, and whether it is in all of them."""
-    found = verdicts(waits_of(transport, name) for name in CASES[transport])
-    assert found == {name: always for name, (always, _) in IMPLIED[transport].items()}
+    merged = verdicts(waits_of(transport, name) for name in CASES[transport])
+    assert merged == {name: always for name, (always, _) in IMPLIED[transport].items()}
 
 
 REPLAYED = [
@@ -140,15 +140,15 @@ def test_without_a_wait_some_order_gives_another_result(name: str, backward: boo
     """What the check calls a race is one."""
     case = CASES["nccl"][name]
     recording = record(replace(case, calls=tuple(call._replace(backward=backward) for call in case.calls)))
-    seen = Counter[str]()
+    outcomes = Counter[str]()
     for wait in recording.graph.waits:
         race = recording.graph.broken_without(wait)
-        if race is None or (backward and HIDDEN in wait.name) or seen[wait.name] >= 5:
+        if race is None or (backward and HIDDEN in wait.name) or outcomes[wait.name] >= 5:
             continue
         order = without(recording.graph, wait.edges, [(race.first.number, race.second.number)])
         assert recording.wrong(0, order), recording.graph.told(race)
-        seen[wait.name] += 1
-    assert sum(seen.values()) >= 10
+        outcomes[wait.name] += 1
+    assert sum(outcomes.values()) >= 10
 
 
 def far_first(self: Any, *, sends: Any, receives: Any, after: Any = (), post: Any = ByNodeTransport.post) -> Any:
@@ -194,8 +194,8 @@ def test_gates_are_closed_when_a_pass_begins(monkeypatch: pytest.MonkeyPatch) ->
     made: dict[Any, torch.Tensor] = {}
     fresh = single_pass.turns_of
 
-    def kept(*given: Any) -> Any:
-        turns = fresh(*given)
+    def kept(*args: Any) -> Any:
+        turns = fresh(*args)
         return turns._replace(gates=made.setdefault(turns.gates.shape, turns.gates))
 
     monkeypatch.setattr(single_pass, "turns_of", kept)

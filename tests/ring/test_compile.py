@@ -108,8 +108,8 @@ def test_drawn_seeds_are_those_of_eager() -> None:
     expected = [run(block, tensors, dropout_p=0.4) for _ in range(2)]
     torch.manual_seed(5)
     function = compiled()
-    for one in expected:
-        assert_same(run(function, tensors, dropout_p=0.4), one)
+    for eager_result in expected:
+        assert_same(run(function, tensors, dropout_p=0.4), eager_result)
     assert not torch.equal(expected[0][0], expected[1][0])
 
 
@@ -163,7 +163,7 @@ def test_virtual_ranks() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     function = compiled(backend=counter)
     for _ in range(2):  # a new world each time
-        got, expected = (in_world(layout, one, whole, causal=True) for one in (function, block))
+        got, expected = (in_world(layout, called, whole, causal=True) for called in (function, block))
         for mine, theirs in zip(got, expected, strict=True):
             assert_same(mine, theirs)
     assert counter.frame_count <= MOST
@@ -233,9 +233,9 @@ def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPa
     forward = loop.forward
     whole, layout = inputs(), Layout.zigzag(ROWS, 2)
 
-    def counted(*given: Any) -> None:
+    def counted(*args: Any) -> None:
         runs.append("ring")
-        forward(*given)
+        forward(*args)
 
     monkeypatch.setattr(loop, "forward", counted)
 
@@ -250,8 +250,8 @@ def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPa
 
     expected = in_world(layout, layer, whole)
     runs.clear()
-    for got, one in zip(in_world(layout, saving, whole), expected, strict=True):
-        assert_same(got, one)
+    for got, want in zip(in_world(layout, saving, whole), expected, strict=True):
+        assert_same(got, want)
     assert (runs.count("ring"), runs.count("layer")) == (2, 4)
 
 
@@ -262,8 +262,8 @@ def test_opcheck(name: str) -> None:
     op = torch.ops.ringattn.ring_attention.default
     torch.library.opcheck(op, (q, k, v, *packed), test_utils=(*NO_BACKWARD, "test_aot_dispatch_dynamic"))
     out, lse, numbers = op(*(x.detach() for x in (q, k, v)), *packed)
-    given = [x.detach().requires_grad_() for x in (torch.randn_like(out), q, k, v, out, lse)]
-    op, args = torch.ops.ringattn.ring_attention_backward.default, (given[0], None, *given[1:], numbers, *packed)
+    leaves = [x.detach().requires_grad_() for x in (torch.randn_like(out), q, k, v, out, lse)]
+    op, args = torch.ops.ringattn.ring_attention_backward.default, (leaves[0], None, *leaves[1:], numbers, *packed)
     torch.library.opcheck(op, args, test_utils=NO_BACKWARD)
 
 

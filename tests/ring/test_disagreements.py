@@ -86,7 +86,7 @@ def checkpointed(ring: Ring) -> None:
                     lambda x: ring_attention(x, x, x, ring=ring, layout="contiguous").sum(), x, use_reentrant=False
                 )
             )
-    grads = [torch.autograd.grad(one, x)[0] for one in whole]
+    grads = [torch.autograd.grad(output, x)[0] for output in whole]
     assert all(torch.equal(grads[0], grad) for grad in grads)
     raise LookupError("right")
 

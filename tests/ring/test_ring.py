@@ -125,21 +125,21 @@ def test_calls_of_other_shapes_on_one_ring() -> None:
         return outs
 
     with LocalWorld(3) as world:
-        found = [layout.unshard(parts) for parts in zip(*world.run(on_one), strict=True)]
+        results = [layout.unshard(parts) for parts in zip(*world.run(on_one), strict=True)]
     alone = [run_ring(layout, whole, ring={"chunks": 2}).out for whole in calls]
-    assert all(torch.equal(one, other) for one, other in zip(found, (*alone, *alone), strict=True))
+    assert all(torch.equal(result, other) for result, other in zip(results, (*alone, *alone), strict=True))
 
 
 @pytest.mark.parametrize("topology", [None, GRIDS["2x2"]], ids=["flat", "2x2"])
 def test_when_bytes_move_changes_no_bit(topology: Topology | None) -> None:
     layout, whole = Layout.zigzag(32, 4), inputs(32)
     changes = [{"prefetch": 0}, {"prefetch": 1}, {"slots": 2}, {"slots": 4}]
-    one, *others = (
+    first, *others = (
         run_ring(layout, whole, causal=True, backend="aten", ring=ring | {"topology": topology})
         for ring in ({}, *changes)
     )
     for change, other in zip(changes, others, strict=True):
-        assert all(map(torch.equal, one, other)), change
+        assert all(map(torch.equal, first, other)), change
 
 
 @pytest.mark.parametrize("backend", ["aten", "triton"])
@@ -168,7 +168,7 @@ def test_backwards_in_any_order_after_several_forwards() -> None:
     with LocalWorld(2) as world:
         grads = [layout.unshard(parts) for parts in zip(*world.run(gradients), strict=True)]
     alone = [run_ring(layout, {n: x for n, x in whole.items() if n != "dlse"}, causal=True) for whole in wholes]
-    assert all(map(torch.equal, grads, [grad for one in alone for grad in (one.dq, one.dk, one.dv)]))
+    assert all(map(torch.equal, grads, [grad for single in alone for grad in (single.dq, single.dk, single.dv)]))
 
 
 def test_a_nan_in_k_and_an_inf_in_v_reach_the_rows_that_see_them_and_no_others() -> None:
@@ -310,7 +310,7 @@ def test_frames_between_a_call_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> 
     module: Any = attention
     launch, root = module.launch, Path(module.__file__).parents[1]
 
-    def counted(*given: Any, **named: Any) -> None:
+    def counted(*args: Any, **named: Any) -> None:
         frame, ours = sys._getframe(1), []
         while frame is not None:
             if frame.f_code.co_filename.startswith((f"{root / 'ring'}/", f"{root / 'kernels'}/")):
@@ -318,7 +318,7 @@ def test_frames_between_a_call_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> 
             frame = frame.f_back  # type: ignore[assignment]
         is_backward = "_gradients" in ours
         depths[is_backward] = max(depths.get(is_backward, 0), len(ours))
-        launch(*given, **named)
+        launch(*args, **named)
 
     monkeypatch.setattr(attention, "launch", counted)
     q, k, v = (inputs(32)[name].requires_grad_() for name in "qkv")

@@ -88,7 +88,7 @@ class World:
     def wait(self, group: Group) -> None:
         self.waits[group.rank] = group
         while not group.done():
-            stuck = len(self.waits) == self.running and not any(one.done() for one in self.waits.values())
+            stuck = len(self.waits) == self.running and not any(wait.done() for wait in self.waits.values())
             assert not stuck and not self.errors, f"deadlock: ranks {sorted(self.waits)} wait"
             self.turn.wait()
         del self.waits[group.rank]
@@ -103,11 +103,11 @@ class World:
             for (at, rank), source in running.items():
                 for message in [*source.sends]:
                     target = running.get((at, message.peer))
-                    into = next((one for one in target.receives if one.peer == rank), None) if target else None
+                    into = next((each for each in target.receives if each.peer == rank), None) if target else None
                     if target and into:
                         into.tensor.copy_(message.tensor)
-                        source.sends = [one for one in source.sends if one is not message]
-                        target.receives = [one for one in target.receives if one is not into]
+                        source.sends = [each for each in source.sends if each is not message]
+                        target.receives = [each for each in target.receives if each is not into]
                         moved = True
                         self.turn.notify_all()
 

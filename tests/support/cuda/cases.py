@@ -93,11 +93,11 @@ def there(call: Call, rank: int, other: int) -> Tensor:
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
     """What every rank should read: from the mask, the keys that travel and the stand-in kernels; no schedule."""
-    found = [dict[str, Tensor]() for _ in range(case.world)]
+    by_rank = [dict[str, Tensor]() for _ in range(case.world)]
     for number, call in enumerate(case.calls):
         for rank in range(case.world):
-            found[rank] |= (_unsharded if case.unshards else _expected)(case, number, call, rank)
-    return found
+            by_rank[rank] |= (_unsharded if case.unshards else _expected)(case, number, call, rank)
+    return by_rank
 
 
 def _unsharded(case: Case, number: int, call: Call, rank: int) -> dict[str, Tensor]:
@@ -107,20 +107,20 @@ def _unsharded(case: Case, number: int, call: Call, rank: int) -> dict[str, Tens
 
 def _expected(case: Case, number: int, call: Call, rank: int) -> dict[str, Tensor]:
     ranks = range(case.world)
-    q, k, v, dout, dlse = ([shard(case, number, name, one).float() for one in ranks] for name in GIVEN)
-    held = [there(call, rank, one)[:, None, None] for one in ranks]
-    shards = [kernels.keys(k[one] * held[one], v[one] * held[one]) * seen(call, rank, one) for one in ranks]
+    q, k, v, dout, dlse = ([shard(case, number, name, other).float() for other in ranks] for name in GIVEN)
+    held = [there(call, rank, other)[:, None, None] for other in ranks]
+    shards = [kernels.keys(k[other] * held[other], v[other] * held[other]) * seen(call, rank, other) for other in ranks]
     whole = kernels.per_head(sum(shards, torch.zeros(1, KV_HEADS)), HEADS)
     out = (whole[:, None, :, None] * kernels.rows(q[rank])).expand(*q[rank].shape[:3], DIM_V)
-    found = {f"out{number}": out.to(case.dtype), f"lse{number}": whole[:, :, None].expand(1, HEADS, q[rank].shape[1])}
+    values = {f"out{number}": out.to(case.dtype), f"lse{number}": whole[:, :, None].expand(1, HEADS, q[rank].shape[1])}
     if call.backward:
         part = whole[:, None, :, None] * (2 * kernels.rows(dout[rank]) + dlse[rank].transpose(1, 2)[..., None])
-        found[f"dq{number}"] = part.expand(q[rank].shape).to(case.dtype)
-        for name, given, x in (("dk", q, k[rank]), ("dv", dout, v[rank])):
-            by_rank = [(seen(call, one, rank) * there(call, one, rank))[:, None, None] for one in ranks]
-            parts = [(kernels.summed(given[one], KV_HEADS) + 5 * x) * by_rank[one] for one in ranks]
-            found[f"{name}{number}"] = sum(parts, torch.zeros(x.shape)).to(case.dtype)
-    return found
+        values[f"dq{number}"] = part.expand(q[rank].shape).to(case.dtype)
+        for name, tensors, x in (("dk", q, k[rank]), ("dv", dout, v[rank])):
+            by_rank = [(seen(call, other, rank) * there(call, other, rank))[:, None, None] for other in ranks]
+            parts = [(kernels.summed(tensors[other], KV_HEADS) + 5 * x) * by_rank[other] for other in ranks]
+            values[f"{name}{number}"] = sum(parts, torch.zeros(x.shape)).to(case.dtype)
+    return values
 
 
 CAUSAL, FULL = Mask(causal=True), Mask()
