@@ -76,7 +76,7 @@ def test_named_files_are_there(page: Path) -> None:
     assert {name for name in named if not (ROOT / name).exists() and not (page.parent / name).exists()} == set()
 
 
-def test_every_command_is_told() -> None:
+def test_every_command_is_documented() -> None:
     page = (ROOT / "docs" / "commands.md").read_text()
     names = [f"ringattn {command.name}" for command in cli.app.registered_commands]
     names += [f"ringattn bench {command.name}" for command in cli.bench.registered_commands]

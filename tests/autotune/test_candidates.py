@@ -56,7 +56,7 @@ def test_every_job_has_its_result_until_the_budget_is_spent_or_the_user_interrup
 
 
 @pytest.mark.nightly
-def test_a_crash_and_a_hang_cost_their_jobs_alone() -> None:
+def test_a_crash_or_hang_fails_only_its_own_job() -> None:
     results: dict[int, Any] = {}
     with Pool(by_number, 2, seconds=20.0) as pool:
         pool.run([0, 1, 2, 3, 4], results.__setitem__)
@@ -88,7 +88,7 @@ def jobs_of(point: Point) -> list[Variant]:
     return [job_of(point, tile, 90, HEADS) for tile in space(point, 90)]
 
 
-def test_what_was_compiled_once_is_not_compiled_again(tmp_path: Path) -> None:
+def test_compiled_results_are_reused(tmp_path: Path) -> None:
     jobs, pool = jobs_of(POINT), AtOnce()
     batches: list[int | None] = []
     first = compiler_of(pool, tmp_path / "journal", progress=batches.append)(jobs * 2)
@@ -105,7 +105,7 @@ def test_what_was_compiled_once_is_not_compiled_again(tmp_path: Path) -> None:
     assert len(pool.seen) == 2 * len(jobs) + 1
 
 
-def test_what_fails_is_dropped_with_its_reason(tmp_path: Path) -> None:
+def test_failed_candidates_are_dropped_with_the_reason(tmp_path: Path) -> None:
     def work(job: Variant) -> CompileResult:
         if job.tile.num_stages == 4:
             raise RuntimeError("PassManager::run failed")

@@ -68,8 +68,8 @@ def test_the_nearest_length_serves(folders: Folders) -> None:
     assert ring_settings(POINT, None) == CHUNKED
 
 
-def test_a_damaged_file_is_told_and_passed_over(folders: Folders) -> None:
-    """As for kernels: a warning with the path and the reason, and what else there is serves."""
+def test_damaged_files_are_skipped_with_a_warning(folders: Folders) -> None:
+    """The warning has the path and the reason; other files are used."""
     user, package = folders
     path = save_ring(user, H200, made())
     data = json.loads(path.read_text())
@@ -102,7 +102,7 @@ def test_a_launcher_decides_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> N
         problems_of(*call, None)
 
 
-def test_two_processes_choose_as_one(tmp_path: Path) -> None:
+def test_two_processes_choose_the_same_setting(tmp_path: Path) -> None:
     """Really: two processes over gloo, checked, timed in turns, one choice, in a table that is read back."""
     flags = "--heads 2 --kv-heads 2 --head-dim 16 --dtype fp32 --seqlen 64 --budget 60 --device cpu --ring"
     report = tmp_path / "told.json"
@@ -119,8 +119,8 @@ def test_two_processes_choose_as_one(tmp_path: Path) -> None:
     assert ring_settings(kept.point, None, tmp_path) == kept.setting
 
 
-def test_a_ring_that_errs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank, whose ring is told to err by more than PyTorch's error explains, or by less."""
+def test_a_wrong_ring_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result off by a factor, above and below PyTorch's error."""
     x = dict(zip(RESULTS, torch.randn(4, 1, 8, 2, 16, dtype=torch.float64), strict=True))
     judge, problem = Judge((0,), (0,), x, {}, dict.fromkeys(x, 1e-6)), AttentionConfig(16, 2)
     monkeypatch.setattr(ring_search, "candidate_of", lambda problem, factor, device: SimpleNamespace(

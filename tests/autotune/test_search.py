@@ -39,7 +39,7 @@ def searched(gpu: StandIn, budget: float = PLENTY, tiles: list[Tile] = TILES) ->
 
 
 @pytest.mark.parametrize("best", [0, len(TILES) - 1])
-def test_the_fastest_wins_and_the_slow_get_little_time(best: int) -> None:
+def test_the_fastest_is_chosen_and_slow_candidates_get_few_runs(best: int) -> None:
     gpu = StandIn(lambda tile: 0.5 if tile == TILES[best] else steady(tile))
     outcome = searched(gpu)
     assert outcome.best == TILES[best] and outcome.complete
@@ -104,7 +104,7 @@ def test_throttled_runs_are_repeated() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3.0, 30.0, 85.0])
-def test_a_budget_ends_it(seconds: float) -> None:
+def test_search_ends_at_its_budget(seconds: float) -> None:
     """Checks are paid for, too; of what was timed often enough the best is the answer."""
     gpu = StandIn(steady)
     outcome = searched(gpu, seconds)

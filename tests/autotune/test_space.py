@@ -151,6 +151,6 @@ def test_points_of_a_model() -> None:
         (lambda: gpu_of_arch("sm_91"), "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
     ],
 )
-def test_what_is_no_attention_or_gpu(made: Any, message: str) -> None:
+def test_invalid_points_and_gpus_are_refused(made: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         made()

@@ -126,7 +126,7 @@ def test_without_a_gpu_it_compiles_and_says_so(tmp_path: Path, folders: Folders,
     assert [(row["kernel"], row["tried"]) for row in few["rows"]] == [(kernel, 2) for kernel in KERNELS]
 
 
-def test_a_budget_to_compile_leaves_whole_points_and_says_what_is_left(
+def test_a_compile_budget_leaves_whole_points_and_reports_the_rest(
     tmp_path: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the same command goes on from there."""
@@ -279,7 +279,7 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> No
 
 
 @pytest.mark.parametrize(("kernel", "mask"), [*zip(TUNED, ("full", "bounded", "full", "bounded", "full"), strict=True)])
-def test_a_right_tile_is_right_and_timed(kernel: str, mask: str) -> None:
+def test_a_correct_tile_passes_and_is_timed(kernel: str, mask: str) -> None:
     """In fp16, so that the dtype of what is continued differs from that of the result."""
     point = Point(kernel, "fp16", 16, 16, 2, mask, 40)
     trials = DeviceTrials(point, replace(SHAPE, dtype="fp16"), CPU, checked=70)
@@ -307,7 +307,7 @@ def out_of_room(made: Any) -> Any:
         ("single_pass", "attention_gradients", off, r"dk errs by 0\.00\d*, PyTorch's by "),
     ],
 )
-def test_a_wrong_result_is_told(
+def test_wrong_results_are_reported(
     kernel: str, name: str, wrong: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = getattr(compile_, name)

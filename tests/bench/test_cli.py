@@ -101,8 +101,8 @@ def test_how_a_command_ends(arguments: list[str], code: int, line: str, alone: N
     assert len(result.output.splitlines()) == (1 if line else 0) and "Input" not in result.output
 
 
-def test_an_interruption_is_told_by_rank_0(demo: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone; an error may be one rank's alone, and is told by each."""
+def test_only_rank_0_reports_an_interruption(demo: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors are printed by every rank, for they may be one rank's."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     interrupted, later = (CliRunner().invoke(cli.app, ["demo", "--end", end]) for end in ("interrupt", "later"))
@@ -141,7 +141,7 @@ def test_help_in_80_columns(name: str) -> None:
     assert not [row for row in early if row[0] not in "╭╰"]
 
 
-def test_a_missing_extra_is_told_in_a_line() -> None:
+def test_a_missing_extra_is_one_line() -> None:
     result = python("import sys\nsys.modules['typer'] = None\nfrom ringattn.bench import cli")
     assert (result.returncode, result.stderr) == (1, f"{cli.EXTRA}\n")
 

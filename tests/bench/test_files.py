@@ -58,7 +58,7 @@ def test_bad_file_is_named(reader: str, alone: None, tmp_path: Path, monkeypatch
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_bad_files_cost_the_page_themselves_alone(tmp_path: Path) -> None:
+def test_bad_files_are_left_out_of_the_page(tmp_path: Path) -> None:
     folder = report_cases.write(tmp_path / "run", memory=report_cases.memory())
     bad = {"a.json": '{"schema": "\\ud800"}', "b.json": "[" * 100_000, "c.json": "{}", "results.json": '{"cases": ['}
     for name, text in bad.items():
@@ -73,7 +73,7 @@ def test_bad_files_cost_the_page_themselves_alone(tmp_path: Path) -> None:
         assert f"<strong>not read</strong>: {name}: " in page and f"left out: {name}: " in told(ended), name
 
 
-def test_what_cannot_be_drawn_costs_the_page_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_charts_are_left_out_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(shown: Any) -> Any:
         raise KeyError("\x1b[2J")
 
@@ -193,7 +193,7 @@ def test_link_that_came_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_files_read_back(tmp_path: Path) -> None:
     """Also where a longer file was; a number that is not finite comes back as one that failed."""
     (target := tmp_path / "a.json").write_text("x" * 1000)
     write_json(target, {"a": (1.5, float("nan"), {"b": -float("inf")})})

@@ -94,7 +94,7 @@ def test_constants_are_those_of_the_code() -> None:
         (["--a", "1", "--d-long", "4"], "--a and --d-long are both given: pass one of them"),
     ],
 )
-def test_flags_without_a_say(words: list[str], message: str) -> None:
+def test_flags_that_do_not_apply_are_refused(words: list[str], message: str) -> None:
     app = typer.Typer()
 
     @app.command()

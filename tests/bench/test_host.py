@@ -53,8 +53,8 @@ def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
         ("cpu", "clock", 101.0, command.LOWER_BOUND, []),
     ],
 )
-def test_the_host_must_be_ahead(device: str, timer: str, host: float, note: str, failed: list[str]) -> None:
-    """By clock its own time is in the compute, and nothing is said."""
+def test_verdict_on_the_host(device: str, timer: str, host: float, note: str, failed: list[str]) -> None:
+    """Timed by clock, host time is part of the compute, and there is no note."""
     rows = [{"phase": FORWARD, "host": host, "compute": 100.0}]
     assert command.verdict(rows, device, timer) == (note, failed)
 

@@ -80,7 +80,7 @@ def test_verdict_on_the_third_buffer() -> None:
     assert "not measured" in verdict(rows[:4], 2)
 
 
-def test_together_is_the_ring() -> None:
+def test_timed_steps_equal_ring_attention_bitwise() -> None:
     """The steps that are timed compute what ``ring_attention`` computes, to the bit."""
 
     def run(group: LocalGroup) -> tuple[list[Tensor], list[Tensor]]:
@@ -98,7 +98,7 @@ def test_together_is_the_ring() -> None:
             assert all(map(torch.equal, expected, got))
 
 
-def test_alone_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_alone_posts_nothing_and_communication_alone_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute alone posts nothing and counts what it would; communication alone posts that and computes nothing."""
     world = SMALL.world
     moved: dict[int, int] = dict.fromkeys(range(world), 0)
@@ -176,7 +176,7 @@ def measured(config: OverlapConfig, seconds: float) -> list[Any]:
 
 @pytest.mark.nightly
 @pytest.mark.idle
-def test_a_ring_hides_what_a_blocking_one_shows() -> None:
+def test_prefetch_hides_communication_that_prefetch_0_exposes() -> None:
     """Communication alone is 0.8 of compute: a step takes the larger, a chunk and 5%; with prefetch 0 it does not."""
     # four query heads to a key head: the fewer bytes, the less of a core the network of the host itself takes
     problem = AttentionConfig(

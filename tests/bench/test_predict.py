@@ -95,7 +95,7 @@ def test_areas_of_blocks_are_their_pairs() -> None:
     assert call.areas()[0].pairs == pytest.approx(float(call.mask.blocks.visible.float().mean()) * 1024**2)
 
 
-def test_links_are_hidden_or_count() -> None:
+def test_exposed_communication_by_hand() -> None:
     """Hidden behind a hop's second; else one transfer after the other, then the last hop's compute."""
     assert seconds(SMALL, late(0.0)) == pytest.approx((4, 4))
     assert seconds(SMALL, late(0.4))[0] == pytest.approx(4)
@@ -117,7 +117,7 @@ def test_gradients_wait_behind_prefetched_keys() -> None:
     assert times == sorted(times) and times[-1] > 1.1 * times[0]
 
 
-def test_a_rail_is_hidden_behind_a_whole_turn() -> None:
+def test_rail_transfers_are_hidden_behind_an_outer_step() -> None:
     """Eight ranks on two nodes, a link between them that takes three hops."""
     call = replace(SMALL, world=8, nodes=2)
     assert seconds(call, late(0.1, 3.0))[0] == pytest.approx(8)
@@ -151,7 +151,7 @@ def test_a_message_waits_for_both_ends(behind: int) -> None:
         run(programs[:1], costs[:1], lambda a, b, nbytes: 0.0)
 
 
-def test_launches_are_slower_for_as_long_as_transfers_last() -> None:
+def test_transfers_slow_concurrent_launches() -> None:
     """Six seconds of transfers posted at once, beside the three launches of 1.8 s that follow: 0.1 less speed."""
     ops = (Op(INSIDE, "K/V", 0, 0, ()), *(Op(COMPUTE, FOLD, hop, 0, ()) for hop in range(4)))
     program = Program(0, "forward", ops)
@@ -221,7 +221,7 @@ def test_memory_does_not_grow_with_the_ring() -> None:
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True, window=(300, 0))])
-def test_timelines_say_what_happened(mask: Mask) -> None:
+def test_timelines_list_every_event(mask: Mask) -> None:
     call = replace(SMALL, tokens=256, mask=mask, nodes=2)
     passes = predicted(call, H100, LINKS)
     drawn = timeline("a ring", passes, call)
@@ -235,7 +235,7 @@ def test_timelines_say_what_happened(mask: Mask) -> None:
 
 
 def test_jitter_is_many_draws() -> None:
-    """Each a whole run with its own luck: who waits for all loses more than one rank's mean."""
+    """Each draw is a whole run; the slowest rank of a draw sets its time."""
     call, jitter = Call(4096, 8, kv_heads=8), Perturbation(jitter=0.1)
     none, some, again = (
         predicted(call, H100, LINKS, luck, phases=FORWARD)[0] for luck in (Perturbation(), jitter, jitter)
@@ -286,7 +286,7 @@ def test_groups_over_nodes_go_over_the_slow_link() -> None:
 
 @pytest.mark.parametrize("perturbation", [Perturbation({3: 2.0}), Perturbation({3: 2.0}, 0.2)], ids=["slow", "both"])
 def test_every_way_has_the_same_perturbation(perturbation: Perturbation) -> None:
-    """And whoever waits for all takes as long as the slowest; a group exchanges heads when its slowest is done."""
+    """Collectives take as long as the slowest rank, exchanges of heads as long as the slowest of their group."""
     call = Call(8192, 8, kv_heads=8)
     with_it, without = ({way.name: way for way in ways(call, replace(INPUTS, perturbation=given_perturbation))}
                         for given_perturbation in (perturbation, Perturbation()))  # fmt: skip

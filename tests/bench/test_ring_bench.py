@@ -40,7 +40,7 @@ def by_name(result: Result) -> dict[str, Any]:
 # processes
 
 
-def test_everyone_agrees_in_real_processes(tmp_path: Path) -> None:
+def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
     flags = "--seqlen 256,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1 --layout zigzag,striped"
     by = "ringattn,baseline,all-gather,Ulysses,PyTorch"  # others take long to import
     ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags.split(), "--by", by, "--json", str(tmp_path / "r.json")])
@@ -105,7 +105,7 @@ def test_a_peer_with_another_order_of_heads_is_right(causal: bool) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (8, 4), (4, 4)])
-def test_heads_of_who_repeats_all_of_k_and_v(heads: int, kv_heads: int) -> None:
+def test_repeated_heads(heads: int, kv_heads: int) -> None:
     order = candidates.repeated_heads(heads, kv_heads).tolist()
     assert sorted(order) == list(range(heads))
     assert [head // (heads // kv_heads) for head in order] == [index % kv_heads for index in range(heads)]

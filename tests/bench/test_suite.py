@@ -109,7 +109,7 @@ def leaves(failed: list[str] | None = None, notes: list[str] | None = None) -> s
     return f"import sys; open(sys.argv[1], 'w').write({json.dumps(json.dumps(made))}); "
 
 
-def test_bad_parts_cost_themselves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One hangs, and so does what it started in a session of its own: none of it runs on."""
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.3)
     child = CHILD.format(repr(HANGS)) + f"open({str(tmp_path / 'child')!r}, 'w').write(str(p.pid)); "
@@ -168,8 +168,8 @@ def test_a_signal_ends_parts_and_keeps_what_is_known(tmp_path: Path, monkeypatch
     assert not [*processes.marked(processes.mark_of(tmp_path))]
 
 
-def test_time_that_is_left_over_goes_to_those_that_follow(tmp_path: Path) -> None:
-    """A share is of what is left, and never less than its own seconds while they last; the command is told half."""
+def test_unused_time_goes_to_later_parts(tmp_path: Path) -> None:
+    """A part's share is of the time left, at least its own seconds; its command gets half as --budget."""
     three = [part(name, SECONDS, code="import sys; print(sys.argv[1])", seconds=10.0) for name in "abc"]
     run(three, tmp_path, budget=90.0)
     budgets = [int((tmp_path / "logs" / f"{name}.txt").read_text()) for name in "abc"]

@@ -83,7 +83,7 @@ def host() -> Iterator[StoreHost]:
         yield served
 
 
-def test_rank_0_merges_for_all_and_tells_all_what_ended_it() -> None:
+def test_rank_0_merges_and_propagates_errors_to_all() -> None:
     def merge(values: list[object]) -> object:
         if None in values:
             raise ValueError("a rank said nothing")
@@ -230,7 +230,7 @@ def test_a_killed_store_is_an_error_at_once(host: StoreHost, capfd: pytest.Captu
         assert not thread.is_alive()
 
 
-def test_a_store_that_stops_answering_holds_nobody(host: StoreHost) -> None:
+def test_an_unresponsive_store_blocks_no_rank(host: StoreHost) -> None:
     control = Control(StoreConnection(host.client()), 0, 2, "test/", 0.5).fresh_scope("ring").scope("inner")
     with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.5 s"):
         control.gather(0, what="shapes", timeout=60)  # no wait is longer than the patience of a control
@@ -247,7 +247,7 @@ def test_a_store_that_stops_answering_holds_nobody(host: StoreHost) -> None:
 
 
 @pytest.mark.parametrize("value", [b"[" * 100_000, b"\xff", b"x", b""])
-def test_what_another_process_puts_into_the_store_is_an_error(value: bytes) -> None:
+def test_invalid_store_values_are_an_error(value: bytes) -> None:
     store = HashStore()
     control = opened(store, 0, 2)
     for key in ("news", "gather0/1"):
@@ -258,7 +258,7 @@ def test_what_another_process_puts_into_the_store_is_an_error(value: bytes) -> N
             read()
 
 
-def test_what_a_rank_left_before_it_returned_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_ranks_that_returned_early_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that answer and return right after a look that found something missing (the 3rd, and the 4th)."""
     hub, looks, moments = Hub(3, timeout=5.0), itertools.count(1), {3: 2, 4: 1}
     connection = LocalConnection(LocalGroup(hub, 0))

@@ -42,9 +42,7 @@ def test_device_and_capture_mode_come_and_go(device: Device) -> None:
 
 
 @pytest.mark.parametrize(("where", "initialized"), [(CPU, True), (CUDA, False)])
-def test_no_context_where_there_is_none(
-    where: torch.device, initialized: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_cuda_context_is_created(where: torch.device, initialized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "device", None)
     monkeypatch.setattr(cuda_threads, "exchange_capture_mode", None)

@@ -311,7 +311,7 @@ def test_threads_are_on_the_transport_s_device(end: Callable[[NcclTransport], No
     until(lambda: "free" in kinds(fabric.device.log))
 
 
-def test_what_nccl_notices_ends_the_ring(fabric: Fabric, device: Device) -> None:
+def test_nccl_async_errors_abort_the_ring(fabric: Fabric, device: Device) -> None:
     """At the next tick, on the ring's device."""
     fabric.index = CUDA.index
     transport = open_alone(device=CUDA)
@@ -330,7 +330,7 @@ def test_what_nccl_notices_ends_the_ring(fabric: Fabric, device: Device) -> None
     assert transport.check() is None, "what has ended has nothing more to tell"
 
 
-def test_peers_that_do_not_join_are_not_waited_for(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peers_time_out(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     make = fabric.NcclCommunicator
 
     def late(*arguments: Any) -> Any:
@@ -346,7 +346,7 @@ def test_peers_that_do_not_join_are_not_waited_for(fabric: Fabric, monkeypatch: 
 @pytest.mark.parametrize(
     ("available", "message"), [(False, r"no NCCL library \(nccl .* Reason: ImportError\)"), (True, "None")]
 )
-def test_what_cupy_warns_of_is_the_reason(
+def test_cupy_import_warnings_are_the_reason(
     available: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where warnings are errors, as here: CuPy's import would end in the middle."""
@@ -423,7 +423,7 @@ def test_both_communicators_end_where_one_edge_fails(fabric: Fabric, device: Dev
 def test_a_communicator_for_each_ring_inside_and_between_the_nodes(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two nodes of three: peers stay ranks of the group, NCCL hears of places in the communicator."""
+    """Two nodes of three: peers stay ranks of the group, NCCL takes ranks of the communicator."""
     limits, make = list[Limits](), nccl.ConfiguredCommunicator
 
     def noted(*args: Any) -> Any:
@@ -457,7 +457,7 @@ def test_a_communicator_for_each_ring_inside_and_between_the_nodes(
         ("NcclCommunicator", r"rank \d: NCCL makes no communicator: NCCL_ERROR_SYSTEM_ERROR"),
     ],
 )
-def test_what_nccl_refuses_to_begin_is_an_error_everywhere(
+def test_nccl_init_errors_are_raised_on_all_ranks(
     name: str, match: str, fabric: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> object:

@@ -65,7 +65,7 @@ def verdicts(ranks: list[Preflight], rounds: int = 5) -> list[Verdict | None]:
     return latest
 
 
-def test_ranks_that_agree_stop_until_calls_come_again() -> None:
+def test_agreeing_ranks_exchange_nothing_for_repeated_calls() -> None:
     ranks = preflights(3)
     for fields in ({"heads": 8}, {"heads": 16}, {"heads": 8}):
         assert on_all(ranks, lambda rank, fields=fields: agree(rank, fields)) == [None] * 3  # type: ignore[misc]
@@ -76,7 +76,7 @@ def test_ranks_that_agree_stop_until_calls_come_again() -> None:
     assert [rank.number for rank in ranks] == [6] * 3
 
 
-def test_every_rank_is_told_the_first_field_and_who_has_what() -> None:
+def test_every_rank_gets_the_first_differing_field_and_all_values() -> None:
     ranks = preflights(3)
     mine = [{"dtype": "fp16", "heads": 8, "mask": 1}, {"dtype": "fp16", "heads": 4, "mask": 1}]
     mine.append({"dtype": "fp16", "heads": 8, "mask": 2})
@@ -112,7 +112,7 @@ def test_layers_that_alternate_are_expected_from_the_second_step_on() -> None:
     assert [traffic(rank) for rank in ranks] == before
 
 
-def test_a_rank_that_refuses_is_named_to_those_that_wait() -> None:
+def test_a_refusing_rank_is_named_to_waiting_ranks() -> None:
     ranks = preflights(3)
 
     def one(rank: Preflight) -> Verdict | None:
@@ -141,7 +141,7 @@ def test_a_rank_that_refuses_while_others_go_on_is_found_by_their_watchdogs() ->
 
 
 @pytest.mark.parametrize("changed", [0, 1])
-def test_a_rank_that_changes_alone_stops_and_the_other_is_told_in_that_call(changed: int) -> None:
+def test_a_changed_call_of_one_rank_is_an_error_on_both(changed: int) -> None:
     ranks = preflights(2)
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}, ends=1))
 
@@ -179,7 +179,7 @@ def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
     assert on_all(ranks, one)[0] == Verdict(text, True)
 
 
-def test_ranks_whose_earlier_calls_differ_do_not_meet() -> None:
+def test_differing_earlier_calls_are_an_error() -> None:
     ranks = preflights(2, patience=0.3)
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
     ranks[0]._count({"heads": "16"}, ("16", ""))
@@ -224,7 +224,7 @@ def test_a_question_is_repeated_when_another_one_took_its_place(
     assert questions[1:] == [other if stays else 3] * 3
 
 
-def test_a_short_wait_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_waits_send_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.LATE_SECONDS", 60.0)
     rank, _ = preflights(2)
     looks: list[int] = []
@@ -274,7 +274,7 @@ def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten(
         assert agree(ranks[1], {"heads": 8}) is None
 
 
-def test_a_rank_that_waits_further_on_hears_of_a_question_about_an_earlier_call() -> None:
+def test_a_rank_that_waits_at_a_later_call_answers_about_an_earlier_one() -> None:
     """Rank 1 goes on past call 2 and waits at call 3, when rank 0 comes to another call 2."""
     ranks = preflights(2)
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
@@ -298,7 +298,7 @@ def test_a_rank_that_waits_further_on_hears_of_a_question_about_an_earlier_call(
     assert on_all(ranks, one) == [Verdict(text, True)] * 2
 
 
-def test_older_words_of_the_watchdog_do_not_stand_in_the_place_of_newer_ones() -> None:
+def test_newer_watchdog_messages_replace_older_ones() -> None:
     ranks = preflights(2)
     ranks[0].refuse(ValueError("k has 6 heads"))
     late, _ = ranks[0].hear({})
@@ -310,7 +310,7 @@ def test_older_words_of_the_watchdog_do_not_stand_in_the_place_of_newer_ones() -
     assert quiet(ranks[0])
 
 
-def test_a_refusal_stays_until_everybody_has_heard_it() -> None:
+def test_a_refusal_is_kept_until_all_ranks_have_read_it() -> None:
     ranks = preflights(2)
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
 

@@ -33,7 +33,7 @@ from ..support.watch_cases import Clock, Ranks, running
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 100, 1024])
-def test_everyone_knows_everyone_within_twice_the_logarithm(size: int) -> None:
+def test_gossip_reaches_all_ranks_in_2_log2_ticks(size: int) -> None:
     """Of ranks whose clocks are up to a tick apart, each of which leaves what it knew a tick ago."""
     skews, known, ticks = [rank % 2 for rank in range(size)], [1 << rank for rank in range(size)], 0
     while any(mask != (1 << size) - 1 for mask in known):
@@ -106,7 +106,7 @@ def test_one_warning_per_episode() -> None:
     assert [warning.since for warning in again if warning] == [40.0]
 
 
-def test_a_spike_is_no_straggler() -> None:
+def test_single_slow_samples_are_no_straggler() -> None:
     stragglers = Stragglers()
     for now in range(100):
         table = rows([4.0, 12.0 if now % 10 < LOOKS - 1 else 4.0, 4.0])
@@ -156,7 +156,7 @@ def test_gauges_are_read_now_and_then(clock: Clock) -> None:
     assert telemetry.table.rows[0].gauges == {"sm_clock": 1980, "throttle": ("power cap",)}
 
 
-def test_a_ring_that_rests_only_looks_for_questions(clock: Clock) -> None:
+def test_idle_rings_only_poll_for_questions(clock: Clock) -> None:
     ranks, fences = running(2)
     for watch, fence in zip(ranks.watches, fences, strict=True):
         fence.finish()
@@ -178,7 +178,7 @@ def test_a_ring_that_rests_only_looks_for_questions(clock: Clock) -> None:
         assert ranks.controls[1].look("words/0") == message
 
 
-def test_the_newest_row_stays() -> None:
+def test_newer_rows_replace_older_ones() -> None:
     table, old, new = Table(), Row(1, 10.0, "old"), Row(2, 11.0, "new")
     table.merge({3: new})
     table.merge({3: old, 1: old})
@@ -190,7 +190,7 @@ def test_the_newest_row_stays() -> None:
     assert copy.rows == table.rows
 
 
-def test_every_rank_learns_what_every_other_does() -> None:
+def test_every_rank_gets_the_telemetry_of_all() -> None:
     ranks, fences = running(3)
     for watch, fence in zip(ranks.watches, fences, strict=True):
         watch._telemetry.spent("lunch", 100.0)
@@ -209,7 +209,7 @@ def test_every_rank_learns_what_every_other_does() -> None:
 
 
 @pytest.mark.parametrize("age", [0.0, 2 * WINDOW_SECONDS])
-def test_a_straggler_is_named_once_and_by_one_rank(age: float, caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
+def test_a_straggler_is_reported_once_by_one_rank(age: float, caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
     """From rows that are not old: one rank computes twice as long as the others."""
     ranks, now = Ranks(3), time.time()
     computes, waits = (4.0, 8.0, 4.0), (4.0, 0.1, 4.0)

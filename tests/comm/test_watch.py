@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_a_late_transfer_is_told_to_all(clock: Clock) -> None:
+def test_late_transfers_are_propagated_to_all_ranks(clock: Clock) -> None:
     ranks, fences = running(3)
     for fence in (fences[0], fences[1]):
         fence.finish()
@@ -60,7 +60,7 @@ def test_a_late_transfer_is_told_to_all(clock: Clock) -> None:
         ranks.watches[2].agree({"heads": 8})
 
 
-def test_a_connection_that_a_peer_closed_on_purpose_is_not_the_reason() -> None:
+def test_the_root_cause_is_named_not_the_closed_connection() -> None:
     """Rank 1 gives up because of rank 2; rank 0, whose connection to rank 1 breaks by that, must name rank 2 too."""
     ranks, fences = running(3)
     fences[1].finish("receive from rank 2 failed: killed")
@@ -70,7 +70,7 @@ def test_a_connection_that_a_peer_closed_on_purpose_is_not_the_reason() -> None:
     assert "Connection reset by peer. Rank 1 found: " in message and "receive from rank 2 failed: killed" in message
 
 
-def test_what_is_no_transport_error_stays_and_the_others_hear_of_it() -> None:
+def test_other_errors_are_kept_and_propagated_to_peers() -> None:
     ranks, _ = running(2)
     error, connection, messages = MemoryError("out of memory"), ranks.connection(0), list[Any]()
     connection.store = Unconfirmed(connection.store)
@@ -90,7 +90,7 @@ def test_what_is_no_transport_error_stays_and_the_others_hear_of_it() -> None:
     assert "failed: MemoryError: out of memory" in heard
 
 
-def test_a_store_that_is_gone_is_said_and_the_deadline_holds(clock: Clock) -> None:
+def test_a_lost_store_is_reported_and_the_deadline_holds(clock: Clock) -> None:
     ranks, _ = running(3)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))  # from here on everyone has heard of everyone
     for rank in range(3):
@@ -110,7 +110,7 @@ def test_a_store_that_is_gone_is_said_and_the_deadline_holds(clock: Clock) -> No
         assert text.endswith(". the store of the group is gone: Connection reset by peer")
 
 
-def test_an_abort_that_hangs_does_not_hold_up_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_abort_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringattn.comm.watchdog.watch.ABORT_SECONDS", 0.1)
     ranks, fences = running(2, fatal=True)
     stuck, over = threading.Event(), list[bool]()
@@ -145,7 +145,7 @@ def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
 
 @pytest.mark.parametrize("ticks", [0, 1, 2])
 def test_a_connection_that_breaks_because_a_rank_refused_and_left(ticks: int) -> None:
-    """A tick hears the question and says what it does, the next one hears why, if nothing has broken before."""
+    """A tick reads the question and answers, the next one reads the reason, unless the connection breaks first."""
     ranks = Ranks(2)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
     ranks.watches[1].enter()
@@ -190,7 +190,7 @@ def watch_of(control: Control) -> Watch:
     return Watch(control, deadline=0.2, device=CPU, transports=lambda: [])
 
 
-def test_a_fault_in_one_ring_does_not_end_the_watch_over_the_others(
+def test_a_fault_in_one_ring_does_not_stop_watching_the_others(
     fast: Watchdog, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, good = (watch_of(control) for control in controls(2))
@@ -219,7 +219,7 @@ def test_a_forked_child_has_a_thread_of_its_own(fast: Watchdog) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_streams_end_the_process_and_show_why(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_stream_deadlines_end_the_process_with_the_reason(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     ranks, _ = running(3, fatal=True)
     ranks.tick()
     clock.now += 4

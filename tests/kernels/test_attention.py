@@ -77,7 +77,7 @@ def test_masks(kind: str, dtype: torch.dtype) -> None:
     check(inputs(Sizes(queries=70, keys=75), dtype), interval(kind, 70, 75))
 
 
-def test_the_two_ways_to_the_truth_agree() -> None:
+def test_interval_and_position_references_agree() -> None:
     """Keys cut out for each row, as here, and masked by positions, as the reference does for the causal mask."""
     x = inputs(Sizes(heads=4, kv_heads=2))
     for got, expected in zip(exact(x, interval("causal", 40, 40)), baselines.exact(*x, causal=True), strict=True):
@@ -143,9 +143,7 @@ VIEWS = (heads_first, packed, sliced)
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_strided_tensors_are_used_where_they_lie(
-    view: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strided_tensors_are_not_copied(view: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs, state and sums: no copy is launched with, and what lies between the elements of a result stays NaN."""
     launched, launch = set[int](), attention.launch  # type: ignore[attr-defined]
 

@@ -92,7 +92,7 @@ def test_each_kernel_is_launched_as_it_was_measured(gpu: Folders, seen: Seen) ->
     assert "reduce_kernel" in seen
 
 
-def test_a_configs_fields_rule(gpu: Folders, seen: Seen) -> None:
+def test_config_fields_override_tables(gpu: Folders, seen: Seen) -> None:
     save(gpu[0], *map(chosen, EVERY))
     check(inputs(SIZES), FULL, config=KernelConfig(SMALL, SMALL, SMALL))
     attention.attention_forward(*inputs(SIZES)[:3], scores=Scores(softcap=20.0))  # with more than bounds none are taken
@@ -100,10 +100,8 @@ def test_a_configs_fields_rule(gpu: Folders, seen: Seen) -> None:
     assert "reduce_kernel" not in seen
 
 
-def test_what_does_not_suit_a_call_is_left_out_quietly(
-    gpu: Folders, seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A margin of all multiprocessors; heads that are not grouped; where the caller asked, it is an error."""
+def test_unsuitable_table_options_are_ignored(gpu: Folders, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A margin of all multiprocessors; heads that are not grouped. Requested by the caller, each is an error."""
     options: dict[str, Any] = {"order": "longest", "persistent": True, "sm_margin": 500, "pack_gqa": True}
     alone = SMALL_POINT._replace(group=1)
     split = entry(alone._replace(kernel="dkdv"), with_options(SMALL, {"dkdv_splits": 3}))
@@ -138,7 +136,7 @@ def test_a_tables_forward_kernel_runs_where_it_can(gpu: Folders, monkeypatch: py
 
 
 def test_estimates_have_no_options(gpu: Folders) -> None:
-    """A kernel or an order that never ran on a GPU is for who writes a config, whatever a table says."""
+    """Kernels and orders that never ran on a GPU are used only where a config requests them."""
     q, _, v, *_ = inputs(SIZES)
     point = SMALL_POINT._replace(kernel="dq")
     save(gpu[0], estimate(SMALL_POINT, with_options(SMALL, EVERY["forward"])), estimate(point, Tile(32, 16, 4, 1)))
@@ -205,7 +203,7 @@ def test_one_pass_where_it_was_measured_as_faster(
         assert backward_config(None, x.q, x.v, **how | other) is None
 
 
-def test_who_asks_for_one_pass_has_its_measured_tile(gpu: Folders) -> None:
+def test_requested_single_pass_uses_its_measured_tile(gpu: Folders) -> None:
     x = inputs(SIZES)
     save(gpu[0], *backward(1.0, 1.0))
     built_in = single_pass_tile(90, x.q.dtype, 16)
@@ -246,7 +244,7 @@ def kernel(run: Callable[..., None]) -> Any:
     return type("forward_kernel", (), {"__name__": "forward_kernel", "__getitem__": lambda self, grid: run})()
 
 
-def test_what_triton_finds_too_large_is_told_with_its_options() -> None:
+def test_out_of_resources_is_reported_with_the_options() -> None:
     """Registers, or what a pipeline takes beyond the least: known once it is compiled."""
 
     def run(*arguments: object, **options: object) -> None:

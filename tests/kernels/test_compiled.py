@@ -52,7 +52,7 @@ BEFORE = {"forward": (254, 523), "dq": (223, 315), "dkdv": (255, 376)}
 
 
 @pytest.mark.compiles("90:bf16:128:middle")
-def test_what_a_ring_launches_most_is_clean_and_pays_for_nothing_that_is_off(rows: list[dict[str, Any]]) -> None:
+def test_common_launches_are_clean_and_disabled_features_cost_nothing(rows: list[dict[str, Any]]) -> None:
     """The main GPU, in the role of most hops: no more registers or instructions than before there were features."""
     compiled = of_a_hop(rows)
     if triton.__version__.startswith("3.7."):  # whose figures they are

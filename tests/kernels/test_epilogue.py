@@ -60,7 +60,7 @@ def numbers(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("cuts", "kind"), [*((cuts, "full") for cuts in CUTS), (CUTS[1], "last rows blind"), (CUTS[2], "causal")]
 )
-def test_the_bits_of_pointers_in_every_role(cuts: list[int], kind: str, moved: set[str]) -> None:
+def test_descriptors_equal_pointers_bitwise_in_every_role(cuts: list[int], kind: str, moved: set[str]) -> None:
     """New results by a store, sums that stay by an addition, sums that leave by a load and a store."""
     x, lse, bounds = inputs(SMALL, torch.float16), numbers(2, 2, 20), interval(kind, 20, 45).to(DEVICE)
     made, same = (dkdv_of_shards(x, bounds, cuts, lse, lse / 8, config) for config in (DESCRIPTORS, POINTERS))
@@ -80,7 +80,7 @@ SITUATIONS: dict[str, tuple[Bounds, Scores, dict[str, Any]]] = {
 
 @pytest.mark.usefixtures("moved")
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_the_bits_of_pointers(name: str) -> None:
+def test_descriptors_equal_pointers_bitwise(name: str) -> None:
     """Whatever else a launch has."""
     bounds, scores, options = SITUATIONS[name]
     x, lse, results = inputs(SIZES, torch.float16), numbers(2, 4, 20), []

@@ -498,7 +498,7 @@ def order_problems(listing: str) -> list[str]:
         (compiled_gate.unfenced, FENCED.replace(FENCE, ""), ["1 times stmatrix is", "1 times st.shared is"]),
     ],
 )
-def test_what_the_gate_reads(reads: Callable[[str], list[str]], code: str, problems: list[str]) -> None:
+def test_gate_problems_of_listings(reads: Callable[[str], list[str]], code: str, problems: list[str]) -> None:
     """Whether products and exponentials overlap, who hands on what, and what is handed on without a fence."""
     read = reads(code)
     assert len(read) == len(problems) and all(map(str.startswith, read, problems))

@@ -118,7 +118,7 @@ def small_l2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_l2")
-def test_what_a_launch_is_told() -> None:
+def test_launch_arguments_of_orders() -> None:
     shape, tile, count = launch.shape_of(Q, K), INTERPRETER.forward, 2 * 2 * 6
     packed, keys = order.packed_shape(choose(pack_gqa=True), shape), launch.shape_of(K, Q)
     assert packed == shape._replace(heads=3, group=1, packed=2)
@@ -174,7 +174,7 @@ def test_as_exact_as_any(choice: str, kind: str, dtype: torch.dtype, lengths: tu
     [("used", CHOICES["all"], 3), ("block_sparse", CHOICES["all"], 3), ("alibi and dropout", CHOICES["all"], 3),
      ("used", {"dkdv_splits": 2}, 4)],
 )  # fmt: skip
-def test_what_else_a_launch_may_have(features: str, chosen: dict[str, Any], heads: int) -> None:
+def test_other_features_with_every_order(features: str, chosen: dict[str, Any], heads: int) -> None:
     """Each query head keeps its own slope and its own dropped weights."""
     x = inputs(Sizes(20, 40, heads=heads, batch=1 + (features == "used")))
     bounds, scores = interval("causal", 20, 40), Scores()

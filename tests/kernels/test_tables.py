@@ -129,7 +129,7 @@ def test_the_nearest_length_serves(folders: Folders) -> None:
         assert tuned(H200).tile((*KEY[:field], None, *KEY[field + 1 :]), 8192) is None  # type: ignore[arg-type]
 
 
-def test_which_folder_serves(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_precedence(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's table first, where the package's fills in; a folder that is given in place of the user's."""
     user, package = folders
     save(package, entry(tile=OTHER), entry(POINT._replace(kernel="dq"), OTHER))
@@ -145,7 +145,7 @@ def test_which_folder_serves(folders: Folders, tmp_path: Path, monkeypatch: pyte
     assert found() == small and found(config_dir=user) == TILE
 
 
-def test_a_folder_that_is_not_there_is_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_warns(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"config_dir is '/nowhere': there is no such folder; `ringattn tune"):
         tuned(H200, "/nowhere")
     monkeypatch.setenv(tables.CONFIG_DIR, "/nowhere")
@@ -184,7 +184,7 @@ def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch:
 
 
 @pytest.mark.parametrize("damage", ["broken", "gpu", "arch", "triton"])
-def test_a_refused_table_is_told_once_and_the_default_serves(damage: str, folders: Folders) -> None:
+def test_a_refused_table_warns_once_and_defaults_are_used(damage: str, folders: Folders) -> None:
     path = save(folders[0], entry())
     data = json.loads(path.read_text())
     wrong = {"gpu": "NVIDIA-H200", "arch": 80, "triton": "3.1"}  # the same file name, another GPU
@@ -196,7 +196,7 @@ def test_a_refused_table_is_told_once_and_the_default_serves(damage: str, folder
 
 
 def test_the_tables_that_ship_are_good() -> None:
-    """And of estimates alone, so that they are nobody's default: nothing here was measured yet."""
+    """They hold estimates only, which are never defaults: nothing was measured yet."""
     paths = [*(ROOT / "autotune" / "tables").glob("*.json")]
     assert paths
     for path in paths:

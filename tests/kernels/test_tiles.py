@@ -196,7 +196,7 @@ def check_launches(
 
 
 @pytest.mark.parametrize(("name", "causal"), [*((name, True) for name in (*NAMES, "uneven")), ("uneven", False)])
-def test_a_tile_that_nobody_sees_is_never_loaded(name: str, causal: bool, watch: list[Loads]) -> None:
+def test_invisible_tiles_are_never_loaded(name: str, causal: bool, watch: list[Loads]) -> None:
     """And one that somebody sees exactly once per pass, every hop of every rank."""
     layout, done = Layout.uneven([60, 3, 27]) if name == "uneven" else named(name, 90, 3), set()
     for rank, shard in product(range(3), repeat=2):
@@ -222,7 +222,7 @@ def test_other_masks_padding_blocks_and_heads(kind: str, watch: list[Loads]) -> 
         check_launches(watch, Bounds(whole.lo, whole.hi, None, BlockSparseIndex(shown, 48)), 70, 75, tiles(16, 16))
 
 
-def test_a_state_that_nothing_is_added_to_is_not_read(watch: list[Loads]) -> None:
+def test_state_of_invisible_blocks_is_not_read(watch: list[Loads]) -> None:
     """In place, a block whose rows see nothing of this shard loads no tile at all."""
     q, k, v = (torch.randn(1, 40, 1, 16) for _ in range(3))
     state, lse = torch.randn(1, 40, 1, 16), torch.randn(1, 1, 40)

@@ -124,7 +124,7 @@ def forks(rank: int) -> list[str]:
     return os.read(here, 4096).decode().splitlines()
 
 
-def test_a_forked_process_is_told_at_once_that_nothing_works_there() -> None:
+def test_calls_in_forked_processes_raise_at_once() -> None:
     for of_ring, of_group, of_close in results(2, forks):
         assert re.match(r"RuntimeError: ring belongs to process \d+, from which this one was forked", of_ring)
         assert re.match(r"RuntimeError: group belongs to the process that process \d+ was forked from", of_group)

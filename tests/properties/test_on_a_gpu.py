@@ -219,7 +219,7 @@ print(*poisoned_fork.first)
 
 
 def test_no_gpu_is_asked_for_before_a_fork() -> None:
-    """Imports alone keep nobody's forks from CUDA, of whatever forks."""
+    """Imports alone do not initialise CUDA, so that later forks can use it."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)

@@ -120,7 +120,7 @@ def test_what_orders_two_streams(program: Callable[..., None], ordered: bool, re
 
 @pytest.mark.parametrize("how", ["allocated", "freed", "freed behind a wait", "freed with record_stream"])
 def test_memory_of_another_stream(recorder: Recorder, how: str) -> None:
-    """The stream that owns it has not yet let go of what was there before, or gives it to whoever comes next."""
+    """Its owning stream may still use the previous contents, or hand the memory to the next allocation."""
     transfer, x = torch.cuda.Stream(), torch.empty(4, device=GPU)
     if how != "allocated":
         transfer.wait_stream(compute())

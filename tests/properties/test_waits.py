@@ -190,7 +190,7 @@ def test_what_is_left_out_is_named(
 
 
 def test_gates_are_closed_when_a_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the pass before would let in nobody."""
+    """The gates of the previous pass would block all programs."""
     made: dict[Any, torch.Tensor] = {}
     fresh = single_pass.turns_of
 

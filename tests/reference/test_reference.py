@@ -34,7 +34,7 @@ def close(ours: Results | tuple[Tensor, ...], theirs: Results | tuple[Tensor, ..
 @pytest.mark.parametrize(
     ("causal", "heads", "kv_heads", "softmax_scale"), [(False, 2, 2, None), (True, 4, 2, 0.3), (True, 3, 1, None)]
 )
-def test_dense_is_pytorchs(causal: bool, heads: int, kv_heads: int, softmax_scale: float | None) -> None:
+def test_dense_equals_pytorch(causal: bool, heads: int, kv_heads: int, softmax_scale: float | None) -> None:
     q, k, v, dout, dlse = tensors(9, 9, heads, kv_heads)
     visible = torch.ones(9, 9).tril().bool() if causal else None
     theirs = pytorch(q, k, v, dout, dlse, visible=visible, softmax_scale=softmax_scale)

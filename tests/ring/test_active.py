@@ -113,7 +113,7 @@ def test_spans_with_steps_keep_theirs() -> None:
     assert sent.spans_per_rank == (((16, 4, 1),), ((20, 10, 2),), ((21, 9, 2),))
 
 
-def test_what_is_in_too_many_pieces_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fragmented_shards_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, mask = Layout.contiguous(64, 4), Mask(window=(3, 0))
     assert sent_keys(layout, mask, layout).lengths == (3, 3, 3, 0)
     sent_keys.cache_clear()

@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
 
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("blockwise_only", [False, True])
-def test_what_arrives_is_waited_for_last(local: bool, blockwise_only: bool) -> None:
+def test_arriving_keys_are_waited_for_last(local: bool, blockwise_only: bool) -> None:
     q, k, v, dout = (torch.randn(2, 12, heads, 16) for heads in (4, 2, 2, 4))
     lo = torch.arange(12, dtype=torch.int32) // 2
     bounds_of_hop = Bounds(lo, lo + 3) if blockwise_only else FULL

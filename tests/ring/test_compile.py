@@ -97,7 +97,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_compiled_is_eager_to_the_bit(name: str) -> None:
+def test_compiled_equals_eager_bitwise(name: str) -> None:
     tensors = inputs()
     assert_same(run(compiled(), tensors, **CALLS[name]), run(block, tensors, **CALLS[name]))
 
@@ -169,7 +169,7 @@ def test_virtual_ranks() -> None:
     assert counter.frame_count <= MOST
 
 
-def test_of_the_seeds_that_ranks_draw_rank_0s_counts() -> None:
+def test_rank_0s_seed_is_used() -> None:
     whole, layout, seeds = inputs(), Layout.contiguous(ROWS, 2), torch.tensor([12345, 1])
 
     def draws(q: Tensor, k: Tensor, v: Tensor, *, group: Any, layout: Layout) -> Tensor:

@@ -131,7 +131,7 @@ def test_calls_of_other_shapes_on_one_ring() -> None:
 
 
 @pytest.mark.parametrize("topology", [None, GRIDS["2x2"]], ids=["flat", "2x2"])
-def test_when_bytes_move_changes_no_bit(topology: Topology | None) -> None:
+def test_prefetch_and_slots_change_no_bit(topology: Topology | None) -> None:
     layout, whole = Layout.zigzag(32, 4), inputs(32)
     changes = [{"prefetch": 0}, {"prefetch": 1}, {"slots": 2}, {"slots": 4}]
     first, *others = (
@@ -183,7 +183,7 @@ def test_a_nan_in_k_and_an_inf_in_v_reach_the_rows_that_see_them_and_no_others()
     assert out[:, :512].isfinite().all()  # another shard, so another tile
 
 
-def test_what_a_world_used_goes_with_it() -> None:
+def test_a_world_releases_its_memory() -> None:
     layout, whole, rings = Layout.zigzag(16, 2), inputs(16), []
 
     def rank_ring(group: LocalGroup) -> None:

@@ -268,7 +268,7 @@ def test_distances_at_which_nobody_sees_anything_have_no_hop() -> None:
 
 
 @pytest.mark.parametrize("direction", [1, -1])
-def test_what_comes_from_both_sides_does_not_go_round(direction: int) -> None:
+def test_keys_needed_on_both_sides_take_the_short_way(direction: int) -> None:
     """The neighbour on the one side, then straight to the one on the other."""
     plan = schedule(Layout.contiguous(64, 8), Mask(window=(7, 7)), direction=direction)
     assert plan.steps == (0, 1, 7)
@@ -283,7 +283,7 @@ def test_what_comes_from_both_sides_does_not_go_round(direction: int) -> None:
     assert nodes.count == 9
 
 
-def test_the_order_in_which_less_moves() -> None:
+def test_the_direction_with_fewer_transfers_is_chosen() -> None:
     """One shard is seen one and three ranks further, the next one two: the longer of them takes fewer hops."""
     visible = torch.eye(4, dtype=torch.bool)
     visible[[1, 3, 3], [0, 0, 1]] = True

@@ -201,7 +201,7 @@ def test_the_bounds_of_a_causal_mask(export: Export) -> None:
         ("--gpu NVIDIA-H100", "there is no table of NVIDIA-H100, sm_90, for this version of Triton: "),
     ],
 )
-def test_what_there_is_not(arguments: str, expected: str, tmp_path: Path, folders: tuple[Path, Path]) -> None:
+def test_unsupported_exports(arguments: str, expected: str, tmp_path: Path, folders: tuple[Path, Path]) -> None:
     flags = ["--arch", "sm_90", *arguments.split(), "--out-dir", str(tmp_path / "out")]
     done = CliRunner().invoke(app, flags, env=WIDE)
     assert done.exit_code != 0

@@ -113,7 +113,7 @@ NO_MAP = (
 )  # fmt: skip
 
 
-def test_what_no_map_can_be_made_of(described: Export) -> None:
+def test_unsupported_descriptor_maps_are_refused(described: Export) -> None:
     record = described.recording()[1]
     before = record.launches
     assert [launched(described, "forward", **wrong)[0] for wrong in NO_MAP] == [1] * len(NO_MAP)
@@ -138,7 +138,7 @@ void turns(int32_t *numbers, const int32_t *lo, const int32_t *hi, int32_t queri
 """
 
 
-def test_whose_turn_it_is(described: Export) -> None:
+def test_order_of_turns(described: Export) -> None:
     folder = described.folder.parent / "turns"
     folder.mkdir(exist_ok=True)
     (folder / "turns.c").write_text(TURNS.format(header=f"{described.prefix}.h", prefix=described.prefix))
