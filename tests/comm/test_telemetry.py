@@ -16,8 +16,8 @@ import torch
 from ringattn.comm.watchdog.telemetry import (
     LOOKS,
     WINDOW_SECONDS,
+    RankRow,
     Report,
-    Row,
     Stopwatch,
     Straggler,
     Stragglers,
@@ -62,13 +62,13 @@ def test_a_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [op.stream for op in device.log] == [device.current(1)] * 7
 
 
-def rows(computes: list[float], waits: list[float] | None = None, elsewhere: float = 0.0) -> dict[int, Row]:
+def rows(computes: list[float], waits: list[float] | None = None, elsewhere: float = 0.0) -> dict[int, RankRow]:
     """A ring at the pace of its slowest rank, or one with the given waits."""
     slow = max(computes)
     waits = [slow - compute for compute in computes] if waits is None else waits
     window = max(map(sum, zip(computes, waits, strict=True))) + elsewhere
     return {
-        rank: Row(1, 0.0, "", compute=compute, wait=wait, window=window)
+        rank: RankRow(1, 0.0, "", compute=compute, wait=wait, window=window)
         for rank, (compute, wait) in enumerate(zip(computes, waits, strict=True))
     }
 
@@ -87,7 +87,7 @@ def rows(computes: list[float], waits: list[float] | None = None, elsewhere: flo
         ("two of four are slow: no rank stands out", rows([4.0, 8.0, 8.0, 7.9]), None, None),
     ],
 )
-def test_who_is_a_straggler(what: str, table: dict[int, Row], rank: int | None, factor: float | None) -> None:
+def test_who_is_a_straggler(what: str, table: dict[int, RankRow], rank: int | None, factor: float | None) -> None:
     expected: object = None if rank is None else (rank, pytest.approx(factor))
     assert slowest(table) == expected, what
 
@@ -179,7 +179,7 @@ def test_idle_rings_only_poll_for_questions(clock: Clock) -> None:
 
 
 def test_newer_rows_replace_older_ones() -> None:
-    table, old, new = Table(), Row(1, 10.0, "old"), Row(2, 11.0, "new")
+    table, old, new = Table(), RankRow(1, 10.0, "old"), RankRow(2, 11.0, "new")
     table.merge({3: new})
     table.merge({3: old, 1: old})
     assert table.reports(12.0) == (Report(1, 2.0, old), Report(3, 1.0, new))
@@ -214,7 +214,7 @@ def test_a_straggler_is_reported_once_by_one_rank(age: float, caplog: pytest.Log
     ranks, now = Ranks(3), time.time()
     computes, waits = (4.0, 8.0, 4.0), (4.0, 0.1, 4.0)
     table = {
-        rank: Row(10**6, now - age, "x", compute=compute, wait=wait, window=8.1)
+        rank: RankRow(10**6, now - age, "x", compute=compute, wait=wait, window=8.1)
         for rank, (compute, wait) in enumerate(zip(computes, waits, strict=True))
     }
     with caplog.at_level(logging.WARNING, "ringattn"):

@@ -22,7 +22,7 @@ from ringattn.kernels.experimental import single_pass
 from ringattn.ring import buffers
 from ringattn.ring.key_values import KeyValues
 
-from ..support.cuda.cases import CASES, CONFIGS, Call, Case
+from ..support.cuda.cases import CASES, CONFIGS, Case, RecordedCall
 from ..support.cuda.implied import IMPLIED
 from ..support.cuda.replay import without
 from ..support.cuda.ring import record
@@ -93,7 +93,7 @@ def any_case(draw: st.DrawFn) -> Case:
     ring = draw(st.fixed_dictionaries(RINGS)) | {"topology": topology}
     ring["prefetch"] = draw(st.integers(0, ring["slots"] - 1))
     some = layouts(world=topology.world, max_seqlen=24).filter(lambda layout: layout.seqlen > 0)
-    calls = draw(st.lists(st.builds(Call, some, masks(), st.booleans()), min_size=2, max_size=3))
+    calls = draw(st.lists(st.builds(RecordedCall, some, masks(), st.booleans()), min_size=2, max_size=3))
     transport, config = draw(st.sampled_from(list(CASES))), draw(st.sampled_from(CONFIGS))
     return Case(tuple(calls), transport, ring=ring, config=config)
 
@@ -171,9 +171,9 @@ BROKEN = [
     (buffers.RingBuffer, "computed", lambda *_: None, "world 5", ("K/V slot", "kernel", "hop", "recv from")),
     (buffers.Arrival, "wait", lambda self: self.tensors, "world 5", ("recv", "kernel forward_kernel")),
     (Slots, "free", lambda self, slot: (), "world 5", ("race", "nothing orders the two")),
-    (buffers.Call, "settle", lambda self: None, "forward twice", ("the caller, afterwards", "send")),
-    (buffers.Call, "mark", lambda self: DONE, "single pass, two chunks", ("single_pass_kernel", "send")),
-    (buffers.Call, "mark", lambda self: DONE, "parts of dK/dV", ("reduce_kernel", "send")),
+    (buffers.RingCall, "settle", lambda self: None, "forward twice", ("the caller, afterwards", "send")),
+    (buffers.RingCall, "mark", lambda self: DONE, "single pass, two chunks", ("single_pass_kernel", "send")),
+    (buffers.RingCall, "mark", lambda self: DONE, "parts of dK/dV", ("reduce_kernel", "send")),
     (ByNodeTransport, "post", far_first, "2 x 2, unshard", ("deadlock with eager sends",)),
     (KeyValues, "advance", backwards, "two chunks", ("that is not the order of keys",)),
 ]

@@ -88,7 +88,7 @@ ENGINE_POST = tuple(f"CopyEngineTransport.{name}" for name in ENGINE_CALLS)
 
 TARGETS = (
     Target("ring.loop", ("",), ("nccl",), RING),
-    Target("ring.buffers", ("Call", "Arrival", "RingBuffer"), ("nccl",), RING),
+    Target("ring.buffers", ("RingCall", "Arrival", "RingBuffer"), ("nccl",), RING),
     Target("ring.key_values", ("",), ("nccl",), RING),
     Target("ring.dkv", ("",), ("nccl",), RING),
     Target("ring.shards", ("exchange",), ("nccl",), ("ring/test_shards.py",)),

@@ -20,7 +20,7 @@ from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transport import ring_edges
 from ringattn.kernels import attention
 from ringattn.ring import ring as ring_module
-from ringattn.ring.buffers import Call, Key
+from ringattn.ring.buffers import Key, RingCall
 from ringattn.ring.ring import ring_of
 
 from ..support.pairwise import pairwise_cases
@@ -232,9 +232,9 @@ def test_slots_of_a_failed_call_go_after_its_transfers(then: str, monkeypatch: p
     """Nobody has waited for what it had posted."""
     layout, whole = Layout.zigzag(24, 3), inputs(24)
     posted: dict[int, list[Calling]] = {rank: [] for rank in range(3)}
-    post = Call.post
+    post = RingCall.post
 
-    def failing(call: Call, level: int, key: Key, *rest: Any) -> Fence | None:
+    def failing(call: RingCall, level: int, key: Key, *rest: Any) -> Fence | None:
         if call.wire is not None:
             return post(call, level, key, *rest)
         if key.brings == 2:
@@ -244,7 +244,7 @@ def test_slots_of_a_failed_call_go_after_its_transfers(then: str, monkeypatch: p
         posted[call.plan.rank].append(Calling(fence.wait))
         return posted[call.plan.rank][-1]
 
-    monkeypatch.setattr(Call, "post", failing)
+    monkeypatch.setattr(RingCall, "post", failing)
     together = threading.Barrier(3)
 
     def calls(group: LocalGroup) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ringattn.comm import Fence, Message, Slots
 from ringattn.comm.transport import DONE, Edge
 from ringattn.ring import loop
-from ringattn.ring.buffers import BETWEEN, INSIDE, Call, Key, Kind, Tensors, chunks_of
+from ringattn.ring.buffers import BETWEEN, INSIDE, Key, Kind, RingCall, Tensors, chunks_of
 from ringattn.ring.schedule.plan import HopMask, Plan
 from ringattn.ring.schedule.schedule import Schedule
 
@@ -178,7 +178,7 @@ class Rank:
             x.copy_(before)
             x[..., self.rank] += bounds.computes
 
-    def run(self, call: Call, size: int) -> None:
+    def run(self, call: RingCall, size: int) -> None:
         k, v = (torch.full((1, 1, len(call.chunks), size), float(self.rank)) for _ in range(2))
         backends = [self] * len(call.chunks)
         if call.phase == "forward":
@@ -225,7 +225,7 @@ def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1)
     def one(rank: int) -> None:
         mine = steps(plan, rank)
         transports: Any = tuple(Level(world, level, rank, edges) for level, edges in enumerate(plan.edges))
-        call = Call(
+        call = RingCall(
             plan=mine,
             phase=phase,
             transports=transports,

@@ -32,8 +32,8 @@ RING = ("buffers.", "key_values.", "dkv.", "loop.", "backends.", "args.", "ops."
 PASSED = (
     "lanes.",
     "local._LocalFence.",
-    "buffers.Call.post",
-    "buffers.Call.mark",
+    "buffers.RingCall.post",
+    "buffers.RingCall.mark",
     "buffers.Arrival.wait",
     "buffers.RingBuffer.computed",
 )

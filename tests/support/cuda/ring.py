@@ -304,9 +304,9 @@ class _Session:
         return storage.name or f"an allocation of {storage.nbytes} bytes on {storage.owner.name}"
 
     def _label(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        post, tensors, session = buffers.Call.post, Slots.tensors, self
+        post, tensors, session = buffers.RingCall.post, Slots.tensors, self
 
-        def labelled(call: buffers.Call, level: int, key: Key, sends: Any, receives: Any, after: Any) -> Any:
+        def labelled(call: buffers.RingCall, level: int, key: Key, sends: Any, receives: Any, after: Any) -> Any:
             rank = session.recorder.thread.rank
             if sends.messages or receives.messages:
                 session.keys[rank].append((session.calls[rank], key))
@@ -317,7 +317,7 @@ class _Session:
             session.note(slots)
             return tensors(slots, slot, specs)
 
-        monkeypatch.setattr(buffers.Call, "post", labelled)
+        monkeypatch.setattr(buffers.RingCall, "post", labelled)
         monkeypatch.setattr(Slots, "tensors", named)
 
     def note(self, slots: Slots) -> None:
@@ -342,6 +342,6 @@ class _Spans:
         with self._recorder.labelled(f"call {self._call()}, {phase} hop {hop.index} {kind}"):
             yield
 
-    def watching(self, call: buffers.Call) -> buffers.Call:
+    def watching(self, call: buffers.RingCall) -> buffers.RingCall:
         """Transfers and inner waits are the recorder's own to see."""
         return replace(call, span=partial(self.span, call.phase))
