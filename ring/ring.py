@@ -315,7 +315,7 @@ class Ring:
         always: bool = False,
     ) -> int:
         """Compare what this rank is about to do with every other rank's; the number of the call. See `Watch.agree`."""
-        common = {**self.settings, **VERSIONS} if of is None else {}
+        common = {"device": device.type, **self.settings, **VERSIONS} if of is None else {}
         return self._use(device).agree({**fields, **common}, values, of=of, always=always)
 
     def _draw_seed(self, drawn: int | None = None) -> int:

@@ -128,6 +128,21 @@ def test_a_refusing_rank_is_named_to_waiting_ranks() -> None:
     assert len({rank._chain for rank in ranks}) == 1
 
 
+@pytest.mark.parametrize("refuses", [True, False])
+def test_last_words_of_a_rank_that_is_gone_are_waited_for(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, gone = preflights(2), TransportError("rank 1 is gone")
+    monkeypatch.setattr(ranks[0]._control._connection, "hopeless", lambda missing: gone)
+    if not refuses:  # gone for good: long before the patience ends
+        with pytest.raises(TransportError, match="rank 1 is gone"):
+            agree(ranks[0], {"heads": 8})
+        return
+    last = threading.Timer(0.2, ranks[1].refuse, [ValueError("k has 6 heads")])
+    last.start()
+    verdict = agree(ranks[0], {"heads": 8})
+    last.join()
+    assert verdict == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
+
+
 def test_a_rank_that_refuses_while_others_go_on_is_found_by_their_watchdogs() -> None:
     ranks = preflights(3)
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}))

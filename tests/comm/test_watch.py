@@ -259,6 +259,23 @@ def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> N
     assert fast._thread is not None and fast._thread.is_alive()
 
 
+def test_stop_waits_for_a_running_tick(fast: Watchdog) -> None:
+    begun, over = threading.Event(), list[bool]()
+
+    def tick() -> None:
+        begun.set()
+        fast._end.wait(5)
+        time.sleep(0.1)
+        over.append(True)
+
+    watch = watch_of(controls(2)[0])
+    watch.tick = tick  # type: ignore[method-assign]
+    fast.add(watch)
+    assert begun.wait(5)
+    fast.stop()
+    assert over, "the process would end under the thread"
+
+
 def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
     def fn(group: LocalGroup) -> list[tuple[float | None, object]]:
         watches = [

@@ -74,9 +74,9 @@ def pytorch(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None = None,
     *, visible: Tensor | None = None, softmax_scale: float | None = None, modified: Modified = PLAIN,
 ) -> Results:  # fmt: skip
-    """PyTorch's SDPA in the dtype of ``q``, with ``seen`` as its mask (True: visible), the bias added to that.
+    """PyTorch's SDPA in the dtype of ``q``, with ``visible`` as its mask (True: visible), the bias added to that.
 
-    ``seen`` is bool ``[Sq, Sk]`` or ``[B, Sq, Sk]``. SDPA has no softcap, and none of its dropout masks can be asked
+    ``visible`` is bool ``[Sq, Sk]`` or ``[B, Sq, Sk]``. SDPA has no softcap, and none of its dropout masks can be asked
     for: with either it is attention as it is written in torch, each operation in the dtype of ``q``. It has no sink
     either: that is one more key of each head, whose value is 0, and whose bias is the sink. Nor does it return
     ``lse``: that is PyTorch's ``logsumexp`` in fp32 (float64 for float64), which every attention uses. Rows that see
