@@ -64,8 +64,7 @@ def test_descriptors_equal_pointers_bitwise_in_every_role(cuts: list[int], kind:
     """New results by a store, sums that stay by an addition, sums that leave by a load and a store."""
     x, lse, bounds = inputs(SMALL, torch.float16), numbers(2, 2, 20), interval(kind, 20, 45).to(DEVICE)
     made, same = (dkdv_of_shards(x, bounds, cuts, lse, lse / 8, config) for config in (DESCRIPTORS, POINTERS))
-    for got, other in zip(made, same, strict=True):
-        torch.testing.assert_close(got, other, **NEAR)
+    torch.testing.assert_close(made, same, **NEAR)
     if DEVICE.type != "cuda":
         assert moved == {2: {"store"}, 3: {"store", "load"}, 5: {"store", "add", "load"}}[len(cuts)]
 
@@ -89,8 +88,7 @@ def test_descriptors_equal_pointers_bitwise(name: str) -> None:
         call: dict[str, Any] = {"bounds": bounds.to(DEVICE), "scores": scores, "config": replace(config, **options)}
         fresh = attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse / 8, **call)
         results.append((*fresh, *attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse / 8, accum=sums, out=sums, **call)))
-    for got, other in zip(*results, strict=True):
-        torch.testing.assert_close(got, other, **NEAR)
+    torch.testing.assert_close(*results, **NEAR)
 
 
 @pytest.mark.nightly

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -223,19 +222,9 @@ def test_heads_batches_strides_and_scales(launches: Launches) -> None:
 def test_carried_state(launches: Launches, kind: str, final: bool, dtype: torch.dtype) -> None:
     """Hop after hop, an empty one and one of a single key among them; what is empty goes to the portable kernel."""
     x, bounds = inputs(SIZES, dtype), interval(kind, SIZES.queries, SIZES.keys)
-    state: tuple[Tensor, Tensor] | None = None
     cuts = [0, 130, 131, 131, 300] if ON_HOPPER else [0, 130, 131, 300]
-    for begin, end in pairwise(cuts):
-        last = final and end == cuts[-1]
-        hop = x._replace(k=x.k[:, begin:end], v=x.v[:, begin:end])
-        out, lse = forward(hop, part(bounds, begin, end), state=state, final=last)
-        assert out.dtype == (dtype if last else torch.float32)
-        if state is not None:
-            assert lse is state[1]
-            assert (out is state[0]) == (out.dtype == torch.float32)
-        state = out, lse
-    assert state is not None
-    compare(state[0] if final else state[0].to(dtype), state[1], x, bounds)
+    out, lse = kernel_cases.hops(x, bounds, cuts, final=final, config=config())
+    compare(out.to(dtype), lse, x, bounds)
 
 
 def test_sums_are_continued(launches: Launches) -> None:
@@ -252,8 +241,7 @@ def test_sums_are_continued(launches: Launches) -> None:
         assert got[0] is sums[0] and got[1] is sums[1]
         last = torch.empty_like(keys.k, device=DEVICE), torch.empty_like(keys.v, device=DEVICE)
         gradients(keys, lse, delta, torch.zeros_like(dq), part(bounds, begin, end), accum=start, out=last)
-        for total, other in zip(got, last, strict=True):
-            torch.testing.assert_close(total.half(), other, rtol=0, atol=0)
+        torch.testing.assert_close([total.half() for total in got], [*last], rtol=0, atol=0)
         parts.append([after - other for after, other in zip(got, start, strict=True)])
     dk, dv = (torch.cat(shards, 1).half() for shards in zip(*parts, strict=True))
     made = (out, lse, (dq - before).half(), dk, dv)

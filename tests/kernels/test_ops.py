@@ -121,8 +121,7 @@ def test_attend_in_a_graph_is_what_it_is_outside(name: str) -> None:
     for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
         out, lse = function(q, k, v, **call)
         results.append([out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))])
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_there_is_no_second_derivative() -> None:
@@ -170,8 +169,7 @@ def test_every_entry_in_a_graph_is_what_it_is_outside() -> None:
     x, bounds = inputs(SIZES), interval("causal", 24, 16)
     expected = folded(x, bounds, torch.float16)
     got = torch.compile(folded, fullgraph=True, backend="aot_eager")(x, bounds, torch.float16)
-    for mine, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_other_lengths_are_no_new_graph() -> None:

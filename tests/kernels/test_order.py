@@ -201,8 +201,7 @@ def test_a_state_is_continued(choice: str) -> None:
         state = start[0].clone(), start[1].clone()
         bounds = interval("first rows blind", 20, 20)
         results.append(attention_forward(x.q, x.k, x.v, bounds=bounds, state=state, config=config))
-    for same, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, same, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 def test_heads_of_views_are_found() -> None:
@@ -213,8 +212,7 @@ def test_heads_of_views_are_found() -> None:
     q.copy_(x.q)
     expected = ours(x, FULL, config=choose(pack_gqa=True))
     made = ours(Inputs(q, *x[1:]), FULL, config=choose(pack_gqa=True))
-    for got, same in zip(made, expected, strict=True):
-        assert torch.equal(got, same)
+    assert all(map(torch.equal, made, expected))
 
 
 # --- dK/dV in parts ---------------------------------------------------------------------------------------------
@@ -234,8 +232,7 @@ def test_sums_in_place_and_cast(kind: str) -> None:
             into = (torch.empty_like(x.k), torch.empty_like(x.v)) if fresh else sums
             config = choose(tiles(32, 16), dkdv_splits=parts)
             results.append(attention_dkdv(*operands, bounds=bounds, accum=sums, out=into, config=config))
-        for whole, split in zip(*results, strict=True):
-            torch.testing.assert_close(split, whole, rtol=near, atol=near)
+        torch.testing.assert_close(*results, rtol=near, atol=near)
 
 
 def test_parts_that_do_not_divide_are_refused_before_anything_is_written() -> None:

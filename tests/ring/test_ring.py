@@ -58,24 +58,28 @@ def test_aten_is_exact_in_16_bit(name: str, world: int, dtype: torch.dtype) -> N
     check_ring(LAYOUTS[name](130, world), inputs(130, dtype=dtype), causal=True, backend="aten")
 
 
+TRITON = {"causal": True, "backend": "triton"}
+TWO_LEVELS = {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
+
+
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
-    ("layout", "causal", "dtype"),
+    ("layout", "more", "call"),
     [
-        (Layout.zigzag(40, 2), True, torch.float32),
-        (Layout.striped(41, 3), False, torch.float32),
-        (Layout.uneven([3, 30, 0, 5]), True, torch.float32),
-        (Layout.zigzag(40, 2), True, torch.float16),
-        (Layout.contiguous(40, 3), True, torch.float16),
+        (Layout.zigzag(40, 2), {}, TRITON),
+        (Layout.striped(41, 3), {}, TRITON | {"causal": False}),
+        (Layout.uneven([3, 30, 0, 5]), {}, TRITON),
+        (Layout.uneven([3, 30, 0, 5]), {"heads": (3, 3)}, TRITON | {"ring": TWO_LEVELS}),
+        (Layout.zigzag(40, 2), {"dtype": torch.float16}, TRITON),
+        (Layout.contiguous(40, 3), {"dtype": torch.float16}, TRITON),
+        (SPANS, {}, TRITON | {"ring": {"direction": -1}}),
+        (SPANS, {}, {"causal": True, "backend": "aten"}),
+        (Layout.contiguous(2, 4), {}, TRITON),  # fewer tokens than ranks
+        (Layout.contiguous(2, 4), {}, {"causal": True, "backend": "aten"}),
     ],
 )
-def test_triton_is_exact(layout: Layout, causal: bool, dtype: torch.dtype) -> None:
-    check_ring(layout, inputs(layout.seqlen, dtype=dtype), causal=causal, backend="triton")
-
-
-@pytest.mark.parametrize(("direction", "backend"), [(1, "aten"), (-1, "triton")])
-def test_any_spans_in_either_direction(direction: int, backend: str) -> None:
-    check_ring(SPANS, inputs(67), causal=True, ring={"direction": direction}, backend=backend)
+def test_calls_are_exact(layout: Layout, more: dict[str, Any], call: dict[str, Any]) -> None:
+    check_ring(layout, inputs(layout.seqlen, **more), **call)
 
 
 @pytest.mark.usefixtures("poison")
@@ -101,12 +105,6 @@ def test_chunks_and_depths_are_exact(ring: dict[str, int], grid: str | None, nam
     topology = GRIDS[grid] if grid else Topology.flat(4)
     layout, whole = LAYOUTS[name](50, topology.world), inputs(50, heads=(6, 3))
     check_ring(layout, whole, causal=True, backend="aten", ring=ring | {"topology": topology}, calls=2)
-
-
-@pytest.mark.usefixtures("poison")
-def test_triton_is_exact_on_a_two_levels() -> None:
-    layout, ring = Layout.uneven([3, 30, 0, 5]), {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
-    check_ring(layout, inputs(layout.seqlen, heads=(3, 3)), causal=True, backend="triton", ring=ring)
 
 
 def test_calls_of_other_shapes_on_one_ring() -> None:
@@ -140,11 +138,6 @@ def test_prefetch_and_slots_change_no_bit(topology: Topology | None) -> None:
     )
     for change, other in zip(changes, others, strict=True):
         assert all(map(torch.equal, first, other)), change
-
-
-@pytest.mark.parametrize("backend", ["aten", "triton"])
-def test_fewer_tokens_than_ranks(backend: str) -> None:
-    check_ring(Layout.contiguous(2, 4), inputs(2), causal=True, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["aten", "triton"])

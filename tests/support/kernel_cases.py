@@ -278,6 +278,26 @@ def tiles(block_q: int, block_k: int) -> KernelConfig:
     return KernelConfig(tile, tile, tile)
 
 
+def hops(
+    x: Inputs, bounds: Bounds, cuts: Sequence[int], *, final: bool = True, config: KernelConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """Forward, key shard after key shard, the state carried; every later launch continues it in place."""
+    state: tuple[Tensor, Tensor] | None = None
+    q, k, v = (t.to(__getattr__("DEVICE")) for t in x[:3])
+    for number, (begin, end) in enumerate(pairwise(cuts), 2):
+        last, near = final and number == len(cuts), part(bounds, begin, end).to(q.device)
+        out, lse = attention_forward(
+            q, k[:, begin:end], v[:, begin:end], bounds=near, state=state, final=last, config=config
+        )
+        assert out.dtype == (x.q.dtype if last else torch.float32)
+        if state is not None:
+            assert lse is state[1]
+            assert (out is state[0]) == (out.dtype == torch.float32)
+        state = out, lse
+    assert state is not None
+    return state
+
+
 def dkdv_of_shards(
     x: Inputs, bounds: Bounds, cuts: Sequence[int], lse: Tensor, delta: Tensor, config: KernelConfig | None = None
 ) -> tuple[Tensor, Tensor]:
