@@ -169,7 +169,7 @@ def test_a_signal_ends_parts_and_keeps_what_is_known(tmp_path: Path, monkeypatch
 
 
 def test_unused_time_goes_to_later_parts(tmp_path: Path) -> None:
-    """A part's share is of the time left, at least its own seconds; its command gets half as --budget."""
+    """A part's share is of the time left, at least its own seconds; its command gets half of that."""
     three = [part(name, SECONDS, code="import sys; print(sys.argv[1])", seconds=10.0) for name in "abc"]
     run(three, tmp_path, budget=90.0)
     budgets = [int((tmp_path / "logs" / f"{name}.txt").read_text()) for name in "abc"]
@@ -216,11 +216,11 @@ def test_parts_are_commands_that_leave_a_result(device: str, monkeypatch: pytest
     listed = parts.parts_of(device)
     assert len({each.file for each in listed}) == len(listed)
     places = {FILE: str(tmp_path / "a.json"), OUT: str(tmp_path), SECONDS: "10"}
-    for one in listed:
-        if "pytest" in one.command or "compute-sanitizer" in one.command:
+    for candidate in listed:
+        if "pytest" in candidate.command or "compute-sanitizer" in candidate.command:
             continue
-        assert FILE in one.command
-        _, _, module, *words = (processes.filled(word, places) for word in one.command)
+        assert FILE in candidate.command
+        _, _, module, *words = (processes.filled(word, places) for word in candidate.command)
         if module == "ringattn":
             name = " ".join(words[: 1 + (words[0] == "bench")])
             app = import_module(f"ringattn.{cli.COMMANDS[name][0]}").app
@@ -249,14 +249,14 @@ def test_every_part_of_tests_has_some() -> None:
          "tests/properties/test_on_a_gpu.py"],
         cwd=parts.CLONE, capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
-    for one in (each for each in parts.gpu_parts() if "-k" in each.command):
-        wanted = Expression.compile(one.command[-1])
+    for candidate in (each for each in parts.gpu_parts() if "-k" in each.command):
+        wanted = Expression.compile(candidate.command[-1])
 
         def within(word: str, /, *, line: str, **_: object) -> bool:
             return word in line
 
         count = sum(wanted.evaluate(partial(within, line=line)) for line in collected)
-        assert count == 1 if one.name in ("killed", "captured", "compiled") else count > 10, one.name
+        assert count == 1 if candidate.name in ("killed", "captured", "compiled") else count > 10, candidate.name
 
 
 # the command
