@@ -38,7 +38,7 @@ SIDES = tuple(one.name for one in fields(Tile))
 NO_TILE = (0,) * len(SIDES)
 
 
-class Call(NamedTuple):
+class OpArgs(NamedTuple):
     """What every entry takes beside its tensors, as ``SCHEMA`` has it."""
 
     lo: Tensor | None
@@ -63,10 +63,10 @@ def pack(
     scores: Scores = PLAIN,
     softmax_scale: float | None = None,
     config: KernelConfig | None = None,
-) -> Call:
+) -> OpArgs:
     """The arguments of an entry as those of an op."""
     index, seed = bounds.block_sparse, scores.dropout_seed
-    return Call(
+    return OpArgs(
         bounds.lo,
         bounds.hi,
         bounds.seqused_k,
@@ -116,7 +116,7 @@ def _choice(word: str) -> str | int | bool | None:
 
 def unpack(device: torch.device, *args: Any) -> dict[str, Any]:
     """The arguments of an op as those of an entry."""
-    call = Call(*args)
+    call = OpArgs(*args)
     block_sparse = None if call.visible is None else BlockSparseIndex(call.visible, call.block, device)
     plain = all(x is None for x in (call.lo, call.hi, call.seqused_k, block_sparse))
     scores = Scores(
@@ -256,7 +256,7 @@ dequantize_op = _defined("dequantize", "Tensor x, Tensor scale, Tensor(a!) out",
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, _, *args = inputs
     ctx.set_materialize_grads(False)
-    call = Call(*args)
+    call = OpArgs(*args)
     tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
     nothing: dict[str, Any] = dict.fromkeys(tensors)
     if any(x.requires_grad for x in tensors.values()):

@@ -95,7 +95,7 @@ def ignore_post(key: object, fence: Fence, after: Sequence[Fence], sent: object,
 
 
 @dataclass(frozen=True)
-class Call:
+class RingCall:
     """What the loops of one call work with."""
 
     plan: Plan
@@ -191,7 +191,7 @@ class RingBuffer:
     Every slot is cut into the chunks of a hop, each filled and freed on its own.
     """
 
-    def __init__(self, call: Call, slots: Slots, like: Tensors, dtype: torch.dtype, wire: Wire | None) -> None:
+    def __init__(self, call: RingCall, slots: Slots, like: Tensors, dtype: torch.dtype, wire: Wire | None) -> None:
         self.call = call
         self._slots = slots
         self._like = like

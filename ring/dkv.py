@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..comm import Fence
-from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, RingBuffer, Tensors, together
+from .buffers import BETWEEN, INSIDE, Arrival, Heads, Key, Kind, RingBuffer, RingCall, Tensors, together
 from .schedule.schedule import DKV_SLOTS, Hop
 
 # of a two-level ring, after the slots that rotate
@@ -21,7 +21,7 @@ class DkvAccumulators(RingBuffer):
     dK/dV return to their owner over the slow link while the next outer step computes.
     """
 
-    def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, call: RingCall, k: torch.Tensor, v: torch.Tensor) -> None:
         super().__init__(call, call.dkv_slots, (k, v), torch.float32, call.grad_wire)
         self._own = call.plan.hops[0]
         # whether dK/dV of the own shard return once, and of all its keys

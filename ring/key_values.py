@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..comm import Fence
-from .buffers import BETWEEN, INSIDE, NO_LOAD, Arrival, Call, Heads, Key, Kind, Pair, RingBuffer, Tensors, load
+from .buffers import BETWEEN, INSIDE, NO_LOAD, Arrival, Heads, Key, Kind, Pair, RingBuffer, RingCall, Tensors, load
 from .schedule.plan import KvPost
 from .schedule.schedule import Hop
 
@@ -17,7 +17,7 @@ class KeyValues(RingBuffer):
     more slot after those of the schedule.
     """
 
-    def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, call: RingCall, k: torch.Tensor, v: torch.Tensor) -> None:
         super().__init__(call, call.kv_slots, (k, v), k.dtype, call.wire)
         self._own = (k, v)
         self._posts = call.plan.kv_posts(call.prefetch)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from ..kernels import Bounds, Scores
-from .buffers import Call, Heads, Kind, MaskArgs, Pair, Tensors
+from .buffers import Heads, Kind, MaskArgs, Pair, RingCall, Tensors
 from .dkv import DkvAccumulators
 from .key_values import KeyValues
 from .schedule.schedule import Hop
@@ -46,7 +46,7 @@ class BackwardBackend(Protocol):
         """Write one shard's dK/dV plus ``accum()``, which waits for the network, to ``out``."""
 
 
-def forward(call: Call, backends: Sequence[ForwardBackend], k: torch.Tensor, v: torch.Tensor) -> None:
+def forward(call: RingCall, backends: Sequence[ForwardBackend], k: torch.Tensor, v: torch.Tensor) -> None:
     """Fold every shard that this rank sees, while the next ones are on their way; a backend per chunk of heads."""
     moving = KeyValues(call, k, v)
     for hop in call.plan.hops:
@@ -64,7 +64,9 @@ def forward(call: Call, backends: Sequence[ForwardBackend], k: torch.Tensor, v: 
     call.settle()
 
 
-def backward(call: Call, backends: Sequence[BackwardBackend], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors) -> None:
+def backward(
+    call: RingCall, backends: Sequence[BackwardBackend], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors
+) -> None:
     """dQ of every shard that this rank sees and, carried around the ring behind them, dK/dV of its own.
 
     The root of every outer step brackets it: its dQ hides the first K/V, its dK/dV continues those that came back.
@@ -99,13 +101,13 @@ def backward(call: Call, backends: Sequence[BackwardBackend], k: torch.Tensor, v
     call.settle()
 
 
-def arrived(call: Call, moving: KeyValues, hop: Hop, heads: Heads) -> Pair:
+def arrived(call: RingCall, moving: KeyValues, hop: Hop, heads: Heads) -> Pair:
     """K and V of a chunk, once they are here."""
     with call.span("wait", hop):
         return moving.arrived(hop, heads)
 
 
-def query_gradient(call: Call, moving: KeyValues, backend: BackwardBackend, hop: Hop, heads: Heads) -> None:
+def query_gradient(call: RingCall, moving: KeyValues, backend: BackwardBackend, hop: Hop, heads: Heads) -> None:
     """This hop's part of dQ."""
     hop_masks = call.plan.hop_masks[hop.index]
     if not hop_masks:
@@ -120,7 +122,7 @@ def query_gradient(call: Call, moving: KeyValues, backend: BackwardBackend, hop:
 
 
 def key_gradients(
-    call: Call, moving: KeyValues, dkv: DkvAccumulators, backend: BackwardBackend, hop: Hop, heads: Heads
+    call: RingCall, moving: KeyValues, dkv: DkvAccumulators, backend: BackwardBackend, hop: Hop, heads: Heads
 ) -> None:
     """This rank's part of the dK/dV of a shard that is not its own, added to what came from the ranks before."""
     hop_masks, came = call.plan.hop_masks[hop.index], dkv.came(hop, heads)
@@ -140,7 +142,7 @@ def key_gradients(
 
 
 def own_gradients(
-    call: Call, moving: KeyValues, dkv: DkvAccumulators, backend: BackwardBackend, heads: Heads, dkdv: Tensors
+    call: RingCall, moving: KeyValues, dkv: DkvAccumulators, backend: BackwardBackend, heads: Heads, dkdv: Tensors
 ) -> None:
     """dK/dV of the own shard: what all others have summed up, and this rank's own part."""
     own = call.plan.hops[0]

@@ -38,7 +38,7 @@ from ..comm.watchdog.telemetry import Report
 from ..comm.watchdog.watch import ABORT_SECONDS, Watch, open_watch, ring_control
 from ..kernels import PLAIN, KernelConfig, Scores
 from ..kernels.order import chip_of
-from .buffers import Call, Posted, chunks_of
+from .buffers import Posted, RingCall, chunks_of
 from .checked import checked
 from .schedule.plan import PLANS, Plan
 from .schedule.schedule import KV_SLOTS
@@ -209,7 +209,9 @@ class Ring:
         return replace(config, sm_margin=min(levels.count("nccl") * self.limits.multiprocessors, most))
 
     @contextmanager
-    def call(self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, scores: Scores = PLAIN) -> Iterator[Call]:
+    def call(
+        self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, scores: Scores = PLAIN
+    ) -> Iterator[RingCall]:
         """What the loops need for one call; an error inside reaches the other ranks."""
         with self._watched(phase, q.device) as watch:
             transports = self.open(q.device)
@@ -220,7 +222,7 @@ class Ring:
             wire = wire_of(self.wire_dtype, k.dtype)
             self._kv = self._slots(self._kv, (plan.kv_slots + (wire is not None)) * self.chunks, q.device)
             self._dkv = self._slots(self._dkv, plan.dkv_slots * self.chunks, q.device)
-            call = Call(
+            call = RingCall(
                 plan=plan,
                 phase=phase,
                 transports=transports,
@@ -313,7 +315,7 @@ class Ring:
         always: bool = False,
     ) -> int:
         """Compare what this rank is about to do with every other rank's; the number of the call. See `Watch.agree`."""
-        common = {**self.settings, **VERSIONS} if of is None else {}
+        common = {"device": device.type, **self.settings, **VERSIONS} if of is None else {}
         return self._use(device).agree({**fields, **common}, values, of=of, always=always)
 
     def _call_off(self, other: Ring) -> None:

@@ -21,7 +21,7 @@ from ..comm import Fence
 from ..comm.cuda_threads import on_device
 from ..comm.transports.lanes import StreamOrdered
 from ..comm.transports.process_group import HostFence
-from .buffers import KEY_VALUES, Call, Key, Kind, Load
+from .buffers import KEY_VALUES, Key, Kind, Load, RingCall
 from .schedule.plan import Plan
 from .schedule.schedule import Hop
 
@@ -208,7 +208,7 @@ class Trace:
 
     # while a call runs
 
-    def watching(self, call: Call) -> Call:
+    def watching(self, call: RingCall) -> RingCall:
         """The same call, with its transfers and its inner waits noted."""
         self._plans.append((call.phase, call.plan))
 
@@ -292,7 +292,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class _RecordedCall(Call):
+class _RecordedCall(RingCall):
     """A call whose posts are noted: when what they wait for is over, and when they are."""
 
     trace: Trace = field(kw_only=True)

@@ -44,8 +44,8 @@ def anchors(text: str) -> set[str]:
 
 def named_files(text: str) -> set[str]:
     """Paths between backquotes; a folder in capitals stands for any."""
-    found = re.findall(r"`([\w./-]+\.(?:py|md|json|svg|toml))`", text)
-    return {name for name in found if "/" in name and not any(part.isupper() for part in name.split("/")[:-1])}
+    names = re.findall(r"`([\w./-]+\.(?:py|md|json|svg|toml))`", text)
+    return {name for name in names if "/" in name and not any(part.isupper() for part in name.split("/")[:-1])}
 
 
 def test_the_reader_of_pages() -> None:
@@ -76,10 +76,10 @@ def test_named_files_are_there(page: Path) -> None:
     assert {name for name in named if not (ROOT / name).exists() and not (page.parent / name).exists()} == set()
 
 
-def test_every_command_is_told() -> None:
+def test_every_command_is_documented() -> None:
     page = (ROOT / "docs" / "commands.md").read_text()
-    names = [f"ringattn {one.name}" for one in cli.app.registered_commands]
-    names += [f"ringattn bench {one.name}" for one in cli.bench.registered_commands]
+    names = [f"ringattn {command.name}" for command in cli.app.registered_commands]
+    names += [f"ringattn bench {command.name}" for command in cli.bench.registered_commands]
     assert [name for name in names if f"`{name}" not in page] == []
 
 

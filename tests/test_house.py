@@ -69,8 +69,8 @@ def test_the_reader_of_imports() -> None:
         "def late():\n    from ..bench import cli": {"bench"},
         "import torch, os.path": {None},
     }
-    found = {source: {ours(name) for name in imports(source, ("ringattn", "ring"))} for source in expected}
-    assert found == expected
+    imported = {source: {ours(name) for name in imports(source, ("ringattn", "ring"))} for source in expected}
+    assert imported == expected
 
 
 @pytest.mark.parametrize("folder", sorted(ARROWS))
@@ -92,9 +92,9 @@ def test_folders_that_need_no_more_than(folder: str, allowed: set[str]) -> None:
 def test_nothing_that_other_ranks_send_is_unpickled() -> None:
     """Whoever reaches the port of a store could run commands on every rank; torch's collectives of objects pickle."""
     assert [path for path, name in imports_of("comm") if name in ("pickle", "marshal", "shelve")] == []
-    told = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     collective = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\(")
-    assert [path for path in told if collective.search(path.read_text())] == []
+    assert [path for path in files if collective.search(path.read_text())] == []
 
 
 def test_every_folder_is_known() -> None:
@@ -261,8 +261,8 @@ def test_installs_with_an_old_setuptools(tmp_path: Path) -> None:
     done(python, "-m", "pip", "install", "--quiet", f"setuptools=={setuptools}", "wheel")
     done(python, "-m", *install.split(" "))
     assert done("git", "ls-files", "--others", "--modified", "--exclude-standard") == ""
-    told = "from importlib.metadata import metadata; print(metadata('ringattn'))"
-    assert "License :: OSI Approved :: MIT License" in done(python, "-c", told)
+    script = "from importlib.metadata import metadata; print(metadata('ringattn'))"
+    assert "License :: OSI Approved :: MIT License" in done(python, "-c", script)
     (package,) = python.parents[1].glob("lib/python3*/site-packages/ringattn")
     assert {path.parent.name for path in package.glob("*/__init__.py")} == {*FOLDERS}
     assert (package.parent / f"ringattn-{ringattn.__version__}.dist-info" / "LICENSE").is_file()

@@ -24,7 +24,7 @@ FP32_BYTES = 4  # dK/dV accumulators travel as fp32
 
 
 @dataclass(frozen=True)
-class Call:
+class ShownCall:
     """One call of ``ring_attention``, as far as its schedule and its traffic depend on it."""
 
     layout: Layout
@@ -93,7 +93,7 @@ class Call:
         return int(self.pairs.sum()) / (self.layout.world * slowest) if slowest else 1.0
 
 
-def _pairs_by_shard(call: Call, rank: int) -> Grid:
+def _pairs_by_shard(call: ShownCall, rank: int) -> Grid:
     """Pairs of one rank's queries with the keys of each shard."""
     world, mine = call.layout.world, call.layout.positions(rank)
     if call.mask.blocks is None:
@@ -106,7 +106,7 @@ def _pairs_by_shard(call: Call, rank: int) -> Grid:
     return np.array(pairs, dtype=np.int64)
 
 
-def _pairs_of_part(call: Call, part: Mask, queries: torch.Tensor) -> Grid:
+def _pairs_of_part(call: ShownCall, part: Mask, queries: torch.Tensor) -> Grid:
     """How many queries see each key, summed by its owner."""
     seqlen = call.layout.seqlen
     lo, hi = (end.clamp(0, seqlen).numpy() for end in part.interval(queries))
@@ -116,7 +116,7 @@ def _pairs_of_part(call: Call, part: Mask, queries: torch.Tensor) -> Grid:
     return summed.astype(np.int64)  # exact: sums of whole numbers far below 2^53
 
 
-def mask_cells(call: Call, cells: int) -> tuple[Grid, Grid]:
+def mask_cells(call: ShownCall, cells: int) -> tuple[Grid, Grid]:
     """The mask as a grid of at most ``cells`` by ``cells`` in global positions.
 
     Returns:
@@ -160,7 +160,7 @@ def _visible(part: Mask, first: Grid, last: Grid) -> npt.NDArray[np.bool_]:
     return np.asarray(visible)
 
 
-def hop_rows(call: Call) -> list[dict[str, Any]]:
+def hop_rows(call: ShownCall) -> list[dict[str, Any]]:
     """A row per rank and hop."""
     pairs = call.pairs.tolist()
     return [
@@ -170,7 +170,7 @@ def hop_rows(call: Call) -> list[dict[str, Any]]:
     ]
 
 
-def rank_rows(call: Call) -> list[dict[str, Any]]:
+def rank_rows(call: ShownCall) -> list[dict[str, Any]]:
     """What each rank computes and sends: pairs, FLOPs and bytes; on several nodes those over the rails, too."""
     kv, dkv = call.bytes_per_token
     sent = {"sends forward": call.plan.bytes(kv), "sends backward": call.plan.bytes(kv, dkv)}
@@ -187,7 +187,7 @@ def rank_rows(call: Call) -> list[dict[str, Any]]:
     return rows
 
 
-def described(call: Call) -> dict[str, Any]:
+def described(call: ShownCall) -> dict[str, Any]:
     """The call and what each rank does, for the provenance of a result."""
     names = ("direction", "batch", "heads", "kv_heads", "head_dim", "dtype", "balance")
     return {

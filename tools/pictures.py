@@ -11,7 +11,7 @@ import numpy as np
 from ..bench.common.flags import binary, human
 from ..bench.report.theme import LIGHT, themed, write_figure
 from ..ring.schedule.schedule import Hop
-from .call import Call, Grid, mask_cells
+from .call import Grid, ShownCall, mask_cells
 
 CELLS = 512  # of the mask, each way
 LABELLED = 12  # ranks: a larger grid has no text in its cells
@@ -20,7 +20,7 @@ MOST_RUNS = 40  # of ranks along a strip: more are too narrow for a number
 ON_CELL = "#222222"  # cells of work are light on any paper
 
 
-def draw_call(call: Call, out: Path) -> None:
+def draw_call(call: ShownCall, out: Path) -> None:
     """Draw mask and schedule side by side into ``out``."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -36,7 +36,7 @@ def draw_call(call: Call, out: Path) -> None:
         write_figure(figure, out, 150)
 
 
-def _title(call: Call) -> str:
+def _title(call: ShownCall) -> str:
     kv, sums = call.bytes_per_token
     forward, backward = max(call.plan.bytes(kv)), max(call.plan.bytes(kv, sums))
     return (
@@ -52,7 +52,7 @@ def _colours(name: str, where: Any) -> Any:
     return ListedColormap(colormaps[name](where))
 
 
-def _draw_mask(call: Call, axes: Any) -> None:
+def _draw_mask(call: ShownCall, axes: Any) -> None:
     world, seqlen, hops = call.layout.world, call.layout.seqlen, call.plan.count
     ranks, grid = mask_cells(call, CELLS)
     image = axes.imshow(
@@ -99,7 +99,7 @@ def _ticks(world: int) -> list[int]:
     return list(range(0, world, -(-world // LABELLED)))
 
 
-def _draw_schedule(call: Call, axes: Any) -> None:
+def _draw_schedule(call: ShownCall, axes: Any) -> None:
     world, hops = call.layout.world, call.plan.count
     work = np.ma.masked_equal(call.pairs, 0) / max(int(call.pairs.max()), 1)
     image = axes.imshow(work, cmap=_colours("Blues", np.linspace(0.08, 0.55, 64)), vmin=0, vmax=1, aspect="auto")
@@ -120,7 +120,7 @@ def _draw_schedule(call: Call, axes: Any) -> None:
     bar.outline.set_visible(False)
 
 
-def _label_hop(axes: Any, call: Call, rank: int, hop: Hop) -> None:
+def _label_hop(axes: Any, call: ShownCall, rank: int, hop: Hop) -> None:
     style = {"ha": "center", "color": ON_CELL}
     if hop.computes:
         axes.text(hop.index, rank, f"{hop.shard}", va="bottom", fontsize=13, fontweight="bold", **style)

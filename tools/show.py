@@ -12,7 +12,7 @@ from ..bench.common.flags import LayoutName, human
 from ..bench.report.theme import picture
 
 if TYPE_CHECKING:
-    from .call import Call
+    from .call import ShownCall
 
 COLUMNS = 80
 LEAST_CELLS, MOST_CELLS = 16, 32  # of a mask on the terminal, each way
@@ -72,7 +72,7 @@ def show(
     from ..ring import Layout
     from ..ring.args import Layouts, mask_of
     from ..ring.schedule.mask import UNLIMITED
-    from .call import Call, described, hop_rows
+    from .call import ShownCall, described, hop_rows
 
     tokens, count = (seqlen, world) if lengths is None else (sum(lengths), len(lengths))
     block = block_mask.parameters.get("block", 0) if block_mask else 0
@@ -104,7 +104,7 @@ def show(
             block_mask=pattern_of(tokens, block_mask),
         )  # fmt: skip
         kv_heads = flags.kv_heads_of(heads, kv_heads)
-        call = Call(held, name, mask, direction, batch, heads, kv_heads, head_dim, dtype, nodes)
+        call = ShownCall(held, name, mask, direction, batch, heads, kv_heads, head_dim, dtype, nodes)
         _ = call.plan
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -121,13 +121,13 @@ def show(
     finish(Result("show", units, rows, notes=notes, provenance=about), json, csv, text=text(call, notes))
 
 
-def text(call: Call, notes: list[str]) -> str:
+def text(call: ShownCall, notes: list[str]) -> str:
     """Everything, for the terminal."""
     title, *rest = ["\n".join(textwrap.wrap(note, COLUMNS)) for note in notes]
     return "\n\n".join([title, str(call.plan), ranks_text(call), mask_text(call), "\n".join(rest)])
 
 
-def summary(call: Call) -> list[str]:
+def summary(call: ShownCall) -> list[str]:
     """The call and its totals."""
     from ..ring.schedule.mask import Mask
 
@@ -149,7 +149,7 @@ def summary(call: Call) -> list[str]:
     ]
 
 
-def ranks_text(call: Call) -> str:
+def ranks_text(call: ShownCall) -> str:
     """What each rank computes and sends, of many ranks a few."""
     from ..bench.common.result import Result
     from ..ring.schedule.text import shown
@@ -167,7 +167,7 @@ def ranks_text(call: Call) -> str:
     return Result("show", units, [*rows]).text(COLUMNS)
 
 
-def mask_text(call: Call) -> str:
+def mask_text(call: ShownCall) -> str:
     """The mask on the terminal: rows are queries, columns keys, a mark is the hop."""
     from .call import mask_cells
 

@@ -29,7 +29,7 @@ LETTERS, LOGITS_AT_ONCE = 256, 4  # of the decoder that `demo` trains, which rea
 DENSE_MASK = 5  # bytes per query and key: a mask as a tensor while it is made, beside its additive form
 
 
-class Row(NamedTuple):
+class ElementBytes(NamedTuple):
     """Bytes per element: of q and k of this rank's tokens, of q and k of all tokens."""
 
     q: int
@@ -38,20 +38,20 @@ class Row(NamedTuple):
     all_k: int = 0
 
 
-def candidate_rows(e: int) -> dict[str, Row]:
+def candidate_rows(e: int) -> dict[str, ElementBytes]:
     """Per candidate of ``bench ring``; in 4e are inputs and results: q, k, v, dout, out, dq, dk, dv."""
     return {
-        OURS: Row(4 * e + FP32, 5 * e),  # dQ in fp32, dK/dV of a chunk; beside them its slots
+        OURS: ElementBytes(4 * e + FP32, 5 * e),  # dQ in fp32, dK/dV of a chunk; beside them its slots
         # two buffers of K/V; dK/dV accumulators that are sent and received, dK/dV of a block; dQ in fp32 and of a block
-        BASELINE: Row(5 * e + FP32, 10 * e + 4 * FP32),
+        BASELINE: ElementBytes(5 * e + FP32, 10 * e + 4 * FP32),
         # K/V of all tokens, gradients of all tokens in fp32 and one of them once more in the order of ranks
-        ALL_GATHER: Row(4 * e + FP32, 4 * e, 0, 2 * e + 3 * FP32),
+        ALL_GATHER: ElementBytes(4 * e + FP32, 4 * e, 0, 2 * e + 3 * FP32),
         # everything once more by heads, gradients in fp32, and two tensors on their way
-        ULYSSES: Row(9 * e + FP32, 6 * e + 2 * FP32),
-        MIXED: Row(9 * e + FP32, 6 * e + 2 * FP32),  # and the slots of its ring
-        LUCIDRAINS: Row(4 * e + 2 * FP32, 4 * e + 8 * FP32),  # K/V that travel, fp32 results; and its scores
-        WHOLE: Row(0, 0, 4 * e, 4 * e),
-        ALL_CORES: Row(0, 0, 4 * e, 4 * e),
+        ULYSSES: ElementBytes(9 * e + FP32, 6 * e + 2 * FP32),
+        MIXED: ElementBytes(9 * e + FP32, 6 * e + 2 * FP32),  # and the slots of its ring
+        LUCIDRAINS: ElementBytes(4 * e + 2 * FP32, 4 * e + 8 * FP32),  # K/V that travel, fp32 results; and its scores
+        WHOLE: ElementBytes(0, 0, 4 * e, 4 * e),
+        ALL_CORES: ElementBytes(0, 0, 4 * e, 4 * e),
     }
 
 

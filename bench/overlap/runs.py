@@ -21,7 +21,7 @@ from rich.progress import Progress
 from ...comm import DONE, Fence, Limits, Message, Transport
 from ...ring import Ring, loop
 from ...ring.backends import backward_backends, forward_backends, joined, resolve_backend
-from ...ring.buffers import Call, Tensors, ignore_post
+from ...ring.buffers import RingCall, Tensors, ignore_post
 from ...ring.schedule.plan import Plan, plan
 from ..common.attention import AttentionConfig
 from ..common.flags import human
@@ -109,7 +109,7 @@ class Shard:
                 self.nbytes[phase] = sum(still.nbytes for still in stills)
         return results
 
-    def _forward(self, call: Call, *, idle: bool) -> Tensors:
+    def _forward(self, call: RingCall, *, idle: bool) -> Tensors:
         if idle:
             loop.forward(call, [Nothing() for _ in call.chunks], self.k, self.v)
             return ()
@@ -118,7 +118,7 @@ class Shard:
         outs, lses = zip(*(backend.result() for backend in backends), strict=True)
         return joined(outs, 2), joined(lses, 1)
 
-    def _backward(self, call: Call, *, idle: bool) -> Tensors:
+    def _backward(self, call: RingCall, *, idle: bool) -> Tensors:
         dkdv = torch.empty_like(self.k), torch.empty_like(self.v)
         if idle:
             loop.backward(call, [Nothing() for _ in call.chunks], self.k, self.v, dkdv)

@@ -17,8 +17,7 @@ from torch import Tensor
 from ...comm import Fence, Message, Slots
 from ...kernels import FULL, PLAIN, Bounds, Scores
 from ...ring import loop
-from ...ring.buffers import Call as LoopCall
-from ...ring.buffers import Key, Kind, Tensors, chunks_of
+from ...ring.buffers import Key, Kind, RingCall, Tensors, chunks_of
 from ...ring.schedule.plan import Plan
 from ...ring.schedule.schedule import Hop
 from ...ring.wire import Wire, grad_wire_of, wire_of
@@ -118,12 +117,12 @@ class _Recorder:
     hop: int = 0
     part: int = 0
 
-    def loop_call(self, plan: Plan, phase: str) -> LoopCall:
+    def loop_call(self, plan: Plan, phase: str) -> RingCall:
         call = self.call
         wires = wire_of(call.wire_dtype, DTYPES[call.dtype]), grad_wire_of(call.grad_wire_dtype)
         wire, grad_wire = (cast(Any, one and _RecordedWire(one, self)) for one in wires)
         transports: Any = (_Transport(self, INSIDE), _Transport(self, BETWEEN))
-        return LoopCall(
+        return RingCall(
             plan=plan,
             phase=phase,
             transports=transports,

@@ -19,23 +19,23 @@ WIDTH = 10.0
 MILLI = 1e3
 
 
-class Row(NamedTuple):
+class LaneBox(NamedTuple):
     """Where a lane is drawn."""
 
     top: float
     height: float
 
 
-def rows_of(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, str], Row], float]:
+def rows_of(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, str], LaneBox], float]:
     """The row of every (rank, lane), the same for all timelines, and the height of all; slots where ranks are few."""
     world = max(one.world for one in timelines)
     lanes = {event.lane for one in timelines for event in one.events} - set(LANES)
     heights = ROWS | {lane: SLOT_ROW for lane in sorted(lanes, key=lane_order) if world <= MOST_SLOT_RANKS}
-    rows: dict[tuple[int, str], Row] = {}
+    rows: dict[tuple[int, str], LaneBox] = {}
     top = 0.0
     for rank in range(world):
         for lane, height in heights.items():
-            rows[rank, lane] = Row(top, height)
+            rows[rank, lane] = LaneBox(top, height)
             top += height
         rows[rank, "wait"] = rows[rank, "compute"]
         top += GAP
@@ -67,7 +67,7 @@ def heading(timeline: Timeline) -> str:
     return f"{timeline.source}: {timeline.title}; {spent}, ranks compute {computing:.0%} of it"
 
 
-def _draw_one(axes: Any, timeline: Timeline, rows: dict[tuple[int, str], Row], units: float, end: float) -> None:
+def _draw_one(axes: Any, timeline: Timeline, rows: dict[tuple[int, str], LaneBox], units: float, end: float) -> None:
     axes.set_title(heading(timeline), loc="left", fontsize=9.5)
     across = axes.get_yaxis_transform()
     for (rank, lane), row in rows.items():
@@ -86,7 +86,7 @@ def _draw_one(axes: Any, timeline: Timeline, rows: dict[tuple[int, str], Row], u
     axes.set_axisbelow(True)
 
 
-def _draw_lane(axes: Any, events: Sequence[Event], row: Row, end: float) -> None:
+def _draw_lane(axes: Any, events: Sequence[Event], row: LaneBox, end: float) -> None:
     if not events:
         return
     bars = [(one.begin * MILLI, one.seconds * MILLI) for one in events]

@@ -38,7 +38,7 @@ LOW_WAIT = 0.4
 LOOKS = 4
 
 
-class Row(NamedTuple):
+class RankRow(NamedTuple):
     """What one rank says of itself."""
 
     version: int  # counts what the rank has said
@@ -57,16 +57,16 @@ class Report(NamedTuple):
 
     rank: int
     age: float  # seconds since the rank said it
-    row: Row
+    row: RankRow
 
 
 class Table:
     """The newest row known of every rank."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, RankRow] = {}
 
-    def merge(self, rows: Mapping[int, Row]) -> None:
+    def merge(self, rows: Mapping[int, RankRow]) -> None:
         """Keep what is newer than what is known."""
         for rank, row in rows.items():
             known = self.rows.get(rank)
@@ -83,7 +83,7 @@ class Table:
 
     def merge_packed(self, packed: object) -> None:
         """Merge what `packed` of a peer's table gave; nothing where a peer has not left any yet."""
-        self.merge({rank: Row(*row) for rank, *row in packed} if isinstance(packed, list) else {})
+        self.merge({rank: RankRow(*row) for rank, *row in packed} if isinstance(packed, list) else {})
 
 
 def period(size: int) -> float:
@@ -115,7 +115,7 @@ class Straggler(NamedTuple):
         )
 
 
-def slowest(rows: Mapping[int, Row]) -> tuple[int, float] | None:
+def slowest(rows: Mapping[int, RankRow]) -> tuple[int, float] | None:
     """The rank that waits little while all others wait much, and its factor; None where there is none."""
     waits = {rank: row.wait / row.window for rank, row in rows.items() if row.compute > 0 and row.window > 0}
     if len(waits) < 2:
@@ -140,7 +140,7 @@ class Stragglers:
         self._looks = 0  # in a row that found another
         self._since = 0.0
 
-    def look(self, rows: Mapping[int, Row], now: float) -> Straggler | None:
+    def look(self, rows: Mapping[int, RankRow], now: float) -> Straggler | None:
         """Look at the table; the straggler where a new episode begins just now, else None."""
         slow = slowest(rows)
         rank = slow[0] if slow is not None else None
@@ -270,12 +270,12 @@ class Telemetry:
             known = self.table.rows.get(self._rank)
             version = 1 if known is None else known.version + 1
             spent = compute - compute_then, wait - wait_then, now - since
-            self.table.merge({self._rank: Row(version, time.time(), step, calls, nbytes, *spent, self._read)})
+            self.table.merge({self._rank: RankRow(version, time.time(), step, calls, nbytes, *spent, self._read)})
 
     def expect(self, step: str) -> None:
         """Note the first thing that is known of every rank, until it reports something itself."""
         if len(self.table.rows) < self._size:
-            self.table.merge({rank: Row(0, time.time(), step) for rank in range(self._size)})
+            self.table.merge({rank: RankRow(0, time.time(), step) for rank in range(self._size)})
 
     def next_peer(self) -> int | None:
         """Whose table to pull now; None between two ticks of the gossip."""

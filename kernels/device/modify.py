@@ -33,7 +33,7 @@ class Modifiers(NamedTuple):
 UNMODIFIED = Modifiers(*[None] * len(Modifiers._fields))
 
 
-class Place(NamedTuple):
+class TilePosition(NamedTuple):
     """Where a tile of scores lies, for those that depend on it."""
 
     positions: Any
@@ -58,7 +58,7 @@ def placed(modifiers, offs, limit, batch, head, heads):
         if modifiers.counter is not None:
             seed = tl.load(modifiers.counter)
             number = (tl.load(modifiers.counter + 1) + head).to(tl.int32)
-        return Place(positions, batch.to(tl.int32), number, slope, seed)
+        return TilePosition(positions, batch.to(tl.int32), number, slope, seed)
 
 
 @triton.jit

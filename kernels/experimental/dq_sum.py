@@ -21,7 +21,7 @@ class Turns(NamedTuple):
     """int32 ``[B, H, query tiles]``, 0 at first: how many key tiles have added. None: nobody waits."""
 
 
-class Place(NamedTuple):
+class DqTurn(NamedTuple):
     """Which key tile adds to which query head."""
 
     batch: Any
@@ -45,7 +45,7 @@ def place_of(dq, turns, tile, tiles, batch, head, heads, seqlen_q, BLOCK_Q: tl.c
         numbers = tl.cast(tile, tl.int64) * query_tiles
         if turns.numbers is not None:
             numbers += batch * turns.stride
-        return Place(batch, head, gates, numbers, tiles - 1 - tile)
+        return DqTurn(batch, head, gates, numbers, tiles - 1 - tile)
 
 
 @triton.jit

@@ -56,7 +56,7 @@ class Shared(NamedTuple):
     turns: Any
 
 
-class Place(NamedTuple):
+class ProgramRows(NamedTuple):
     """Which rows and which tiles of keys this program works on."""
 
     first: Any
@@ -325,7 +325,7 @@ def hopper_kernel(
     first = (gl.cdiv(shape.rows, BLOCK_Q) - 1 - tile) * BLOCK_Q  # late rows see most keys: longest first
     start, full_start, full_end, end = tile_range(bounds, first, shape, BLOCK_Q, BLOCK_K)
     past, tail, full, count = phases_of(start, full_start, full_end, end, shape.columns, BLOCK_K)
-    place = Place(first, batch.to(gl.int32), head.to(gl.int32), past, tail, full, count)
+    place = ProgramRows(first, batch.to(gl.int32), head.to(gl.int32), past, tail, full, count)
     block: gl.constexpr = q.block_type.shape
     shared = Shared(
         gl.allocate_shared_memory(q.dtype, [CONSUMERS] + block, q.layout),  # noqa: RUF005 (jit code takes no star)

@@ -89,7 +89,7 @@ class Shared(NamedTuple):
     dq: Any
 
 
-class Place(NamedTuple):
+class ProgramKeys(NamedTuple):
     """Which keys and which tiles of queries this program works on."""
 
     first: Any
@@ -370,7 +370,7 @@ def hopper_backward_kernel(
         if end <= start:  # the sums stay as they are
             return
     steps = (end - start) // BLOCK_Q * shape.group
-    place = Place(tile * BLOCK_K, batch.to(gl.int32), head.to(gl.int32), start, end, steps)
+    place = ProgramKeys(tile * BLOCK_K, batch.to(gl.int32), head.to(gl.int32), start, end, steps)
     shared = shared_of(q, dout, k, v, dq, SLOTS)
     fence_async_shared()  # the copy engine must find the barriers initialised
     tensors = (dk_in, dv_in, dk_out, dv_out)

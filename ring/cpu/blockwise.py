@@ -67,7 +67,7 @@ def _mixed(product: Tensor, word: Tensor, key: int) -> Tensor:
 LOG2_E = 1 / math.log(2)
 
 
-class Place(NamedTuple):
+class RegionTile(NamedTuple):
     """Where a tile of scores lies in its region."""
 
     item: int
@@ -92,7 +92,7 @@ class Modifiers:
         """Whether weights are dropped."""
         return self.scores.dropout_p > 0
 
-    def apply(self, tile: Tensor, at: Place, *, backward: bool = False) -> Tensor | None:
+    def apply(self, tile: Tensor, at: RegionTile, *, backward: bool = False) -> Tensor | None:
         """Modify ``scale * q k^T``, here and behind it times log2(e), in place.
 
         ``cap * tanh(score / cap)``, then ``- slope * |p_q - p_k|``. Returns what a gradient in the ``backward`` is
@@ -111,7 +111,7 @@ class Modifiers:
             tile.addcmul_(own[_moved(at.heads, self.first_head), None, None], distance, value=-LOG2_E)
         return derivative
 
-    def kept(self, at: Place) -> Tensor:
+    def kept(self, at: RegionTile) -> Tensor:
         """What dropout multiplies the weights with: 0, or ``1 / (1 - p)``.
 
         A weight stays where the first word of philox4x32-10 (key: the seed; counter: query position, key position,
@@ -127,7 +127,7 @@ class Modifiers:
             factor.copy_(first_word(seed, (rows[:, None], keys, head, item)) >= threshold)
         return factors.mul_(1 / (1 - self.scores.dropout_p))
 
-    def _positions(self, at: Place) -> tuple[Tensor, Tensor]:
+    def _positions(self, at: RegionTile) -> tuple[Tensor, Tensor]:
         """Of the rows and of the keys of a tile, int64."""
         q_positions, k_positions = self.scores.q_positions, self.scores.k_positions
         assert q_positions is not None and k_positions is not None
@@ -402,8 +402,8 @@ def _product(rows: Tensor, columns: Tensor, workspace: Tensor) -> Tensor:
     return torch.bmm(rows, columns.mT, out=workspace[: math.prod(shape)].view(shape))
 
 
-def _place(chunk: Chunk, block: Block, tile: Tile) -> Place:
-    return Place(chunk.item, chunk.heads, slice(block.row, block.end), slice(tile.key, tile.end))
+def _place(chunk: Chunk, block: Block, tile: Tile) -> RegionTile:
+    return RegionTile(chunk.item, chunk.heads, slice(block.row, block.end), slice(tile.key, tile.end))
 
 
 def _by_head(scores: Tensor, block: Block) -> Tensor:

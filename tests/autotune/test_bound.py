@@ -21,7 +21,7 @@ VARIANT = Variant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
 
 
 @pytest.mark.parametrize(
-    ("kernel", "change", "told"),
+    ("kernel", "change", "message"),
     [
         ("forward", {"shared": 300_000}, "300000 bytes of shared memory"),
         ("forward", {"tensor_memory": 592}, "592 columns of tensor memory"),
@@ -31,11 +31,11 @@ VARIANT = Variant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
         ("quantize", {"flushes": True}, "flushed"),
     ],
 )
-def test_the_gate_names_what_is_wrong(kernel: str, change: dict[str, Any], told: str) -> None:
+def test_the_gate_names_what_is_wrong(kernel: str, change: dict[str, Any], message: str) -> None:
     variant, clean = replace(VARIANT, kernel=kernel), CLEAN if kernel == "forward" else replace(CLEAN, loops=())
     assert problems(variant, clean) == []
     (problem,) = problems(variant, replace(clean, **change))
-    assert told in problem
+    assert message in problem
 
 
 FEW, MANY = 16, 17
@@ -57,8 +57,8 @@ FEW, MANY = 16, 17
 )
 def test_spills_are_tolerated_where_the_gate_does_not_ask_for_clean_loops(changed: dict[str, Any], most: int) -> None:
     for spills in (FEW, MANY):
-        found = problems(replace(VARIANT, **changed), replace(CLEAN, loops=(Loop(16, spills, 1, False),)))
-        assert (found == []) is (spills <= most)
+        wrong = problems(replace(VARIANT, **changed), replace(CLEAN, loops=(Loop(16, spills, 1, False),)))
+        assert (wrong == []) is (spills <= most)
 
 
 LISTING = """
@@ -195,9 +195,9 @@ SHORT = "HMMA.16816.F32.BF16 R4, R8, R12, R4"
     ],
 )  # fmt: skip
 def test_what_is_counted(instructions: list[str], counted: dict[str, float]) -> None:
-    found = mix(*instructions)
-    assert {name: getattr(found, name) for name in counted} == counted
-    assert mix(*instructions, warps=8).products == 2 * found.products
+    counts = mix(*instructions)
+    assert {name: getattr(counts, name) for name in counted} == counted
+    assert mix(*instructions, warps=8).products == 2 * counts.products
 
 
 @pytest.mark.parametrize(
@@ -217,9 +217,9 @@ def test_products_of_sm_100_by_their_descriptor() -> None:
     first = "UTCHMMA gdesc[UR22], gdesc[UR16], tmem[UR11], tmem[UR24], idesc[UR25], UPT"
     second = "UTCHMMA tmem[UR34], gdesc[UR4], tmem[UR14], tmem[UR24], idesc[UR25], UPT"
     # 0x8100490 is M128 N64, 0x8210490 M128 N128: the constant that stands before counts, the last one's across the loop
-    found = mix(first, "UMOV UR25, 0x8210490", second, "UMOV UR25, 0x8100490", warps=8)
-    assert found.products == 128 * 64 * 16 + 128 * 128 * 16
-    assert found.shared_bytes == 32 * (128 + 64) + 32 * 128
+    counts = mix(first, "UMOV UR25, 0x8210490", second, "UMOV UR25, 0x8100490", warps=8)
+    assert counts.products == 128 * 64 * 16 + 128 * 128 * 16
+    assert counts.shared_bytes == 32 * (128 + 64) + 32 * 128
     with pytest.raises(ValueError, match="does not tell the shape"):
         mix(first)
 
@@ -236,9 +236,9 @@ def test_products_of_sm_100_by_their_descriptor() -> None:
     ],
 )
 def test_the_limiter_is_named(extra: list[str], limiter: str) -> None:
-    found = bound(*[PRODUCT] * 16, WAIT, *extra)
-    assert found.limiter == limiter
-    assert (found.percent == 100) == (limiter == "tensor cores")
+    limit = bound(*[PRODUCT] * 16, WAIT, *extra)
+    assert limit.limiter == limiter
+    assert (limit.percent == 100) == (limiter == "tensor cores")
     # of half the lanes
     assert bound(*[SHORT] * 16, *["FFMA R4, R4, R4, R4"] * 200, arch=80).limiter == "FMA"
 
@@ -269,8 +269,8 @@ def test_partitions_of_a_block_fill_each_others_gaps_as_blocks_do() -> None:
     """Of 384 threads two groups of 128 run the loop: as two blocks of 128, whatever else the block holds."""
     special = replace(COMPILED, shared=200_000, threads=384, partitions=2, loop_threads=128)
     assert blocks_of(special) == 1
-    (one,), (as_blocks,) = bounds_of(special), bounds_of(replace(COMPILED, shared=100_000))
-    assert one.mix.warps == 4 and one == as_blocks
+    (as_partitions,), (as_blocks,) = bounds_of(special), bounds_of(replace(COMPILED, shared=100_000))
+    assert as_partitions.mix.warps == 4 and as_partitions == as_blocks
 
 
 def test_the_main_loop_is_the_one_that_masks_nothing() -> None:

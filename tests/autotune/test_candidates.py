@@ -39,29 +39,29 @@ TILE = Tile(128, 128, 8, 2)
 
 
 def test_every_job_has_its_result_until_the_budget_is_spent_or_the_user_interrupts() -> None:
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
 
     def interrupted(number: int, result: int) -> None:
         assert multiprocessing.active_children()
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), Pool(by_number, 2) as pool:
-        pool.run(range(5, 14), found.__setitem__)
-        assert found == {number: 2 * number for number in range(5, 14)}
+        pool.run(range(5, 14), results.__setitem__)
+        assert results == {number: 2 * number for number in range(5, 14)}
         begun = count()
-        pool.run(range(14, 99), found.__setitem__, lambda: 12.0 - next(begun))
-        assert len(found) == 9 + 12
+        pool.run(range(14, 99), results.__setitem__, lambda: 12.0 - next(begun))
+        assert len(results) == 9 + 12
         pool.run([5, 6, 7], interrupted)
     assert not multiprocessing.active_children(), "workers outlive an interruption"
 
 
 @pytest.mark.nightly
-def test_a_crash_and_a_hang_cost_their_jobs_alone() -> None:
-    found: dict[int, Any] = {}
+def test_a_crash_or_hang_fails_only_its_own_job() -> None:
+    results: dict[int, Any] = {}
     with Pool(by_number, 2, seconds=20.0) as pool:
-        pool.run([0, 1, 2, 3, 4], found.__setitem__)
+        pool.run([0, 1, 2, 3, 4], results.__setitem__)
     assert os.environ["TRITON_INTERPRET"] == "1"
-    assert found == {
+    assert results == {
         0: "off",  # a compiler has no interpreter
         1: Failure("ValueError: one is"),
         2: Failure("its process died with exit code 7"),
@@ -88,7 +88,7 @@ def jobs_of(point: Point) -> list[Variant]:
     return [job_of(point, tile, 90, HEADS) for tile in space(point, 90)]
 
 
-def test_what_was_compiled_once_is_not_compiled_again(tmp_path: Path) -> None:
+def test_compiled_results_are_reused(tmp_path: Path) -> None:
     jobs, pool = jobs_of(POINT), AtOnce()
     batches: list[int | None] = []
     first = compiler_of(pool, tmp_path / "journal", progress=batches.append)(jobs * 2)
@@ -105,16 +105,16 @@ def test_what_was_compiled_once_is_not_compiled_again(tmp_path: Path) -> None:
     assert len(pool.seen) == 2 * len(jobs) + 1
 
 
-def test_what_fails_is_dropped_with_its_reason(tmp_path: Path) -> None:
+def test_failed_candidates_are_dropped_with_the_reason(tmp_path: Path) -> None:
     def work(job: Variant) -> CompileResult:
         if job.tile.num_stages == 4:
             raise RuntimeError("PassManager::run failed")
         return CompileResult(("serialised wgmma in a loop",)) if job.tile.num_warps == 8 else fine(job)
 
-    tiles, found = space(POINT, 90), rank(work, tmp_path / "journal", 99)
-    assert {*found.tiles} == {tile for tile in tiles if tile.num_stages != 4 and tile.num_warps != 8}
-    assert {*found.dropped} | {*found.tiles} == {*tiles}
-    for tile, reason in found.dropped.items():
+    tiles, ranked = space(POINT, 90), rank(work, tmp_path / "journal", 99)
+    assert {*ranked.tiles} == {tile for tile in tiles if tile.num_stages != 4 and tile.num_warps != 8}
+    assert {*ranked.dropped} | {*ranked.tiles} == {*tiles}
+    for tile, reason in ranked.dropped.items():
         assert reason == ("PassManager::run failed" if tile.num_stages == 4 else "serialised wgmma in a loop")
     # and what the entry refuses, in its words, without a worker
     job, pool = job_of(POINT, large := Tile(128, 128, 8, 4), 86, HEADS), AtOnce()
@@ -131,9 +131,9 @@ def test_a_tile_compiles_in_every_role_or_is_dropped(tmp_path: Path) -> None:
     def work(job: Variant) -> CompileResult:
         return CompileResult((f"spills as {job.role}",)) if bad.get(job.tile) == job.role else fine(job)
 
-    found = rank(work, tmp_path / "b", 3)
-    assert found.tiles == (order[1], order[4], order[5])
-    assert found.dropped == {tile: f"spills as {role}" for tile, role in bad.items()}
+    ranked = rank(work, tmp_path / "b", 3)
+    assert ranked.tiles == (order[1], order[4], order[5])
+    assert ranked.dropped == {tile: f"spills as {role}" for tile, role in bad.items()}
 
 
 def test_the_best_are_kept_in_every_schedule_too(tmp_path: Path) -> None:
@@ -145,13 +145,13 @@ def test_the_best_are_kept_in_every_schedule_too(tmp_path: Path) -> None:
             return CompileResult(("spills",))
         return CompileResult((), 1e6 * (options.get("forward_kernel") == "hopper") + (fine(job).bound or 0.0))
 
-    first, found = (rank(work, tmp_path / "journal", 7, schedules_of) for schedules_of in (0, 2))
+    first, ranked = (rank(work, tmp_path / "journal", 7, schedules_of) for schedules_of in (0, 2))
     assert [bool(options_of(tile)) for tile in first.tiles] == [True] * 5 + [False] * 2
-    assert found.tiles[:7] == first.tiles
+    assert ranked.tiles[:7] == first.tiles
     every = [other for tile in first.tiles[5:] for other in schedules(tile, POINT, 90)]
     kept = [tile for tile in every if not options_of(tile).get("persistent")]
-    assert {*found.tiles[7:]} == {*kept} and len(kept) == 2 * 3 and len(every) == 2 * 11
-    assert {*found.dropped} == {*first.dropped, *every} - {*kept}
+    assert {*ranked.tiles[7:]} == {*kept} and len(kept) == 2 * 3 and len(every) == 2 * 11
+    assert {*ranked.dropped} == {*first.dropped, *every} - {*kept}
 
 
 # the compiler itself, in worker processes
@@ -167,8 +167,8 @@ def test_candidates_are_compiled(tmp_path: Path) -> None:
         "hopper": job_of(POINT, with_options(TILE, {"forward_kernel": "hopper"}), 90, HEADS),
     }
     with Pool(compile_job, 2) as pool:
-        found = compile_jobs(jobs.values(), Journal(tmp_path / "journal", ""), pool)
-    assert found[jobs["good"]].problems == found[jobs["hopper"]].problems == ()
-    assert (found[jobs["hopper"]].bound or 0) > (found[jobs["good"]].bound or 0) > 40
-    assert found[jobs["good"]].bound_by.startswith(f"{candidates.UNIT}, limited by ")
-    assert any("local-memory" in problem or "shared" in problem for problem in found[jobs["spills"]].problems)
+        results = compile_jobs(jobs.values(), Journal(tmp_path / "journal", ""), pool)
+    assert results[jobs["good"]].problems == results[jobs["hopper"]].problems == ()
+    assert (results[jobs["hopper"]].bound or 0) > (results[jobs["good"]].bound or 0) > 40
+    assert results[jobs["good"]].bound_by.startswith(f"{candidates.UNIT}, limited by ")
+    assert any("local-memory" in problem or "shared" in problem for problem in results[jobs["spills"]].problems)

@@ -38,12 +38,12 @@ def variant(kernel: str = "forward", **changed: Any) -> Variant:
 @pytest.mark.parametrize("kernel", TUNED)
 def test_every_role_and_feature_of_a_kernel_is_launched(kernel: str, features: tuple[str, ...]) -> None:
     roles = {role: variant(kernel, role=role, features=features).launch for role in ("only", "first", "middle", "last")}
-    assert len({one.signature for one in roles.values()}) == 4
+    assert len({launched.signature for launched in roles.values()}) == 4
     continued = {"forward": "HAS_STATE"}.get(kernel, "HAS_SUM")
-    assert {role: one.options[continued] for role, one in roles.items()} == {
+    assert {role: launched.options[continued] for role, launched in roles.items()} == {
         "only": False, "first": False, "middle": True, "last": True
     }  # fmt: skip
-    assert {one.name for one in roles.values()} == {variant(kernel).function}
+    assert {launched.name for launched in roles.values()} == {variant(kernel).function}
 
 
 def test_numbers_are_what_triton_makes_constants_and_assumptions_of() -> None:
@@ -58,17 +58,17 @@ def test_numbers_are_what_triton_makes_constants_and_assumptions_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "changed", "told"),
+    ("word", "changed", "message"),
     [
         ("hopper", {"arch": 80}, "takes GPUs of compute capability 9.0"),
         ("hopper", {"features": ("seqused_k",)}, "is launched as forward_kernel, not as hopper_kernel"),
         ("hopper_backward", {"head_dim": 256, "head_dim_v": 256}, "takes one of 64, 128"),
     ],
 )
-def test_what_the_hopper_kernels_are_not_written_for(word: str, changed: dict[str, Any], told: str) -> None:
+def test_what_the_hopper_kernels_are_not_written_for(word: str, changed: dict[str, Any], message: str) -> None:
     (hopper,) = select(f"90:bf16:128:middle:{word}:full:gqa")
     assert hopper.launch.name == hopper.function == f"{word}_kernel"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         _ = replace(hopper, **changed).launch
 
 
@@ -84,8 +84,8 @@ def test_all_launches_of_an_entry_are_seen() -> None:
     q, k = torch.empty(1, 64, 8, 64, device=META), torch.empty(1, 64, 2, 64, device=META)
     lse = torch.empty(1, 8, 64, device=META)
     config = KernelConfig(TILE, TILE, TILE, dkdv_splits=2)
-    found = launches(attention_backward, 90, q, q, k, k, q, lse, config=config)
-    assert [one.name for one in found] == ["delta_kernel", "dq_kernel", "dkdv_kernel", "reduce_kernel"]
+    launched = launches(attention_backward, 90, q, q, k, k, q, lse, config=config)
+    assert [launch.name for launch in launched] == ["delta_kernel", "dq_kernel", "dkdv_kernel", "reduce_kernel"]
 
 
 @pytest.mark.parametrize(("kernel", "mask"), [*zip(TUNED, (*MASKS, *MASKS, "full"), strict=True)])
@@ -95,14 +95,14 @@ def test_what_is_timed_and_checked_is_what_was_compiled(
     """To the signature, so that it lies in Triton's cache; every tile schedule of a kernel too."""
 
     monkeypatch.setattr(
-        measure, "judge_of", lambda given, options: Judge((), (), {"out": given.dout, "lse": given.dlse}, {}, {})
+        measure, "judge_of", lambda inputs, options: Judge((), (), {"out": inputs.dout, "lse": inputs.dlse}, {}, {})
     )
     options: dict[str, list[dict[str, Any]]] = {
         "forward": [{}, {"order": "longest"}, {"pack_gqa": True}, {"persistent": True, "sm_margin": 8}],
         "dq": [{}, {"order": "longest", "persistent": True}],
         "dkdv": [{}, {"dkdv_splits": 2}, {"dkdv_epilogue": "descriptors"}, {"order": "longest"}],
     }
-    tried = [with_options(Tile(64, 32, 4, 2), one) for one in options.get(kernel, [{}])]
+    tried = [with_options(Tile(64, 32, 4, 2), choice) for choice in options.get(kernel, [{}])]
     if kernel == "forward":
         tried.append(with_options(Tile(128, 64, 8, 2), {"forward_kernel": "hopper"}))
     for shape in (Shape(32, 8, 64, 64), Shape(6, 2, 64, 64), Shape(16, 1, 64, 64)):
@@ -115,8 +115,8 @@ def test_what_is_timed_and_checked_is_what_was_compiled(
             jobs = [job_of(point, tile, 90, shape.heads, *launch) for launch in (("middle", None), *checked)]
             known = {job.launch.signature for job in jobs}
             for part, count in ((lambda: trials._launch(tile), 1), (lambda: trials._results(tile), 3)):  # noqa: B023
-                found = [one for one in launches(part, 90) if one.name not in ("delta_kernel", "reduce_kernel")]
-                assert len(found) == count and {one.signature for one in found} <= known, tile
+                launched = [call for call in launches(part, 90) if call.name not in ("delta_kernel", "reduce_kernel")]
+                assert len(launched) == count and {call.signature for call in launched} <= known, tile
 
 
 # variants by name
@@ -141,16 +141,16 @@ def test_what_is_timed_and_checked_is_what_was_compiled(
     ],
 )  # fmt: skip
 def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str | None) -> None:
-    found = select(spec)
-    assert {one.kernel for one in found} == kernels and len(found) == len({*found}) == count
+    variants = select(spec)
+    assert {each.kernel for each in variants} == kernels and len(variants) == len({*variants}) == count
     if options is not None:
-        assert {" ".join(f"{name}={value}" for name, value in one.options) for one in found} == {options}
-    defaults = {one.name: one.default for one in fields(KernelConfig)}
-    assert all(defaults[name] != value for one in found for name, value in one.options)
+        assert {" ".join(f"{name}={value}" for name, value in each.options) for each in variants} == {options}
+    defaults = {field.name: field.default for field in fields(KernelConfig)}
+    assert all(defaults[name] != value for each in variants for name, value in each.options)
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "message"),
     [
         ("h100:bf16:64", "spec is 'h100:bf16:64': it must be ARCH:DTYPE:D"),
         ("75:bf16:64", "arch is '75': it must be one of 80, 86"),
@@ -163,6 +163,6 @@ def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str
         ("90:bf16:128:delta:order=longest", "no kernel takes all of these words, or it has no default tile"),
     ],
 )  # fmt: skip
-def test_a_spec_that_names_nothing_says_why(spec: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told.replace("[", r"\[").replace("(", r"\(")):
+def test_a_spec_that_names_nothing_says_why(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("(", r"\(")):
         select(spec)

@@ -37,9 +37,9 @@ def run(*arguments: str) -> tuple[int, str]:
 @pytest.fixture
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What every variant has, which all compile to the same."""
-    found: list[str] = []
-    monkeypatch.setattr(inspection, "inspect_variant", lambda variant: row_of(variant, COMPILED, found))
-    return found
+    wrong: list[str] = []
+    monkeypatch.setattr(inspection, "inspect_variant", lambda variant: row_of(variant, COMPILED, wrong))
+    return wrong
 
 
 def test_a_spec_that_names_nothing_is_refused() -> None:
@@ -49,19 +49,19 @@ def test_a_spec_that_names_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("specs", [[], ["90:bf16:128:dq", "90:bf16:64:hopper"]])
 def test_specs_name_variants(specs: list[str], problems: list[str], tmp_path: Path) -> None:
-    code, _ = run(*specs, "--json", str(told := tmp_path / "told.json"))
-    wanted = [str(one) for spec in specs or DEFAULT for one in select(spec)]
-    assert code == 0 and [row["variant"] for row in read(told).rows] == wanted
+    code, _ = run(*specs, "--json", str(report := tmp_path / "told.json"))
+    wanted = [str(selected) for spec in specs or DEFAULT for selected in select(spec)]
+    assert code == 0 and [row["variant"] for row in read(report).rows] == wanted
 
 
 def test_the_gate_fails_where_a_variant_does_not_pass(problems: list[str]) -> None:
     """It fits: nothing but the gate asks for more."""
-    for found, ended in (([], 0), ([WRONG], 1)):
-        problems[:] = found
+    for wrong, ended in (([], 0), ([WRONG], 1)):
+        problems[:] = wrong
         assert run("90:bf16:128:dq:middle")[0] == 0
-        code, told = run("90:bf16:128:dq:middle", "--gate")
-        assert code == ended and (WRONG in told) == bool(found)
-    assert "best: dq sm_90 bf16 D128" in told and told.index("best: ") < told.index("FAILED: ")
+        code, output = run("90:bf16:128:dq:middle", "--gate")
+        assert code == ended and (WRONG in output) == bool(wrong)
+    assert "best: dq sm_90 bf16 D128" in output and output.index("best: ") < output.index("FAILED: ")
 
 
 def test_what_does_not_fit_fails_without_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +69,8 @@ def test_what_does_not_fit_fails_without_the_gate(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(inspection, "compile_variant", lambda variant: (large, ["300000 bytes of shared memory"]))
     row = inspect_variant(VARIANT)
     assert (row["bound"], row["limiter"], row["blocks"]) == (0.0, "does not fit", 0)
-    code, told = run("90:bf16:128:dq:middle:mha:full")
-    assert code == 1 and "300000 bytes of shared memory; does not fit an SM of sm_90" in told
+    code, output = run("90:bf16:128:dq:middle:mha:full")
+    assert code == 1 and "300000 bytes of shared memory; does not fit an SM of sm_90" in output
 
 
 def test_what_the_entry_refuses_is_a_row() -> None:

@@ -41,17 +41,17 @@ def made(point: RingPoint = POINT, setting: RingSetting = CHUNKED, **changed: An
 
 
 def test_what_is_tried() -> None:
-    found = settings(POINT, "cuda")
-    assert found[0] == DEFAULT and len({*found}) == len(found)
-    assert {(one.transport, one.chunks, one.channels) for one in found[1:]} == {
+    tried = settings(POINT, "cuda")
+    assert tried[0] == DEFAULT and len({*tried}) == len(tried)
+    assert {(row.transport, row.chunks, row.channels) for row in tried[1:]} == {
         *(("copy_engine", chunks, None) for chunks in (1, 2, 4)),
         *(("nccl", chunks, channels) for chunks in (1, 2, 4) for channels in (None, 2, 4, 8, 16)),
     }
     assert settings(POINT._replace(kv_heads=1), "cpu") == [DEFAULT]
-    for one in found:
-        with Ring(**one.arguments) as ring:
-            assert (ring.chunks, ring.limits.channels) == (one.chunks, one.channels)
-        assert {"limits": Limits()} | eval(str(one), {"Ring": dict, "Limits": Limits}) == one.arguments
+    for candidate in tried:
+        with Ring(**candidate.arguments) as ring:
+            assert (ring.chunks, ring.limits.channels) == (candidate.chunks, candidate.channels)
+        assert {"limits": Limits()} | eval(str(candidate), {"Ring": dict, "Limits": Limits}) == candidate.arguments
 
 
 def test_the_nearest_length_serves(folders: Folders) -> None:
@@ -59,7 +59,7 @@ def test_the_nearest_length_serves(folders: Folders) -> None:
     for entry in (made(), made(POINT._replace(length=32768), DEFAULT), made(setting=newer)):
         path = save_ring(folders[0], H200, entry)
     assert path.name == "nvidia-h200_rings.json" and path.stat().st_mode & 0o777 == 0o600
-    assert {one.point.length: one.setting for one in read_rings(folders[0], H200)} == {1024: newer, 32768: DEFAULT}
+    assert {row.point.length: row.setting for row in read_rings(folders[0], H200)} == {1024: newer, 32768: DEFAULT}
     assert ring_settings(POINT._replace(length=3000), H200) == newer
     assert ring_settings(POINT._replace(length=16384), H200) == DEFAULT
     assert ring_settings(POINT._replace(world=4), H200) is None
@@ -68,8 +68,8 @@ def test_the_nearest_length_serves(folders: Folders) -> None:
     assert ring_settings(POINT, None) == CHUNKED
 
 
-def test_a_damaged_file_is_told_and_passed_over(folders: Folders) -> None:
-    """As for kernels: a warning with the path and the reason, and what else there is serves."""
+def test_damaged_files_are_skipped_with_a_warning(folders: Folders) -> None:
+    """The warning has the path and the reason; other files are used."""
     user, package = folders
     path = save_ring(user, H200, made())
     data = json.loads(path.read_text())
@@ -94,7 +94,7 @@ def test_a_launcher_decides_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     call = Shape(4, 4, 64, 64), [64, 128], True, "cpu"
     monkeypatch.setattr(ring_search, "member", lambda: place)
     for world in (None, 4):
-        assert [(one.world, one.seqlen) for one in problems_of(*call, world)] == [(4, 256), (4, 512)]
+        assert [(problem.world, problem.seqlen) for problem in problems_of(*call, world)] == [(4, 256), (4, 512)]
     with pytest.raises(typer.BadParameter, match="--world is 8: the launcher started 4 ranks; leave it out"):
         problems_of(*call, 8)
     monkeypatch.setattr(ring_search, "member", lambda: replace(place, world=1))
@@ -102,7 +102,7 @@ def test_a_launcher_decides_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> N
         problems_of(*call, None)
 
 
-def test_two_processes_choose_as_one(tmp_path: Path) -> None:
+def test_two_processes_choose_the_same_setting(tmp_path: Path) -> None:
     """Really: two processes over gloo, checked, timed in turns, one choice, in a table that is read back."""
     flags = "--heads 2 --kv-heads 2 --head-dim 16 --dtype fp32 --seqlen 64 --budget 60 --device cpu --ring"
     report = tmp_path / "told.json"
@@ -111,25 +111,25 @@ def test_two_processes_choose_as_one(tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     assert "a step" in done.output and "autotune.shared_ring_settings looks it up" in done.output
-    told = json.loads(report.read_text())
-    assert told["case"] == "tune --ring" and "best: Ring(" in told["notes"][-1]
-    assert [(row["chunks"], row["runs"]) for row in told["rows"]] == [(1, 15), (2, 15)]
+    contents = json.loads(report.read_text())
+    assert contents["case"] == "tune --ring" and "best: Ring(" in contents["notes"][-1]
+    assert [(row["chunks"], row["runs"]) for row in contents["rows"]] == [(1, 15), (2, 15)]
     (kept,) = read_rings(tmp_path, CPU)
     assert kept.point == RingPoint(2, 2, 2, 16, "fp32", "bounded", 64) and kept.setting.transport == "process_group"
     assert ring_settings(kept.point, None, tmp_path) == kept.setting
 
 
-def test_a_ring_that_errs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank, whose ring is told to err by more than PyTorch's error explains, or by less."""
+def test_a_wrong_ring_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result off by a factor, above and below PyTorch's error."""
     x = dict(zip(RESULTS, torch.randn(4, 1, 8, 2, 16, dtype=torch.float64), strict=True))
     judge, problem = Judge((0,), (0,), x, {}, dict.fromkeys(x, 1e-6)), AttentionConfig(16, 2)
     monkeypatch.setattr(ring_search, "candidate_of", lambda problem, factor, device: SimpleNamespace(
         shards=lambda tensors, device: (), run=lambda shards: {name: each * factor for name, each in x.items()}
     ))  # fmt: skip
-    monkeypatch.setattr(ring_search, "gathered", lambda one, mine, problem, heads: mine)
-    for factor, told in ((1.0, None), (1.01, "out errs by"), (torch.nan, "out errs by nan")):
-        found = ring_search.error_of(problem, factor, torch.device("cpu"), judge)  # type: ignore[arg-type]
-        assert found is None if told is None else str(found).startswith(told)
+    monkeypatch.setattr(ring_search, "gathered", lambda tensor, mine, problem, heads: mine)
+    for factor, message in ((1.0, None), (1.01, "out errs by"), (torch.nan, "out errs by nan")):
+        error = ring_search.error_of(problem, factor, torch.device("cpu"), judge)  # type: ignore[arg-type]
+        assert error is None if message is None else str(error).startswith(message)
 
 
 def test_what_a_search_says() -> None:
@@ -137,14 +137,14 @@ def test_what_a_search_says() -> None:
         DEFAULT: [Reading(4e-3, ("power brake",), {"sm_mhz": 1200.0})] * 5,
         CHUNKED: [Reading(1e-3, ("power cap",), {"sm_mhz": 1300.0})] * 5,
     }
-    found = Measured(CHUNKED, readings, {RingSetting("copy_engine"): "no such link"}, False)
-    kept = entry_of(POINT, found, "nccl")
+    measured = Measured(CHUNKED, readings, {RingSetting("copy_engine"): "no such link"}, False)
+    kept = entry_of(POINT, measured, "nccl")
     assert (kept.setting, kept.seconds, kept.baseline) == (CHUNKED, 1e-3, 4e-3)
     assert kept.about["clocks"] == {"sm_mhz": 1300.0, "throttled": "power cap"}
-    told = result_of(POINT, found, kept, Path("x.json"))
-    assert [(row["transport"], row["runs"], row["note"]) for row in told.rows] == [
+    report = result_of(POINT, measured, kept, Path("x.json"))
+    assert [(row["transport"], row["runs"], row["note"]) for row in report.rows] == [
         ("auto", 5, "what a ring takes by itself"), ("nccl", 5, ""), ("copy_engine", 0, "no such link")
     ]  # fmt: skip
-    assert "cut short" in told.notes[0] and "75.0% less than a ring takes by itself" in told.notes[-1]
+    assert "cut short" in report.notes[0] and "75.0% less than a ring takes by itself" in report.notes[-1]
     nothing = result_of(POINT, Measured(None, {}, {DEFAULT: "no such link"}, True), None, None)
     assert nothing.failed == ["1024 tokens: no setting runs here: see the notes of the rows"]

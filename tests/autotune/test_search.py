@@ -39,10 +39,10 @@ def searched(gpu: StandIn, budget: float = PLENTY, tiles: list[Tile] = TILES) ->
 
 
 @pytest.mark.parametrize("best", [0, len(TILES) - 1])
-def test_the_fastest_wins_and_the_slow_get_little_time(best: int) -> None:
+def test_the_fastest_is_chosen_and_slow_candidates_get_few_runs(best: int) -> None:
     gpu = StandIn(lambda tile: 0.5 if tile == TILES[best] else steady(tile))
-    found = searched(gpu)
-    assert found.best == TILES[best] and found.complete
+    outcome = searched(gpu)
+    assert outcome.best == TILES[best] and outcome.complete
     assert gpu.timed[: 3 * (1 + len(TILES))] == [BASELINE, *TILES] * FIRST_TURNS, "candidates take turns"
     runs = Counter(gpu.timed)
     assert runs[TILES[best]] == runs[BASELINE] == FINAL_TURNS
@@ -59,8 +59,8 @@ def test_planned_readings_are_those_taken(count: int) -> None:
 
 def test_a_wrong_candidate_is_never_timed() -> None:
     gpu = StandIn(steady, bad={TILES[0]: "out errs by 1, PyTorch's by 0.1", BASELINE: "nan"})
-    found = searched(gpu)
-    assert found.best == TILES[1] and found.wrong == gpu.bad
+    outcome = searched(gpu)
+    assert outcome.best == TILES[1] and outcome.wrong == gpu.bad
     assert not {TILES[0], BASELINE} & {*gpu.timed}
     assert searched(StandIn(steady, bad=dict.fromkeys([BASELINE, *TILES], "wrong"))).best is None
 
@@ -73,13 +73,13 @@ def test_a_wrong_candidate_is_never_timed() -> None:
     ],
 )
 def test_time_alone_and_beside_a_transfer_decides(besides: dict[Tile, float], best: Tile) -> None:
-    found = searched(StandIn(steady, besides=lambda tile: besides.get(tile, 1.3)))
-    assert found.best == best
-    assert median_beside(found.readings[best]) == besides[best] and len(found.readings[best]) == FINAL_TURNS
+    outcome = searched(StandIn(steady, besides=lambda tile: besides.get(tile, 1.3)))
+    assert outcome.best == best
+    assert median_beside(outcome.readings[best]) == besides[best] and len(outcome.readings[best]) == FINAL_TURNS
 
 
 def readings(*seconds: float) -> list[Reading]:
-    return [Reading(one) for one in seconds]
+    return [Reading(second) for second in seconds]
 
 
 def test_what_is_within_the_spread_of_the_baseline_is_not_chosen() -> None:
@@ -93,24 +93,24 @@ def test_what_is_within_the_spread_of_the_baseline_is_not_chosen() -> None:
 
 def test_throttled_runs_are_repeated() -> None:
     gpu = StandIn(steady, throttles=lambda run: ("power cap",) if run % 3 == 0 else ())
-    found = searched(gpu)
-    assert found.best == TILES[0]
-    assert not any(reading.throttled for runs in found.readings.values() for reading in runs)
+    outcome = searched(gpu)
+    assert outcome.best == TILES[0]
+    assert not any(reading.throttled for runs in outcome.readings.values() for reading in runs)
     assert {*gpu.pauses} == {COOL_DOWN} and len(gpu.pauses) > FINAL_TURNS
     always = StandIn(steady, throttles=lambda run: ("software thermal slowdown",))
-    found = searched(always, tiles=TILES[:2])
-    assert found.best == TILES[0] and len(always.timed) == 3 * FINAL_TURNS * (1 + RETRIES)
-    assert clocks_of(found.readings[TILES[0]]) == {"sm_mhz": 1580.0, "throttled": "software thermal slowdown"}
+    outcome = searched(always, tiles=TILES[:2])
+    assert outcome.best == TILES[0] and len(always.timed) == 3 * FINAL_TURNS * (1 + RETRIES)
+    assert clocks_of(outcome.readings[TILES[0]]) == {"sm_mhz": 1580.0, "throttled": "software thermal slowdown"}
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3.0, 30.0, 85.0])
-def test_a_budget_ends_it(seconds: float) -> None:
+def test_search_ends_at_its_budget(seconds: float) -> None:
     """Checks are paid for, too; of what was timed often enough the best is the answer."""
     gpu = StandIn(steady)
-    found = searched(gpu, seconds)
+    outcome = searched(gpu, seconds)
     assert gpu.now <= seconds + 1.99 * bool(seconds)  # the reading that was under way
-    assert found.complete == (gpu.now < seconds) and (found.best is not None) == (seconds >= 85)
-    assert found.best is None or len(found.readings[found.best]) >= LEAST_TURNS
+    assert outcome.complete == (gpu.now < seconds) and (outcome.best is not None) == (seconds >= 85)
+    assert outcome.best is None or len(outcome.readings[outcome.best]) >= LEAST_TURNS
     assert bool(gpu.timed) == (len(gpu.checked) == 1 + len(TILES)) == (seconds > 0.25 * 19)
 
 

@@ -76,12 +76,12 @@ def test_what_arithmetic_leaves(tile: Tile, changed: dict[str, Any], arch: int, 
 def test_the_hopper_forward_is_tried_where_it_is_written_for(
     changed: dict[str, Any], arch: int, stages: dict[int, list[int]]
 ) -> None:
-    found: dict[int, list[int]] = {}
+    by_head_dim: dict[int, list[int]] = {}
     for tile in space(POINT._replace(**changed), arch):
         if options_of(tile):
             assert (tile.block_q, tile.num_warps, options_of(tile)) == (128, 8, {"forward_kernel": "hopper"})
-            found.setdefault(tile.block_k, []).append(tile.num_stages)
-    assert found == stages
+            by_head_dim.setdefault(tile.block_k, []).append(tile.num_stages)
+    assert by_head_dim == stages
 
 
 def test_what_is_tried_is_what_a_table_takes() -> None:
@@ -124,9 +124,9 @@ def test_schedules_are_tried_with_the_best_tiles(
 
 def test_the_nearest_are_the_tile_and_its_neighbours() -> None:
     tiles, middle = space(POINT, 90), Tile(64, 64, 4, 2)
-    found = nearest(tiles, middle, 6)
-    assert found[0] == middle and not any(options_of(tile) for tile in found)
-    assert {*found[1:]} == {  # half or twice of one number, or a stage more or less
+    chosen = nearest(tiles, middle, 6)
+    assert chosen[0] == middle and not any(options_of(tile) for tile in chosen)
+    assert {*chosen[1:]} == {  # half or twice of one number, or a stage more or less
         Tile(32, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 1), Tile(64, 64, 4, 3)
     }  # fmt: skip
 
@@ -141,7 +141,7 @@ def test_points_of_a_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "message"),
     [
         (lambda: Shape(6, 4, 64, 64), "heads is 6: it must be a multiple of the 4 heads of keys"),
         (lambda: Shape(6, 0, 64, 64), "heads is 6"),
@@ -151,6 +151,6 @@ def test_points_of_a_model() -> None:
         (lambda: gpu_of_arch("sm_91"), "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
     ],
 )
-def test_what_is_no_attention_or_gpu(made: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_invalid_points_and_gpus_are_refused(made: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         made()

@@ -20,17 +20,17 @@ __all__ = ["folders"]
 Folders = tuple[Path, Path]
 
 
-def test_a_journal_is_there_for_the_next_run_of_the_same_kernels(tmp_path: Path) -> None:
+def test_the_journal_is_reused_for_the_same_kernels(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal", "digest")
     assert journal.get("a") is None
     for number in range(3):
         journal.put("a", {"n": number})
-    for one in (journal, Journal(tmp_path / "journal", "digest")):
-        assert one.get("a") == {"n": 2}
+    for opened in (journal, Journal(tmp_path / "journal", "digest")):
+        assert opened.get("a") == {"n": 2}
     assert Journal(tmp_path / "journal", "other kernels").get("a") is None
 
 
-def test_a_line_that_was_cut_costs_itself_alone(tmp_path: Path) -> None:
+def test_a_truncated_journal_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     for number in range(2):
         Journal(path, "digest").put("a", {"n": number})
@@ -45,7 +45,7 @@ def test_a_line_that_was_cut_costs_itself_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["{", "[]", "null", "[" * 100_000, '{"digest": "digest", "key": 1, "value": 3}', "\xff\x00"]
 )
-def test_what_is_no_line_is_passed_over(line: str, tmp_path: Path) -> None:
+def test_invalid_journal_lines_are_skipped(line: str, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_text(line + "\n")
     Journal(path, "digest").put("a", {"n": 1})
@@ -55,7 +55,7 @@ def test_what_is_no_line_is_passed_over(line: str, tmp_path: Path) -> None:
 # the tables
 
 
-def test_a_table_is_private_and_found(folders: Folders) -> None:
+def test_tables_are_private_and_read_back(folders: Folders) -> None:
     before = os.umask(0)
     try:
         path = save(folders[0], H200, [entry()])
@@ -69,10 +69,10 @@ def test_a_table_is_private_and_found(folders: Folders) -> None:
     save(folders[0], H200, [entry(tile=BASELINE)])
     assert tuned(H200).tile(key, 8192) == BASELINE
     save(folders[0], H200, [entry(POINT._replace(length=16)), estimate()])
-    assert {one.point.length: one.estimated for one in read(path).entries} == {8192: False, 16: False}
+    assert {stored.point.length: stored.estimated for stored in read(path).entries} == {8192: False, 16: False}
 
 
-def test_an_estimate_never_takes_the_place_of_a_measurement() -> None:
+def test_estimates_never_replace_measurements() -> None:
     first, second = estimate(), estimate(tile=BASELINE)
     assert merged([first], [second]) == [second]
     assert merged([first], [entry()]) == [entry()]
@@ -89,7 +89,7 @@ def test_a_table_that_cannot_be_read_is_left_as_it_is(folders: Folders) -> None:
     assert path.read_text() == newer
 
 
-def test_a_write_that_fails_leaves_the_table_before(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_table(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(folders[0], H200, [entry()])
     before = path.read_text()
     with pytest.raises(ValueError, match="bytes of shared memory"):  # which a reader refuses
@@ -104,7 +104,7 @@ def test_a_write_that_fails_leaves_the_table_before(folders: Folders, monkeypatc
     assert path.read_text() == before and [*folders[0].iterdir()] == [path]
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file/inner is no folder to save in"):
         private_folder(tmp_path / "file" / "inner")

@@ -55,7 +55,7 @@ def asked(*arguments: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--arch", "sm_91"], "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
         (["--heads", "6", "--kv-heads", "4"], "heads is 6: it must be a multiple of the 4"),
@@ -69,12 +69,12 @@ def asked(*arguments: str) -> Any:
     ],
 )
 def test_bad_input_is_an_error_that_says_what_fits(
-    arguments: list[str], told: str, alone: None, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_search, "spawn", lambda *given, **how: pytest.fail("a search was started"))
+    monkeypatch.setattr(ring_search, "spawn", lambda *args, **how: pytest.fail("a search was started"))
     result = asked(*arguments)
     assert result.exit_code == 2
-    assert told in re.sub(r"\s+", " ", result.output.replace("│", " "))
+    assert message in re.sub(r"\s+", " ", result.output.replace("│", " "))
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_what_is_tuned_for(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here is not None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tables, "gpu_of", lambda device: here)
-    found, device, why = cli_tune.target(arch, compile_only)
-    assert (found.name, device is not None) == (gpu, measures)
+    chosen, device, why = cli_tune.target(arch, compile_only)
+    assert (chosen.name, device is not None) == (gpu, measures)
     assert ("nothing is measured" in why) != measures
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tables, "gpu_of", lambda device: Gpu("Tesla V100", 70))
@@ -114,19 +114,19 @@ def test_without_a_gpu_it_compiles_and_says_so(tmp_path: Path, folders: Folders,
     (path,) = folders[0].glob("*.json")
     table = read(path)
     assert (table.gpu, table.arch, table.triton) == ("sm_80", 80, tables.triton_version())
-    assert {(one.point.kernel, one.point.length, one.estimated) for one in table.entries} == {
+    assert {(entry.point.kernel, entry.point.length, entry.estimated) for entry in table.entries} == {
         (kernel, 16, True) for kernel in TUNED
     }
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert told["case"] == "tune" and len(told["rows"]) == 5 and not told["failed"]
-    assert f"written: {path}" in told["notes"] and told["notes"][-1].startswith("best: by bounds alone; estimates")
+    report = json.loads((tmp_path / "told.json").read_text())
+    assert report["case"] == "tune" and len(report["rows"]) == 5 and not report["failed"]
+    assert f"written: {path}" in report["notes"] and report["notes"][-1].startswith("best: by bounds alone; estimates")
     again = json.loads(asked(*SMALL, "--arch", "sm_80", "--compile-only", "--json", "-").output)
-    assert again["rows"] == told["rows"]
+    assert again["rows"] == report["rows"]
     few = json.loads(asked(*SMALL, "--arch", "sm_80", "--tiles", "2", "--json", "-").output)
     assert [(row["kernel"], row["tried"]) for row in few["rows"]] == [(kernel, 2) for kernel in KERNELS]
 
 
-def test_a_budget_to_compile_leaves_whole_points_and_says_what_is_left(
+def test_a_compile_budget_leaves_whole_points_and_reports_the_rest(
     tmp_path: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the same command goes on from there."""
@@ -193,10 +193,10 @@ def test_the_estimate_is_the_best_bound_of_a_tile_alone(folders: Folders) -> Non
     pool: Any = AtOnce(lambda job: CompileResult((), 9e9, "%") if job.options else fine(job))
     forward, dkdv = compile_part(config, journal_of(config), pool, no_progress)
     assert options_of(forward.ranked.tiles[0]) and options_of(dkdv.ranked.tiles[-1])
-    for one in (forward, dkdv):
-        made = estimated_entry(one)
-        plain = [tile for tile in space(one.point, 90) if not options_of(tile)]
-        assert made.bound == max(fine(job_of(one.point, tile, 90, 2)).bound or 0 for tile in plain)
+    for compiled in (forward, dkdv):
+        made = estimated_entry(compiled)
+        plain = [tile for tile in space(compiled.point, 90) if not options_of(tile)]
+        assert made.bound == max(fine(job_of(compiled.point, tile, 90, 2)).bound or 0 for tile in plain)
         assert made.tile in plain and made.estimated and made.seconds is None
 
 
@@ -214,26 +214,26 @@ def test_a_run_measures_and_is_the_default_from_then_on(folders: Folders, monkey
         steps[part] += -1 if more is None else more
 
     pool: Any = AtOnce(lambda job: replace(fine(job), bound=-slow(job.tile)))
-    found = compile_part(config, journal_of(config), pool, step)
+    compiled = compile_part(config, journal_of(config), pool, step)
     gpu = StandIn(slow, besides=lambda tile: 2.0 * slow(tile))
     budget = Budget(1e9, gpu.clock)
-    answers = measure_part(config, found, journal_of(config), step, trials_of=lambda point: gpu, budget=budget)
+    answers = measure_part(config, compiled, journal_of(config), step, trials_of=lambda point: gpu, budget=budget)
     assert not any(steps.values()), "progress ends where it was planned"
     table = read(next(folders[0].glob("nvidia-h200*.json")))
-    assert {one.point for one in table.entries} == {*config.points} == {one.point for one in answers}
-    for one in table.entries:
-        default = built_in(one.point, 90)
+    assert {entry.point for entry in table.entries} == {*config.points} == {answer.point for answer in answers}
+    for stored in table.entries:
+        default = built_in(stored.point, 90)
         assert default is not None
-        assert slow(one.tile) == min(map(slow, [default, *space(one.point, 90)])) == one.seconds
-        assert one.beside == 2 * one.seconds and one.baseline == slow(default)
-        assert one.clocks == {"sm_mhz": 1980.0, "throttled": ""}
-    rows = [one.as_row() for one in answers]
+        assert slow(stored.tile) == min(map(slow, [default, *space(stored.point, 90)])) == stored.seconds
+        assert stored.beside == 2 * stored.seconds and stored.baseline == slow(default)
+        assert stored.clocks == {"sm_mhz": 1980.0, "throttled": ""}
+    rows = [answer.as_row() for answer in answers]
     assert all(row["time"] <= row["default's time"] and row["beside"] == 2 * row["time"] for row in rows)
     assert f" of {len(rows)} are faster than the default, at most " in tune.notes_of(answers, None)[-1]
     monkeypatch.setattr(choice, "gpu_of", lambda device: H200)
     q, v = torch.empty(1, 64, 2, 16), torch.empty(1, 64, 1, 16)
     config_now = default_config(q, v)
-    tiles = {one.point.kernel: one.tile for one in table.entries if one.point.length == 64 and one.point.mask == "full"}
+    tiles = {row.point.kernel: row.tile for row in table.entries if row.point.length == 64 and row.point.mask == "full"}
     assert {*tiles} == {*TUNED} and all(getattr(config_now, kernel) == tiles[kernel] for kernel in KERNELS)
 
 
@@ -243,19 +243,19 @@ def test_estimates_stay_where_nothing_was_measured(
 ) -> None:
     """Every point has a part of the budget, and what one leaves those after it have."""
     gpu = StandIn(slow)
-    monkeypatch.setattr(tune, "DeviceTrials", lambda *given: gpu)
+    monkeypatch.setattr(tune, "DeviceTrials", lambda *args: gpu)
     monkeypatch.setattr(tune, "Budget", lambda seconds: Budget(budget if seconds < 1e10 else seconds, gpu.clock))
-    found = tune.tune(config_of(folders[0]), 1, no_progress)
+    outcome = tune.tune(config_of(folders[0]), 1, no_progress)
     table = read(next(folders[0].glob("nvidia*.json")))
-    assert len(table.entries) == len(found.rows) == len(TUNED)
-    assert sum(not one.estimated for one in table.entries) >= measured
-    assert any(one.estimated for one in table.entries) and any("cut short" in note for note in found.notes)
+    assert len(table.entries) == len(outcome.rows) == len(TUNED)
+    assert sum(not entry.estimated for entry in table.entries) >= measured
+    assert any(entry.estimated for entry in table.entries) and any("cut short" in note for note in outcome.notes)
 
 
 def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> None:
     config = config_of(folders[0], kernels=("forward",))
-    found = compile_part(config, journal_of(config), AtOnce(), no_progress)  # type: ignore[arg-type]
-    broken = found[0].ranked.tiles[1]
+    compiled = compile_part(config, journal_of(config), AtOnce(), no_progress)  # type: ignore[arg-type]
+    broken = compiled[0].ranked.tiles[1]
 
     class Breaks(StandIn):
         def wrong(self, tile: Tile) -> str | None:
@@ -265,12 +265,12 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> No
 
     def measured(gpu: Gpu) -> Any:
         how: dict[str, Any] = {"trials_of": lambda point: Breaks(slow), "budget": Budget(1e9, lambda: 0.0)}
-        return measure_part(replace(config, gpu=gpu), found, journal_of(config), no_progress, **how)
+        return measure_part(replace(config, gpu=gpu), compiled, journal_of(config), no_progress, **how)
 
     with pytest.raises(torch.AcceleratorError):
         measured(H200)
-    (one,) = measured(H200)
-    assert one.measured.wrong == {broken: "AcceleratorError: an illegal memory access"}
+    (entry,) = measured(H200)
+    assert entry.measured.wrong == {broken: "AcceleratorError: an illegal memory access"}
     with pytest.raises(torch.AcceleratorError):
         measured(Gpu("NVIDIA H100 80GB HBM3", 90))
 
@@ -279,7 +279,7 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> No
 
 
 @pytest.mark.parametrize(("kernel", "mask"), [*zip(TUNED, ("full", "bounded", "full", "bounded", "full"), strict=True)])
-def test_a_right_tile_is_right_and_timed(kernel: str, mask: str) -> None:
+def test_a_correct_tile_passes_and_is_timed(kernel: str, mask: str) -> None:
     """In fp16, so that the dtype of what is continued differs from that of the result."""
     point = Point(kernel, "fp16", 16, 16, 2, mask, 40)
     trials = DeviceTrials(point, replace(SHAPE, dtype="fp16"), CPU, checked=70)
@@ -299,7 +299,7 @@ def out_of_room(made: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "name", "wrong", "told"),
+    ("kernel", "name", "wrong", "message"),
     [
         ("forward", "attention_forward", lambda made: (made[0] * torch.nan, made[1]), "out errs by nan"),
         ("forward", "attention_forward", out_of_room, r"RuntimeError: out of resource: shared memory$"),
@@ -307,24 +307,24 @@ def out_of_room(made: Any) -> Any:
         ("single_pass", "attention_gradients", off, r"dk errs by 0\.00\d*, PyTorch's by "),
     ],
 )
-def test_a_wrong_result_is_told(
-    kernel: str, name: str, wrong: Callable[[Any], Any], told: str, monkeypatch: pytest.MonkeyPatch
+def test_wrong_results_are_reported(
+    kernel: str, name: str, wrong: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = getattr(compile_, name)
-    monkeypatch.setattr(compile_, name, lambda *given, **how: wrong(real(*given, **how)))
+    monkeypatch.setattr(compile_, name, lambda *args, **how: wrong(real(*args, **how)))
     trials = DeviceTrials(Point(kernel, "fp32", 16, 16, 2, "full", 40), SHAPE, CPU, checked=70)
-    assert re.match(told, str(trials.wrong(Tile(16, 16, 4, 1))))
+    assert re.match(message, str(trials.wrong(Tile(16, 16, 4, 1))))
 
 
 def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     point = Point("forward", "fp32", 16, 16, 2, "full", 40)
-    trials, seen = DeviceTrials(point, SHAPE, CPU), []
+    trials, drawn = DeviceTrials(point, SHAPE, CPU), []
     monkeypatch.setattr(
-        compile_, "attention_forward", lambda q, k, v, **how: seen.append([float(x.sum()) for x in (q, k, v)])
+        compile_, "attention_forward", lambda q, k, v, **how: drawn.append([float(x.sum()) for x in (q, k, v)])
     )
     for _ in range(3):
         trials.run(Tile(16, 16, 4, 1))
-    timed = seen[1:]  # the first compiles
+    timed = drawn[1:]  # the first compiles
     assert len(timed) == 3
     assert all(len({*sums}) == 3 for sums in zip(*timed, strict=True))
 

@@ -26,7 +26,7 @@ HEAVY = ("torch", "triton", "cupy", "matplotlib")
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """A command that keeps what it was given, in place of ``examples/demo.py``."""
-    seen: list[object] = []
+    arguments: list[object] = []
     ends = {
         "exit": typer.Exit(7), "interrupt": KeyboardInterrupt(), "value": ValueError("q has 3 dims:\n  4 are needed"),
         "later": NotImplementedError("not yet"), "flag": typer.BadParameter("--text is odd"),
@@ -39,14 +39,14 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         text: str = "", world: int = typer.Option(1, min=1), end: str = "", layout: LayoutName | None = None
     ) -> None:
         """The whole story."""
-        seen.extend((text, world))
+        arguments.extend((text, world))
         if end:
             raise ends[end]
 
     module = ModuleType("ringattn.examples.demo")
     vars(module)["app"] = app
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return seen
+    return arguments
 
 
 def test_version() -> None:
@@ -67,9 +67,9 @@ def test_version() -> None:
 def test_no_such_command(arguments: list[str], line: str) -> None:
     """In one line; where there is none, the help."""
     ran = CliRunner().invoke(cli.app, arguments, prog_name="ringattn")
-    told = ran.output.strip("\n ").splitlines()
-    assert ran.exit_code == 2 and told[0].startswith(line.strip()) and (len(told) == 1) == ("No such" in line)
-    assert "No such" in line or told[-1].startswith("╰")
+    lines = ran.output.strip("\n ").splitlines()
+    assert ran.exit_code == 2 and lines[0].startswith(line.strip()) and (len(lines) == 1) == ("No such" in line)
+    assert "No such" in line or lines[-1].startswith("╰")
 
 
 def test_options_and_help_are_the_commands_own(demo: list[object]) -> None:
@@ -101,8 +101,8 @@ def test_how_a_command_ends(arguments: list[str], code: int, line: str, alone: N
     assert len(result.output.splitlines()) == (1 if line else 0) and "Input" not in result.output
 
 
-def test_an_interruption_is_told_by_rank_0(demo: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone; an error may be one rank's alone, and is told by each."""
+def test_only_rank_0_reports_an_interruption(demo: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors are printed by every rank, for they may be one rank's."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     interrupted, later = (CliRunner().invoke(cli.app, ["demo", "--end", end]) for end in ("interrupt", "later"))
@@ -116,11 +116,11 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_help_imports_nothing_heavy() -> None:
     """Of every command, in one process: what is heavy would stay."""
-    asked = [["-h"], ["bench", "--help"], *([*name.split(), "-h"] for name in cli.COMMANDS)]
+    commands = [["-h"], ["bench", "--help"], *([*name.split(), "-h"] for name in cli.COMMANDS)]
     result = python(f"""
 import sys
 from ringattn.bench import cli
-for arguments in {asked!r}:
+for arguments in {commands!r}:
     try:
         cli.app(args=arguments, prog_name="ringattn")
     except SystemExit as ended:
@@ -128,7 +128,7 @@ for arguments in {asked!r}:
     assert not set(sys.modules) & set({HEAVY!r}), arguments
 """)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("Usage: ringattn") == len(asked)
+    assert result.stdout.count("Usage: ringattn") == len(commands)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -137,11 +137,11 @@ def test_help_in_80_columns(name: str) -> None:
     lines = CliRunner().invoke(cli.app, [*name.split(), "-h"], env={"COLUMNS": "80"}).output.splitlines()
     assert not [line for line in lines if line.endswith("… │")]
     text = [line.strip() for line in lines if "│" not in line]
-    early = [one for one, after in pairwise(text) if after and one and len(f"{one} {after.split()[0]}") <= 78]
-    assert not [one for one in early if one[0] not in "╭╰"]
+    early = [row for row, after in pairwise(text) if after and row and len(f"{row} {after.split()[0]}") <= 78]
+    assert not [row for row in early if row[0] not in "╭╰"]
 
 
-def test_a_missing_extra_is_told_in_a_line() -> None:
+def test_a_missing_extra_is_one_line() -> None:
     result = python("import sys\nsys.modules['typer'] = None\nfrom ringattn.bench import cli")
     assert (result.returncode, result.stderr) == (1, f"{cli.EXTRA}\n")
 

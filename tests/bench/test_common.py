@@ -48,8 +48,8 @@ def test_samples() -> None:
     samples = Samples((4.0, 1.0, 2.0, 3.0, 5.0))
     assert samples.median == 3.0 and samples.spread == pytest.approx(1 / 3)
     assert Samples((1.0,)).spread == 0.0
-    found = [repeats_within(1.0, one_round) for one_round in (0.1, 10.0, 0.0)]
-    assert found == [10, timing.LEAST, timing.MOST]
+    counts = [repeats_within(1.0, one_round) for one_round in (0.1, 10.0, 0.0)]
+    assert counts == [10, timing.LEAST, timing.MOST]
 
 
 def test_clocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +134,12 @@ def test_limits_hold_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_provenance_names_everything_and_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/some/folder/ringattn", "bench", "ring", "--json", "my file"])
-    told = provenance(CPU)
-    assert told["command"] == "ringattn bench ring --json 'my file'"
-    assert told["versions"]["torch"] == torch.__version__
-    assert told["cpu"]["cores"] >= 1 and told["gpu"] is None
-    assert [*told["topology"]] == ["nics"] and isinstance(told["topology"]["nics"], dict)
-    assert len(told["ringattn"]["sources"]) == 12
-    assert "/some" not in json.dumps(told)
+    stated = provenance(CPU)
+    assert stated["command"] == "ringattn bench ring --json 'my file'"
+    assert stated["versions"]["torch"] == torch.__version__
+    assert stated["cpu"]["cores"] >= 1 and stated["gpu"] is None
+    assert [*stated["topology"]] == ["nics"] and isinstance(stated["topology"]["nics"], dict)
+    assert len(stated["ringattn"]["sources"]) == 12
+    assert "/some" not in json.dumps(stated)
     monkeypatch.setattr("sys.argv", ["/some/ringattn/__main__.py", "demo"])
     assert command() == "python -m ringattn demo"

@@ -55,9 +55,9 @@ def test_a_case_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_first_cases_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = list(device_cases.launches(CPU, dtype="float32", seqlen=40, head_dim=16))
-    assert [number.name for number in found if number.limit] == ["difference from float64"] * 2
-    assert not any(number.fails for number in found)
+    rows = list(device_cases.launches(CPU, dtype="float32", seqlen=40, head_dim=16))
+    assert [number.name for number in rows if number.limit] == ["difference from float64"] * 2
+    assert not any(number.fails for number in rows)
     _, copy = device_cases.ceilings(CPU, side=64, dtype="float32", nbytes=4096)
     assert (copy.unit, copy.labels["bytes"]) == ("GB/s", 4096)
     monkeypatch.setattr(memory, "free_memory", lambda device: 8000)
@@ -96,7 +96,7 @@ def test_what_is_wrong_or_not_written_in_fp8_counts(monkeypatch: pytest.MonkeyPa
     assert wrong()["wrong codes"] == 4  # of two dtypes and two shapes
     monkeypatch.setattr(device_cases, "quantize", quantize)
     monkeypatch.setattr(device_cases, "dequantize", lambda x, scale, out: dequantize(x, scale, out.clone()))
-    found = wrong()
-    assert found["wrong numbers"] > 1000 and not found["wrong codes"]
+    rows = wrong()
+    assert rows["wrong numbers"] > 1000 and not rows["wrong codes"]
     monkeypatch.setattr(device_cases, "quantize", lambda x, out, scale: None)
     assert wrong()["wrong scales"] == 2 * (2 * 2 + 2)

@@ -32,7 +32,7 @@ SOUND = "memory per rank differs"  # on the page of report_cases.memory()
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(cli.app, [str(one) for one in arguments], env=WIDE)
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env=WIDE)
 
 
 def told(result: Any) -> str:
@@ -55,10 +55,10 @@ def test_bad_file_is_named(reader: str, alone: None, tmp_path: Path, monkeypatch
     ended = run(*(places.get(word, word) for word in READERS[reader]))
     assert ended.exit_code == 2 and isinstance(ended.exception, SystemExit), ended.output
     assert "results.json" in told(ended) and "no regular file" in told(ended), told(ended)
-    assert [one.name for one in tmp_path.iterdir()] == ["results.json"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_bad_files_cost_the_page_themselves_alone(tmp_path: Path) -> None:
+def test_bad_files_are_left_out_of_the_page(tmp_path: Path) -> None:
     folder = report_cases.write(tmp_path / "run", memory=report_cases.memory())
     bad = {"a.json": '{"schema": "\\ud800"}', "b.json": "[" * 100_000, "c.json": "{}", "results.json": '{"cases": ['}
     for name, text in bad.items():
@@ -73,7 +73,7 @@ def test_bad_files_cost_the_page_themselves_alone(tmp_path: Path) -> None:
         assert f"<strong>not read</strong>: {name}: " in page and f"left out: {name}: " in told(ended), name
 
 
-def test_what_cannot_be_drawn_costs_the_page_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_charts_are_left_out_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(shown: Any) -> Any:
         raise KeyError("\x1b[2J")
 
@@ -137,7 +137,7 @@ NO_TARGETS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize(
-    ("writer", "bad"), [*((one, "link") for one in WRITERS), *(("show --json", bad) for bad in NO_TARGETS)]
+    ("writer", "bad"), [*((writer, "link") for writer in WRITERS), *(("show --json", bad) for bad in NO_TARGETS)]
 )
 def test_bad_target_is_named(writer: str, bad: str, tmp_path: Path) -> None:
     """Before the work."""
@@ -149,7 +149,7 @@ def test_bad_target_is_named(writer: str, bad: str, tmp_path: Path) -> None:
     ended = run(*(places.get(word, word) for word in WRITERS[writer]))
     assert ended.exit_code == 2 and isinstance(ended.exception, SystemExit), ended.output
     assert f"cannot write {target}: " in told(ended) and "; name a" in told(ended), told(ended)
-    assert {one.name for one in tmp_path.iterdir()} == {"precious", "run", name}
+    assert {path.name for path in tmp_path.iterdir()} == {"precious", "run", name}
 
 
 FOLDERS: dict[str, tuple[str, ...]] = {
@@ -170,20 +170,20 @@ def test_bad_folder_is_named(flag: str, alone: None, tmp_path: Path, monkeypatch
         assert ended.exit_code == 2 and len(ended.output.splitlines()) == 1, ended.output
         assert f"{flag} is {folder}: it is no folder to write to" in ended.output
     flags.check_folder(flag, tmp_path / "a" / "b")
-    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_dash_is_standard_output_of_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = WRITERS["show --csv"][:-2]
-    told, _ = run(*words, "--csv", "-"), run(*words, "--csv", tmp_path / "rows")
-    assert told.exit_code == 0 and told.stdout.splitlines() == (tmp_path / "rows").read_text().splitlines()
+    output, _ = run(*words, "--csv", "-"), run(*words, "--csv", tmp_path / "rows")
+    assert output.exit_code == 0 and output.stdout.splitlines() == (tmp_path / "rows").read_text().splitlines()
     assert json.loads(run(*words, "--json", "-").stdout)["case"] == "show"
     refused = [(*words, "--csv", "-", "--json", "-"), (*words, "--out", "-"), (*WRITERS["predict --trace"][:-1], "-")]
     for arguments in [*refused, ("bench", "timeline", "--trace", "-")]:
         ended = run(*arguments)
         assert ended.exit_code == 2 and "standard output takes" in ended.output, ended.output
-    assert {one.name for one in tmp_path.iterdir()} == {"rows"}
+    assert {path.name for path in tmp_path.iterdir()} == {"rows"}
 
 
 def test_link_that_came_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
@@ -193,12 +193,12 @@ def test_link_that_came_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_files_read_back(tmp_path: Path) -> None:
     """Also where a longer file was; a number that is not finite comes back as one that failed."""
     (target := tmp_path / "a.json").write_text("x" * 1000)
     write_json(target, {"a": (1.5, float("nan"), {"b": -float("inf")})})
     assert json.loads(target.read_text()) == read_object(target) == {"a": [1.5, None, {"b": None}]}
     number = Number("error", float("inf"), "", {}, limit=1.0, spread=float("nan"))
     write_json(target, result_of("a", [number], {}).as_json())
-    found = read(target)
-    assert found.rows[0]["value"] is None and found.failed == ["error () is inf, at most 1 allowed"]
+    result = read(target)
+    assert result.rows[0]["value"] is None and result.failed == ["error () is inf, at most 1 allowed"]

@@ -39,7 +39,7 @@ def test_parsers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "arguments", "told"),
+    ("check", "arguments", "message"),
     [
         *((size, (text,), "it must be a whole number below 10^18") for text in ("", "-1", "1.5k", "9" * 19)),
         (flags.counts, ("2,0",), "'0' is too small: it must be at least 1"),
@@ -62,10 +62,10 @@ def test_parsers() -> None:
         (flags.timer_of_rings, ("cuda", "graph"), "on cuda it must be one of events, clock"),
     ],
 )
-def test_refusals(check: Callable[..., object], arguments: tuple[object, ...], told: str) -> None:
+def test_refusals(check: Callable[..., object], arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(typer.BadParameter) as refused:
         check(*arguments)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_defaults() -> None:
@@ -85,7 +85,7 @@ def test_constants_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("words", "message"),
     [
         ([], ""),
         (["--a", "1", "--b", "2", "--json", "-"], ""),
@@ -94,7 +94,7 @@ def test_constants_are_those_of_the_code() -> None:
         (["--a", "1", "--d-long", "4"], "--a and --d-long are both given: pass one of them"),
     ],
 )
-def test_flags_without_a_say(given: list[str], told: str) -> None:
+def test_flags_that_do_not_apply_are_refused(words: list[str], message: str) -> None:
     app = typer.Typer()
 
     @app.command()
@@ -110,5 +110,5 @@ def test_flags_without_a_say(given: list[str], told: str) -> None:
         flags.check_needs(context, {"b": "a"})
         flags.check_apart(context, "a", "d")
 
-    ended = CliRunner().invoke(app, given, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
-    assert ended.exit_code == (2 if told else 0) and told in ended.output, ended.output
+    ended = CliRunner().invoke(app, words, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert ended.exit_code == (2 if message else 0) and message in ended.output, ended.output

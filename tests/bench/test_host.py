@@ -35,12 +35,12 @@ def problem(tokens: int, heads: int, head_dim: int) -> AttentionConfig:
 
 def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
     target, before = tmp_path / "h.json", (torch.cuda.Event, torch.cuda.Stream, torch.cat)
-    asked = "bench host --tokens 256 --heads 4 --head-dim 16 --chunks 2 --device cpu"
-    result = CliRunner().invoke(cli.app, [*asked.split(), "--json", str(target)])
+    words = "bench host --tokens 256 --heads 4 --head-dim 16 --chunks 2 --device cpu"
+    result = CliRunner().invoke(cli.app, [*words.split(), "--json", str(target)])
     assert result.exit_code == 0, result.output
-    told = read(target)
-    assert [row["phase"] for row in told.rows] == [*PHASES] and told.notes[-1] == command.LOWER_BOUND
-    assert all(0 < row["host"] < 1e5 and "compute" not in row for row in told.rows)
+    report = read(target)
+    assert [row["phase"] for row in report.rows] == [*PHASES] and report.notes[-1] == command.LOWER_BOUND
+    assert all(0 < row["host"] < 1e5 and "compute" not in row for row in report.rows)
     assert before == (torch.cuda.Event, torch.cuda.Stream, torch.cat)
 
 
@@ -53,8 +53,8 @@ def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
         ("cpu", "clock", 101.0, command.LOWER_BOUND, []),
     ],
 )
-def test_the_host_must_be_ahead(device: str, timer: str, host: float, note: str, failed: list[str]) -> None:
-    """By clock its own time is in the compute, and nothing is said."""
+def test_verdict_on_the_host(device: str, timer: str, host: float, note: str, failed: list[str]) -> None:
+    """Timed by clock, host time is part of the compute, and there is no note."""
     rows = [{"phase": FORWARD, "host": host, "compute": 100.0}]
     assert command.verdict(rows, device, timer) == (note, failed)
 
@@ -71,7 +71,7 @@ def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(NcclTransport, "post", posting)
 
-    def run(kernel: Any, *given: object, **named: object) -> None:
+    def run(kernel: Any, *args: object, **named: object) -> None:
         launches.append(kernel.__name__)
 
     # not monkeypatch: undone after the block, it would put the stand-in of no_device back for good

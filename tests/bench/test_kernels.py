@@ -64,51 +64,51 @@ MASKS = [
 ]
 
 
-def named(one: AttentionConfig) -> str:
-    return f"{mask_title(one.mask)}, batch {one.batch}"
+def named(config: AttentionConfig) -> str:
+    return f"{mask_title(config.mask)}, batch {config.batch}"
 
 
-def largest_error(given: Given, results: Sequence[torch.Tensor]) -> float:
-    judge = errors.judge_of(errors.Inputs(given.q, given.k, given.v, given.dout), given.config.options(CPU))
+def largest_error(inputs: Given, results: Sequence[torch.Tensor]) -> float:
+    judge = errors.judge_of(errors.Inputs(inputs.q, inputs.k, inputs.v, inputs.dout), inputs.config.options(CPU))
     return max(judge.errors(dict(zip(errors.RESULTS, results, strict=False))).values())
 
 
 # what is computed
 
 
-@pytest.mark.parametrize("one", MASKS, ids=named)
-def test_every_mask_is_counted_computed_and_told(one: AttentionConfig) -> None:
+@pytest.mark.parametrize("case", MASKS, ids=named)
+def test_every_mask_is_counted_computed_and_told(case: AttentionConfig) -> None:
     positions = torch.arange(64)
-    seen = by_batch(reference.visible(positions, positions, **one.options(CPU))).expand(one.batch, 1, 64, 64)
-    assert one.pairs == int(seen.sum()) and one.flops == 4 * one.pairs * 16 * 4
-    assert one.is_plain == (mask_title(one.mask) in ("causal", "full")) == (one.flash_flops is not None)
-    function = contender.mask_function(one, CPU)
-    batch, query, key = (torch.arange(length) for length in (one.batch, 64, 64))
-    told = function(batch[:, None, None, None], torch.tensor(0), query[:, None], key)
-    assert torch.equal(told.expand(one.batch, 1, 64, 64), seen)
-    given = Given.drawn(one, CPU)
-    ready = contender.by_hops("aten", given)
-    assert largest_error(given, ready.results) < 1e-4
-    assert (ready.carried is None) == (one.mask.blocks is not None)
-    assert ready.carried is None or largest_error(given, [ready.carried]) < 1e-5
+    visible = by_batch(reference.visible(positions, positions, **case.options(CPU))).expand(case.batch, 1, 64, 64)
+    assert case.pairs == int(visible.sum()) and case.flops == 4 * case.pairs * 16 * 4
+    assert case.is_plain == (mask_title(case.mask) in ("causal", "full")) == (case.flash_flops is not None)
+    function = contender.mask_function(case, CPU)
+    batch, query, key = (torch.arange(length) for length in (case.batch, 64, 64))
+    by_mask_mod = function(batch[:, None, None, None], torch.tensor(0), query[:, None], key)
+    assert torch.equal(by_mask_mod.expand(case.batch, 1, 64, 64), visible)
+    inputs = Given.drawn(case, CPU)
+    ready = contender.by_hops("aten", inputs)
+    assert largest_error(inputs, ready.results) < 1e-4
+    assert (ready.carried is None) == (case.mask.blocks is not None)
+    assert ready.carried is None or largest_error(inputs, [ready.carried]) < 1e-5
     before = ready.results[0].clone()
     for step in ready.steps.values():
         step()
     assert torch.equal(ready.results[0], before)  # no step writes into what is judged
-    if not one.is_plain:
-        theirs = contender.sdpa(contender.CPU_SDPA["math"], given)
-        assert largest_error(given, theirs.results) < 1e-4
+    if not case.is_plain:
+        theirs = contender.sdpa(contender.CPU_SDPA["math"], inputs)
+        assert largest_error(inputs, theirs.results) < 1e-4
         with pytest.raises(Cannot, match="full and causal"):
-            contender.sdpa(contender.CPU_SDPA["ATen operator"], given)
+            contender.sdpa(contender.CPU_SDPA["ATen operator"], inputs)
 
 
 def test_what_does_not_compute_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Given.drawn(config(32, window=(4, 0)), CPU)
+    inputs = Given.drawn(config(32, window=(4, 0)), CPU)
     with pytest.raises(Cannot, match="compiled for a GPU alone"):
-        contender.flex(given)
+        contender.flex(inputs)
     monkeypatch.setattr(contender, "free_memory", lambda device: 1000)
     with pytest.raises(Cannot, match="GB free"):
-        contender.sdpa(contender.CPU_SDPA["math"], given)
+        contender.sdpa(contender.CPU_SDPA["math"], inputs)
 
 
 # rows
@@ -120,15 +120,15 @@ def test_every_pass_is_timed_and_judged(monkeypatch: pytest.MonkeyPatch) -> None
     FakeCuda(monkeypatch)
     everyone = contender.contenders(torch.device("cuda"))
     monkeypatch.setattr(speed, "contenders", lambda device: everyone)
-    found = speed.measure(config(32, 1, 1, head_dim_v=16), Clock(CPU), seconds=0.0)
-    assert found.failed == [] and all(row.keys() <= speed.UNITS.keys() for row in found.rows)
-    by = {(row["by"], row["pass"]): row for row in found.rows}
+    rows = speed.measure(config(32, 1, 1, head_dim_v=16), Clock(CPU), seconds=0.0)
+    assert rows.failed == [] and all(row.keys() <= speed.UNITS.keys() for row in rows.rows)
+    by = {(row["by"], row["pass"]): row for row in rows.rows}
     assert {what for who, what in by if who == OURS} == {*contender.PASSES, *contender.PARTS}
     assert {what for who, what in by if who == "flash"} == {"forward", "backward"}
     assert all(0 < by[OURS, what]["error/allowed"] <= 1 for what in contender.PASSES)
-    absent = {row["by"]: row["note"] for row in found.rows if row["pass"] == ""}
+    absent = {row["by"]: row["note"] for row in rows.rows if row["pass"] == ""}
     assert NOT_HERE | {"cudnn", "efficient", "flex_attention"} == {*absent} and all(absent.values())
-    assert speed.compare(found.rows).startswith("best of ours over best of the others: forward ")
+    assert speed.compare(rows.rows).startswith("best of ours over best of the others: forward ")
 
 
 def test_the_best_of_ours_is_compared_shape_by_shape() -> None:
@@ -141,19 +141,19 @@ def test_the_best_of_ours_is_compared_shape_by_shape() -> None:
 
 
 def test_rates_are_of_the_visible_area() -> None:
-    one = config(4096, 16, 16, head_dim=64, causal=False)
-    row = speed._row("backward:x", Samples((2.5e-3,)), one, 100.0)
+    full = config(4096, 16, 16, head_dim=64, causal=False)
+    row = speed._row("backward:x", Samples((2.5e-3,)), full, 100.0)
     rate = 4 * 4096**2 * 64 * 16 / 1e-3 / 1e12
     assert row["rate"] == row["rate by S²/2"] == pytest.approx(rate) and row["of product"] == pytest.approx(rate)
-    assert speed._row("forward:x", Samples((1e-3,)), one, 100.0)["rate"] == pytest.approx(rate)
+    assert speed._row("forward:x", Samples((1e-3,)), full, 100.0)["rate"] == pytest.approx(rate)
     assert config(64, 2, 2).flash_flops == 4 * 64 * 64 // 2 * 16 * 2
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("wrong", [1 + 1e-3, math.nan])
 def test_a_wrong_result_fails(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(given: Given) -> Ready:
-        ready = contender.by_hops("aten", given)
+    def make(inputs: Given) -> Ready:
+        ready = contender.by_hops("aten", inputs)
         ready.results[1] = ready.results[1] * wrong
         return ready
 
@@ -173,9 +173,9 @@ def test_ours_must_be_there_also_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> 
         return prepared(clock, step)
 
     monkeypatch.setattr(Clock, "prepared", refuse)
-    found = speed.measure(config(40, 1, 1), Clock(CPU), seconds=0, by=[OURS])
+    rows = speed.measure(config(40, 1, 1), Clock(CPU), seconds=0, by=[OURS])
     why = "no CUDA graph of it: operation not permitted when stream is capturing"
-    assert found.failed == [f"{OURS} is not there: {why}"] and [row["note"] for row in found.rows] == [why]
+    assert rows.failed == [f"{OURS} is not there: {why}"] and [row["note"] for row in rows.rows] == [why]
 
 
 # targets
@@ -199,10 +199,10 @@ HOPPER, MARGIN = "ringattn hopper", "ringattn persistent with margin"
 )  # fmt: skip
 def test_floors_and_goals(row: int, rates: Any, by: str, values: list[float], words: list[str]) -> None:
     """The best of ours counts, and a ratio is of the same variant."""
-    found = list(speed.judged(speed.TARGETS[row], rates))
-    assert {number.labels["by"] for number in found} == {by} and not any(number.fails for number in found)
-    assert [number.value for number in found] == pytest.approx(values)
-    assert [number.labels["verdict"] for number in found] == words
+    verdicts = list(speed.judged(speed.TARGETS[row], rates))
+    assert {number.labels["by"] for number in verdicts} == {by} and not any(number.fails for number in verdicts)
+    assert [number.value for number in verdicts] == pytest.approx(values)
+    assert [number.labels["verdict"] for number in verdicts] == words
 
 
 # accuracy
@@ -212,9 +212,9 @@ def test_floors_and_goals(row: int, rates: Any, by: str, values: list[float], wo
     ("backend", "dtype", "dims"), [("triton", "float32", (16, 24)), ("aten", "bfloat16", (24, 24))]
 )
 def test_accuracy_holds(backend: str, dtype: str, dims: tuple[int, int]) -> None:
-    found = list(accuracy.accuracy(CPU, backend=backend, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **TINY))
-    assert len(found) == 3 * 6
-    assert [number for number in found if number.fails] == []
+    rows = list(accuracy.accuracy(CPU, backend=backend, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **TINY))
+    assert len(rows) == 3 * 6
+    assert [number for number in rows if number.fails] == []
 
 
 def test_kernels_of_another_gpu_are_not_here() -> None:
@@ -230,8 +230,8 @@ def test_the_command(tmp_path: Path) -> None:
     flags = ["--seqlen", "64,96", "--heads", "2", "--head-dim", "16", "--seconds", "0", "--dtype", "fp32,bf16"]
     result = CliRunner().invoke(cli.app, ["bench", "kernels", *flags, "--json", str(tmp_path / "k.json")])
     assert result.exit_code == 0, result.output
-    told = read(tmp_path / "k.json")
-    assert {row["dtype"] for row in told.rows} == {"float32", "bfloat16"} and len(told.rows) == 4 * 7
-    assert {row["by"] for row in told.rows} == {OURS, "ATen operator", "math"}
-    assert "interleaved runs by clock" in told.notes[0] and "matrix product in the same runs" in told.notes[1]
-    assert result.stdout.splitlines()[-1] == told.notes[-1]
+    report = read(tmp_path / "k.json")
+    assert {row["dtype"] for row in report.rows} == {"float32", "bfloat16"} and len(report.rows) == 4 * 7
+    assert {row["by"] for row in report.rows} == {OURS, "ATen operator", "math"}
+    assert "interleaved runs by clock" in report.notes[0] and "matrix product in the same runs" in report.notes[1]
+    assert result.stdout.splitlines()[-1] == report.notes[-1]

@@ -49,7 +49,7 @@ def test_place_under_a_launcher(
     assert launching.member() == expected
 
 
-def test_a_launcher_is_forgotten(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_variables_are_removed(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*(name for names in LAUNCHERS for name in names), "TORCHELASTIC_RUN_ID", "MASTER_ADDR"]:
         monkeypatch.setenv(name, "2")
     launching.forget_launcher()
@@ -79,10 +79,10 @@ def test_rank_0_of_several_machines(alone: None, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("names", "address"), [(LAUNCHERS[0], None), (LAUNCHERS[1], "localhost")])
-def test_one_machine_meets_at_its_loopback_interface(
+def test_ranks_of_one_machine_use_the_loopback_interface(
     names: tuple[str, ...], address: str | None, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank 0 that waits for nobody."""
+    """Rank 0 does not wait for other machines."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in zip(names, ("0", "1", "0", "1"), strict=True):
@@ -100,7 +100,7 @@ def test_one_machine_meets_at_its_loopback_interface(
     assert opened and {*opened} == {"0100007F"} and {*used.values()} == {"lo"}
 
 
-def test_interfaces_that_somebody_has_chosen(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interfaces_set_by_the_user_are_kept(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCHELASTIC_RUN_ID", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
@@ -151,7 +151,7 @@ def listening() -> list[str]:
     return [fields[1].partition(":")[0] for fields in sockets if fields[3] == "0A" and fields[9] in mine]
 
 
-def test_one_group_after_the_other_listens_on_loopback_alone() -> None:
+def test_successive_groups_listen_on_loopback_only() -> None:
     sums, addresses = launching.launch(2, groups_and_listeners)
     assert sums == [2.0] * GROUPS and {*addresses} == {"0100007F"}  # 127.0.0.1
     assert "GLOO_SOCKET_IFNAME" not in os.environ
@@ -167,13 +167,13 @@ def rank_one_raises(place: Member, device: torch.device) -> None:
     dist.barrier()
 
 
-def test_the_error_of_the_rank_that_fails_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_failing_ranks_error_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
         launching.spawn(2, rank_one_raises)
     assert ended.value.exit_code == 1 and "rank 1 has had enough" in capfd.readouterr().err
 
 
-def test_what_is_nobody_elses_fault_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_no_peer_caused_are_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     for error in (NotImplementedError("no"), torch.OutOfMemoryError("full"), typer.Exit(1), ValueError("wrong")):
         with pytest.raises(type(error)), launching.consequences_later():

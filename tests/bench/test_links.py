@@ -36,11 +36,11 @@ CPU = torch.device("cpu")
     [(1, "0->0"), (2, "0->1 1->0 0<->1 all"), (3, "0->1 1->2 2->0 0<->1 0<->2 1<->2 all")],
 )
 def test_ways_cover_every_edge(size: int, edges: str) -> None:
-    found = ways(size)
-    assert [way.edge for way in found] == edges.split()
-    ring = [way.pairs[0] for way in found if way.name == ONE_WAY]
-    assert all(way.pairs == tuple(ring) for way in found if way.name == RING)
-    assert all(way.pairs[1] == way.pairs[0][::-1] for way in found if way.name == BOTH_WAYS)
+    rounds = ways(size)
+    assert [way.edge for way in rounds] == edges.split()
+    ring = [way.pairs[0] for way in rounds if way.name == ONE_WAY]
+    assert all(way.pairs == tuple(ring) for way in rounds if way.name == RING)
+    assert all(way.pairs[1] == way.pairs[0][::-1] for way in rounds if way.name == BOTH_WAYS)
 
 
 def test_pattern_of_shifted_swapped_and_old_bytes_differs() -> None:
@@ -113,10 +113,10 @@ def test_only_nccl_is_swept() -> None:
 @pytest.mark.parametrize("must_open", [False, True])
 def test_transport_that_does_not_open_is_named_once(must_open: bool) -> None:
     config = LinksConfig(("nccl", "local"), sizes=(8,), iters=1, channels=(None, 1, 2), must_open=must_open)
-    found = runs.of_group(single_rank(), config, CPU)
-    (why,) = found.failed if must_open else found.notes
+    rows = runs.of_group(single_rank(), config, CPU)
+    (why,) = rows.failed if must_open else rows.notes
     assert why.startswith("nccl does not open here: ") and "cpu" in why
-    assert {row["transport"] for row in found.rows} == {"local"}
+    assert {row["transport"] for row in rows.rows} == {"local"}
 
 
 # beside compute
@@ -156,10 +156,10 @@ def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("given", "sizes"), [((8, 64, 2), (8, 16, 32, 64)), ((8, 63, 4), (8, 32)), ((32 << 20, 32 << 20, 2), (32 << 20,))]
+    ("limits", "sizes"), [((8, 64, 2), (8, 16, 32, 64)), ((8, 63, 4), (8, 32)), ((32 << 20, 32 << 20, 2), (32 << 20,))]
 )
-def test_sizes_are_those_of_nccl_tests(given: tuple[int, int, int], sizes: tuple[int, ...]) -> None:
-    assert links.steps(*given) == sizes
+def test_sizes_are_those_of_nccl_tests(limits: tuple[int, int, int], sizes: tuple[int, ...]) -> None:
+    assert links.steps(*limits) == sizes
 
 
 # memory
@@ -182,20 +182,20 @@ def test_messages_are_counted_as_they_are_kept() -> None:
 def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_USE_CUDA_MEMCPY", "1")
     target = tmp_path / "l.json"
-    asked = "-b 1k -e 4k -f 4 -n 2 -w 1 --transport process_group,local"
-    ran = CliRunner().invoke(cli.app, ["bench", "links", *asked.split(), "--json", str(target)])
+    flags = "-b 1k -e 4k -f 4 -n 2 -w 1 --transport process_group,local"
+    ran = CliRunner().invoke(cli.app, ["bench", "links", *flags.split(), "--json", str(target)])
     assert ran.exit_code == 0, ran.output
     assert max(map(len, ran.stdout.splitlines()[:17])) <= 80
     assert ran.stdout.splitlines()[-1].startswith("best between processes: process_group, ")
-    found = read(target)
-    assert {row["transport"] for row in found.rows} == {"process_group", "local"} and len(found.rows) == 2 * 4 * 2
-    assert all(row["algbw"] == row["busbw"] > 0 and row["#wrong"] == 0 for row in found.rows)
+    result = read(target)
+    assert {row["transport"] for row in result.rows} == {"process_group", "local"} and len(result.rows) == 2 * 4 * 2
+    assert all(row["algbw"] == row["busbw"] > 0 and row["#wrong"] == 0 for row in result.rows)
     assert (
-        not found.failed
-        and found.provenance["versions"]
-        and {"timed by clock", "NCCL_P2P_USE_CUDA_MEMCPY=1"} <= {*found.notes}
+        not result.failed
+        and result.provenance["versions"]
+        and {"timed by clock", "NCCL_P2P_USE_CUDA_MEMCPY=1"} <= {*result.notes}
     )
-    beside = [row for row in found.rows if row.get("compute")]
+    beside = [row for row in result.rows if row.get("compute")]
     assert {row["size"] for row in beside} == {4096} and len(beside) == 2 * 4
     assert all((row["transport"] == "local") == ("inside the post" in row.get("compute note", "")) for row in beside)
     assert all(row["compute alone"] > 0 for row in beside if row["transport"] == "process_group")
@@ -209,7 +209,7 @@ def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_failures(rows: list[Row], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "spawn", lambda *given, **more: Result("bench links", runs.UNITS, rows))
+    monkeypatch.setattr(runs, "spawn", lambda *args, **more: Result("bench links", runs.UNITS, rows))
     assert runs.everywhere(2, LinksConfig(("process_group",))).failed == [message]
 
 

@@ -67,18 +67,18 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
         refuse_too_large("--tokens", size, needed, CPU, unit="tokens per rank")
 
     ask(100_000)
-    told = r"^--tokens: 204,800 tokens per rank take 0.2 GB of memory, 0.1 GB are free: 97k fits$"
-    with pytest.raises(typer.BadParameter, match=told):
+    message = r"^--tokens: 204,800 tokens per rank take 0.2 GB of memory, 0.1 GB are free: 97k fits$"
+    with pytest.raises(typer.BadParameter, match=message):
         ask(200 * 1024)
     ask(97 * 1024)
     with pytest.raises(typer.BadParameter, match="not even 1k fits"):
         ask(2048, lambda size: Needs(PROCESS_BYTES + size))
-    told = r"^2,048 tokens take 0.2 GB of GPU memory, 0.[12] GB are free: 1k fits$"
-    assert re.search(told, str(memory_module.too_large(2048, lambda n: Needs(0, n * 10**5), FREE, unit="tokens")))
+    message = r"^2,048 tokens take 0.2 GB of GPU memory, 0.[12] GB are free: 1k fits$"
+    assert re.search(message, str(memory_module.too_large(2048, lambda n: Needs(0, n * 10**5), FREE, unit="tokens")))
 
 
 @pytest.mark.parametrize(
-    ("launcher", "per_rank", "told"),
+    ("launcher", "per_rank", "message"),
     [
         ({}, True, "--size: 8,192 tokens on each of 4 ranks take 0.2 GB of memory, 0.0 GB are free: 1k fits"),
         ({}, False, "--size: 32,768 tokens over 4 ranks take 0.2 GB of memory, 0.0 GB are free: 5k fits"),
@@ -86,13 +86,13 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_what_the_ranks_of_this_machine_do_not_hold(
-    alone: None, launcher: dict[str, str], per_rank: bool, told: str, monkeypatch: pytest.MonkeyPatch
+    alone: None, launcher: dict[str, str], per_rank: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(memory_module, "PROCESS_BYTES", 0)
     monkeypatch.setattr(memory_module, "free_memory", lambda _: 40 * 10**6)
-    with pytest.raises(typer.BadParameter, match=told):
+    with pytest.raises(typer.BadParameter, match=message):
         refuse_ranks("--size", AttentionConfig(4 * 8192, 4), lambda config: config.seqlen * 1500, per_rank=per_rank)
 
 
@@ -109,11 +109,11 @@ def test_ranks_that_a_gpu_holds(
     """srun may show each rank its own GPU alone; torchrun shows all; and a rank looks at what is free on its own."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    asked: list[torch.device] = []
+    devices: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
     def free(device: torch.device) -> int:
-        asked.append(device)
+        devices.append(device)
         return 1 << 40
 
     monkeypatch.setattr(memory_module, "free_memory", free)
@@ -121,7 +121,7 @@ def test_ranks_that_a_gpu_holds(
     assert needs_of_ranks(10, CPU, 4) == Needs(4 * (PROCESS_BYTES + 10))
     refuse_too_large("--size", 1, lambda size: Needs(size, size), GPU, unit="bytes")
     own = {1: torch.device("cuda", 0), 4: torch.device("cuda", 2)}[gpus] if variables else GPU
-    assert {*asked} == {own, CPU}
+    assert {*devices} == {own, CPU}
 
 
 # the table
@@ -173,8 +173,8 @@ def test_kernels_take_no_more_than_was_counted(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_memory_of_real_processes(alone: None, tmp_path: Path) -> None:
-    asked = f"bench memory --world 2 --tokens 1k --heads 4 --json {tmp_path}/m.json"
-    result = CliRunner().invoke(cli.app, asked.split())
+    command = f"bench memory --world 2 --tokens 1k --heads 4 --json {tmp_path}/m.json"
+    result = CliRunner().invoke(cli.app, command.split())
     assert result.exit_code == 0, result.output
     (row,) = read(tmp_path / "m.json").rows
     tensor = 1024 * 4 * 64 * 4 / 1e6
@@ -186,8 +186,8 @@ def test_memory_of_real_processes(alone: None, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_memory_of_two_level_rings_is_constant(alone: None) -> None:
     # a process may take 2 MB more than another of the same work: 2% of a rank's memory here, 6% with 1k tokens
-    asked = "bench memory --nodes 2 --world 4,8 --tokens 4k --heads 4"
-    result = CliRunner().invoke(cli.app, asked.split())
+    command = "bench memory --nodes 2 --world 4,8 --tokens 4k --heads 4"
+    result = CliRunner().invoke(cli.app, command.split())
     assert result.exit_code == 0 and "2 nodes" in result.output, result.output
 
 
@@ -196,11 +196,11 @@ def test_memory_that_grows_fails(last: int, code: int, alone: None, monkeypatch:
     def rank(peak: int, forward: int = 10) -> dict[str, int]:
         return {"forward": forward * 10**6, "peak": peak * 10**6, "kept": 5 * 10**6}
 
-    found = [[rank(100), rank(99, 20)], [rank(100), rank(last)]]
-    monkeypatch.setattr(memory_bench, "spawn", lambda *given: found)
+    rows = [[rank(100), rank(99, 20)], [rank(100), rank(last)]]
+    monkeypatch.setattr(memory_bench, "spawn", lambda *args: rows)
     result = CliRunner().invoke(cli.app, ["bench", "memory", "--world", "2,4", "--tokens", "64"])
     assert result.exit_code == code and f"+{last - 100}.00%" in result.output, result.output
-    first, second = memory_bench.rows_of([2, 4], found)
+    first, second = memory_bench.rows_of([2, 4], rows)
     assert first == {
         "world": 2, "peak": 100, "least rank": 99, "after forward": 20, "inputs and results": 5, "relative": 1,
     }  # fmt: skip

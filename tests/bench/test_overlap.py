@@ -48,14 +48,14 @@ def times(together: float, communication: float = 8.0) -> Times:
 
 
 @pytest.mark.parametrize(
-    ("found", "columns"),
+    ("measured", "columns"),
     [
         (times(12), {"exposed": 2e3, "overlap": 75, "efficiency": 100 / 1.2, "bound": 13e3, "within bound": True}),
         (times(13.01), {"within bound": False}),
     ],
 )
-def test_columns(found: Times, columns: dict[str, float]) -> None:
-    row = found.columns()
+def test_columns(measured: Times, columns: dict[str, float]) -> None:
+    row = measured.columns()
     assert {name: row[name] for name in columns} == pytest.approx(columns)
     assert {"phase", "slots", "prefetch", "chunks", *row} == set(runs.UNITS)
 
@@ -80,7 +80,7 @@ def test_verdict_on_the_third_buffer() -> None:
     assert "not measured" in verdict(rows[:4], 2)
 
 
-def test_together_is_the_ring() -> None:
+def test_timed_steps_equal_ring_attention_bitwise() -> None:
     """The steps that are timed compute what ``ring_attention`` computes, to the bit."""
 
     def run(group: LocalGroup) -> tuple[list[Tensor], list[Tensor]]:
@@ -98,7 +98,7 @@ def test_together_is_the_ring() -> None:
             assert all(map(torch.equal, expected, got))
 
 
-def test_alone_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_alone_posts_nothing_and_communication_alone_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute alone posts nothing and counts what it would; communication alone posts that and computes nothing."""
     world = SMALL.world
     moved: dict[int, int] = dict.fromkeys(range(world), 0)
@@ -107,7 +107,7 @@ def test_alone_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     post, fold, dkdv = LocalTransport.post, AtenForward.fold, AtenBackward.dkdv
 
     def posting(transport: LocalTransport, **messages: Any) -> Any:
-        sizes = [sum(one.tensor.nbytes for one in messages[name]) for name in ("sends", "receives")]
+        sizes = [sum(message.tensor.nbytes for message in messages[name]) for name in ("sends", "receives")]
         moved[transport.rank] += max(sizes)
         return post(transport, **messages)
 
@@ -118,26 +118,26 @@ def test_alone_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(group: LocalGroup) -> dict[tuple[str, str], tuple[int, int]]:
         rank = group.rank()
         rank_of[threading.get_ident()] = rank
-        found = {}
+        posted = {}
         with Ring(group) as ring:
             shard = Shard(SMALL, ring, CPU)
             for phase in PHASES:
                 for kind in (TOGETHER, COMPUTE, COMMUNICATION):
                     before = moved[rank], computed[rank]
                     shard.run(phase, kind)
-                    found[phase, kind] = moved[rank] - before[0], computed[rank] - before[1]
-                assert shard.nbytes[phase] == found[phase, TOGETHER][0] > 0
-        return found
+                    posted[phase, kind] = moved[rank] - before[0], computed[rank] - before[1]
+                assert shard.nbytes[phase] == posted[phase, TOGETHER][0] > 0
+        return posted
 
     monkeypatch.setattr(LocalTransport, "post", posting)
     monkeypatch.setattr(AtenForward, "fold", computing)
     monkeypatch.setattr(AtenBackward, "dkdv", computing)
     with LocalWorld(world, device="cpu") as ranks:
-        for found in ranks.run(run):
+        for of_rank in ranks.run(run):
             for phase in PHASES:
-                nbytes, computes = found[phase, TOGETHER]
+                nbytes, computes = of_rank[phase, TOGETHER]
                 assert computes == world
-                assert found[phase, COMPUTE] == (0, computes) and found[phase, COMMUNICATION] == (nbytes, 0)
+                assert of_rank[phase, COMPUTE] == (0, computes) and of_rank[phase, COMMUNICATION] == (nbytes, 0)
 
 
 def test_communication_alone_waits_for_what_arrives() -> None:
@@ -152,14 +152,14 @@ def test_overlap_of_real_processes(tmp_path: Path) -> None:
     flags = "--tokens 64 --heads 4 --kv-heads 2 --head-dim 16 --repeats 2 --slots 1,2 --prefetch 0,1"
     ran = CliRunner().invoke(cli.app, ["bench", "overlap", *flags.split(), "--json", str(target)])
     assert ran.exit_code == 0, ran.output
-    found = read(target)
-    settings = [(row["slots"], row["prefetch"], row["chunks"]) for row in found.rows if row["phase"] == STEP]
+    result = read(target)
+    settings = [(row["slots"], row["prefetch"], row["chunks"]) for row in result.rows if row["phase"] == STEP]
     assert settings == [(s, p, c) for c in (1, 2) for s, p in ((1, 0), (2, 0), (2, 1))]
-    assert all(row["bound"] > row["compute"] > 0 and row["communication"] > 0 for row in found.rows)
-    assert len({row["compute"] for row in found.rows if row["phase"] == STEP}) == 2  # once for each number of chunks
+    assert all(row["bound"] > row["compute"] > 0 and row["communication"] > 0 for row in result.rows)
+    assert len({row["compute"] for row in result.rows if row["phase"] == STEP}) == 2  # once for each number of chunks
     assert "no ring: prefetch is 1: with 1 slots it must be 0 to 0" in ran.stdout
     assert "over process_group, link throttled to" in ran.stdout
-    assert "not measured" in found.notes[-1] and found.provenance["versions"]
+    assert "not measured" in result.notes[-1] and result.provenance["versions"]
 
 
 def measured(config: OverlapConfig, seconds: float) -> list[Any]:
@@ -176,7 +176,7 @@ def measured(config: OverlapConfig, seconds: float) -> list[Any]:
 
 @pytest.mark.nightly
 @pytest.mark.idle
-def test_a_ring_hides_what_a_blocking_one_shows() -> None:
+def test_prefetch_hides_communication_that_prefetch_0_exposes() -> None:
     """Communication alone is 0.8 of compute: a step takes the larger, a chunk and 5%; with prefetch 0 it does not."""
     # four query heads to a key head: the fewer bytes, the less of a core the network of the host itself takes
     problem = AttentionConfig(

@@ -43,7 +43,7 @@ STEADY = Steady("steady", 1.0, 1.0, beside=0.0, host=0.0)
 
 
 def seconds(call: Call, links: Links, speed: Speed = STEADY) -> tuple[float, ...]:
-    return tuple(one.seconds for one in predicted(call, speed, links))
+    return tuple(each.seconds for each in predicted(call, speed, links))
 
 
 def late(inside: float, between: float | None = None) -> Links:
@@ -89,13 +89,13 @@ def test_areas_of_blocks_are_their_pairs() -> None:
     call = Call(512, 2, "contiguous", Mask(blocks=bigbird(1024, 128, window=3, global_=1, random=1)))
     for plan in call.plans():
         for hop in plan.hops:
-            seen = visible_pairs(call.mask, call.held.positions(plan.rank), call.held.positions(hop.shard))
-            assert sum(area_of(one.bounds, 512, 512).pairs for one in plan.hop_masks[hop.index]) == seen
+            pairs = visible_pairs(call.mask, call.held.positions(plan.rank), call.held.positions(hop.shard))
+            assert sum(area_of(hop_mask.bounds, 512, 512).pairs for hop_mask in plan.hop_masks[hop.index]) == pairs
     assert call.mask.blocks is not None
     assert call.areas()[0].pairs == pytest.approx(float(call.mask.blocks.visible.float().mean()) * 1024**2)
 
 
-def test_links_are_hidden_or_count() -> None:
+def test_exposed_communication_by_hand() -> None:
     """Hidden behind a hop's second; else one transfer after the other, then the last hop's compute."""
     assert seconds(SMALL, late(0.0)) == pytest.approx((4, 4))
     assert seconds(SMALL, late(0.4))[0] == pytest.approx(4)
@@ -117,7 +117,7 @@ def test_gradients_wait_behind_prefetched_keys() -> None:
     assert times == sorted(times) and times[-1] > 1.1 * times[0]
 
 
-def test_a_rail_is_hidden_behind_a_whole_turn() -> None:
+def test_rail_transfers_are_hidden_behind_an_outer_step() -> None:
     """Eight ranks on two nodes, a link between them that takes three hops."""
     call = replace(SMALL, world=8, nodes=2)
     assert seconds(call, late(0.1, 3.0))[0] == pytest.approx(8)
@@ -129,8 +129,8 @@ def test_nics_are_shared_by_the_gpus_that_send_at_once() -> None:
     assert [links.far(senders).rate for senders in (1, 2, 4, 8)] == [4e9, 4e9, 2e9, 1e9]
     assert links.beside(4).far(1).rate == 2e9 and links.far(8).latency == 1e-3
     call = Call(1024, 16, nodes=2, kv_heads=8)
-    for one, factor in ((call, 1.2), (replace(call, two_level=False), 1.0)):
-        few, many = (seconds(one, replace(LINKS, nics=nics), H100)[0] for nics in (1, None))
+    for ring, factor in ((call, 1.2), (replace(call, two_level=False), 1.0)):
+        few, many = (seconds(ring, replace(LINKS, nics=nics), H100)[0] for nics in (1, None))
         assert few >= factor * many and (factor > 1 or few == many)
 
 
@@ -151,12 +151,12 @@ def test_a_message_waits_for_both_ends(behind: int) -> None:
         run(programs[:1], costs[:1], lambda a, b, nbytes: 0.0)
 
 
-def test_launches_are_slower_for_as_long_as_transfers_last() -> None:
+def test_transfers_slow_concurrent_launches() -> None:
     """Six seconds of transfers posted at once, beside the three launches of 1.8 s that follow: 0.1 less speed."""
     ops = (Op(INSIDE, "K/V", 0, 0, ()), *(Op(COMPUTE, FOLD, hop, 0, ()) for hop in range(4)))
     program = Program(0, "forward", ops)
     times = slowed(program, [0.0, *[np.array([1.8, 6.0])] * 4], [np.array([6.0, 1.0])] + [0.0] * 4, 0.1)
-    assert [one.tolist() for one in times[1:]] == [[2.0, 6.1], [2.0, 6.0], [2.0, 6.0], [1.8, 6.0]]
+    assert [time.tolist() for time in times[1:]] == [[2.0, 6.1], [2.0, 6.0], [2.0, 6.0], [1.8, 6.0]]
     call = Call(8192, 8, kv_heads=32)
     few, more = (seconds(replace(call, slots=slots), LINKS, replace(H100, host=0.0))[0] for slots in (2, 8))
     assert few == pytest.approx(more, rel=1e-3)  # whatever is posted early, as many bytes pass beside as many launches
@@ -178,7 +178,7 @@ def test_large_rings_are_on_a_straight_line(call: Call) -> None:
 def test_worst_hop_grows_with_contiguous_shards_over_nodes() -> None:
     """Of other rings it is that of any size; here the last rank's gradients wait for one more node."""
     call = Call(1024, 40, "contiguous", kv_heads=8, nodes=10, two_level=False)
-    line, every = (predicted(call, H100, LINKS, phases=PASSES[1:], simulated=one)[0] for one in (False, True))
+    line, every = (predicted(call, H100, LINKS, phases=PASSES[1:], simulated=whole)[0] for whole in (False, True))
     assert line.seconds == pytest.approx(every.seconds, rel=1e-9)
     assert line.worst == pytest.approx(every.worst, rel=0.02)
 
@@ -186,9 +186,9 @@ def test_worst_hop_grows_with_contiguous_shards_over_nodes() -> None:
 def test_lengths_are_calls() -> None:
     both = predicted(Call(8192, 40, kv_heads=8), H100, LINKS, tokens=np.array([1024.0, 4096.0]))
     each = [predicted(Call(tokens, 40, kv_heads=8), H100, LINKS) for tokens in (1024, 4096)]
-    for one, *alone in zip(both, *each, strict=True):
-        assert one.seconds.tolist() == pytest.approx([other.seconds for other in alone])
-        assert one.exposed.tolist() == pytest.approx([other.exposed for other in alone])
+    for together, *alone in zip(both, *each, strict=True):
+        assert together.seconds.tolist() == pytest.approx([other.seconds for other in alone])
+        assert together.exposed.tolist() == pytest.approx([other.exposed for other in alone])
 
 
 def test_tokens_for_ninety_percent() -> None:
@@ -221,24 +221,24 @@ def test_memory_does_not_grow_with_the_ring() -> None:
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True, window=(300, 0))])
-def test_timelines_say_what_happened(mask: Mask) -> None:
+def test_timelines_list_every_event(mask: Mask) -> None:
     call = replace(SMALL, tokens=256, mask=mask, nodes=2)
     passes = predicted(call, H100, LINKS)
-    found = timeline("a ring", passes, call)
-    assert found.seconds == pytest.approx(sum(one.seconds for one in passes))
+    drawn = timeline("a ring", passes, call)
+    assert drawn.seconds == pytest.approx(sum(each.seconds for each in passes))
     for rank in range(4):
         for lane in ("compute", "slot 0", "slot 1", "slot 2"):
-            mine = sorted((one for one in found.events if (one.rank, one.lane) == (rank, lane)), key=lambda e: e.begin)
+            mine = sorted((e for e in drawn.events if (e.rank, e.lane) == (rank, lane)), key=lambda e: e.begin)
             assert (mine or lane == "slot 2") and all(a.end <= b.begin + 1e-12 for a, b in pairwise(mine)), (rank, lane)
-    moved = {lane: sorted((e.name, e.nbytes) for e in found.events if e.lane == lane) for lane in ("send", "receive")}
+    moved = {lane: sorted((e.name, e.nbytes) for e in drawn.events if e.lane == lane) for lane in ("send", "receive")}
     assert moved["send"] == moved["receive"]
 
 
 def test_jitter_is_many_draws() -> None:
-    """Each a whole run with its own luck: who waits for all loses more than one rank's mean."""
+    """Each draw is a whole run; the slowest rank of a draw sets its time."""
     call, jitter = Call(4096, 8, kv_heads=8), Perturbation(jitter=0.1)
     none, some, again = (
-        predicted(call, H100, LINKS, one, phases=FORWARD)[0] for one in (Perturbation(), jitter, jitter)
+        predicted(call, H100, LINKS, luck, phases=FORWARD)[0] for luck in (Perturbation(), jitter, jitter)
     )
     assert some.seconds.shape == some.exposed.shape == (DRAWS,) and 0 < some.seconds.std() < 0.1 * none.seconds
     assert some.seconds.mean() > none.seconds * np.exp(0.1**2 / 2)
@@ -267,9 +267,9 @@ def test_balanced_shards_make_up_for_a_slow_rank() -> None:
     (Call(2048, 4, mask=Mask(causal=True, window=(64, 0)), nodes=2), {"flat ring", "two-level ring"}),
 ])  # fmt: skip
 def test_ways_are_ordered_by_time(call: Call, names: set[str]) -> None:
-    found = ways(call, replace(INPUTS, phases=FORWARD))
-    assert {way.name for way in found} == names
-    assert [way.seconds for way in found] == sorted(way.seconds for way in found)
+    results = ways(call, replace(INPUTS, phases=FORWARD))
+    assert {way.name for way in results} == names
+    assert [way.seconds for way in results] == sorted(way.seconds for way in results)
 
 
 def test_groups_over_nodes_go_over_the_slow_link() -> None:
@@ -281,17 +281,17 @@ def test_groups_over_nodes_go_over_the_slow_link() -> None:
     assert exchanged(call, 2, inputs)[0].seconds == pytest.approx(3 * 10 + 1, abs=1e-3)  # inside a node
     by_rate = [Inputs(inputs.speed, Links(Link(1e9, 0.0, "", rate), Link(1e9, 0.0))) for rate in (None, 0.5e9)]
     moved = 64 * 128 * 2 * (2 * 32 + 2 * 4) / 2  # of all heads of q, k, v and out half stays
-    assert [exchange_seconds(call, 2, one) for one in by_rate] == pytest.approx([moved / 1e9, moved / 0.5e9])
+    assert [exchange_seconds(call, 2, links) for links in by_rate] == pytest.approx([moved / 1e9, moved / 0.5e9])
 
 
 @pytest.mark.parametrize("perturbation", [Perturbation({3: 2.0}), Perturbation({3: 2.0}, 0.2)], ids=["slow", "both"])
 def test_every_way_has_the_same_perturbation(perturbation: Perturbation) -> None:
-    """And whoever waits for all takes as long as the slowest; a group exchanges heads when its slowest is done."""
+    """Collectives take as long as the slowest rank, exchanges of heads as long as the slowest of their group."""
     call = Call(8192, 8, kv_heads=8)
-    with_it, without = ({way.name: way for way in ways(call, replace(INPUTS, perturbation=given))}
-                        for given in (perturbation, Perturbation()))  # fmt: skip
+    with_it, without = ({way.name: way for way in ways(call, replace(INPUTS, perturbation=given_perturbation))}
+                        for given_perturbation in (perturbation, Perturbation()))  # fmt: skip
     for name, way in with_it.items():
-        exposed = sum(one.exposed for one in without[name].passes)
+        exposed = sum(each.exposed for each in without[name].passes)
         assert way.seconds > 1.7 * (without[name].seconds - exposed)
     assert Perturbation({56: 2.0, 57: 1.5}).grouped(8).slow == Perturbation({63: 2.0}).grouped(8).slow == {7: 2.0}
 

@@ -125,8 +125,8 @@ def test_other_masks_than_full_and_causal() -> None:
     """A prefix of one is a causal mask, and one of all of them none at all; other ways are left out."""
     flags = ["--gpus", "2", "--tokens", "2k", "--layout", "contiguous", "--kv-heads", "1", "--pass", "forward"]
     masks = ("", "--prefix-length 1", "--prefix-length 3k", "--prefix-length 4k", "--full")
-    causal, one, most, every, full = (own(*flags, *mask.split())["fwd"] for mask in masks)
-    assert one == causal and every == full and causal < most < full
+    causal, prefix_of_one, most, every, full = (own(*flags, *mask.split())["fwd"] for mask in masks)
+    assert prefix_of_one == causal and every == full and causal < most < full
     made = results(*flags, "--prefix-length", "3k")
     assert [row["way"] for row in made["rows"]] == ["flat ring"] and "other ways: of 2 GPUs" in made["notes"][0]
     blocks = own(*flags, *["--tokens", "8k", "--full", "--block-mask", "strided,block=128,stride=1k"])
@@ -197,7 +197,7 @@ def test_a_launch_takes_what_its_row_says(tmp_path: Path) -> None:
     # the rate is that of the products; the sums that the second kernel keeps are the ring's, and come on top
     products = speed.launch + speed.products(area, call, backward=True)
     assert 2.5 * flops / products == pytest.approx(300e12)
-    assert sum(speed.seconds(one, area, call, hop=1) for one in (DQ, DKDV)) > products
+    assert sum(speed.seconds(launch, area, call, hop=1) for launch in (DQ, DKDV)) > products
     assert (speed.name, speed.multiprocessors, speed.capacity) == ("NVIDIA H200", 132, 140 * 2**30)
     text = " ".join(invoke("--kernels", str(result_file(tmp_path, ROWS, gpu=GPU)), *TWO).output.split())
     assert "of 2 NVIDIA H200, B1" in text and "forward 400 TFLOP/s of bfloat16 D128 causal" in text

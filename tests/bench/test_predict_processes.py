@@ -48,9 +48,9 @@ def test_the_step_of_processes(tmp_path: Path) -> None:
 
     Of contiguous shards the ranks compute different hops: one's launches say when another's begin.
     """
-    found = recorded(tmp_path, "contiguous")
+    measured = recorded(tmp_path, "contiguous")
     call = Call(TOKENS, WORLD, "contiguous", heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32")
-    spans = [one for one in found.events if one.lane == "compute"]
+    spans = [event for event in measured.events if event.lane == "compute"]
     done = [0.0] * WORLD  # when each rank is done with its forward, and begins its backward
     for phase in PASSES:
         programs, costs = [], []
@@ -58,12 +58,12 @@ def test_the_step_of_processes(tmp_path: Path) -> None:
             program = record(call, plan, phase, on_host=True)
             launches = [op.hop if op.stream == COMPUTE and op.what not in (ADD, POINT) else None for op in program.ops]
             spent: Counter[int | None] = Counter()
-            for one in spans:
-                if (one.rank, one.phase) == (plan.rank, phase):
-                    spent[one.hop] += one.seconds  # type: ignore[assignment]
+            for span in spans:
+                if (span.rank, span.phase) == (plan.rank, phase):
+                    spent[span.hop] += span.seconds  # type: ignore[assignment]
             assert {*launches} - {None} == {*spent}
             costs.append([begin, *(spent[hop] / launches.count(hop) for hop in launches)])
             programs.append(after_one_more(program))
         done = [track.seconds for track in run(programs, costs, lambda a, b, nbytes: LINK.seconds(nbytes))]
-        ended = [max(one.end for one in spans if (one.rank, one.phase) == (rank, phase)) for rank in range(WORLD)]
-        assert max(done) == pytest.approx(max(ended) - min(one.begin for one in spans), rel=ALLOWED)
+        ended = [max(each.end for each in spans if (each.rank, each.phase) == (rank, phase)) for rank in range(WORLD)]
+        assert max(done) == pytest.approx(max(ended) - min(each.begin for each in spans), rel=ALLOWED)

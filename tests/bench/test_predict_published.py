@@ -38,13 +38,13 @@ POINTS = 8
 
 @pytest.mark.parametrize(("gpu", "layout", "ahead", "both"), PERCENT)
 def test_ring_zigzag_and_stripe_of_a_readme(gpu: str, layout: str, ahead: float, both: float) -> None:
-    call, one = Call(8192, 8, layout), Call(8192, 1)
+    call, one_device = Call(8192, 8, layout), Call(8192, 1)
     forward, backward = ALONE[gpu][0], 1 / (1 / ALONE[gpu][1] - 1 / ALONE[gpu][0])
     area = whole(8192, causal=True)
     flops = FORWARD_FLOPS * call.head_dim * call.heads * area.pairs
-    speed = GPUS[gpu].fitted((flops * forward, one), (2.5 * flops * backward, one))
+    speed = GPUS[gpu].fitted((flops * forward, one_device), (2.5 * flops * backward, one_device))
     passes = [each.seconds for each in baseline(call, speed, links(speed.link))]
-    alone = [8 * (speed.launch + speed.products(area, one, backward=phase == "backward")) for phase in PASSES]
+    alone = [8 * (speed.launch + speed.products(area, one_device, backward=phase == "backward")) for phase in PASSES]
     assert 100 * alone[0] / passes[0] == pytest.approx(ahead, abs=POINTS)
     assert 100 * sum(alone) / sum(passes) == pytest.approx(both, abs=POINTS)
 
@@ -61,9 +61,9 @@ def test_a_rings_teraflops_on_h100(world: int) -> None:
     64 query and 8 key heads of 128, bf16, 8192 tokens per GPU.
     """
     call = Call(8192, world, heads=64, kv_heads=8, nodes=world // 8)
-    (found,) = baseline(call, fa3(), links("nvlink4"), phases=FORWARD)
+    (result,) = baseline(call, fa3(), links("nvlink4"), phases=FORWARD)
     flops = FORWARD_FLOPS * call.head_dim * call.heads * whole(call.seqlen, causal=True).pairs / world
-    assert 421e12 * 0.9 <= flops / found.seconds <= 446e12 * 1.1
+    assert 421e12 * 0.9 <= flops / result.seconds <= 446e12 * 1.1
 
 
 def test_a_prefill_of_a_million_tokens() -> None:
@@ -73,9 +73,9 @@ def test_a_prefill_of_a_million_tokens() -> None:
     alone, which is most of it at this length; one GPU's share of the whole sequence is what is divided.
     """
     call, speed = Call(2**20 // 16, 16, nodes=16, heads=16, kv_heads=1), fa3()
-    (found,) = baseline(call, speed, links("nvlink4"), phases=FORWARD)
+    (result,) = baseline(call, speed, links("nvlink4"), phases=FORWARD)
     alone = speed.launch + speed.products(whole(2**20, causal=True), call)
-    assert 100 * alone / 16 / found.seconds == pytest.approx(93, abs=5)
+    assert 100 * alone / 16 / result.seconds == pytest.approx(93, abs=5)
 
 
 @pytest.mark.parametrize(("degree", "published"), [(8, 21.0), (4, 21.9), (2, 21.4), (1, 18.2)])
@@ -86,10 +86,10 @@ def test_ulysses_by_ring_of_a_readme(degree: int, published: float) -> None:
     """
     call, inputs = Call(2**17 // 8, 8, heads=8, kv_heads=8, batch=2), Inputs(A100, links("nvlink3"), phases=FORWARD)
     if degree == 1:
-        (found,) = baseline(call, A100, inputs.links, phases=FORWARD)
+        (result,) = baseline(call, A100, inputs.links, phases=FORWARD)
     else:
-        (found,) = exchanged(call, degree, inputs, baseline)
-    assert 1 / found.seconds == pytest.approx(published, rel=0.14)
+        (result,) = exchanged(call, degree, inputs, baseline)
+    assert 1 / result.seconds == pytest.approx(published, rel=0.14)
 
 
 @pytest.mark.parametrize(("kv_heads", "tokens", "published", "points"), [
@@ -105,5 +105,5 @@ def test_rings_that_are_slower_than_a_gather(kv_heads: int, tokens: int, publish
     call = Call(tokens // 4, 4, mask=Mask(), heads=40, kv_heads=kv_heads)
     inputs = Inputs(H100, links("nvlink4"), phases=FORWARD)
     (ring,), (gather,) = baseline(call, H100, inputs.links, phases=FORWARD), gathered(call, inputs)
-    found = 100 * (ring.seconds / gather.seconds - 1)
-    assert found > 0 and found == pytest.approx(published, abs=points)
+    slower = 100 * (ring.seconds / gather.seconds - 1)
+    assert slower > 0 and slower == pytest.approx(published, abs=points)

@@ -69,13 +69,13 @@ REFUSED_ON_A_GPU = {
 
 
 @pytest.mark.parametrize(
-    ("command", "told", "gpu"),
-    [*((*one, False) for one in REFUSED.items()), *((*one, True) for one in REFUSED_ON_A_GPU.items())],
+    ("command", "message", "gpu"),
+    [*((*case, False) for case in REFUSED.items()), *((*case, True) for case in REFUSED_ON_A_GPU.items())],
 )
 def test_refused_in_a_line(
-    command: str, told: str, gpu: bool, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, message: str, gpu: bool, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(launching, "launch", lambda *given: pytest.fail("it started"))
+    monkeypatch.setattr(launching, "launch", lambda *args: pytest.fail("it started"))
     ran = CliRunner().invoke(cli.app, ["bench", *command.format(folder=tmp_path).split()], env=WIDE)
-    assert ran.exit_code == 2 and told in ran.output and len(ran.output.splitlines()) == 1, ran.output
+    assert ran.exit_code == 2 and message in ran.output and len(ran.output.splitlines()) == 1, ran.output

@@ -28,7 +28,7 @@ DRAWN = ("g", "path", "use", "text", "clippath", "rect", "defs", "style")
 
 
 def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(command.app, [str(one) for one in arguments], env={"COLUMNS": "300"})
+    return CliRunner().invoke(command.app, [str(argument) for argument in arguments], env={"COLUMNS": "300"})
 
 
 def page_of(folder: Path, **files: object) -> str:
@@ -49,7 +49,7 @@ def test_the_command_writes_one_page_into_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("flags", "message"),
     [
         ("run/results.json", "results.json is no folder: it takes what"),
         ("empty", "empty holds no results: nothing that a command wrote with --json"),
@@ -58,12 +58,12 @@ def test_the_command_writes_one_page_into_the_folder(tmp_path: Path) -> None:
         ("run --out nowhere/page.html", "there is no folder nowhere"),
     ],
 )
-def test_refusals(asked: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run", results=report_cases.suite())
     write(tmp_path / "empty")
     (write(tmp_path / "damaged") / "a.json").write_text("{")
-    ran = invoke(*asked.split())
+    ran = invoke(*flags.split())
     assert ran.exit_code == 2 and message in " ".join(ran.output.split()), ran.output
     assert not (tmp_path / "run/report.html").exists()
 
@@ -91,7 +91,7 @@ def test_provenance_is_first_then_what_failed_then_the_files(page: str) -> None:
     assert "<p>copy_engine does not open here: device is cpu</p>" in page
     assert '<button type="button">busbw, GB/s</button>' in page and ">note<" not in page  # an empty column
     outline = Outline(page)
-    assert all(re.fullmatch(r"\d*", one["data-order"] or "") for one in outline.tags("td"))
+    assert all(re.fullmatch(r"\d*", tag["data-order"] or "") for tag in outline.tags("td"))
     assert len(outline.tags("caption")) == len(outline.tags("table")) == 4
 
 
@@ -117,7 +117,7 @@ def test_the_page_needs_no_network(page: str) -> None:
     assert not re.search(r"@import|url\((?!#)", page)
     (script,) = [text for text in outline.text["script"]]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    (policy,) = [one["content"] for one in outline.tags("meta") if one.get("http-equiv")]
+    (policy,) = [tag["content"] for tag in outline.tags("meta") if tag.get("http-equiv")]
     assert policy is not None and policy.startswith("default-src 'none'") and f"'sha256-{digest}'" in policy
 
 
@@ -174,14 +174,14 @@ def test_charts_are_of_the_columns_that_vary() -> None:
 def test_what_a_chart_is_drawn_of() -> None:
     units = {"world": "", "seqlen": "tokens", "by": "", "ms": "ms", "rate": "TFLOP/s", "note": "", "hits": "elements"}
     rows = [(w, s, "a", 1.0, float(w * s), str(w * s), w * s) for w in (2, 4) for s in (64, 128)]
-    (found,) = chart(units, *rows)  # a rate before a time; lengths before ranks, which are the lines
-    assert found.y == "rate, TFLOP/s" and found.lines["world 4"] == {64.0: 256.0, 128.0: 512.0}
+    (drawn,) = chart(units, *rows)  # a rate before a time; lengths before ranks, which are the lines
+    assert drawn.y == "rate, TFLOP/s" and drawn.lines["world 4"] == {64.0: 256.0, 128.0: 512.0}
     twice = {"seqlen": "", "ms": "ms"}
-    (found,) = chart(twice, (1, 1.0), (1, 3.0), (1, 9.0), (2, 1.0))
-    assert found.lines == {"ms": {1.0: 3.0, 2.0: 1.0}}  # the median
-    assert charts.draw(found).axes[0].get_xscale() == "linear"
-    (found,) = chart(twice, (1, 1.0), (64, 99.0))
-    assert charts.draw(found).axes[0].get_xscale() == charts.draw(found).axes[0].get_yscale() == "log"
+    (drawn,) = chart(twice, (1, 1.0), (1, 3.0), (1, 9.0), (2, 1.0))
+    assert drawn.lines == {"ms": {1.0: 3.0, 2.0: 1.0}}  # the median
+    assert charts.draw(drawn).axes[0].get_xscale() == "linear"
+    (drawn,) = chart(twice, (1, 1.0), (64, 99.0))
+    assert charts.draw(drawn).axes[0].get_xscale() == charts.draw(drawn).axes[0].get_yscale() == "log"
     for value in (HOSTILE, None, True, 10**299):
         assert chart(twice, (1, value), (2, value)) == []
     (many,) = chart({"seqlen": "", "by": "", "ms": "ms"}, *((s, f"n{n}", 1.0) for s in (1, 2) for n in range(20)))
@@ -201,11 +201,11 @@ def test_measured_and_predicted_share_one_time_axis() -> None:
 @pytest.mark.parametrize("world", [2, 8])
 def test_more_ranks_have_no_slots(world: int) -> None:
     events = tuple(Event(rank, "slot 0", "forward", 0, 0, 1, "K/V of 0") for rank in range(world))
-    found = timelines.draw([Timeline("no mathematics: $\\frac{$", "measured", world, events)])
-    named = {text.get_text() for text in found.axes[0].texts}
+    svg = timelines.draw([Timeline("no mathematics: $\\frac{$", "measured", world, events)])
+    named = {text.get_text() for text in svg.axes[0].texts}
     assert ("slot 0" in named) == (world <= timelines.MOST_SLOT_RANKS)
     assert f"rank {world - 1}" in named
-    inline(found, "a")
+    inline(svg, "a")
 
 
 def test_an_svg_is_the_same_for_the_same_figure_and_has_ids_of_its_own() -> None:

@@ -26,11 +26,11 @@ FOUND = Result(
 )
 
 
-def test_a_note_that_two_parts_have_is_told_once() -> None:
-    found = Result("", FOUND.units, notes=["a"])
+def test_duplicate_notes_are_printed_once() -> None:
+    result = Result("", FOUND.units, notes=["a"])
     for part in (FOUND, Result("", {}, failed=["b"], notes=["a", "c"])):
-        found.add(part)
-    assert (found.rows, found.failed, found.notes) == (ROWS, ["b"], ["a", "best: 0 -> 1", "c"])
+        result.add(part)
+    assert (result.rows, result.failed, result.notes) == (ROWS, ["b"], ["a", "best: 0 -> 1", "c"])
 
 
 def test_table_leaves_out_columns_from_the_right_and_names_them() -> None:
@@ -41,7 +41,7 @@ def test_table_leaves_out_columns_from_the_right_and_names_them() -> None:
     assert "x" * 40 in FOUND.text(100)
 
 
-def test_what_is_the_same_in_all_rows_of_a_wide_table_is_told_once() -> None:
+def test_constant_columns_of_wide_tables_are_printed_once() -> None:
     rows: list[Row] = [{"edge": edge, "GB/s": 12.5, "checked": "", "remark": edge * 9} for edge in ("0 -> 1", "1 -> 0")]
     wide, narrow = Result("", FOUND.units, rows).text(100).splitlines(), Result("", FOUND.units, rows).text(70)
     assert wide[0].split() == ["edge", "GB/s", "GB/s", "remark"]  # no empty columns

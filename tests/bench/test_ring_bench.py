@@ -32,23 +32,23 @@ CPU = torch.device("cpu")
 WAYS = (OURS, BASELINE, ALL_GATHER, ULYSSES)
 
 
-def by_name(found: Result) -> dict[str, Any]:
+def by_name(result: Result) -> dict[str, Any]:
     """Rows of one problem."""
-    return {row["candidate"]: row for row in found.rows}
+    return {row["candidate"]: row for row in result.rows}
 
 
 # processes
 
 
-def test_everyone_agrees_in_real_processes(tmp_path: Path) -> None:
+def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
     flags = "--seqlen 256,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1 --layout zigzag,striped"
     by = "ringattn,baseline,all-gather,Ulysses,PyTorch"  # others take long to import
     ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags.split(), "--by", by, "--json", str(tmp_path / "r.json")])
     assert ran.exit_code == 0, ran.output
-    found = read(tmp_path / "r.json")
-    assert not found.failed and found.provenance["versions"]
+    result = read(tmp_path / "r.json")
+    assert not result.failed and result.provenance["versions"]
     for tokens in (256, 512):
-        rows = by_name(Result("", {}, [row for row in found.rows if row["tokens"] == tokens]))
+        rows = by_name(Result("", {}, [row for row in result.rows if row["tokens"] == tokens]))
         ours = [f"{OURS} {layout}" for layout in ("zigzag", "striped")]
         assert {WHOLE, *ours, BASELINE, ALL_GATHER, ULYSSES} <= set(rows)
         assert all(row["over tolerance"] == "" and row["error"] < 1e-4 for row in rows.values())
@@ -66,10 +66,10 @@ def test_everyone_agrees_in_real_processes(tmp_path: Path) -> None:
             assert of["rate of a rank"] == pytest.approx(flops / (of["time"] / 1e3) / ranks / 1e12)
             assert of["of ideal"] == pytest.approx(100 * rows[WHOLE]["time"] / 2 / of["time"])
             assert of["throughput"] == pytest.approx(tokens / (of["time"] / 1e3))
-    assert runs.ONE_RUN in found.notes
+    assert runs.ONE_RUN in result.notes
     assert f"not there: {CONTEXT_PARALLEL}: it has no sharding strategy" in ran.stdout
-    assert [note.split()[2] for note in found.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
-    assert found.notes[-1].startswith("best: ")
+    assert [note.split()[2] for note in result.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
+    assert result.notes[-1].startswith("best: ")
 
 
 @pytest.mark.parametrize("launched", [False, True])
@@ -100,12 +100,12 @@ def test_every_length_has_processes_of_its_own(launched: bool, monkeypatch: pyte
 def test_a_peer_with_another_order_of_heads_is_right(causal: bool) -> None:
     """Its out and dq; its dk and dv are wrong on the CPU with one head of queries to each of K/V, too."""
     problem = AttentionConfig(64, 2, heads=6, kv_heads=2, head_dim=16, causal=causal)
-    found = spawn(2, measure, RingConfig((problem,), ("zigzag",), 1, (LUCIDRAINS,)))
-    assert not {"out", "dq"} & {*by_name(found)[LUCIDRAINS]["over tolerance"].split(", ")} and not found.failed
+    result = spawn(2, measure, RingConfig((problem,), ("zigzag",), 1, (LUCIDRAINS,)))
+    assert not {"out", "dq"} & {*by_name(result)[LUCIDRAINS]["over tolerance"].split(", ")} and not result.failed
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (8, 4), (4, 4)])
-def test_heads_of_who_repeats_all_of_k_and_v(heads: int, kv_heads: int) -> None:
+def test_repeated_heads(heads: int, kv_heads: int) -> None:
     order = candidates.repeated_heads(heads, kv_heads).tolist()
     assert sorted(order) == list(range(heads))
     assert [head // (heads // kv_heads) for head in order] == [index % kv_heads for index in range(heads)]
@@ -114,8 +114,8 @@ def test_heads_of_who_repeats_all_of_k_and_v(heads: int, kv_heads: int) -> None:
 @pytest.mark.nightly
 def test_three_ranks_and_a_full_mask() -> None:
     problem = AttentionConfig(3 * 2 * 40, 3, heads=3, kv_heads=3, head_dim=16, causal=False, layout="contiguous")
-    found = spawn(3, measure, RingConfig((problem,), ("contiguous", "striped"), 1))
-    assert not found.failed and {BASELINE, ALL_GATHER, ULYSSES} <= set(by_name(found))
+    result = spawn(3, measure, RingConfig((problem,), ("contiguous", "striped"), 1))
+    assert not result.failed and {BASELINE, ALL_GATHER, ULYSSES} <= set(by_name(result))
 
 
 UNCOUNTED = 0.05  # of 90 to 105 MB: an operator's scratch per thread, gloo's buffers, lse; pieces of half a shard
@@ -163,12 +163,12 @@ def test_parts_of_a_slower_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_last_notes() -> None:
-    found = [*rows(1024, gather=0.25), *rows(4096, gather=1.0, striped=0.4), *rows(1024, 4, heads=0.6)]
-    assert crossovers(found) == [
+    all_rows = [*rows(1024, gather=0.25), *rows(4096, gather=1.0, striped=0.4), *rows(1024, 4, heads=0.6)]
+    assert crossovers(all_rows) == [
         "time of all-gather over the ring's, 2 ranks: 0.50 at 1k, 2.50 at 4k",
         "time of Ulysses over the ring's, 4 ranks: 1.20 at 1k",
     ]
-    assert best(found[:-3]) == ["best: ringattn striped, 2 ranks, 4k tokens: 400 ms, 80.0% of ideal"]
+    assert best(all_rows[:-3]) == ["best: ringattn striped, 2 ranks, 4k tokens: 400 ms, 80.0% of ideal"]
     assert crossovers(rows()) == [] and best(rows()[:1]) == []
 
 
@@ -187,12 +187,12 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     able = {WHOLE: Candidate(WHOLE, positions, right), name: Candidate(name, positions.clone(), wrong)}
     monkeypatch.setattr(runs, "candidates", lambda *_: (able, {"another": "it needs a GPU"}))
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
-    found = runs.measured(setting(problem), RingConfig((problem,), ("zigzag",), 1), 0)
-    assert [row["over tolerance"] for row in found.rows] == ["", "out, dq, dk, dv"]
-    (line,) = [note for note in found.notes if "errs" in note] if name == LUCIDRAINS else found.failed
+    result = runs.measured(setting(problem), RingConfig((problem,), ("zigzag",), 1), 0)
+    assert [row["over tolerance"] for row in result.rows] == ["", "out, dq, dk, dv"]
+    (line,) = [note for note in result.notes if "errs" in note] if name == LUCIDRAINS else result.failed
     assert f"{name}: out, dq, dk, dv errs by more than rounding explains" in line
-    assert bool(found.failed) == (name == BASELINE)
-    assert "not there: another: it needs a GPU" in found.notes
+    assert bool(result.failed) == (name == BASELINE)
+    assert "not there: another: it needs a GPU" in result.notes
     first, second = runs.checked(able, problem, CPU, 0).values()
     assert first.shards is second.shards and len(second.shards) == 4
 
@@ -220,7 +220,7 @@ def test_every_candidate_is_taken_by_its_name() -> None:
 
 @pytest.mark.usefixtures("rank_zero")
 @pytest.mark.parametrize(
-    ("make", "given", "message"),
+    ("make", "ring_setting", "message"),
     [
         (candidates.ulysses, setting(AttentionConfig(64, 3, heads=8, kv_heads=8)), "heads is 8: 3 ranks need a"),
         (candidates.ulysses, setting(AttentionConfig(64, 2), "cuda", shared=True), "one rank per GPU"),
@@ -240,9 +240,9 @@ def test_every_candidate_is_taken_by_its_name() -> None:
         (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16"), "cuda"), "is not installed"),
     ],
 )
-def test_refused_candidates(make: Any, given: Setting, message: str) -> None:
+def test_refused_candidates(make: Any, ring_setting: Setting, message: str) -> None:
     with pytest.raises(Refused, match=message):
-        make(given)
+        make(ring_setting)
 
 
 # memory
@@ -266,8 +266,8 @@ def test_the_rings_of_all_layouts_keep_their_slots() -> None:
     shards = 2 * 512 * memory_table.inputs(problem)  # a copy of them on both ranks
     for device in ("cpu", "cuda"):
         for kinds, more in (([OURS], 4 * slots), ([OURS, ALL_GATHER], 4 * slots), ([ALL_GATHER], 0)):
-            one, three = (
+            single, three = (
                 runs.needs(replace(problem, device=device), layouts=layouts, kinds=kinds)  # two ranks share a GPU
                 for layouts in (["zigzag"], ["zigzag", "contiguous", "striped"])
             )
-            assert three.host + three.gpu - one.host - one.gpu == 2 * shards + more
+            assert three.host + three.gpu - single.host - single.gpu == 2 * shards + more

@@ -109,11 +109,11 @@ def leaves(failed: list[str] | None = None, notes: list[str] | None = None) -> s
     return f"import sys; open(sys.argv[1], 'w').write({json.dumps(json.dumps(made))}); "
 
 
-def test_bad_parts_cost_themselves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One hangs, and so does what it started in a session of its own: none of it runs on."""
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.3)
     child = CHILD.format(repr(HANGS)) + f"open({str(tmp_path / 'child')!r}, 'w').write(str(p.pid)); "
-    found = run(
+    result = run(
         [
             part("good", FILE, code=leaves(notes=["first", "best: 3"])),
             part("plain", FILE, code=leaves()),
@@ -127,7 +127,7 @@ def test_bad_parts_cost_themselves_alone(tmp_path: Path, monkeypatch: pytest.Mon
         ],
         tmp_path, budget=9.0,
     )  # fmt: skip
-    assert {name: row["state"] for name, row in found.items()} == {
+    assert {name: row["state"] for name, row in result.items()} == {
         "good": "done", "plain": "done", "raises": "failed", "lacks": "not here", "hangs": "failed",
         "absent": "not here", "wrong": "failed", "silent": "failed", "last": "done",
     }  # fmt: skip
@@ -136,7 +136,7 @@ def test_bad_parts_cost_themselves_alone(tmp_path: Path, monkeypatch: pytest.Mon
         "lacks": "no such library", "hangs": "ended with all its processes", "absent": "no GPU", "wrong": "a is 2",
         "silent": "silent.json cannot be read", "last": "",
     }.items():  # fmt: skip
-        assert words in str(found[name]["found"]), name
+        assert words in str(result[name]["found"]), name
     assert "Fatal Python error: Aborted" in (tmp_path / "logs" / "hangs.txt").read_text()  # and where it was
     assert not Path("/proc", (tmp_path / "child").read_text(), "exe").exists()
     assert (tmp_path / "logs" / "last.txt").read_text() == "here\n"
@@ -168,12 +168,12 @@ def test_a_signal_ends_parts_and_keeps_what_is_known(tmp_path: Path, monkeypatch
     assert not [*processes.marked(processes.mark_of(tmp_path))]
 
 
-def test_time_that_is_left_over_goes_to_those_that_follow(tmp_path: Path) -> None:
-    """A share is of what is left, and never less than its own seconds while they last; the command is told half."""
+def test_unused_time_goes_to_later_parts(tmp_path: Path) -> None:
+    """A part's share is of the time left, at least its own seconds; its command gets half of that."""
     three = [part(name, SECONDS, code="import sys; print(sys.argv[1])", seconds=10.0) for name in "abc"]
     run(three, tmp_path, budget=90.0)
-    told = [int((tmp_path / "logs" / f"{name}.txt").read_text()) for name in "abc"]
-    assert 14 <= told[0] <= 15 and 21 <= told[1] <= 22 and 40 <= told[2] <= 45
+    budgets = [int((tmp_path / "logs" / f"{name}.txt").read_text()) for name in "abc"]
+    assert 14 <= budgets[0] <= 15 and 21 <= budgets[1] <= 22 and 40 <= budgets[2] <= 45
     late = run([part("cut", code=HANGS, seconds=0.9), part("late", seconds=50.0)], tmp_path, budget=0.6)
     assert [row["state"] for row in late.values()] == ["out of time", "out of time"]
     assert late["late"]["found"] == "it takes up to 50 s, 0 s were left"
@@ -185,8 +185,8 @@ def test_parts_that_are_not_timed_run_side_by_side(tmp_path: Path) -> None:
     code += f"print(len([x for x in os.listdir({str(tmp_path)!r}) if len(x) == 1])); os.remove(p)"
     listed = [part(name, name, code=code, beside="x" if name < "d" else "") for name in "abcd"]
     run(listed, tmp_path)
-    seen = [int((tmp_path / "logs" / f"{name}.txt").read_text()) for name in "abcd"]
-    assert max(seen) == 2 and seen[3] == 1
+    counts = [int((tmp_path / "logs" / f"{name}.txt").read_text()) for name in "abcd"]
+    assert max(counts) == 2 and counts[3] == 1
     groups = processes.grouped([*listed, part("absent", missing="no GPU")])
     assert [processes.seconds_of(group, 2) for group in groups] == [10.0, 5.0, 0.0]
 
@@ -213,14 +213,14 @@ def test_time_that_is_missing() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_parts_are_commands_that_leave_a_result(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    found = parts.parts_of(device)
-    assert len({one.file for one in found}) == len(found)
+    listed = parts.parts_of(device)
+    assert len({each.file for each in listed}) == len(listed)
     places = {FILE: str(tmp_path / "a.json"), OUT: str(tmp_path), SECONDS: "10"}
-    for one in found:
-        if "pytest" in one.command or "compute-sanitizer" in one.command:
+    for candidate in listed:
+        if "pytest" in candidate.command or "compute-sanitizer" in candidate.command:
             continue
-        assert FILE in one.command
-        _, _, module, *words = (processes.filled(word, places) for word in one.command)
+        assert FILE in candidate.command
+        _, _, module, *words = (processes.filled(word, places) for word in candidate.command)
         if module == "ringattn":
             name = " ".join(words[: 1 + (words[0] == "bench")])
             app = import_module(f"ringattn.{cli.COMMANDS[name][0]}").app
@@ -231,32 +231,32 @@ def test_parts_are_commands_that_leave_a_result(device: str, monkeypatch: pytest
 
 def test_a_gpu_is_asked_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each takes all of its time, those of correctness side by side; what takes whatever is left comes last."""
-    found = parts.gpu_parts()
-    total = sum(processes.seconds_of(group, len(found)) for group in processes.grouped(found))
+    listed = parts.gpu_parts()
+    total = sum(processes.seconds_of(group, len(listed)) for group in processes.grouped(listed))
     assert total <= 480 - suite.WRITING_SECONDS
-    names = [one.name for one in found]
+    names = [part.name for part in listed]
     assert names[0] == "launches" and names[-1] == "tune"
     assert names.index("ceilings") < names.index("local") < names.index("killed")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert [one.name for one in parts.gpu_parts()] == [*names[:-1], "links", "overlap", "ring", "tune"]
+    assert [part.name for part in parts.gpu_parts()] == [*names[:-1], "links", "overlap", "ring", "tune"]
 
 
 @pytest.mark.nightly
 def test_every_part_of_tests_has_some() -> None:
     """By the names that pytest collects."""
-    found = subprocess.run(
+    collected = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider",
          "tests/properties/test_on_a_gpu.py"],
         cwd=parts.CLONE, capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
-    for one in (one for one in parts.gpu_parts() if "-k" in one.command):
-        wanted = Expression.compile(one.command[-1])
+    for candidate in (each for each in parts.gpu_parts() if "-k" in each.command):
+        wanted = Expression.compile(candidate.command[-1])
 
         def within(word: str, /, *, line: str, **_: object) -> bool:
             return word in line
 
-        count = sum(wanted.evaluate(partial(within, line=line)) for line in found)
-        assert count == 1 if one.name in ("killed", "captured", "compiled") else count > 10, one.name
+        count = sum(wanted.evaluate(partial(within, line=line)) for line in collected)
+        assert count == 1 if candidate.name in ("killed", "captured", "compiled") else count > 10, candidate.name
 
 
 # the command
@@ -265,10 +265,10 @@ def test_every_part_of_tests_has_some() -> None:
 def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first call does some, a second one the others, a third what did not end well; the file is there meanwhile."""
     out, count = tmp_path / "out", tmp_path / "count"
-    told = f"print(open({str(out / 'results.json')!r}).read())"
+    shown = f"print(open({str(out / 'results.json')!r}).read())"
     listed = [
         part("first", FILE, code=f"{leaves()}open({str(count)!r}, 'a').write('x')"),
-        part("fails", code=f"{told}; raise ValueError('no')"),
+        part("fails", code=f"{shown}; raise ValueError('no')"),
         part("last", missing="no GPU"),
     ]
     monkeypatch.setattr(parts, "parts_of", lambda kind: listed)
@@ -311,7 +311,7 @@ def test_one_visit_to_a_gpu_rehearsed(tmp_path: Path, monkeypatch: pytest.Monkey
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180  # whatever else runs here
     rows = read(tmp_path / "results.json").rows
-    assert [row["part"] for row in rows] == [one.name for one in parts.gpu_parts()]
+    assert [row["part"] for row in rows] == [part.name for part in parts.gpu_parts()]
     assert {row["state"] for row in rows} == {"done"}
     page = (tmp_path / "report.html").read_text()
     assert all(name in page for name in ("host.json", "beside_NCCL.json", "tune.json"))

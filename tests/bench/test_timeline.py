@@ -50,9 +50,9 @@ def test_a_trace_reads_back_as_it_was() -> None:
     """With a process per rank and a thread per lane, in microseconds."""
     trace = json.loads(json.dumps(as_chrome(TWO_RANKS)))
     assert from_chrome(trace) == TWO_RANKS and TWO_RANKS.seconds == pytest.approx(4e-3)
-    named = [one for one in trace["traceEvents"] if one["name"] == "thread_name"]
-    assert [one["args"]["name"] for one in named if one["pid"] == 1] == [*LANES, "slot 1"]
-    spans = [one for one in trace["traceEvents"] if one["ph"] == "X"]
+    named = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
+    assert [event["args"]["name"] for event in named if event["pid"] == 1] == [*LANES, "slot 1"]
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert (spans[-1]["ts"], spans[-1]["dur"]) == (250.0, 1250.0)
 
 
@@ -74,13 +74,13 @@ def test_what_is_no_timeline_is_refused(change: dict[str, Any], message: str) ->
 
 
 def test_rows_of_a_timeline() -> None:
-    found = timeline_bench.result_of(TWO_RANKS)
-    assert found.rows == [
+    result = timeline_bench.result_of(TWO_RANKS)
+    assert result.rows == [
         {"rank": 0, "compute": pytest.approx(3), "wait": pytest.approx(1), "send": 0, "receive": 0, "computing": 75},
         {"rank": 1, "compute": 4, "wait": 0, "send": 3, "receive": 0, "computing": 100},
     ]
-    assert found.notes == ["two ranks", "clocks of the ranks agree to 2.0e-06 s", "ranks compute 87.5% of 4 ms"]
-    assert found.provenance == {"command": "ringattn"}
+    assert result.notes == ["two ranks", "clocks of the ranks agree to 2.0e-06 s", "ranks compute 87.5% of 4 ms"]
+    assert result.provenance == {"command": "ringattn"}
 
 
 # clocks
@@ -94,11 +94,11 @@ def test_clock_of_another_machine_is_brought_to_rank_0_within_its_error() -> Non
         return offset(control_of(group), now=lambda: time.perf_counter() + ahead[mine], name=lambda: machines[mine])
 
     with LocalWorld(4) as world:
-        found = world.run(of_a_rank)
-    assert found[0] == found[2] == Offset(0, 0) and runs.clock_name() == runs.clock_name()
+        offsets = world.run(of_a_rank)
+    assert offsets[0] == offsets[2] == Offset(0, 0) and runs.clock_name() == runs.clock_name()
     for rank in (1, 3):
-        assert 0 < found[rank].error < 0.5
-        assert abs(found[rank].seconds + ahead[rank]) <= found[rank].error + 1e-6
+        assert 0 < offsets[rank].error < 0.5
+        assert abs(offsets[rank].seconds + ahead[rank]) <= offsets[rank].error + 1e-6
 
 
 # recorded
@@ -108,28 +108,28 @@ def test_clock_of_another_machine_is_brought_to_rank_0_within_its_error() -> Non
 def test_a_prediction_has_the_slots_of_the_ring_that_runs(layout: str, causal: bool) -> None:
     """Of K/V and of sums: the same shards in the same slots at the same hops; and it says that it is of that call."""
     call = Call(32, 4, layout, Mask(causal=causal), heads=2, kv_heads=2, head_dim=16, dtype="float32")
-    told = timeline("", predicted(call, H100, Links(PRESETS["nvlink4"], PRESETS["ib400"])), call)
-    found = runs.virtual(replace(PROBLEM, layout=layout, causal=causal), CPU, 1)
-    assert found is not None and alike(found, told)
+    prediction = timeline("", predicted(call, H100, Links(PRESETS["nvlink4"], PRESETS["ib400"])), call)
+    measured = runs.virtual(replace(PROBLEM, layout=layout, causal=causal), CPU, 1)
+    assert measured is not None and alike(measured, prediction)
     uses = [
-        sorted((one.rank, one.lane, one.phase, one.hop, one.name) for one in each.events if one.lane not in LANES)
-        for each in (found, told)
+        sorted((e.rank, e.lane, e.phase, e.hop, e.name) for e in each.events if e.lane not in LANES)
+        for each in (measured, prediction)
     ]
     assert uses[0] == uses[1]
     assert {"dK/dV slot 0", "dK/dV slot 1"} <= {lane for _, lane, *_ in uses[1]}
 
 
 def test_a_timeline_of_virtual_ranks() -> None:
-    found = runs.virtual(PROBLEM, CPU, 2)
-    assert found is not None and found.source == "measured" and found.world == 4
-    assert {event.rank for event in found.events} == {0, 1, 2, 3}
-    lanes = {event.lane for event in found.events}
+    measured = runs.virtual(PROBLEM, CPU, 2)
+    assert measured is not None and measured.source == "measured" and measured.world == 4
+    assert {event.rank for event in measured.events} == {0, 1, 2, 3}
+    lanes = {event.lane for event in measured.events}
     assert {*LANES} < lanes and {"slot 0", "slot 1", "slot 2", "dK/dV slot 0", "dK/dV slot 1"} <= lanes
-    assert min(event.begin for event in found.events) == 0
-    assert found.about["call"]["seqlen"] == 128 and found.about["clock_error"] == 0
-    assert all(0 < row["compute"] < found.seconds * 1e3 for row in timeline_bench.result_of(found).rows)
+    assert min(event.begin for event in measured.events) == 0
+    assert measured.about["call"]["seqlen"] == 128 and measured.about["clock_error"] == 0
+    assert all(0 < row["compute"] < measured.seconds * 1e3 for row in timeline_bench.result_of(measured).rows)
     sent, received = (
-        sorted((event.phase, event.name, event.nbytes) for event in found.events if event.lane == lane)
+        sorted((event.phase, event.name, event.nbytes) for event in measured.events if event.lane == lane)
         for lane in ("send", "receive")
     )
     assert sent == received and len(sent) == 4 * (3 + 3 + 3)  # K/V forward, K/V backward, sums
@@ -142,9 +142,9 @@ def test_timeline_of_real_processes(tmp_path: Path) -> None:
     files = ["--trace", str(trace), "--out", str(picture), "--json", str(target)]
     ran = CliRunner().invoke(timeline_bench.app, [*shape, *files])
     assert ran.exit_code == 0, ran.output
-    found = from_chrome(json.loads(trace.read_text()))
-    assert found.world == 2 and {event.lane for event in found.events} >= {*LANES}
-    assert found.about["provenance"]["command"]
+    measured = from_chrome(json.loads(trace.read_text()))
+    assert measured.world == 2 and {event.lane for event in measured.events} >= {*LANES}
+    assert measured.about["provenance"]["command"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "clocks of the ranks agree" in ran.output
     assert [row["rank"] for row in read(target).rows] == [0, 1]

@@ -83,7 +83,7 @@ def host() -> Iterator[StoreHost]:
         yield served
 
 
-def test_rank_0_merges_for_all_and_tells_all_what_ended_it() -> None:
+def test_rank_0_merges_and_propagates_errors_to_all() -> None:
     def merge(values: list[object]) -> object:
         if None in values:
             raise ValueError("a rank said nothing")
@@ -96,10 +96,10 @@ def test_rank_0_merges_for_all_and_tells_all_what_ended_it() -> None:
 
     store = HashStore()
     controls = [opened(store, rank, 3) for rank in range(3)]
-    found = on_all(controls, lambda control: control.merged(control.rank, merge, what="shapes"))
-    assert found == [{"values": [0, 1, 2]}] * 3
-    told = "TransportError: shapes: rank 0: ValueError: a rank said nothing"
-    assert on_all(controls, ends) == ["ValueError: a rank said nothing", told, told]
+    results = on_all(controls, lambda control: control.merged(control.rank, merge, what="shapes"))
+    assert results == [{"values": [0, 1, 2]}] * 3
+    message = "TransportError: shapes: rank 0: ValueError: a rank said nothing"
+    assert on_all(controls, ends) == ["ValueError: a rank said nothing", message, message]
     assert on_all(controls, lambda control: control.gather(control.rank, what="turns")) == [[0, 1, 2]] * 3
 
 
@@ -124,7 +124,7 @@ def test_one_connection_per_group_and_nothing_read_of_an_earlier_group() -> None
     ("ends", "match"), [(str, "rank 1, which has returned"), (lambda group: 1 / 0, "another rank raised ZeroDivision")]
 )
 def test_virtual_ranks_do_not_wait_for_one_that_is_gone(ends: Callable[[LocalGroup], object], match: str) -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     def fn(group: LocalGroup) -> None:
         if group.rank() == 1:
@@ -132,11 +132,11 @@ def test_virtual_ranks_do_not_wait_for_one_that_is_gone(ends: Callable[[LocalGro
             return
         with pytest.raises(TransportError, match=match) as caught:
             control_of(group).gather(0, what="shapes")
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
 
     with LocalWorld(3, device="cpu") as world, suppress(ZeroDivisionError):
         world.run(fn)
-    assert len(told) == 2
+    assert len(messages) == 2
 
 
 def test_the_last_rank_to_close_a_scope_empties_it() -> None:
@@ -230,7 +230,7 @@ def test_a_killed_store_is_an_error_at_once(host: StoreHost, capfd: pytest.Captu
         assert not thread.is_alive()
 
 
-def test_a_store_that_stops_answering_holds_nobody(host: StoreHost) -> None:
+def test_an_unresponsive_store_blocks_no_rank(host: StoreHost) -> None:
     control = Control(StoreConnection(host.client()), 0, 2, "test/", 0.5).fresh_scope("ring").scope("inner")
     with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.5 s"):
         control.gather(0, what="shapes", timeout=60)  # no wait is longer than the patience of a control
@@ -246,31 +246,31 @@ def test_a_store_that_stops_answering_holds_nobody(host: StoreHost) -> None:
     assert control.look("x") == 1  # it was only slow: asked again, it answers
 
 
-@pytest.mark.parametrize("found", [b"[" * 100_000, b"\xff", b"x", b""])
-def test_what_another_process_puts_into_the_store_is_an_error(found: bytes) -> None:
+@pytest.mark.parametrize("value", [b"[" * 100_000, b"\xff", b"x", b""])
+def test_invalid_store_values_are_an_error(value: bytes) -> None:
     store = HashStore()
     control = opened(store, 0, 2)
     for key in ("news", "gather0/1"):
-        store.set(f"test/{key}", found)  # type: ignore[arg-type]
+        store.set(f"test/{key}", value)  # type: ignore[arg-type]
     reads: list[Callable[[], object]] = [lambda: control.look("news"), lambda: control.gather(1, what="shapes")]
     for read in reads:
         with pytest.raises(TransportError, match=r"^test/(news|gather0/1) is no JSON, so that no rank of ours"):
             read()
 
 
-def test_what_a_rank_left_before_it_returned_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_ranks_that_returned_early_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that answer and return right after a look that found something missing (the 3rd, and the 4th)."""
     hub, looks, moments = Hub(3, timeout=5.0), itertools.count(1), {3: 2, 4: 1}
     connection = LocalConnection(LocalGroup(hub, 0))
     ask = connection.ask
 
     def asking(do: Callable[[Store], T], timeout: float) -> T:
-        found = ask(do, timeout)
-        rank = moments.get(next(looks)) if found is False else None
+        answers = ask(do, timeout)
+        rank = moments.get(next(looks)) if answers is False else None
         if rank is not None:
             Control(connection, rank, 3, "test/").publish(str(rank), rank)
             hub.end(rank)
-        return found
+        return answers
 
     monkeypatch.setattr(connection, "ask", asking)
     control = Control(connection, 0, 3, "test/")

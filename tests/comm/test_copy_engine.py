@@ -32,8 +32,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
 
 
 def opened(group: LocalGroup, **more: Any) -> CopyEngineTransport:
-    given = {"device": CPU, "timeout": 5.0, **more}
-    return CopyEngineTransport(rank=group.rank(), size=group.size(), control=control_of(group), **given)
+    options = {"device": CPU, "timeout": 5.0, **more}
+    return CopyEngineTransport(rank=group.rank(), size=group.size(), control=control_of(group), **options)
 
 
 def on_transports(size: int, fn: Callable[[CopyEngineTransport], T]) -> list[T]:

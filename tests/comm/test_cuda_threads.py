@@ -35,16 +35,14 @@ def test_device_and_capture_mode_come_and_go(device: Device) -> None:
         assert place(device) == (1, THREAD_LOCAL)
         raise KeyError
     assert place(device) == (0, GLOBAL)
-    seen: list[tuple[int, int]] = []
-    start(lambda: seen.append(place(device)), CUDA, "test").join()
-    assert within(5.0, lambda: seen.append(place(device)), CUDA, "test")
-    assert seen == [(1, THREAD_LOCAL)] * 2
+    states: list[tuple[int, int]] = []
+    start(lambda: states.append(place(device)), CUDA, "test").join()
+    assert within(5.0, lambda: states.append(place(device)), CUDA, "test")
+    assert states == [(1, THREAD_LOCAL)] * 2
 
 
 @pytest.mark.parametrize(("where", "initialized"), [(CPU, True), (CUDA, False)])
-def test_no_context_where_there_is_none(
-    where: torch.device, initialized: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_cuda_context_is_created(where: torch.device, initialized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "device", None)
     monkeypatch.setattr(cuda_threads, "exchange_capture_mode", None)

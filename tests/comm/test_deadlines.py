@@ -69,7 +69,7 @@ def test_a_transfer_that_never_was_over_waits_for_ranks_that_compile() -> None:
     assert deadlines.poll(0.1 + FIRST_SECONDS) is not None
 
 
-def test_a_rank_that_comes_late_does_not_make_what_was_posted_ahead_late() -> None:
+def test_late_ranks_do_not_expire_transfers_posted_ahead() -> None:
     deadlines, first, second = after_many(0.01), Transfer(), Transfer()
     deadlines.add(*post(first, now=10.0, call=2))
     deadlines.add(*post(second, now=10.0, call=2, label="hop 2"))
@@ -79,7 +79,7 @@ def test_a_rank_that_comes_late_does_not_make_what_was_posted_ahead_late() -> No
     assert deadlines.poll(130.0 + LEAST_SECONDS) is not None
 
 
-def test_hops_may_be_long_once_they_were() -> None:
+def test_deadlines_grow_with_long_hops() -> None:
     deadlines, slow = after_many(0.01), Transfer()
     deadlines.add(*post(slow, now=1.0))
     assert deadlines.poll(51.0) is None
@@ -104,7 +104,7 @@ def test_a_device_that_failed_is_the_reason(what: str) -> None:
     assert deadlines.failed.problem == "CUDA error: an illegal memory access was encountered"
 
 
-def test_a_clock_starts_when_what_a_transfer_waits_for_is_over() -> None:
+def test_deadlines_start_when_dependencies_complete() -> None:
     deadlines, before, fence = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
     deadlines.add(*post(fence, after=(before,), now=0.0))
     assert deadlines.poll(100.0) is None  # however long that takes
@@ -148,21 +148,21 @@ def test_a_transfer_that_failed_is_kept_with_its_reason(ask_why: bool) -> None:
 
 def test_a_long_ring_s_posts_are_looked_at_in_turn() -> None:
     """A poll does not ask a thousand events."""
-    asked = [0]
+    queries = [0]
 
     class Asked(Transfer):
         def done(self) -> bool:
-            asked[0] += 1
+            queries[0] += 1
             return super().done()
 
     deadlines, fences = Deadlines(3.0, ask_why=False), [Asked() for _ in range(1023)]
     for fence in fences:
         deadlines.add(*post(fence))
     assert deadlines.poll(1.0) is None
-    assert asked == [LOOKS]
+    assert queries == [LOOKS]
     for fence in fences[:500]:
         fence.finish()
     assert deadlines.poll(2.0) is None
-    assert asked == [LOOKS + 500 + LOOKS]
+    assert queries == [LOOKS + 500 + LOOKS]
     late = deadlines.poll(5.0)
     assert late is not None and late is deadlines.first and late.fence is fences[500]

@@ -152,7 +152,7 @@ def test_what_processes_cannot_open(
 
 
 @pytest.mark.parametrize("field", ["transport", "device", "topology", "limits"])
-def test_ranks_that_disagree_are_told_who_has_what(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disagreements_name_the_value_of_every_rank(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = Peers(monkeypatch, "cpu:gloo")
     peers.change = {field: "another"}
     with pytest.raises(TransportError, match=rf"disagree on {field} \(rank 0: .*, rank 1: another\)"):
@@ -180,18 +180,18 @@ def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Pat
         transport = ProcessGroupTransport(dist.group.WORLD, CPU)  # type: ignore[arg-type]
         message = Message(0, torch.zeros(3))
         transport.post(sends=[message], receives=[Message(0, torch.ones(3))]).wait()
-        held, seen = transport._host, weakref.ref(dist.group.WORLD)
+        held, group = transport._host, weakref.ref(dist.group.WORLD)
         del transport
     finally:
         dist.destroy_process_group()
     assert held._thread is not None
-    until(lambda: gc.collect() >= 0 and seen() is None)  # its thread lets go once it has ended the last transfer
+    until(lambda: gc.collect() >= 0 and group() is None)  # its thread lets go once it has ended the last transfer
     held._thread.join(10)
     assert not held._thread.is_alive(), "the thread of a transport that nobody holds"
 
 
-def test_a_rank_that_fails_before_the_choice_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its words are in what it brings to the choice: the others wait for that."""
+def test_a_failure_before_the_choice_is_propagated_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is part of what the rank contributes to the choice, for which the others wait."""
 
     def fails(*limits: object) -> str:
         raise OSError("/proc is not mounted")
@@ -209,7 +209,7 @@ def able(monkeypatch: pytest.MonkeyPatch) -> Peers:
     return Peers(monkeypatch, "cpu:gloo,cuda:nccl")
 
 
-def test_auto_takes_what_every_rank_can_do(able: Peers) -> None:
+def test_auto_chooses_a_transport_of_all_ranks(able: Peers) -> None:
     assert able.choose("auto", CUDA) == [("nccl",), ("copy_engine",), ("process_group",)]
     assert able.choose("auto", CPU) == [("process_group",)]
     able.change = {"nccl": "CuPy does not import"}  # on the other rank; here it does
@@ -228,7 +228,7 @@ def test_copy_engines_leave_the_level_between_the_nodes_to_another(able: Peers) 
         able.choose("copy_engine", CUDA, levels=2)
 
 
-def test_auto_takes_what_keeps_the_limits(able: Peers) -> None:
+def test_auto_chooses_a_transport_within_the_limits(able: Peers) -> None:
     slow = Limits(bytes_per_second=1.0)
     assert able.choose("auto", CUDA, Limits(channels=2)) == [("nccl",)]
     assert able.choose("auto", CPU, slow) == [("process_group",)]

@@ -123,7 +123,7 @@ def test_numbers_have_the_order_of_the_records(device: Device, monkeypatch: pyte
 
     monkeypatch.setattr(Event, "record", slow)
     with ThreadPoolExecutor(4) as pool:
-        fences = [one for some in pool.map(lambda _: [lane.point() for _ in range(10)], range(4)) for one in some]
+        fences = [fence for some in pool.map(lambda _: [lane.point() for _ in range(10)], range(4)) for fence in some]
     numbers = {fence._event: fence._number for fence in fences}
     recorded = [numbers[op.event] for op in device.log if op.kind == "record"]  # type: ignore[index]
     assert recorded == sorted(recorded)

@@ -65,7 +65,7 @@ def test_a_rank_is_used_from_its_own_thread_alone() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_the_first_error_wakes_the_others_and_reaches_the_caller(size: int) -> None:
+def test_the_first_error_unblocks_peers_and_is_raised_by_run(size: int) -> None:
     woken: list[BaseException] = []
 
     def fn(group: LocalGroup) -> None:
@@ -85,7 +85,7 @@ def test_the_first_error_wakes_the_others_and_reaches_the_caller(size: int) -> N
     assert all(isinstance(error, WorldAborted) and "another rank raised KeyError" in str(error) for error in woken)
 
 
-def test_the_next_run_is_not_spoiled_by_a_failed_one() -> None:
+def test_run_works_after_a_failed_run() -> None:
     def fails(group: LocalGroup) -> None:
         transport = LocalTransport(group, CPU)
         transport.post(sends=[Message(1 - group.rank(), torch.zeros(3))], receives=[])  # nobody fetches these
@@ -100,7 +100,7 @@ def test_the_next_run_is_not_spoiled_by_a_failed_one() -> None:
             assert [out.tolist() for out in outs] == [[1.5] * 3, [0.5] * 3]
 
 
-def test_an_interrupted_caller_wakes_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyboard_interrupt_unblocks_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C reaches the main thread alone, which waits for the ranks."""
     waiting = threading.Event()
 
@@ -143,7 +143,7 @@ Body = Callable[[LocalGroup], object]
         ),
     ],
 )
-def test_a_wait_that_cannot_end_is_an_error(first: Body, second: Body, match: str) -> None:
+def test_deadlocked_waits_raise(first: Body, second: Body, match: str) -> None:
     with world_of(2, timeout=0.5 if first is receive else 10) as world, pytest.raises(TransportError, match=match):
         world.run(lambda group: second(group) if group.rank() else first(group))
 

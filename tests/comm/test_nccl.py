@@ -66,7 +66,7 @@ class Library:
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> int:
-            plain = tuple(one.value if isinstance(one, ctypes.c_void_p) else one for one in arguments)
+            plain = tuple(value.value if isinstance(value, ctypes.c_void_p) else value for value in arguments)
             self.calls.append((name, plain))
             return self.status
 
@@ -104,8 +104,8 @@ def test_limits_and_the_environment(
     limits: Limits, environment: dict[str, str], bounds: tuple[int, int], refused: str | None
 ) -> None:
     assert cta_bounds(limits, environment) == bounds
-    told = overridden(limits, environment)
-    assert told is None if refused is None else refused in str(told)
+    overrides = overridden(limits, environment)
+    assert overrides is None if refused is None else refused in str(overrides)
 
 
 def test_a_communicator_of_the_library(library: Library) -> None:
@@ -151,9 +151,9 @@ def test_a_communicator_of_the_library(library: Library) -> None:
 
 def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     none = "7f0 r-xp 0 08:01 7 /usr/lib/libm.so.6\n7f3 rw-p 0 00:00 0\n"
-    one = none + "".join(f"7f{at} r-xp 0 08:01 8             /opt/a b/nccl/lib/libnccl.so.2\n" for at in (1, 2))
-    two = f"{one}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
-    monkeypatch.setattr(Path, "read_text", lambda path: one)
+    single = none + "".join(f"7f{at} r-xp 0 08:01 8             /opt/a b/nccl/lib/libnccl.so.2\n" for at in (1, 2))
+    two = f"{single}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: single)
     assert loaded_libraries() == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
     assert several_loaded() is None
     both = r"2 NCCL libraries are loaded, /opt/a b/nccl/lib/libnccl\.so\.2 and /usr/lib/libnccl\.so\.2\.30\.7"
@@ -288,7 +288,7 @@ def test_a_transport_that_nobody_closed_is_aborted(device: Device) -> None:
 def test_a_transport_that_nobody_closed_at_exit(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no thread can be started, as from Python 3.12 on, and nothing may block."""
 
-    def refuse(*given: object) -> None:
+    def refuse(*args: object) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     transport = open_alone(device=CUDA)
@@ -311,7 +311,7 @@ def test_threads_are_on_the_transport_s_device(end: Callable[[NcclTransport], No
     until(lambda: "free" in kinds(fabric.device.log))
 
 
-def test_what_nccl_notices_ends_the_ring(fabric: Fabric, device: Device) -> None:
+def test_nccl_async_errors_abort_the_ring(fabric: Fabric, device: Device) -> None:
     """At the next tick, on the ring's device."""
     fabric.index = CUDA.index
     transport = open_alone(device=CUDA)
@@ -330,7 +330,7 @@ def test_what_nccl_notices_ends_the_ring(fabric: Fabric, device: Device) -> None
     assert transport.check() is None, "what has ended has nothing more to tell"
 
 
-def test_peers_that_do_not_join_are_not_waited_for(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peers_time_out(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     make = fabric.NcclCommunicator
 
     def late(*arguments: Any) -> Any:
@@ -344,10 +344,10 @@ def test_peers_that_do_not_join_are_not_waited_for(fabric: Fabric, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("available", "told"), [(False, r"no NCCL library \(nccl .* Reason: ImportError\)"), (True, "None")]
+    ("available", "message"), [(False, r"no NCCL library \(nccl .* Reason: ImportError\)"), (True, "None")]
 )
-def test_what_cupy_warns_of_is_the_reason(
-    available: bool, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_cupy_import_warnings_are_the_reason(
+    available: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where warnings are errors, as here: CuPy's import would end in the middle."""
     (tmp_path / "cupy" / "cuda").mkdir(parents=True)
@@ -360,7 +360,7 @@ def test_what_cupy_warns_of_is_the_reason(
     missing = nccl.nccl_missing()
     for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
         del sys.modules[name]
-    assert re.search(told, str(missing))
+    assert re.search(message, str(missing))
     assert ("Reason: ImportError" in caplog.text) is available
 
 
@@ -413,9 +413,9 @@ def test_both_communicators_end_where_one_edge_fails(fabric: Fabric, device: Dev
         fabric.spoil = lambda data: data[::-1]
         with pytest.raises(TransportError, match="the warm-up of the nccl transport failed"):
             transport.warm_up([(0, 1), (1, 2), (2, 0)])
-        for one in (transport, transport._inside):
+        for edge in (transport, transport._inside):
             with pytest.raises(TransportError, match="was aborted: its warm-up failed"):
-                one.post(sends=[], receives=[])
+                edge.post(sends=[], receives=[])
 
     on_ranks(3, fn)
 
@@ -423,12 +423,12 @@ def test_both_communicators_end_where_one_edge_fails(fabric: Fabric, device: Dev
 def test_a_communicator_for_each_ring_inside_and_between_the_nodes(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two nodes of three: peers stay ranks of the group, NCCL hears of places in the communicator."""
+    """Two nodes of three: peers stay ranks of the group, NCCL takes ranks of the communicator."""
     limits, make = list[Limits](), nccl.ConfiguredCommunicator
 
-    def noted(*given: Any) -> Any:
-        limits.append(given[3])
-        return make(*given)
+    def noted(*args: Any) -> Any:
+        limits.append(args[3])
+        return make(*args)
 
     monkeypatch.setattr(nccl, "ConfiguredCommunicator", noted)
 
@@ -457,7 +457,7 @@ def test_a_communicator_for_each_ring_inside_and_between_the_nodes(
         ("NcclCommunicator", r"rank \d: NCCL makes no communicator: NCCL_ERROR_SYSTEM_ERROR"),
     ],
 )
-def test_what_nccl_refuses_to_begin_is_an_error_everywhere(
+def test_nccl_init_errors_are_raised_on_all_ranks(
     name: str, match: str, fabric: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> object:

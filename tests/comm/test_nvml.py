@@ -205,8 +205,8 @@ def test_info_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
     assert nvml.nics_of(tree / "nowhere") == nvml.pcie_path(tree / "nowhere") == nvml.pcie_path(tree / "class") == ()
 
 
-def test_what_cannot_be_known(stand_in: StandIn, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left is still told: an old driver, no NVLink, a link whose peer is hidden, no driver."""
+def test_missing_nvml_data_is_left_out(stand_in: StandIn, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other data are kept: an old driver, no NVLink, a link whose peer is hidden, no driver."""
     device = nvml.device_info(CPU, sys=tree)
     assert (device.gpu, device.nvlinks, device.pcie, device.unknown) == (None, (), (), "cpu is not a GPU")
     assert [nic.name for nic in device.nics] == ["mlx5_0", "eth0", "eth1"]

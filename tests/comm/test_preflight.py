@@ -36,8 +36,8 @@ def traffic(preflight: Preflight) -> int:
 
 def tick(preflight: Preflight) -> Verdict | None:
     """What the watchdog does."""
-    found = preflight._control.exchange(look=preflight.wanted())
-    publish, verdict = preflight.hear(found)
+    exchanged = preflight._control.exchange(look=preflight.wanted())
+    publish, verdict = preflight.hear(exchanged)
     preflight._control.exchange(publish)
     return verdict
 
@@ -59,33 +59,33 @@ def heard(preflight: Preflight) -> Verdict | None:
 
 
 def verdicts(ranks: list[Preflight], rounds: int = 5) -> list[Verdict | None]:
-    found: list[Verdict | None] = [None] * len(ranks)
+    latest: list[Verdict | None] = [None] * len(ranks)
     for _ in range(rounds):
-        found = [old or tick(one) for old, one in zip(found, ranks, strict=True)]
-    return found
+        latest = [old or tick(rank) for old, rank in zip(latest, ranks, strict=True)]
+    return latest
 
 
-def test_ranks_that_agree_stop_until_calls_come_again() -> None:
+def test_agreeing_ranks_exchange_nothing_for_repeated_calls() -> None:
     ranks = preflights(3)
     for fields in ({"heads": 8}, {"heads": 16}, {"heads": 8}):
-        assert on_all(ranks, lambda one, fields=fields: agree(one, fields)) == [None] * 3  # type: ignore[misc]
-    before = [traffic(one) for one in ranks]
+        assert on_all(ranks, lambda rank, fields=fields: agree(rank, fields)) == [None] * 3  # type: ignore[misc]
+    before = [traffic(rank) for rank in ranks]
     for fields in ({"heads": 16}, {"heads": 8}, {"heads": 16}):
-        assert [agree(one, fields) for one in ranks] == [None] * 3  # one after the other: nobody waits
-    assert [traffic(one) for one in ranks] == before
-    assert [one.number for one in ranks] == [6] * 3
+        assert [agree(rank, fields) for rank in ranks] == [None] * 3  # one after the other: nobody waits
+    assert [traffic(rank) for rank in ranks] == before
+    assert [rank.number for rank in ranks] == [6] * 3
 
 
-def test_every_rank_is_told_the_first_field_and_who_has_what() -> None:
+def test_every_rank_gets_the_first_differing_field_and_all_values() -> None:
     ranks = preflights(3)
     mine = [{"dtype": "fp16", "heads": 8, "mask": 1}, {"dtype": "fp16", "heads": 4, "mask": 1}]
     mine.append({"dtype": "fp16", "heads": 8, "mask": 2})
-    told = on_all(ranks, lambda one: agree(one, mine[ranks.index(one)]))
-    assert told == [Verdict(f"heads differs between ranks (rank 0: 8, rank 1: 4, rank 2: 8): {MUST}", False)] * 3
-    assert [[*one._own_words()] for one in ranks] == [["1"]] * 3  # for a rank that has yet to look
+    verdict = on_all(ranks, lambda rank: agree(rank, mine[ranks.index(rank)]))
+    assert verdict == [Verdict(f"heads differs between ranks (rank 0: 8, rank 1: 4, rank 2: 8): {MUST}", False)] * 3
+    assert [[*rank._own_words()] for rank in ranks] == [["1"]] * 3  # for a rank that has yet to look
     # nothing has moved: with the same fields they go on, and have nothing to reproach each other with
-    assert on_all(ranks, lambda one: agree(one, mine[0])) == [None] * 3
-    assert len({one._chain for one in ranks}) == 1
+    assert on_all(ranks, lambda rank: agree(rank, mine[0])) == [None] * 3
+    assert len({rank._chain for rank in ranks}) == 1
 
 
 def test_a_field_that_one_rank_does_not_know() -> None:
@@ -99,20 +99,20 @@ def test_layers_that_alternate_are_expected_from_the_second_step_on() -> None:
     ranks = preflights(2)
     layers = ["local"] * 5 + ["global"] + ["local"] * 2
 
-    def step(one: Preflight, batch: int) -> None:
+    def step(rank: Preflight, batch: int) -> None:
         for layer in layers:
-            assert agree(one, {"call": "forward", "layer": layer}, documents=batch) is None
+            assert agree(rank, {"call": "forward", "layer": layer}, documents=batch) is None
         for back in range(len(layers)):
-            assert backward(one, one.number - 2 * back) is None
+            assert backward(rank, rank.number - 2 * back) is None
 
     for batch in range(2):
-        on_all(ranks, lambda one, batch=batch: step(one, batch))  # type: ignore[misc]
-    before = [traffic(one) for one in ranks]
-    on_all(ranks, lambda one: step(one, 1))
-    assert [traffic(one) for one in ranks] == before
+        on_all(ranks, lambda rank, batch=batch: step(rank, batch))  # type: ignore[misc]
+    before = [traffic(rank) for rank in ranks]
+    on_all(ranks, lambda rank: step(rank, 1))
+    assert [traffic(rank) for rank in ranks] == before
 
 
-def test_a_rank_that_refuses_is_named_to_those_that_wait() -> None:
+def test_a_refusing_rank_is_named_to_waiting_ranks() -> None:
     ranks = preflights(3)
 
     def one(rank: Preflight) -> Verdict | None:
@@ -122,28 +122,43 @@ def test_a_rank_that_refuses_is_named_to_those_that_wait() -> None:
         return agree(rank, {"heads": 8})
 
     # the refusal alone is an answer; nobody waits for more of that rank
-    told = on_all(ranks, one)
-    assert told[0] == told[2] == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
+    outcome = on_all(ranks, one)
+    assert outcome[0] == outcome[2] == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
     assert on_all(ranks, lambda rank: agree(rank, {"heads": 8})) == [None] * 3
     assert len({rank._chain for rank in ranks}) == 1
 
 
+@pytest.mark.parametrize("refuses", [True, False])
+def test_last_words_of_a_rank_that_is_gone_are_waited_for(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, gone = preflights(2), TransportError("rank 1 is gone")
+    monkeypatch.setattr(ranks[0]._control._connection, "hopeless", lambda missing: gone)
+    if not refuses:  # gone for good: long before the patience ends
+        with pytest.raises(TransportError, match="rank 1 is gone"):
+            agree(ranks[0], {"heads": 8})
+        return
+    last = threading.Timer(0.2, ranks[1].refuse, [ValueError("k has 6 heads")])
+    last.start()
+    verdict = agree(ranks[0], {"heads": 8})
+    last.join()
+    assert verdict == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
+
+
 def test_a_rank_that_refuses_while_others_go_on_is_found_by_their_watchdogs() -> None:
     ranks = preflights(3)
-    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
     ranks[2].refuse(ValueError("out of range"))
-    assert [agree(one, {"heads": 8}) for one in ranks[:2]] == [None] * 2
+    assert [agree(rank, {"heads": 8}) for rank in ranks[:2]] == [None] * 2
     answers = [ranks[0].hear({"asked": 2})[0] for _ in range(2)]
     assert answers == [{"words/0": {"2": [{"heads": "8"}, None, True]}}, {}]  # once
     ranks[0]._control.exchange(answers[0])
-    told = verdicts(ranks)
-    assert told == [Verdict("rank 2 refused this call: ValueError: out of range", True)] * 3
+    outcome = verdicts(ranks)
+    assert outcome == [Verdict("rank 2 refused this call: ValueError: out of range", True)] * 3
 
 
 @pytest.mark.parametrize("changed", [0, 1])
-def test_a_rank_that_changes_alone_stops_and_the_other_is_told_in_that_call(changed: int) -> None:
+def test_a_changed_call_of_one_rank_is_an_error_on_both(changed: int) -> None:
     ranks = preflights(2)
-    on_all(ranks, lambda one: agree(one, {"heads": 8}, ends=1))
+    on_all(ranks, lambda rank: agree(rank, {"heads": 8}, ends=1))
 
     def one(rank: Preflight) -> Verdict | None:
         return agree(rank, {"heads": 8}, ends=2) or None if rank is ranks[changed] else follow(rank)
@@ -158,7 +173,7 @@ def test_a_rank_that_changes_alone_stops_and_the_other_is_told_in_that_call(chan
 
 def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
     ranks = preflights(2)
-    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
 
     answered = threading.Event()
 
@@ -179,13 +194,13 @@ def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
     assert on_all(ranks, one)[0] == Verdict(text, True)
 
 
-def test_ranks_whose_earlier_calls_differ_do_not_meet() -> None:
+def test_differing_earlier_calls_are_an_error() -> None:
     ranks = preflights(2, patience=0.3)
-    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
     ranks[0]._count({"heads": "16"}, ("16", ""))
     ranks[1]._count({"heads": "4"}, ("4", ""))
-    told = on_all(ranks, lambda one: agree(one, {"heads": 2}))
-    assert told == [Verdict("the ranks did not make the same calls before call 3", True)] * 2
+    outcome = on_all(ranks, lambda rank: agree(rank, {"heads": 2}))
+    assert outcome == [Verdict("the ranks did not make the same calls before call 3", True)] * 2
 
 
 def test_a_rank_that_is_late_is_waited_for() -> None:
@@ -208,23 +223,23 @@ def test_a_question_is_repeated_when_another_one_took_its_place(
 ) -> None:
     """Not in the place of one about a call before, unless all ranks have come to that."""
     ranks = preflights(2)
-    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
     assert agree(ranks[0], {"heads": 8}) is None  # the second call, to which the other rank has not come
     for name in ("LATE_SECONDS", "ASK_SECONDS"):
         monkeypatch.setattr(f"ringattn.comm.watchdog.preflight.{name}", 0.0)
-    asked: list[object] = []
+    questions: list[object] = []
 
     def stop() -> str | None:
-        asked.append(ranks[1]._control.look("asked"))
+        questions.append(ranks[1]._control.look("asked"))
         ranks[1]._control.publish("asked", other)
-        return "enough" if len(asked) == 4 else None
+        return "enough" if len(questions) == 4 else None
 
     with pytest.raises(TransportError, match="enough"):
         ranks[0].agree({"heads": 4}, stop=stop)
-    assert asked[1:] == [other if stays else 3] * 3
+    assert questions[1:] == [other if stays else 3] * 3
 
 
-def test_a_short_wait_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_waits_send_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.LATE_SECONDS", 60.0)
     rank, _ = preflights(2)
     looks: list[int] = []
@@ -265,7 +280,7 @@ def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten(
 
     assert on_all(ranks, late) == [None] * 2
     assert verdicts(ranks) == [None] * 2
-    assert all(quiet(one) for _ in range(2) for one in ranks)
+    assert all(quiet(each) for _ in range(2) for each in ranks)
     for ahead in (0, 1):
         for _ in range(KEPT_CALLS - ahead):
             assert [agree(rank, {"heads": 8}) for rank in ranks] == [None] * 2
@@ -274,10 +289,10 @@ def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten(
         assert agree(ranks[1], {"heads": 8}) is None
 
 
-def test_a_rank_that_waits_further_on_hears_of_a_question_about_an_earlier_call() -> None:
+def test_a_rank_that_waits_at_a_later_call_answers_about_an_earlier_one() -> None:
     """Rank 1 goes on past call 2 and waits at call 3, when rank 0 comes to another call 2."""
     ranks = preflights(2)
-    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
     ended: list[Verdict | None] = []
 
     def one(rank: Preflight) -> Verdict | None:
@@ -298,7 +313,7 @@ def test_a_rank_that_waits_further_on_hears_of_a_question_about_an_earlier_call(
     assert on_all(ranks, one) == [Verdict(text, True)] * 2
 
 
-def test_older_words_of_the_watchdog_do_not_stand_in_the_place_of_newer_ones() -> None:
+def test_newer_watchdog_messages_replace_older_ones() -> None:
     ranks = preflights(2)
     ranks[0].refuse(ValueError("k has 6 heads"))
     late, _ = ranks[0].hear({})
@@ -310,9 +325,9 @@ def test_older_words_of_the_watchdog_do_not_stand_in_the_place_of_newer_ones() -
     assert quiet(ranks[0])
 
 
-def test_a_refusal_stays_until_everybody_has_heard_it() -> None:
+def test_a_refusal_is_kept_until_all_ranks_have_read_it() -> None:
     ranks = preflights(2)
-    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
 
     def one(rank: Preflight) -> list[Verdict | None]:
         if rank is ranks[0]:

@@ -19,18 +19,18 @@ from ..support.transport_cases import until
 
 
 def test_work_runs_in_order_and_behind_its_caller() -> None:
-    stream, gate, seen = HostStream("test", lambda: None), threading.Event(), []
+    stream, gate, order = HostStream("test", lambda: None), threading.Event(), []
     fences = [stream.submit(gate.wait)]  # type: ignore[arg-type]
-    fences += [stream.submit(lambda number=number: seen.append(number)) for number in range(20)]  # type: ignore[misc]
+    fences += [stream.submit(lambda number=number: order.append(number)) for number in range(20)]  # type: ignore[misc]
     assert not any(fence.done() for fence in fences)
     gate.set()
     fences[-1].wait()
-    assert seen == list(range(20))
+    assert order == list(range(20))
     assert all(fence.done() for fence in fences)
     stream.close()
 
 
-def test_what_fails_fails_for_good() -> None:
+def test_failed_work_stays_failed() -> None:
     stream, gate = HostStream("test", lambda: None), threading.Event()
 
     def fail() -> None:
@@ -48,7 +48,7 @@ def test_what_fails_fails_for_good() -> None:
     stream.close()
 
 
-def test_tensors_are_let_go() -> None:
+def test_tensors_are_released() -> None:
     stream, tensor = HostStream("test", lambda: None), torch.zeros(3)
     gone = weakref.ref(tensor)
     stream.submit(lambda tensor=tensor: tensor.add_(1)).wait()  # type: ignore[misc]
@@ -57,7 +57,7 @@ def test_tensors_are_let_go() -> None:
     stream.close()
 
 
-def test_the_end_of_a_process_waits_for_what_it_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_exit_waits_for_running_work(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[Work] = []
     monkeypatch.setattr(atexit, "register", ends.append)
     process_group._streams.cache_clear()

@@ -53,7 +53,7 @@ def test_views_are_aligned_disjoint_and_typed() -> None:
             taken.update(span(tensor))
 
 
-def test_what_is_kept_of_slots_goes_as_they_grow() -> None:
+def test_cached_views_are_dropped_when_slots_grow() -> None:
     """Or views would hold the old arena; and of many forms only some stay."""
     slots = Slots(2, CPU)
     slots.reserve(100)

@@ -30,7 +30,7 @@ def pair() -> Iterator[tuple[Sockets, Sockets]]:
         line.close()
 
 
-def test_full_lines_both_ways_make_room(pair: tuple[Sockets, Sockets]) -> None:
+def test_simultaneous_large_sends_do_not_deadlock(pair: tuple[Sockets, Sockets]) -> None:
     """Far more than a socket holds, from both ends at once, before either end reads."""
     count = 3000
     got: dict[int, list[bytes]] = {}
@@ -50,7 +50,7 @@ def test_full_lines_both_ways_make_room(pair: tuple[Sockets, Sockets]) -> None:
     assert got == {0: expected, 1: expected}
 
 
-def test_silence_is_an_error_in_time(pair: tuple[Sockets, Sockets]) -> None:
+def test_silent_peers_time_out(pair: tuple[Sockets, Sockets]) -> None:
     with pytest.raises(TransportError, match=r"rank 1 waits for rank 0: nothing happened for 0\.05 s; do all ranks"):
         pair[1].receive(0, "rank 1 waits for rank 0", 0.05)
     with pytest.raises(TransportError, match=r"a record for rank 1 waits: nothing happened for 0\.05 s"):
@@ -58,7 +58,7 @@ def test_silence_is_an_error_in_time(pair: tuple[Sockets, Sockets]) -> None:
             pair[0].send(1, b"x" * 100, 0.05)
 
 
-def test_what_was_sent_before_the_end_arrives_and_then_the_end(pair: tuple[Sockets, Sockets]) -> None:
+def test_data_sent_before_close_arrives_before_eof(pair: tuple[Sockets, Sockets]) -> None:
     pair[1].send(0, b"never read", 1.0)  # makes the other end's close a reset
     pair[0].send(1, b"last words", 1.0)
     pair[0].close()
@@ -69,7 +69,7 @@ def test_what_was_sent_before_the_end_arrives_and_then_the_end(pair: tuple[Socke
         pair[1].send(0, b"x", 5.0)
 
 
-def test_cutting_wakes_whoever_waits(pair: tuple[Sockets, Sockets]) -> None:
+def test_shutdown_unblocks_waiting_threads(pair: tuple[Sockets, Sockets]) -> None:
     threading.Timer(0.05, pair[1].cut, ["enough"]).start()
     with pytest.raises(TransportError, match="enough"):
         pair[1].receive(0, "waits", 10.0)
@@ -83,7 +83,7 @@ def test_cutting_wakes_whoever_waits(pair: tuple[Sockets, Sockets]) -> None:
     pair[0].cut("and the other")
 
 
-def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_connections_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     sockets: dict[int, socket.socket] = {}
@@ -94,18 +94,18 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not sockets and line.recv(10) == b""
         with pytest.raises(TransportError, match="a process of another user answers for rank 0"):
             listener.connect(1, {0: other.address, 1: ""}, sockets, 0.05)
-    for one in sockets.values():
-        one.close()
+    for sock in sockets.values():
+        sock.close()
 
 
-def test_a_maker_that_gives_up() -> None:
+def test_a_board_fails_where_rank_0_is_gone() -> None:
     first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     first.close()
     with second, pytest.raises(TransportError, match="rank 0 hands out no flags"):
         Board.shared(1, {0: second}, 8, 0)
 
 
-def test_a_child_does_not_hide_that_its_parent_died(pair: tuple[Sockets, Sockets]) -> None:
+def test_forked_children_do_not_keep_sockets_of_a_dead_parent_open(pair: tuple[Sockets, Sockets]) -> None:
     gone, alive = os.pipe()
     child = os.fork()
     if child == 0:
@@ -147,12 +147,14 @@ def refused(world_size: int, *arguments: Any) -> str:
         return str(caught.value)
 
     with LocalWorld(world_size, device="cpu", timeout=10) as world:
-        (told,) = set(world.run(fn))
-    return told
+        (message,) = set(world.run(fn))
+    return message
 
 
 @pytest.mark.parametrize("problem", ["the device has no CUDA IPC", "Failed to dlopen libcuda.so.1", "no bindings"])
-def test_what_one_rank_lacks_is_an_error_on_all(problem: str, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_features_are_errors_on_all_ranks(
+    problem: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_library(flags: int) -> None:
         raise RuntimeError(problem)
 
@@ -198,5 +200,5 @@ def test_problems(index: int, change: dict[str, Any], problem: str | None) -> No
     cards = list(CARDS)
     cards[index] = cards[index]._replace(**change)
     elsewhere = Card((2,), "it is broken", "b")  # is no problem here
-    found = problem_of((0, 1), dict(enumerate([*cards, elsewhere])))
-    assert found is None if problem is None else found is not None and problem in found
+    reason = problem_of((0, 1), dict(enumerate([*cards, elsewhere])))
+    assert reason is None if problem is None else reason is not None and problem in reason

@@ -16,8 +16,8 @@ import torch
 from ringattn.comm.watchdog.telemetry import (
     LOOKS,
     WINDOW_SECONDS,
+    RankRow,
     Report,
-    Row,
     Stopwatch,
     Straggler,
     Stragglers,
@@ -33,11 +33,11 @@ from ..support.watch_cases import Clock, Ranks, running
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 100, 1024])
-def test_everyone_knows_everyone_within_twice_the_logarithm(size: int) -> None:
+def test_gossip_reaches_all_ranks_in_2_log2_ticks(size: int) -> None:
     """Of ranks whose clocks are up to a tick apart, each of which leaves what it knew a tick ago."""
     skews, known, ticks = [rank % 2 for rank in range(size)], [1 << rank for rank in range(size)], 0
-    while any(one != (1 << size) - 1 for one in known):
-        known = [one | known[peer_at(rank, size, ticks + skews[rank])] for rank, one in enumerate(known)]
+    while any(mask != (1 << size) - 1 for mask in known):
+        known = [mask | known[peer_at(rank, size, ticks + skews[rank])] for rank, mask in enumerate(known)]
         ticks += 1
     assert ticks <= 2 * (size - 1).bit_length()
 
@@ -62,13 +62,13 @@ def test_a_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [op.stream for op in device.log] == [device.current(1)] * 7
 
 
-def rows(computes: list[float], waits: list[float] | None = None, elsewhere: float = 0.0) -> dict[int, Row]:
+def rows(computes: list[float], waits: list[float] | None = None, elsewhere: float = 0.0) -> dict[int, RankRow]:
     """A ring at the pace of its slowest rank, or one with the given waits."""
     slow = max(computes)
     waits = [slow - compute for compute in computes] if waits is None else waits
     window = max(map(sum, zip(computes, waits, strict=True))) + elsewhere
     return {
-        rank: Row(1, 0.0, "", compute=compute, wait=wait, window=window)
+        rank: RankRow(1, 0.0, "", compute=compute, wait=wait, window=window)
         for rank, (compute, wait) in enumerate(zip(computes, waits, strict=True))
     }
 
@@ -87,7 +87,7 @@ def rows(computes: list[float], waits: list[float] | None = None, elsewhere: flo
         ("two of four are slow: no rank stands out", rows([4.0, 8.0, 8.0, 7.9]), None, None),
     ],
 )
-def test_who_is_a_straggler(what: str, table: dict[int, Row], rank: int | None, factor: float | None) -> None:
+def test_who_is_a_straggler(what: str, table: dict[int, RankRow], rank: int | None, factor: float | None) -> None:
     expected: object = None if rank is None else (rank, pytest.approx(factor))
     assert slowest(table) == expected, what
 
@@ -95,7 +95,7 @@ def test_who_is_a_straggler(what: str, table: dict[int, Row], rank: int | None, 
 def test_one_warning_per_episode() -> None:
     stragglers, slow, even = Stragglers(), rows([4.0, 4.0, 8.0, 4.0]), rows([4.0] * 4)
     said = [stragglers.look(slow, float(now)) for now in range(20)]
-    assert [now for now, one in enumerate(said) if one] == [LOOKS - 1]
+    assert [now for now, warning in enumerate(said) if warning] == [LOOKS - 1]
     assert said[LOOKS - 1] == Straggler(2, 2.0, 0.0)
     assert stragglers.look(even, 20.0) is None
     assert stragglers.current is not None  # one even look does not end it
@@ -103,10 +103,10 @@ def test_one_warning_per_episode() -> None:
     assert not any(stragglers.look(even, float(now)) for now in range(30, 40))
     assert stragglers.current is None
     again = [stragglers.look(slow, float(now)) for now in range(40, 50)]
-    assert [one.since for one in again if one] == [40.0]
+    assert [warning.since for warning in again if warning] == [40.0]
 
 
-def test_a_spike_is_no_straggler() -> None:
+def test_single_slow_samples_are_no_straggler() -> None:
     stragglers = Stragglers()
     for now in range(100):
         table = rows([4.0, 12.0 if now % 10 < LOOKS - 1 else 4.0, 4.0])
@@ -156,7 +156,7 @@ def test_gauges_are_read_now_and_then(clock: Clock) -> None:
     assert telemetry.table.rows[0].gauges == {"sm_clock": 1980, "throttle": ("power cap",)}
 
 
-def test_a_ring_that_rests_only_looks_for_questions(clock: Clock) -> None:
+def test_idle_rings_only_poll_for_questions(clock: Clock) -> None:
     ranks, fences = running(2)
     for watch, fence in zip(ranks.watches, fences, strict=True):
         fence.finish()
@@ -164,22 +164,22 @@ def test_a_ring_that_rests_only_looks_for_questions(clock: Clock) -> None:
     ranks.tick(2)
     clock.now += 5
     ranks.tick()
-    asked = ranks.connection(0).asked
+    requests = ranks.connection(0).asked
     clock.now += 5
     ranks.tick(5)
-    assert ranks.connection(0).asked == asked + 1
+    assert ranks.connection(0).asked == requests + 1
     ranks.connection(0).problem = "the store is silent"
     ranks.watches[0].enter()
     ranks.watches[0].left(ValueError("k has 6 heads"))  # told once the store answers
-    for problem, told in (("the store is silent", None), (None, {"1": [None, "ValueError: k has 6 heads", False]})):
+    for problem, message in (("the store is silent", None), (None, {"1": [None, "ValueError: k has 6 heads", False]})):
         clock.now += 20
         ranks.connection(0).problem = problem
         ranks.tick()
-        assert ranks.controls[1].look("words/0") == told
+        assert ranks.controls[1].look("words/0") == message
 
 
-def test_the_newest_row_stays() -> None:
-    table, old, new = Table(), Row(1, 10.0, "old"), Row(2, 11.0, "new")
+def test_newer_rows_replace_older_ones() -> None:
+    table, old, new = Table(), RankRow(1, 10.0, "old"), RankRow(2, 11.0, "new")
     table.merge({3: new})
     table.merge({3: old, 1: old})
     assert table.reports(12.0) == (Report(1, 2.0, old), Report(3, 1.0, new))
@@ -190,7 +190,7 @@ def test_the_newest_row_stays() -> None:
     assert copy.rows == table.rows
 
 
-def test_every_rank_learns_what_every_other_does() -> None:
+def test_every_rank_gets_the_telemetry_of_all() -> None:
     ranks, fences = running(3)
     for watch, fence in zip(ranks.watches, fences, strict=True):
         watch._telemetry.spent("lunch", 100.0)
@@ -198,7 +198,7 @@ def test_every_rank_learns_what_every_other_does() -> None:
 
     def spread_out() -> bool:
         ranks.tick()
-        return all([one.row.window > 0 for one in watch.telemetry()] == [True] * 3 for watch in ranks.watches)
+        return all([known.row.window > 0 for known in watch.telemetry()] == [True] * 3 for watch in ranks.watches)
 
     until(spread_out, "a rank does not hear of another")
     for watch in ranks.watches:
@@ -209,12 +209,12 @@ def test_every_rank_learns_what_every_other_does() -> None:
 
 
 @pytest.mark.parametrize("age", [0.0, 2 * WINDOW_SECONDS])
-def test_a_straggler_is_named_once_and_by_one_rank(age: float, caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
+def test_a_straggler_is_reported_once_by_one_rank(age: float, caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
     """From rows that are not old: one rank computes twice as long as the others."""
     ranks, now = Ranks(3), time.time()
     computes, waits = (4.0, 8.0, 4.0), (4.0, 0.1, 4.0)
     table = {
-        rank: Row(10**6, now - age, "x", compute=compute, wait=wait, window=8.1)
+        rank: RankRow(10**6, now - age, "x", compute=compute, wait=wait, window=8.1)
         for rank, (compute, wait) in enumerate(zip(computes, waits, strict=True))
     }
     with caplog.at_level(logging.WARNING, "ringattn"):
@@ -223,9 +223,9 @@ def test_a_straggler_is_named_once_and_by_one_rank(age: float, caplog: pytest.Lo
             for watch in ranks.watches:
                 watch._telemetry.table.rows.update(table)
                 watch._telemetry.warn(clock.now)
-    told = [record.message for record in caplog.records]
-    assert len(told) == (not age)
-    assert all("rank 1 holds the ring up: it is busy 1.95 times as long as" in text for text in told)
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == (not age)
+    assert all("rank 1 holds the ring up: it is busy 1.95 times as long as" in text for text in messages)
 
 
 def test_telemetry_beside_the_watchdog() -> None:
@@ -244,8 +244,8 @@ def test_telemetry_beside_the_watchdog() -> None:
                 with watch.span("compute"):
                     pass
             over.set()
-            for one in asking:
-                one.result()
+            for thread in asking:
+                thread.result()
     finally:
         over.set()
         sys.setswitchinterval(interval)

@@ -102,9 +102,9 @@ def test_properties_of_every_order(devices: list[DeviceInfo], data: st.DataObjec
         assert {devices[rank].host for rank in node} == {devices[node[0]].host}
     assert len(ring.nodes) == len({device.host for device in devices})
     assert ring_topology(list(devices)).nodes == ring.nodes  # the same on every rank
-    told = json.loads(json.dumps(ring.to_json()))
-    assert told["nodes"] == [list(node) for node in ring.nodes]
-    assert [DeviceInfo.from_json(device) for device in told["devices"]] == devices
+    parsed = json.loads(json.dumps(ring.to_json()))
+    assert parsed["nodes"] == [list(node) for node in ring.nodes]
+    assert [DeviceInfo.from_json(device) for device in parsed["devices"]] == devices
 
 
 @settings(max_examples=60)
@@ -115,13 +115,13 @@ def test_ranks_in_another_order_make_the_same_ring_of_gpus(devices: list[DeviceI
     by_host = [[device for device in devices if device.host == host] for host in hosts]
     mixed = [device for there in by_host for device in data.draw(st.permutations(there))]
     straight = [device for there in by_host for device in there]
-    rings = [[given[rank] for rank in ring_topology(given).order] for given in (straight, mixed)]
+    rings = [[topology[rank] for rank in ring_topology(topology).order] for topology in (straight, mixed)]
     assert rings[0] == rings[1]
 
 
 QUADS = {pair: 2 for quad in ([0, 2, 5, 7], [1, 3, 4, 6]) for pair in combinations(quad, 2)}
 PAIRS = meshed("a", {(0, 2): 4, (1, 3): 4}, 4, version=3)  # bridges join GPUs that are not under one switch
-BLIND = [replace(one, nvlinks=tuple(replace(link, version=None) for link in one.nvlinks)) for one in PAIRS]
+BLIND = [replace(gpu, nvlinks=tuple(replace(link, version=None) for link in gpu.nvlinks)) for gpu in PAIRS]
 BOX = meshed("a", {}, 8)
 SHUFFLED = [BOX[i] for i in (5, 0, 3, 6, 1, 4, 7, 2)]
 TRAYS = [replace(device, fabric="c/1") for host in range(18) for device in hgx(f"tray{host}")[:4]]
@@ -176,7 +176,7 @@ def test_nodes_without_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([[[0, 2]]], "every rank from 0 on exactly once"),
         ([[0, 1]], "lists of ranks"),
@@ -185,8 +185,8 @@ def test_nodes_without_devices() -> None:
         ([[[0, 1, 2]], tuple(cpus("a", 2))], "devices has 2 entries for 3 ranks"),
     ],
 )
-def test_what_is_no_topology(arguments: list[Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_is_no_topology(arguments: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Topology(*arguments)
     with pytest.raises(ValueError, match="devices is empty"):
         ring_topology([])

@@ -34,8 +34,8 @@ def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 def assert_passed(gloo: list[dict[str, str]], ranks: list[int], case: str) -> None:
-    found = {rank: gloo[rank].get(case, "not run: an earlier case failed here") for rank in ranks}
-    failed = [f"global rank {rank}:\n{text}" for rank, text in found.items() if text]
+    errors = {rank: gloo[rank].get(case, "not run: an earlier case failed here") for rank in ranks}
+    failed = [f"global rank {rank}:\n{text}" for rank, text in errors.items() if text]
     assert not failed, "\n".join(failed)
 
 

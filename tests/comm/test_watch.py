@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_a_late_transfer_is_told_to_all(clock: Clock) -> None:
+def test_late_transfers_are_propagated_to_all_ranks(clock: Clock) -> None:
     ranks, fences = running(3)
     for fence in (fences[0], fences[1]):
         fence.finish()
@@ -46,9 +46,9 @@ def test_a_late_transfer_is_told_to_all(clock: Clock) -> None:
         "waits for (its deadline). Last reported: rank 0: in a forward after forward hop 1: K/V ("
     )
     assert "; rank 1: in a forward after forward hop 1: K/V (" in text
-    asked = ranks.connection(0).asked
+    requests = ranks.connection(0).asked
     ranks.tick()  # the others hear it in one tick, and ask no more
-    assert ranks.connection(0).asked == asked + 1
+    assert ranks.connection(0).asked == requests + 1
     for rank in (0, 1):
         (heard,) = ranks.transports[rank].reasons
         assert heard.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 found: rank 2: ")
@@ -60,28 +60,28 @@ def test_a_late_transfer_is_told_to_all(clock: Clock) -> None:
         ranks.watches[2].agree({"heads": 8})
 
 
-def test_a_connection_that_a_peer_closed_on_purpose_is_not_the_reason() -> None:
+def test_the_root_cause_is_named_not_the_closed_connection() -> None:
     """Rank 1 gives up because of rank 2; rank 0, whose connection to rank 1 breaks by that, must name rank 2 too."""
     ranks, fences = running(3)
     fences[1].finish("receive from rank 2 failed: killed")
     ranks.watches[1].tick()
     fences[0].finish("send to rank 1 failed: Connection reset by peer")
-    told = str(ranks.watches[0].failed(TransportError("send to rank 1 failed: Connection reset by peer")))
-    assert "Connection reset by peer. Rank 1 found: " in told and "receive from rank 2 failed: killed" in told
+    message = str(ranks.watches[0].failed(TransportError("send to rank 1 failed: Connection reset by peer")))
+    assert "Connection reset by peer. Rank 1 found: " in message and "receive from rank 2 failed: killed" in message
 
 
-def test_what_is_no_transport_error_stays_and_the_others_hear_of_it() -> None:
+def test_other_errors_are_kept_and_propagated_to_peers() -> None:
     ranks, _ = running(2)
-    error, connection, told = MemoryError("out of memory"), ranks.connection(0), list[Any]()
+    error, connection, messages = MemoryError("out of memory"), ranks.connection(0), list[Any]()
     connection.store = Unconfirmed(connection.store)
 
     def abort(reason: str) -> None:
-        told.append(ranks.controls[1].look("failure"))  # the reason is there before what it explains
+        messages.append(ranks.controls[1].look("failure"))  # the reason is there before what it explains
         Aborted.abort(ranks.transports[0], reason)
 
     ranks.transports[0].abort = abort  # type: ignore[method-assign]
     assert ranks.watches[0].failed(error) is error
-    assert told == [[0, "TransportError", ranks.transports[0].reasons[0]]]
+    assert messages == [[0, "TransportError", ranks.transports[0].reasons[0]]]
     assert len(ranks.transports[0].reasons) == 1  # the peer still writes to what is about to be freed
     ranks.tick()
     (heard,) = ranks.transports[1].reasons
@@ -90,17 +90,17 @@ def test_what_is_no_transport_error_stays_and_the_others_hear_of_it() -> None:
     assert "failed: MemoryError: out of memory" in heard
 
 
-def test_a_store_that_is_gone_is_said_and_the_deadline_holds(clock: Clock) -> None:
+def test_a_lost_store_is_reported_and_the_deadline_holds(clock: Clock) -> None:
     ranks, _ = running(3)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))  # from here on everyone has heard of everyone
     for rank in range(3):
         ranks.connection(rank).problem = "the store of the group is gone: Connection reset by peer"
     clock.now += 1
     ranks.tick()
-    asked = ranks.connection(1).asked
+    requests = ranks.connection(1).asked
     clock.now += 1
     ranks.tick()
-    assert ranks.connection(1).asked == asked  # left alone for a while
+    assert ranks.connection(1).asked == requests  # left alone for a while
     clock.now += 1
     ranks.tick()
     for rank, transport in enumerate(ranks.transports):
@@ -110,7 +110,7 @@ def test_a_store_that_is_gone_is_said_and_the_deadline_holds(clock: Clock) -> No
         assert text.endswith(". the store of the group is gone: Connection reset by peer")
 
 
-def test_an_abort_that_hangs_does_not_hold_up_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_abort_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringattn.comm.watchdog.watch.ABORT_SECONDS", 0.1)
     ranks, fences = running(2, fatal=True)
     stuck, over = threading.Event(), list[bool]()
@@ -145,7 +145,7 @@ def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
 
 @pytest.mark.parametrize("ticks", [0, 1, 2])
 def test_a_connection_that_breaks_because_a_rank_refused_and_left(ticks: int) -> None:
-    """A tick hears the question and says what it does, the next one hears why, if nothing has broken before."""
+    """A tick reads the question and answers, the next one reads the reason, unless the connection breaks first."""
     ranks = Ranks(2)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
     ranks.watches[1].enter()
@@ -190,7 +190,7 @@ def watch_of(control: Control) -> Watch:
     return Watch(control, deadline=0.2, device=CPU, transports=lambda: [])
 
 
-def test_a_fault_in_one_ring_does_not_end_the_watch_over_the_others(
+def test_a_fault_in_one_ring_does_not_stop_watching_the_others(
     fast: Watchdog, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, good = (watch_of(control) for control in controls(2))
@@ -219,7 +219,7 @@ def test_a_forked_child_has_a_thread_of_its_own(fast: Watchdog) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_streams_end_the_process_and_show_why(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_stream_deadlines_end_the_process_with_the_reason(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     ranks, _ = running(3, fatal=True)
     ranks.tick()
     clock.now += 4
@@ -245,7 +245,7 @@ def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> N
         fast.add(watch)
     thread, gone = fast._thread, weakref.ref(watches[0])
     assert thread is not None and thread.daemon
-    assert [one.name for one in threading.enumerate()].count("ringattn-watchdog") == 1
+    assert [thread.name for thread in threading.enumerate()].count("ringattn-watchdog") == 1
     watches[1].close()
     del watches[0], watch
     until(lambda: gc.collect() >= 0 and gone() is None)  # the thread holds nobody
@@ -257,6 +257,23 @@ def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> N
     again = watch_of(controls(2)[0])
     fast.add(again)  # and begins anew
     assert fast._thread is not None and fast._thread.is_alive()
+
+
+def test_stop_waits_for_a_running_tick(fast: Watchdog) -> None:
+    begun, over = threading.Event(), list[bool]()
+
+    def tick() -> None:
+        begun.set()
+        fast._end.wait(5)
+        time.sleep(0.1)
+        over.append(True)
+
+    watch = watch_of(controls(2)[0])
+    watch.tick = tick  # type: ignore[method-assign]
+    fast.add(watch)
+    assert begun.wait(5)
+    fast.stop()
+    assert over, "the process would end under the thread"
 
 
 def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:

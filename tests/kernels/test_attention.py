@@ -40,6 +40,7 @@ from ..support.kernel_cases import (
     dkdv_of_shards,
     documents,
     exact,
+    hops,
     in_turn,
     inputs,
     interval,
@@ -77,11 +78,11 @@ def test_masks(kind: str, dtype: torch.dtype) -> None:
     check(inputs(Sizes(queries=70, keys=75), dtype), interval(kind, 70, 75))
 
 
-def test_the_two_ways_to_the_truth_agree() -> None:
+def test_interval_and_position_references_agree() -> None:
     """Keys cut out for each row, as here, and masked by positions, as the reference does for the causal mask."""
     x = inputs(Sizes(heads=4, kv_heads=2))
-    for got, expected in zip(exact(x, interval("causal", 40, 40)), baselines.exact(*x, causal=True), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    by_interval = exact(x, interval("causal", 40, 40))
+    torch.testing.assert_close(by_interval, baselines.exact(*x, causal=True), rtol=1e-12, atol=1e-12)
 
 
 LENGTHS = [(1, 33), (33, 1), (64, 32), (0, 8), (8, 0), (0, 0)]
@@ -143,9 +144,7 @@ VIEWS = (heads_first, packed, sliced)
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_strided_tensors_are_used_where_they_lie(
-    view: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strided_tensors_are_not_copied(view: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs, state and sums: no copy is launched with, and what lies between the elements of a result stays NaN."""
     launched, launch = set[int](), attention.launch  # type: ignore[attr-defined]
 
@@ -157,20 +156,20 @@ def test_strided_tensors_are_used_where_they_lie(
     call: dict[str, Any] = {"bounds": interval("causal", 20, 20)}
     state, lse = torch.randn_like(q), torch.randn(2, 2, 20)
     sums = [torch.randn_like(t) for t in (q, k, v)]
-    own, given = [view(t) for t in (state, *sums)], [view(t) for t in (q, k, v, dout)]
+    own, strided = [view(t) for t in (state, *sums)], [view(t) for t in (q, k, v, dout)]
     expected = attention_forward(q, k, v, state=(state, lse.clone()), **call)
     expected_sums = attention_backward(dout, q, k, v, *expected, dq=sums[0], dk=sums[1], dv=sums[2], **call)
     monkeypatch.setattr(attention, "launch", spy)
-    out, lse = attention_forward(*given[:3], state=(own[0], lse), **call)
-    near_q, near_k, near_v, near_dout = given
+    out, lse = attention_forward(*strided[:3], state=(own[0], lse), **call)
+    near_q, near_k, near_v, near_dout = strided
     made = attention_backward(near_dout, near_q, near_k, near_v, out, lse, dq=own[1], dk=own[2], dv=own[3], **call)
     for got, target, same in zip((out, *made), own, (expected[0], *expected_sums), strict=True):
         assert got is target and torch.equal(got, same)
         storage = target._base
         assert storage is not None and int(storage.isnan().sum()) == storage.numel() - target.numel()
     assert torch.equal(lse, expected[1])
-    assert all(map(torch.equal, given, (q, k, v, dout))), "inputs are left alone"
-    assert {t.data_ptr() for t in (*own, *given)} <= launched
+    assert all(map(torch.equal, strided, (q, k, v, dout))), "inputs are left alone"
+    assert {t.data_ptr() for t in (*own, *strided)} <= launched
 
 
 # --- what a launch continues ---------------------------------------------------------------------------------------
@@ -178,23 +177,6 @@ def test_strided_tensors_are_used_where_they_lie(
 
 CUTS = ([0, 17, 40], [0, 32, 32, 33, 40])
 """Two hops, uneven; four with an empty one and one of a single key."""
-
-
-def hops(x: Inputs, bounds: Bounds, cuts: Sequence[int], *, final: bool = True) -> tuple[Tensor, Tensor]:
-    """Shard after shard, the state carried; every later launch continues it in place."""
-    state = None
-    for begin, end in pairwise(cuts):
-        last = final and end == cuts[-1] and begin == cuts[-2]
-        out, lse = attention_forward(
-            x.q, x.k[:, begin:end], x.v[:, begin:end], bounds=part(bounds, begin, end), state=state, final=last
-        )
-        assert out.dtype == (x.q.dtype if last else torch.float32)
-        if state is not None:
-            assert lse is state[1]
-            assert (out is state[0]) == (out.dtype == torch.float32)
-        state = out, lse
-    assert state is not None
-    return state
 
 
 def hop_gradients(x: Inputs, bounds: Bounds, cuts: Sequence[int], out: Tensor, lse: Tensor) -> Results:
@@ -245,16 +227,16 @@ def test_hops_that_see_nothing(dtype: torch.dtype) -> None:
         assert all(map(torch.equal, (made_dq, *made), (dq, *sums)))
 
 
-def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merge(first: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The (out, lse) of attention over two disjoint sets of keys, from those of each.
 
     ``lse = log(exp(lse_1) + exp(lse_2))``, ``out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2``: the sum of two
     softmax numerators over the sum of their denominators (M. Rabe and C. Staats, "Self-attention Does Not Need O(n^2)
     Memory", 2021, arXiv:2112.05682, section 2).
     """
-    lse = torch.logaddexp(one[1], other[1])
-    shares = [torch.exp(part[1] - lse).transpose(1, 2)[..., None] for part in (one, other)]
-    return shares[0] * one[0] + shares[1] * other[0], lse
+    lse = torch.logaddexp(first[1], other[1])
+    shares = [torch.exp(part[1] - lse).transpose(1, 2)[..., None] for part in (first, other)]
+    return shares[0] * first[0] + shares[1] * other[0], lse
 
 
 @pytest.mark.parametrize(
@@ -301,12 +283,12 @@ def test_nan_reaches_the_rows_that_see_it(kind: str, name: str) -> None:
     """And no row, nor any key, but those whose tiles hold what it reached."""
     x, bounds = inputs(Sizes(TOKENS, TOKENS)), MASKS[kind]
     clean = ours(x, bounds, config=tiles(BLOCK, BLOCK))
-    seen = dense(bounds, TOKENS, TOKENS)
-    touched = seen.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
+    visible = dense(bounds, TOKENS, TOKENS)
+    touched = visible.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
     touched = touched.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     here = torch.arange(TOKENS) == PLACE
-    rows, rows_at_most = (seen[:, PLACE], touched[:, PLACE]) if name in ("k", "v") else (here, here)
-    keys, keys_at_most = seen[rows].any(0), touched[rows_at_most].any(0)
+    rows, rows_at_most = (visible[:, PLACE], touched[:, PLACE]) if name in ("k", "v") else (here, here)
+    keys, keys_at_most = visible[rows].any(0), touched[rows_at_most].any(0)
     none = torch.zeros_like(rows)
     reached = {"out": (rows, rows_at_most), "dq": (rows, rows_at_most), "dk": (keys, keys_at_most)}
     reached["dv"] = (none, none) if name == "v" else (keys, keys_at_most)  # dV is P^T dO, which has no v in it

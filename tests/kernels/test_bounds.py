@@ -67,7 +67,7 @@ def test_ranges_are_what_is_visible(rows: int, columns: int, data: st.DataObject
     (torch.ones(2, 2, dtype=torch.bool), 0, "block is 0: it must be a whole number of at least 1"),
     (torch.ones(2, 2, dtype=torch.bool), 16.0, "block is 16.0: it must be a whole number of at least 1"),
 ])  # fmt: skip
-def test_what_is_no_block_sparse_index(visible: Any, block: Any, message: str) -> None:
+def test_invalid_block_sparse_indices_are_refused(visible: Any, block: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         BlockSparseIndex(visible, block)
 
@@ -82,7 +82,7 @@ def test_what_is_empty() -> None:
     assert Bounds(None, None, None, index).is_empty
 
 
-def test_what_travels_with_bounds() -> None:
+def test_bounds_keep_their_extras_when_transposed_and_moved() -> None:
     """Through a transposition, which is made once, and to another device."""
     used, index = torch.tensor([2, 3], dtype=torch.int32), BlockSparseIndex(torch.tensor([[True, False]]), 16)
     made = Bounds(None, None, used, index)

@@ -188,7 +188,7 @@ def test_delta_and_backward(others: dict[str, Any], message: str) -> None:
     before = dq.clone()
     refused(attention_backward, whole(**{"dq": dq} | others), message)
     assert torch.equal(dq, before)
-    if any(others is one for one, _ in DELTA):
+    if any(others is listed for listed, _ in DELTA):
         refused(attention_delta, {"dout": DOUT, "out": DOUT} | others, message)
 
 

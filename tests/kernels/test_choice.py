@@ -66,9 +66,9 @@ Seen = dict[str, tuple[int, Any]]
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     made, run = dict[str, tuple[int, Any]](), launch.launch
 
-    def spy(kernel: Any, grid: int, device: torch.device, *given: Any, **how: Any) -> None:
-        made[kernel.__name__] = grid, next(one for one in given if type(one).__name__ == "Shape")
-        run(kernel, grid, device, *given, **how)
+    def spy(kernel: Any, grid: int, device: torch.device, *args: Any, **how: Any) -> None:
+        made[kernel.__name__] = grid, next(arg for arg in args if type(arg).__name__ == "Shape")
+        run(kernel, grid, device, *args, **how)
 
     for module in (attention, single_pass):
         monkeypatch.setattr(module, "launch", spy)
@@ -92,7 +92,7 @@ def test_each_kernel_is_launched_as_it_was_measured(gpu: Folders, seen: Seen) ->
     assert "reduce_kernel" in seen
 
 
-def test_a_configs_fields_rule(gpu: Folders, seen: Seen) -> None:
+def test_config_fields_override_tables(gpu: Folders, seen: Seen) -> None:
     save(gpu[0], *map(chosen, EVERY))
     check(inputs(SIZES), FULL, config=KernelConfig(SMALL, SMALL, SMALL))
     attention.attention_forward(*inputs(SIZES)[:3], scores=Scores(softcap=20.0))  # with more than bounds none are taken
@@ -100,10 +100,8 @@ def test_a_configs_fields_rule(gpu: Folders, seen: Seen) -> None:
     assert "reduce_kernel" not in seen
 
 
-def test_what_does_not_suit_a_call_is_left_out_quietly(
-    gpu: Folders, seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A margin of all multiprocessors; heads that are not grouped; where the caller asked, it is an error."""
+def test_unsuitable_table_options_are_ignored(gpu: Folders, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A margin of all multiprocessors; heads that are not grouped. Requested by the caller, each is an error."""
     options: dict[str, Any] = {"order": "longest", "persistent": True, "sm_margin": 500, "pack_gqa": True}
     alone = SMALL_POINT._replace(group=1)
     split = entry(alone._replace(kernel="dkdv"), with_options(SMALL, {"dkdv_splits": 3}))
@@ -114,9 +112,9 @@ def test_what_does_not_suit_a_call_is_left_out_quietly(
     _, shape = seen["forward_kernel"]
     assert (shape.packed, shape.order.count, shape.order.l2_group) == (None, None, 2)
     assert "reduce_kernel" not in seen
-    asked = KernelConfig(SMALL, SMALL, SMALL, persistent=True, sm_margin=500)
+    requested = KernelConfig(SMALL, SMALL, SMALL, persistent=True, sm_margin=500)
     with pytest.raises(ValueError, match="sm_margin is 500: this GPU has"):
-        attention_forward(*x[:3], config=asked)
+        attention_forward(*x[:3], config=requested)
 
 
 def test_a_tables_forward_kernel_runs_where_it_can(gpu: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +125,8 @@ def test_a_tables_forward_kernel_runs_where_it_can(gpu: Folders, monkeypatch: py
     assert made.forward_kernel == "hopper" and made.forward == HOPPER
     ran: list[str] = []
     monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
-    monkeypatch.setattr(attention, "launch_hopper", lambda *given: ran.append("hopper"))
-    monkeypatch.setattr(attention, "launch", lambda kernel, grid, device, *given, **how: ran.append("portable"))
+    monkeypatch.setattr(attention, "launch_hopper", lambda *args: ran.append("hopper"))
+    monkeypatch.setattr(attention, "launch", lambda kernel, grid, device, *rest, **how: ran.append("portable"))
     odd = torch.empty(1, 8192, 2, 129, dtype=q.dtype)[..., :128]
     for keys, bounds in ((k, FULL), (odd, FULL), (k, Bounds(PAIR, PAIR))):  # nothing was measured with bounds
         attention_forward(q, keys, k, bounds=bounds)
@@ -138,7 +136,7 @@ def test_a_tables_forward_kernel_runs_where_it_can(gpu: Folders, monkeypatch: py
 
 
 def test_estimates_have_no_options(gpu: Folders) -> None:
-    """A kernel or an order that never ran on a GPU is for who writes a config, whatever a table says."""
+    """Kernels and orders that never ran on a GPU are used only where a config requests them."""
     q, _, v, *_ = inputs(SIZES)
     point = SMALL_POINT._replace(kernel="dq")
     save(gpu[0], estimate(SMALL_POINT, with_options(SMALL, EVERY["forward"])), estimate(point, Tile(32, 16, 4, 1)))
@@ -153,7 +151,7 @@ PAIR = torch.zeros(8, dtype=torch.int32)
 def test_a_launch_takes_the_tile_of_its_mask(gpu: Folders) -> None:
     save(gpu[0], entry(), entry(POINT._replace(mask="bounded"), OTHER))
     q, v = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
-    default, given = config_for(90, q.dtype, 128).forward, KernelConfig(SMALL, SMALL, SMALL)
+    default, fixed = config_for(90, q.dtype, 128).forward, KernelConfig(SMALL, SMALL, SMALL)
     used = torch.ones(1, dtype=torch.int32)
     for bounds, scores, tile in (
         (FULL, Scores(), TILE),
@@ -163,24 +161,24 @@ def test_a_launch_takes_the_tile_of_its_mask(gpu: Folders) -> None:
     ):
         how = launch_traits(bounds, scores)
         assert tile_for("forward", None, q, v, **how) == tile
-        assert tile_for("forward", given, q, v, **how) == SMALL
+        assert tile_for("forward", fixed, q, v, **how) == SMALL
 
 
 # --- one pass or two ----------------------------------------------------------------------------------------------
 
 
-def backward(one: float | None, fixed: float | None, spread: float = 0.0) -> list[Any]:
+def backward(single_pass: float | None, fixed: float | None, spread: float = 0.0) -> list[Any]:
     """Entries of a backward whose two passes take 2 ms, and whose single ones what is told; None: an estimate."""
-    seconds = {"dq": 1e-3, "dkdv": 1e-3, "single_pass": one, "single_pass_deterministic": fixed}
+    seconds = {"dq": 1e-3, "dkdv": 1e-3, "single_pass": single_pass, "single_pass_deterministic": fixed}
     tile, points = Tile(16, 32, 4, 1), {kernel: SMALL_POINT._replace(kernel=kernel) for kernel in seconds}
     return [
-        estimate(points[kernel], tile) if told is None else entry(points[kernel], tile, seconds=told, spread=spread)
-        for kernel, told in seconds.items()
+        estimate(points[kernel], tile) if time is None else entry(points[kernel], tile, seconds=time, spread=spread)
+        for kernel, time in seconds.items()
     ]
 
 
 @pytest.mark.parametrize(
-    ("one", "fixed", "spread", "single"),
+    ("single_pass", "fixed", "spread", "single"),
     [
         (None, 1.9e-3, 0.01, True),
         (1e-3, 1.9e-3, 0.1, False),  # no faster than the spread
@@ -188,9 +186,9 @@ def backward(one: float | None, fixed: float | None, spread: float = 0.0) -> lis
     ],
 )
 def test_one_pass_where_it_was_measured_as_faster(
-    one: float | None, fixed: float | None, spread: float, single: bool, gpu: Folders, seen: Seen
+    single_pass: float | None, fixed: float | None, spread: float, single: bool, gpu: Folders, seen: Seen
 ) -> None:
-    save(gpu[0], *backward(one, fixed, spread))
+    save(gpu[0], *backward(single_pass, fixed, spread))
     x = inputs(SIZES)
     check(x, FULL, config=None)
     assert ("single_pass_kernel" in seen, "dq_kernel" in seen) == (single, not single)
@@ -205,13 +203,13 @@ def test_one_pass_where_it_was_measured_as_faster(
         assert backward_config(None, x.q, x.v, **how | other) is None
 
 
-def test_who_asks_for_one_pass_has_its_measured_tile(gpu: Folders) -> None:
+def test_requested_single_pass_uses_its_measured_tile(gpu: Folders) -> None:
     x = inputs(SIZES)
     save(gpu[0], *backward(1.0, 1.0))
     built_in = single_pass_tile(90, x.q.dtype, 16)
     for plain, tile, own in ((True, Tile(16, 32, 4, 1), None), (False, built_in, None), (True, TILE, TILE)):
-        asked = KernelConfig(SMALL, SMALL, SMALL, backward="single_pass_deterministic", single_pass=own)
-        assert tile_for("single_pass", asked, x.q, x.v, None, plain=plain) == tile
+        requested = KernelConfig(SMALL, SMALL, SMALL, backward="single_pass_deterministic", single_pass=own)
+        assert tile_for("single_pass", requested, x.q, x.v, None, plain=plain) == tile
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
@@ -246,7 +244,7 @@ def kernel(run: Callable[..., None]) -> Any:
     return type("forward_kernel", (), {"__name__": "forward_kernel", "__getitem__": lambda self, grid: run})()
 
 
-def test_what_triton_finds_too_large_is_told_with_its_options() -> None:
+def test_out_of_resources_is_reported_with_the_options() -> None:
     """Registers, or what a pipeline takes beyond the least: known once it is compiled."""
 
     def run(*arguments: object, **options: object) -> None:
@@ -262,8 +260,8 @@ def test_a_launch_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) 
     current = [torch.device("cuda", 0)]
 
     @contextmanager
-    def device(asked: torch.device) -> Iterator[None]:
-        current.append(asked)
+    def device(device_of_launch: torch.device) -> Iterator[None]:
+        current.append(device_of_launch)
         yield
         current.pop()
 

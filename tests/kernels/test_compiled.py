@@ -35,8 +35,8 @@ def compiling(*arguments: str) -> str:
 
 def gate(*variants: str) -> list[dict[str, Any]]:
     """Rows of ``ringattn inspect``, all of which pass."""
-    found = json.loads(compiling("ringattn", "inspect", "--gate", "--json", "-", *variants))
-    rows: list[dict[str, Any]] = found["rows"]
+    report = json.loads(compiling("ringattn", "inspect", "--gate", "--json", "-", *variants))
+    rows: list[dict[str, Any]] = report["rows"]
     return rows
 
 
@@ -52,12 +52,12 @@ BEFORE = {"forward": (254, 523), "dq": (223, 315), "dkdv": (255, 376)}
 
 
 @pytest.mark.compiles("90:bf16:128:middle")
-def test_what_a_ring_launches_most_is_clean_and_pays_for_nothing_that_is_off(rows: list[dict[str, Any]]) -> None:
+def test_common_launches_are_clean_and_disabled_features_cost_nothing(rows: list[dict[str, Any]]) -> None:
     """The main GPU, in the role of most hops: no more registers or instructions than before there were features."""
-    told = of_a_hop(rows)
+    compiled = of_a_hop(rows)
     if triton.__version__.startswith("3.7."):  # whose figures they are
         for kernel, (registers, instructions) in BEFORE.items():
-            assert told[kernel]["regs"] <= registers and told[kernel]["instructions"] <= instructions, kernel
+            assert compiled[kernel]["regs"] <= registers and compiled[kernel]["instructions"] <= instructions, kernel
 
 
 # One kernel on each other family of GPUs, and the rest of them on the main one; a process for several, in which much of
@@ -69,7 +69,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize("names", [pytest.param(one, marks=pytest.mark.compiles(*one), id=one[0]) for one in SAMPLE])
+@pytest.mark.parametrize("names", [pytest.param(row, marks=pytest.mark.compiles(*row), id=row[0]) for row in SAMPLE])
 def test_a_sample_passes_the_gate(names: list[str], rows: list[dict[str, Any]]) -> None:
     assert len(rows) >= len(names)
 
@@ -77,16 +77,16 @@ def test_a_sample_passes_the_gate(names: list[str], rows: list[dict[str, Any]]) 
 @pytest.mark.compiles("90:bf16:192/128:middle:forward")
 def test_head_dims_in_two_parts_multiply_less(rows: list[dict[str, Any]]) -> None:
     """192 as 128 and 64: of keys 64 wide, 12 + 4 steps of 16 where padding to 256 makes 16 + 4."""
-    told = of_a_hop(rows)["forward"]
-    assert told["loops"] == "16 16 16"
+    compiled = of_a_hop(rows)["forward"]
+    assert compiled["loops"] == "16 16 16"
 
 
 @pytest.mark.compiles("90:bf16:128:middle:dkdv:dkdv_epilogue=descriptors")
 def test_descriptors_in_the_epilogue_end_the_spills() -> None:
     """Of the default tile in the middle of a ring, which by pointers has 120 bytes of stack outside of its loop."""
-    (told,) = gate("90:bf16:128:middle:bounded:mha:dkdv:dkdv_epilogue=descriptors")
-    assert (told["head_dim"], told["role"], told["options"]) == (128, "middle", "dkdv_epilogue=descriptors")
-    assert told["stack"] == 0 and told["regs"] <= 214
+    (compiled,) = gate("90:bf16:128:middle:bounded:mha:dkdv:dkdv_epilogue=descriptors")
+    assert (compiled["head_dim"], compiled["role"], compiled["options"]) == (128, "middle", "dkdv_epilogue=descriptors")
+    assert compiled["stack"] == 0 and compiled["regs"] <= 214
 
 
 ORDERS = (
@@ -103,10 +103,12 @@ NIGHTLY: dict[str, list[str]] = {
     "fp32": [f"fp32:{dim}" for dim in (64, 128, 256)],
     # the same tiles and the same code as bf16 but for the type in the matrix instruction: one role of each kernel
     "fp16": [f"fp16:{dim}:{role}" for dim in (64, 128, 256) for role in ("middle", "quantize", "dequantize")],
-    "features": [f"bf16:128:middle:{kernel}:{one}" for kernel in ATTENTION for one in (*FEATURES, ":".join(FEATURES))],
+    "features": [
+        f"bf16:128:middle:{kernel}:{extra}" for kernel in ATTENTION for extra in (*FEATURES, ":".join(FEATURES))
+    ],
     "orders": [f"bf16:{dim}:middle:{options}" for dim in SIXTEEN_BIT for options in ORDERS],
     "two parts": [f"bf16:{head_dims}" for head_dims in ("192/128", "96", "80")],
-    "fp8": [f"{dtype}:{dim}:{one}" for dtype in ("bf16", "fp32") for dim in (1, 40, 96, 129) for one in FP8],
+    "fp8": [f"{dtype}:{dim}:{kernel}" for dtype in ("bf16", "fp32") for dim in (1, 40, 96, 129) for kernel in FP8],
     "hopper": [f"{dtype}:{dim}:{kernel}" for dtype in ("bf16", "fp16") for kernel, dim in product(HOPPER, SIXTEEN_BIT)]
     + ["bf16:256:hopper", "fp16:256:hopper"],
     "descriptors": [f"bf16:64:{DESCRIBED}", f"bf16:128:{DESCRIBED}", f"fp32:128:{DESCRIBED}"],

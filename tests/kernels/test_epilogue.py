@@ -60,12 +60,11 @@ def numbers(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("cuts", "kind"), [*((cuts, "full") for cuts in CUTS), (CUTS[1], "last rows blind"), (CUTS[2], "causal")]
 )
-def test_the_bits_of_pointers_in_every_role(cuts: list[int], kind: str, moved: set[str]) -> None:
+def test_descriptors_equal_pointers_bitwise_in_every_role(cuts: list[int], kind: str, moved: set[str]) -> None:
     """New results by a store, sums that stay by an addition, sums that leave by a load and a store."""
     x, lse, bounds = inputs(SMALL, torch.float16), numbers(2, 2, 20), interval(kind, 20, 45).to(DEVICE)
     made, same = (dkdv_of_shards(x, bounds, cuts, lse, lse / 8, config) for config in (DESCRIPTORS, POINTERS))
-    for one, other in zip(made, same, strict=True):
-        torch.testing.assert_close(one, other, **NEAR)
+    torch.testing.assert_close(made, same, **NEAR)
     if DEVICE.type != "cuda":
         assert moved == {2: {"store"}, 3: {"store", "load"}, 5: {"store", "add", "load"}}[len(cuts)]
 
@@ -80,7 +79,7 @@ SITUATIONS: dict[str, tuple[Bounds, Scores, dict[str, Any]]] = {
 
 @pytest.mark.usefixtures("moved")
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_the_bits_of_pointers(name: str) -> None:
+def test_descriptors_equal_pointers_bitwise(name: str) -> None:
     """Whatever else a launch has."""
     bounds, scores, options = SITUATIONS[name]
     x, lse, results = inputs(SIZES, torch.float16), numbers(2, 4, 20), []
@@ -89,8 +88,7 @@ def test_the_bits_of_pointers(name: str) -> None:
         call: dict[str, Any] = {"bounds": bounds.to(DEVICE), "scores": scores, "config": replace(config, **options)}
         fresh = attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse / 8, **call)
         results.append((*fresh, *attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse / 8, accum=sums, out=sums, **call)))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, **NEAR)
+    torch.testing.assert_close(*results, **NEAR)
 
 
 @pytest.mark.nightly

@@ -50,7 +50,7 @@ FILES: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-def test_what_is_no_file_of_json_is_refused(tmp_path: Path) -> None:
+def test_invalid_json_files_are_refused(tmp_path: Path) -> None:
     for number, (make, why) in enumerate(FILES):
         make(path := tmp_path / str(number))
         with pytest.raises(ValueError, match=re.escape(why)) as refused:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -223,19 +222,9 @@ def test_heads_batches_strides_and_scales(launches: Launches) -> None:
 def test_carried_state(launches: Launches, kind: str, final: bool, dtype: torch.dtype) -> None:
     """Hop after hop, an empty one and one of a single key among them; what is empty goes to the portable kernel."""
     x, bounds = inputs(SIZES, dtype), interval(kind, SIZES.queries, SIZES.keys)
-    state: tuple[Tensor, Tensor] | None = None
     cuts = [0, 130, 131, 131, 300] if ON_HOPPER else [0, 130, 131, 300]
-    for begin, end in pairwise(cuts):
-        last = final and end == cuts[-1]
-        hop = x._replace(k=x.k[:, begin:end], v=x.v[:, begin:end])
-        out, lse = forward(hop, part(bounds, begin, end), state=state, final=last)
-        assert out.dtype == (dtype if last else torch.float32)
-        if state is not None:
-            assert lse is state[1]
-            assert (out is state[0]) == (out.dtype == torch.float32)
-        state = out, lse
-    assert state is not None
-    compare(state[0] if final else state[0].to(dtype), state[1], x, bounds)
+    out, lse = kernel_cases.hops(x, bounds, cuts, final=final, config=config())
+    compare(out.to(dtype), lse, x, bounds)
 
 
 def test_sums_are_continued(launches: Launches) -> None:
@@ -252,10 +241,9 @@ def test_sums_are_continued(launches: Launches) -> None:
         assert got[0] is sums[0] and got[1] is sums[1]
         last = torch.empty_like(keys.k, device=DEVICE), torch.empty_like(keys.v, device=DEVICE)
         gradients(keys, lse, delta, torch.zeros_like(dq), part(bounds, begin, end), accum=start, out=last)
-        for one, other in zip(got, last, strict=True):
-            torch.testing.assert_close(one.half(), other, rtol=0, atol=0)
-        parts.append([one - other for one, other in zip(got, start, strict=True)])
-    dk, dv = (torch.cat(one, 1).half() for one in zip(*parts, strict=True))
+        torch.testing.assert_close([total.half() for total in got], [*last], rtol=0, atol=0)
+        parts.append([after - other for after, other in zip(got, start, strict=True)])
+    dk, dv = (torch.cat(shards, 1).half() for shards in zip(*parts, strict=True))
     made = (out, lse, (dq - before).half(), dk, dv)
     kernel_cases.compare(Results(*(t.cpu() for t in made)), x, bounds)
 
@@ -359,7 +347,7 @@ def test_hops_of_the_portable_kernels(launches: Launches, monkeypatch: pytest.Mo
     for module in ("attention", "experimental.single_pass"):
         monkeypatch.setattr(f"ringattn.kernels.{module}.launch", lambda *a, **options: calls.append(options))
     forward(SMALL, HOPS[kind])
-    assert [(one["BLOCK_Q"], one["BLOCK_K"], one["num_warps"]) for one in calls] == [(128, 64, 8)]
+    assert [(call["BLOCK_Q"], call["BLOCK_K"], call["num_warps"]) for call in calls] == [(128, 64, 8)]
     call_backward(SMALL, bounds=HOPS[kind])
     forward(SMALL._replace(k=SMALL.k[:, :0], v=SMALL.v[:, :0]))
     assert len(calls) == 3 and not launches.machines
@@ -377,7 +365,7 @@ def test_descriptors_are_kept_with_their_tensors() -> None:
     made = described(k, 64)
     assert described(k, 64) is made and made.base is k and made.block_shape == [1, 64, 1, 64]
     others = [described(k, 128), described(v, 64), described(k, 64, 32)]
-    assert [one.block_shape[1::2] for one in others] == [[128, 64], [64, 64], [64, 32]]
+    assert [descriptor.block_shape[1::2] for descriptor in others] == [[128, 64], [64, 64], [64, 32]]
     odd: Any = launch.gluon_descriptor(torch.empty(70 * 192).as_strided((1, 70, 2, 64), (3, 192, 64, 1)), 64)
     assert (list(odd.shape), list(odd.strides)) == ([1, 70, 2, 64], [64, 192, 64, 1])
 
@@ -498,7 +486,7 @@ def order_problems(listing: str) -> list[str]:
         (compiled_gate.unfenced, FENCED.replace(FENCE, ""), ["1 times stmatrix is", "1 times st.shared is"]),
     ],
 )
-def test_what_the_gate_reads(reads: Callable[[str], list[str]], code: str, problems: list[str]) -> None:
+def test_gate_problems_of_listings(reads: Callable[[str], list[str]], code: str, problems: list[str]) -> None:
     """Whether products and exponentials overlap, who hands on what, and what is handed on without a fence."""
-    found = reads(code)
-    assert len(found) == len(problems) and all(map(str.startswith, found, problems))
+    read = reads(code)
+    assert len(read) == len(problems) and all(map(str.startswith, read, problems))

@@ -62,7 +62,7 @@ def test_opcheck() -> None:
     q, k, v, dout, dlse = inputs(SIZES)
     call = pack()
     out, lse = (x.clone() for x in ops.forward_op(q, k, v, False, *call))
-    given = (dout, q, k, v, lse, ops.delta_op(dout, out, dlse))
+    backward_inputs = (dout, q, k, v, lse, ops.delta_op(dout, out, dlse))
     into = (torch.zeros_like(k), torch.zeros_like(v))
     codes = torch.zeros(k.shape, dtype=torch.float8_e4m3fn), torch.zeros(kernels.scale_shape(tuple(k.shape)))
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_schema"]
@@ -70,10 +70,10 @@ def test_opcheck() -> None:
         (ops.fold_op, (q, k, v, out, lse, *call)),
         (ops.finish_op, (q, k, v, out, lse, *call)),
         (ops.delta_op, (dout, out, dlse)),
-        (ops.backward_op, (*given, *call)),
-        (ops.dq_op, (*given, None, torch.zeros_like(q), True, *call)),
-        (ops.dkdv_op, (*given, None, None, *into, True, *call)),
-        (ops.gradients_op, (*given, torch.zeros_like(q), None, None, *into, True, *pack(config=SINGLE_PASS))),
+        (ops.backward_op, (*backward_inputs, *call)),
+        (ops.dq_op, (*backward_inputs, None, torch.zeros_like(q), True, *call)),
+        (ops.dkdv_op, (*backward_inputs, None, None, *into, True, *call)),
+        (ops.gradients_op, (*backward_inputs, torch.zeros_like(q), None, None, *into, True, *pack(config=SINGLE_PASS))),
         (ops.quantize_op, (k, *codes)),
         (ops.dequantize_op, (*codes, torch.zeros_like(k))),
     ):
@@ -99,7 +99,7 @@ def test_all_of_a_config_travels() -> None:
     for chosen in CONFIGS:
         config = KernelConfig(*tiles, **chosen)
         assert unpack_config(*pack_config(config)) == config
-    assert {name for chosen in CONFIGS for name in chosen} == {one.name for one in fields(KernelConfig)[3:]}
+    assert {name for chosen in CONFIGS for name in chosen} == {field.name for field in fields(KernelConfig)[3:]}
     assert unpack_config(*pack_config(None)) is None
 
 
@@ -121,8 +121,7 @@ def test_attend_in_a_graph_is_what_it_is_outside(name: str) -> None:
     for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
         out, lse = function(q, k, v, **call)
         results.append([out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))])
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_there_is_no_second_derivative() -> None:
@@ -157,12 +156,12 @@ def folded(x: Inputs, bounds: Bounds, half: torch.dtype) -> list[Tensor]:
     kernels.attention_backward(dout, q, k[:, first], v[:, first], out, lse, dlse=x.dlse, dq=dq, dk=dk, dv=dv)
     dq, dk, dv = kernels.attention_backward(dout, q, k[:, first], v[:, first], out, lse, dq=dq, dk=dk, dv=dv)
     delta = kernels.attention_delta(dout, out)
-    given = (dout, q, k[:, second], v[:, second], lse, delta)
-    last = kernels.attention_dq(*given, accum=dq, out=torch.zeros_like(q))
-    more = kernels.attention_dkdv(*given, scores=PLAIN)
-    sums = kernels.attention_dkdv(*given, accum=(more[0].float(), more[1].float()))
+    inputs = (dout, q, k[:, second], v[:, second], lse, delta)
+    last = kernels.attention_dq(*inputs, accum=dq, out=torch.zeros_like(q))
+    more = kernels.attention_dkdv(*inputs, scores=PLAIN)
+    sums = kernels.attention_dkdv(*inputs, accum=(more[0].float(), more[1].float()))
     total = torch.zeros(q.shape)
-    at_once = kernels.attention_gradients(*given, dq=total, config=SINGLE_PASS)
+    at_once = kernels.attention_gradients(*inputs, dq=total, config=SINGLE_PASS)
     return [out, lse, dq, dk, dv, last, *more, *sums, total, *at_once]
 
 
@@ -170,8 +169,7 @@ def test_every_entry_in_a_graph_is_what_it_is_outside() -> None:
     x, bounds = inputs(SIZES), interval("causal", 24, 16)
     expected = folded(x, bounds, torch.float16)
     got = torch.compile(folded, fullgraph=True, backend="aot_eager")(x, bounds, torch.float16)
-    for mine, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_other_lengths_are_no_new_graph() -> None:

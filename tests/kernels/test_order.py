@@ -65,7 +65,7 @@ def test_jit_mirror(batch: int, heads: int, packed: int | None) -> None:
         out = torch.full((count * batch * heads, 3), -1)
         taken = HEAD_BY_HEAD if l2_group is None else Order(l2_group, batch * heads, None)
         mirror[(len(out),)](out, Shape(rows, 9, heads, 1, taken, packed), BLOCK=2)
-        in_order = sorted(expected, key=lambda one: (one[1] // (l2_group or 1), one[0], one[1]))
+        in_order = sorted(expected, key=lambda pair: (pair[1] // (l2_group or 1), pair[0], pair[1]))
         assert out.tolist() == [[tile, head // heads, head % heads] for tile, head in in_order]
 
 
@@ -82,7 +82,7 @@ def test_heads_whose_keys_fit_half_of_l2_come_together() -> None:
 
 
 def test_what_a_persistent_kernel_leaves_free() -> None:
-    assert [margin_of(given, 132) for given in (None, 0, 131)] == [MARGIN, 0, 131]
+    assert [margin_of(requested, 132) for requested in (None, 0, 131)] == [MARGIN, 0, 131]
     assert margin_of(None, 20) == 10, "half of a small GPU"
     with pytest.raises(ValueError, match=r"config.sm_margin is 132: this GPU has 132 multiprocessors"):
         margin_of(132, 132)
@@ -99,9 +99,9 @@ def test_the_least_parts_that_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         assert splits_for(programs, group, 132) == parts
     monkeypatch.setattr(order, "chip_of", lambda device: Chip(132, 50 << 20))
-    for asked, heads, device, made in (("auto", 16, "cuda", 2), ("auto", 16, "cpu", 1), (4, 16, "cuda", 4)):
+    for requested, heads, device, made in (("auto", 16, "cuda", 2), ("auto", 16, "cpu", 1), (4, 16, "cuda", 4)):
         q, k = (SimpleNamespace(shape=(1, 8192, n, 128), device=torch.device(device)) for n in (heads, 1))
-        assert order.splits_of(choose(dkdv_splits=asked), q, k, 128) == made  # type: ignore[arg-type]
+        assert order.splits_of(choose(dkdv_splits=requested), q, k, 128) == made  # type: ignore[arg-type]
 
 
 # --- the launch ---------------------------------------------------------------------------------------------------
@@ -118,12 +118,12 @@ def small_l2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_l2")
-def test_what_a_launch_is_told() -> None:
+def test_launch_arguments_of_orders() -> None:
     shape, tile, count = launch.shape_of(Q, K), INTERPRETER.forward, 2 * 2 * 6
     packed, keys = order.packed_shape(choose(pack_gqa=True), shape), launch.shape_of(K, Q)
     assert packed == shape._replace(heads=3, group=1, packed=2)
     persistent: dict[str, Any] = {"persistent": True}
-    for chosen, asked, warps, programs, dealt in (
+    for chosen, requested, warps, programs, dealt in (
         ({}, shape, 4, count, HEAD_BY_HEAD),
         ({"order": "longest"}, shape, 4, count, Order(4, 12, None)),  # two key heads, two query heads each
         (persistent, shape, 4, 20, Order(None, None, count)),  # 10 multiprocessors, two programs of 4 warps each
@@ -134,11 +134,11 @@ def test_what_a_launch_is_told() -> None:
         ({"order": "longest"}, keys, 4, 18, Order(1, 6, None)),  # two query heads of 40 rows for each key head
         (CHOICES["all"], keys._replace(rows=0), 4, 0, HEAD_BY_HEAD),
     ):
-        walked, by_keys = ((K, K), False) if asked.rows == 40 else ((Q, Q), True)
+        walked, by_keys = ((K, K), False) if requested.rows == 40 else ((Q, Q), True)
         made = order.tile_schedule(
-            choose(**chosen), asked, replace(tile, num_warps=warps), walked, rows_are_keys=by_keys
+            choose(**chosen), requested, replace(tile, num_warps=warps), walked, rows_are_keys=by_keys
         )
-        assert made == (programs, asked._replace(order=dealt)), chosen
+        assert made == (programs, requested._replace(order=dealt)), chosen
     assert order.tile_schedule(None, shape, tile, (K, K)) == (count, shape)
 
 
@@ -174,7 +174,7 @@ def test_as_exact_as_any(choice: str, kind: str, dtype: torch.dtype, lengths: tu
     [("used", CHOICES["all"], 3), ("block_sparse", CHOICES["all"], 3), ("alibi and dropout", CHOICES["all"], 3),
      ("used", {"dkdv_splits": 2}, 4)],
 )  # fmt: skip
-def test_what_else_a_launch_may_have(features: str, chosen: dict[str, Any], heads: int) -> None:
+def test_other_features_with_every_order(features: str, chosen: dict[str, Any], heads: int) -> None:
     """Each query head keeps its own slope and its own dropped weights."""
     x = inputs(Sizes(20, 40, heads=heads, batch=1 + (features == "used")))
     bounds, scores = interval("causal", 20, 40), Scores()
@@ -201,8 +201,7 @@ def test_a_state_is_continued(choice: str) -> None:
         state = start[0].clone(), start[1].clone()
         bounds = interval("first rows blind", 20, 20)
         results.append(attention_forward(x.q, x.k, x.v, bounds=bounds, state=state, config=config))
-    for same, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, same, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 def test_heads_of_views_are_found() -> None:
@@ -213,8 +212,7 @@ def test_heads_of_views_are_found() -> None:
     q.copy_(x.q)
     expected = ours(x, FULL, config=choose(pack_gqa=True))
     made = ours(Inputs(q, *x[1:]), FULL, config=choose(pack_gqa=True))
-    for got, same in zip(made, expected, strict=True):
-        assert torch.equal(got, same)
+    assert all(map(torch.equal, made, expected))
 
 
 # --- dK/dV in parts ---------------------------------------------------------------------------------------------
@@ -225,7 +223,7 @@ def test_sums_in_place_and_cast(kind: str) -> None:
     """As without a split, but for the order of the sum."""
     x, bounds = inputs(Sizes(24, 40, heads=4), torch.float16), interval(kind, 24, 40)
     out, lse = attention_forward(*x[:3], bounds=bounds)
-    given = (x.dout, *x[:3], lse, attention_delta(x.dout, out, x.dlse))
+    operands = (x.dout, *x[:3], lse, attention_delta(x.dout, out, x.dlse))
     before = torch.randn(x.k.shape), torch.randn(x.v.shape)
     for fresh, near in ((False, 1e-5), (True, 1e-3)):
         results = []
@@ -233,9 +231,8 @@ def test_sums_in_place_and_cast(kind: str) -> None:
             sums = before[0].clone(), before[1].clone()
             into = (torch.empty_like(x.k), torch.empty_like(x.v)) if fresh else sums
             config = choose(tiles(32, 16), dkdv_splits=parts)
-            results.append(attention_dkdv(*given, bounds=bounds, accum=sums, out=into, config=config))
-        for whole, split in zip(*results, strict=True):
-            torch.testing.assert_close(split, whole, rtol=near, atol=near)
+            results.append(attention_dkdv(*operands, bounds=bounds, accum=sums, out=into, config=config))
+        torch.testing.assert_close(*results, rtol=near, atol=near)
 
 
 def test_parts_that_do_not_divide_are_refused_before_anything_is_written() -> None:

@@ -173,8 +173,8 @@ def test_refused(change: dict[str, Tensor], message: str) -> None:
     """In both directions, by the names that the arguments have there."""
     values = torch.ones(1, 4, 2, 8)
     codes, scale = codes_for(values)
-    given = {"values": values, "codes": codes, "scale": scale, **change}
+    arguments = {"values": values, "codes": codes, "scale": scale, **change}
     with pytest.raises(ValueError, match=message.replace("VALUES", "x").replace("CODES", "out")):
-        quantize(given["values"], given["codes"], given["scale"])
+        quantize(arguments["values"], arguments["codes"], arguments["scale"])
     with pytest.raises(ValueError, match=message.replace("VALUES", "out").replace("CODES", "x")):
-        dequantize(given["codes"], given["scale"], given["values"])
+        dequantize(arguments["codes"], arguments["scale"], arguments["values"])

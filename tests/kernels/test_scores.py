@@ -56,10 +56,10 @@ def modified_by(scores: Scores, x: Inputs) -> Modified:
 
 def compare(made: Results, x: Inputs, bounds: Bounds, scores: Scores) -> None:
     """As exact as PyTorch in the same dtype, or the definition where PyTorch has none."""
-    seen, modified = visible(bounds, x.q.shape[0], x.q.shape[1], x.k.shape[1])[:, 0], modified_by(scores, x)
-    truth = pytorch(*(t.double() for t in x), seen=seen, modified=modified)
-    theirs = pytorch(*x, seen=seen, modified=modified)
-    sizes = magnitudes(x, truth, seen, few_keys=True, modified=modified)
+    pairs, modified = visible(bounds, x.q.shape[0], x.q.shape[1], x.k.shape[1])[:, 0], modified_by(scores, x)
+    truth = pytorch(*(t.double() for t in x), visible=pairs, modified=modified)
+    theirs = pytorch(*x, visible=pairs, modified=modified)
+    sizes = magnitudes(x, truth, pairs, few_keys=True, modified=modified)
     for name, *results in zip(Results._fields, made, theirs, truth, strict=True):
         assert_as_exact_as_pytorch(name, *results, magnitude=sizes.get(name))
 
@@ -135,8 +135,8 @@ def shards(x: Inputs, bounds: Bounds, scores: Scores, size: int) -> Iterator[tup
         used = None if bounds.seqused_k is None else (bounds.seqused_k - begin).clamp(0, end - begin)
         if index is not None:
             index = BlockSparseIndex(index.visible[:, begin // index.block : -(-end // index.block)], index.block)
-        told = replace(scores, k_positions=scores.k_positions[begin:end])
-        yield x.k[:, begin:end], x.v[:, begin:end], Bounds(near.lo, near.hi, used, index), told
+        local = replace(scores, k_positions=scores.k_positions[begin:end])
+        yield x.k[:, begin:end], x.v[:, begin:end], Bounds(near.lo, near.hi, used, index), local
 
 
 def test_shard_after_shard() -> None:
@@ -148,14 +148,14 @@ def test_shard_after_shard() -> None:
     for k, v, near, modified in pieces:
         state = attention_forward(x.q, k, v, bounds=near, scores=modified, state=state, final=k is pieces[-1][0])
     assert state is not None
-    dq, found = torch.zeros_like(x.q), []
+    dq, by_shard = torch.zeros_like(x.q), []
     for k, v, near, modified in pieces:
         dq, dk, dv = attention_backward(
             x.dout, x.q, k, v, *state, dlse=x.dlse, bounds=near, scores=modified, dq=dq,
             dk=torch.zeros_like(k), dv=torch.zeros_like(v),
         )  # fmt: skip
-        found.append((dk, dv))
-    dk, dv = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        by_shard.append((dk, dv))
+    dk, dv = (torch.cat(parts, 1) for parts in zip(*by_shard, strict=True))
     compare(Results(*state, dq, dk, dv), x, bounds, scores)
 
 

@@ -87,7 +87,7 @@ def test_sums_are_continued(mode: str) -> None:
         sums = dq, dk[:, keys], dv[:, keys]
         named: dict[str, Any] = dict(zip(("dq", "dk", "dv"), sums, strict=True))
         got = attention_backward(x.dout, x.q, x.k[:, keys], x.v[:, keys], out, lse, **named, **call)
-        assert all(one is other for one, other in zip(got, sums, strict=True))
+        assert all(got_sum is other for got_sum, other in zip(got, sums, strict=True))
     whole = attention_backward(x.dout, *x[:3], out, lse, dlse=x.dlse, bounds=bounds, config=config(mode))
     for made, begin, same in zip((dq, dk, dv), start, whole, strict=True):
         assert same.dtype == torch.float16
@@ -112,19 +112,19 @@ TURNS = ("full", "causal", "window", "documents", "last rows blind", "used", "bl
 @pytest.mark.parametrize("kind", TURNS)
 def test_a_query_tile_is_added_to_as_often_as_the_order_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the gates have counted when all is over is what the table foresaw, which torch makes."""
-    seen: list[Any] = []
+    gates: list[Any] = []
     launch = single_pass.launch  # type: ignore[attr-defined]
 
     def spy(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
-        seen.extend(arg for arg in args if type(arg).__name__ == "Turns")
+        gates.extend(arg for arg in args if type(arg).__name__ == "Turns")
         launch(kernel, grid, device, *args, **options)
 
     monkeypatch.setattr(single_pass, "launch", spy)
     bounds = narrowed(kind, 40, 70)
-    one = replace(config("single_pass_deterministic"), single_pass=Tile(16, 16, 4, 1))
+    small_tile = replace(config("single_pass_deterministic"), single_pass=Tile(16, 16, 4, 1))
     x = inputs(Sizes(queries=40, keys=70, heads=2, kv_heads=1, batch=2))
-    attention_gradients(*given(x, bounds), dq=torch.zeros(x.q.shape), bounds=bounds, config=one)
-    (turns,) = seen
+    attention_gradients(*given(x, bounds), dq=torch.zeros(x.q.shape), bounds=bounds, config=small_tile)
+    (turns,) = gates
     visited = key_tile_visits(bounds, 40, 70, Tile(16, 16, 4, 1), CPU).sum(1)
     assert torch.equal(turns.gates.long(), visited[:, None].expand(2, 2, -1))
 

@@ -129,7 +129,7 @@ def test_the_nearest_length_serves(folders: Folders) -> None:
         assert tuned(H200).tile((*KEY[:field], None, *KEY[field + 1 :]), 8192) is None  # type: ignore[arg-type]
 
 
-def test_which_folder_serves(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_precedence(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's table first, where the package's fills in; a folder that is given in place of the user's."""
     user, package = folders
     save(package, entry(tile=OTHER), entry(POINT._replace(kernel="dq"), OTHER))
@@ -138,14 +138,14 @@ def test_which_folder_serves(folders: Folders, tmp_path: Path, monkeypatch: pyte
     tables.forget()
     assert found() == TILE
     assert tuned(H200).tile(("dq", *KEY[1:]), 8192) == OTHER
-    given, small = tmp_path / "given", Tile(16, 16, 4, 1)
-    save(given, entry(tile=small))
-    assert found(config_dir=given) == small and found() == TILE
-    monkeypatch.setenv(tables.CONFIG_DIR, str(given))
+    explicit, small = tmp_path / "given", Tile(16, 16, 4, 1)
+    save(explicit, entry(tile=small))
+    assert found(config_dir=explicit) == small and found() == TILE
+    monkeypatch.setenv(tables.CONFIG_DIR, str(explicit))
     assert found() == small and found(config_dir=user) == TILE
 
 
-def test_a_folder_that_is_not_there_is_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_warns(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"config_dir is '/nowhere': there is no such folder; `ringattn tune"):
         tuned(H200, "/nowhere")
     monkeypatch.setenv(tables.CONFIG_DIR, "/nowhere")
@@ -171,11 +171,11 @@ def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch:
     older = save(user, entry(), triton=(3, 6))
     save(user, entry(tile=OTHER), triton=(3, 8))
     monkeypatch.setattr(tables, "triton_version", lambda: (3, 7))
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as warned:
         assert found() == TILE
         assert found(1024) == TILE
-    (message,) = {str(one.message) for one in told}
-    assert len(told) == 1
+    (message,) = {str(warning.message) for warning in warned}
+    assert len(warned) == 1
     assert f"no tuned tiles for Triton 3.7 at {user / 'nvidia-h200_triton-3.7.json'}" in message
     assert f"those for 3.6, {older}, serve" in message
     monkeypatch.setattr(tables, "triton_version", lambda: (3, 4))
@@ -184,23 +184,23 @@ def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch:
 
 
 @pytest.mark.parametrize("damage", ["broken", "gpu", "arch", "triton"])
-def test_a_refused_table_is_told_once_and_the_default_serves(damage: str, folders: Folders) -> None:
+def test_a_refused_table_warns_once_and_defaults_are_used(damage: str, folders: Folders) -> None:
     path = save(folders[0], entry())
     data = json.loads(path.read_text())
     wrong = {"gpu": "NVIDIA-H200", "arch": 80, "triton": "3.1"}  # the same file name, another GPU
     path.write_text("{" if damage == "broken" else json.dumps(data | {damage: wrong[damage]}))
-    with pytest.warns(UserWarning, match="is refused: .*the built-in tiles are used") as told:
+    with pytest.warns(UserWarning, match="is refused: .*the built-in tiles are used") as warned:
         assert found() is None
         assert found(99) is None
-    assert len(told) == 1 and str(path) in str(told[0].message)
+    assert len(warned) == 1 and str(path) in str(warned[0].message)
 
 
 def test_the_tables_that_ship_are_good() -> None:
-    """And of estimates alone, so that they are nobody's default: nothing here was measured yet."""
+    """They hold estimates only, which are never defaults: nothing was measured yet."""
     paths = [*(ROOT / "autotune" / "tables").glob("*.json")]
     assert paths
     for path in paths:
         shipped = read(path)
         assert path.name == file_name(shipped.gpu, shipped.triton)
-        assert all(one.estimated and one.bound for one in shipped.entries)
-        assert not any(options_of(one.tile) for one in shipped.entries), "an estimate that serves nobody"
+        assert all(entry.estimated and entry.bound for entry in shipped.entries)
+        assert not any(options_of(entry.tile) for entry in shipped.entries), "an estimate that serves nobody"

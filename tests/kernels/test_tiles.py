@@ -142,22 +142,20 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Loads]]:
     yield watching
 
 
-def expected_tiles(seen: Tensor, rows: int, columns: int) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+def expected_tiles(visible: Tensor, rows: int, columns: int) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
     """By the first row of each block: the first columns of the tiles that one of its rows sees, and those all see."""
     some: dict[int, set[int]] = {}
     whole: dict[int, set[int]] = {}
-    for first in range(0, seen.shape[0], rows):
-        tile = {
-            start: seen[first : first + rows, start : start + columns] for start in range(0, seen.shape[1], columns)
-        }
+    for first in range(0, visible.shape[0], rows):
+        tile = {at: visible[first : first + rows, at : at + columns] for at in range(0, visible.shape[1], columns)}
         some[first] = {start for start, pairs in tile.items() if pairs.any()}
         whole[first] = {start for start, pairs in tile.items() if pairs.shape[1] == columns and pairs.all()}
     return some, whole
 
 
-def check_loads(loads: Loads, own: list[str], walked: list[str], seen: Tensor, rows: int, columns: int) -> None:
+def check_loads(loads: Loads, own: list[str], walked: list[str], visible: Tensor, rows: int, columns: int) -> None:
     """Every program loads its block of ``own`` once, and of ``walked`` what a row of it sees, once per query head."""
-    some, whole = expected_tiles(seen, rows, columns)
+    some, whole = expected_tiles(visible, rows, columns)
     blocks = loads.tiles[own[0]]
     heads = loads.tensors[own[0]].shape[2]
     every = Counter((first, head) for first in some for head in range(heads))
@@ -182,8 +180,8 @@ def check_launches(
     q, dout = (torch.randn(1, queries, heads, 16) for _ in range(2))
     k, v = (torch.randn(1, keys, kv_heads, 16) for _ in range(2))
     lse, delta = torch.zeros(1, heads, queries), torch.zeros(1, heads, queries)
-    seen, tile = visible(made, 1, queries, keys)[0, 0], config.forward
-    by_query, by_key = (seen, tile.block_q, tile.block_k), (seen.mT, tile.block_k, tile.block_q)
+    pairs, tile = visible(made, 1, queries, keys)[0, 0], config.forward
+    by_query, by_key = (pairs, tile.block_q, tile.block_k), (pairs.mT, tile.block_k, tile.block_q)
     gradients = (dout, q, k, v, lse, delta)
     launches: list[tuple[Any, tuple[Tensor, ...], list[str], list[str], Any]] = [
         (attention_forward, (q, k, v), ["q"], ["k", "v"], by_query),
@@ -198,7 +196,7 @@ def check_launches(
 
 
 @pytest.mark.parametrize(("name", "causal"), [*((name, True) for name in (*NAMES, "uneven")), ("uneven", False)])
-def test_a_tile_that_nobody_sees_is_never_loaded(name: str, causal: bool, watch: list[Loads]) -> None:
+def test_invisible_tiles_are_never_loaded(name: str, causal: bool, watch: list[Loads]) -> None:
     """And one that somebody sees exactly once per pass, every hop of every rank."""
     layout, done = Layout.uneven([60, 3, 27]) if name == "uneven" else named(name, 90, 3), set()
     for rank, shard in product(range(3), repeat=2):
@@ -224,7 +222,7 @@ def test_other_masks_padding_blocks_and_heads(kind: str, watch: list[Loads]) -> 
         check_launches(watch, Bounds(whole.lo, whole.hi, None, BlockSparseIndex(shown, 48)), 70, 75, tiles(16, 16))
 
 
-def test_a_state_that_nothing_is_added_to_is_not_read(watch: list[Loads]) -> None:
+def test_state_of_invisible_blocks_is_not_read(watch: list[Loads]) -> None:
     """In place, a block whose rows see nothing of this shard loads no tile at all."""
     q, k, v = (torch.randn(1, 40, 1, 16) for _ in range(3))
     state, lse = torch.randn(1, 40, 1, 16), torch.randn(1, 1, 40)

@@ -53,31 +53,33 @@ class Fuzz:
                 self._before[key] = []
             ranks = self._pools[key].play(line["calls"], world)
             of_calls = zip(line["calls"], zip(*ranks, strict=True), strict=True)
-            found = next(filter(None, (verdict(BASE | call, world, made) for call, made in of_calls)), "")
-            assert found or not any(None in made for made in ranks), "a call has no outcome"
+            message = next(filter(None, (verdict(BASE | call, world, made) for call, made in of_calls)), "")
+            assert message or not any(None in made for made in ranks), "a call has no outcome"
         except Exception as error:
-            found = told(error)
-        if found:
+            message = told(error)
+        if message:
             self._drop(key)
         else:
             self._before[key] = [*self._before[key], *line["calls"]][-REMEMBERED:]
-        return found
+        return message
 
-    def shrunk(self, line: Literals, found: str) -> tuple[Literals, str]:
+    def shrunk(self, line: Literals, failure: str) -> tuple[Literals, str]:
         """The smallest line that still fails in that way; with the calls before it, where it does not fail alone."""
         longer = line | {"calls": [*self._before[line["run"], line["world"]], *line["calls"]]}
-        start = next((one for one in (line, longer) if self._alike(one, found)), None)
+        start = next((start_line for start_line in (line, longer) if self._alike(start_line, failure)), None)
         if start is None:
-            return longer, f"{found} (once: neither alone nor after the calls before it)"
+            return longer, f"{failure} (once: neither alone nor after the calls before it)"
         end = time.monotonic() + SHRINK_SECONDS
         smaller: Literals | None = start
         while smaller is not None:
             start = smaller
-            smaller = next((one for one in less(start) if time.monotonic() < end and self._alike(one, found)), None)
-        return start, self.failure(start, fresh=True) or found
+            smaller = next(
+                (text for text in less(start) if time.monotonic() < end and self._alike(text, failure)), None
+            )
+        return start, self.failure(start, fresh=True) or failure
 
-    def _alike(self, line: Literals, found: str) -> bool:
-        return kind(self.failure(line, fresh=True)) == kind(found)
+    def _alike(self, line: Literals, failure: str) -> bool:
+        return kind(self.failure(line, fresh=True)) == kind(failure)
 
     def _drop(self, key: tuple[str, int]) -> None:
         if key in self._pools:
@@ -90,7 +92,7 @@ class Fuzz:
 
 def verdict(call: Literals, world: int, made: Sequence[Outcome]) -> str:
     """What is wrong with what the ranks have of a call."""
-    if None in made and not any(isinstance(one, str) for one in made):
+    if None in made and not any(isinstance(outcome, str) for outcome in made):
         return ""  # for an error in another call, which is told
     if call["spoil"]:
         name, value, where = call["spoil"]
@@ -99,22 +101,22 @@ def verdict(call: Literals, world: int, made: Sequence[Outcome]) -> str:
         if where >= world or not (nonsense or (where >= 0 and world > 1 and value != call.get(name))):
             return ""  # nothing is wrong with that
         promised = rf"(?s)(ValueError|NotImplementedError|TypeError): .*\b({name}|{ALSO.get(name, name)})\b"
-        wrong = [f"rank {rank}: {one}" for rank, one in enumerate(made) if not re.match(promised, str(one))]
+        wrong = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(made) if not re.match(promised, str(outcome))]
         return f"{name}: no error that names it: {'; '.join(wrong)}" if wrong else ""
-    wrong = [f"rank {rank}: {one}" for rank, one in enumerate(made) if isinstance(one, str)]
+    wrong = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(made) if isinstance(outcome, str)]
     if wrong or call["unshard"]:
         return "; ".join(wrong)
     case = case_of(call, world)
     try:
-        compare(expected(case), *together(case, [one for one in made if isinstance(one, list)]))
+        compare(expected(case), *together(case, [outcome for outcome in made if isinstance(outcome, list)]))
     except AssertionError as error:
         return str(error)
     return ""
 
 
-def kind(found: str) -> str:
+def kind(message: str) -> str:
     """What the first rank says, without its numbers."""
-    return re.sub(r"[-+]?\d[\w.+-]*", "#", found.partition("; rank")[0])[:50]
+    return re.sub(r"[-+]?\d[\w.+-]*", "#", message.partition("; rank")[0])[:50]
 
 
 def less(line: Literals) -> Iterator[Literals]:
@@ -132,7 +134,7 @@ def less(line: Literals) -> Iterator[Literals]:
 
 def search(seed: int, numbers: Iterable[int], minutes: float = 60.0) -> list[str]:
     """A report per kind of failure; a line is a function of seed and number."""
-    fuzz, seen, reports = Fuzz(), Counter[str](), dict[str, str]()
+    fuzz, features, reports = Fuzz(), Counter[str](), dict[str, str]()
     end, shown = time.monotonic() + 60 * minutes, time.monotonic()
     try:
         for number in numbers:
@@ -140,19 +142,19 @@ def search(seed: int, numbers: Iterable[int], minutes: float = 60.0) -> list[str
                 break
             line = draw_line(Random(f"{seed}/{number}"))
             for call in line["calls"]:
-                seen.update(["calls", line["run"], *call])
-            found = fuzz.failure(line)
-            if found and kind(found) not in reports:
-                smallest, told_then = fuzz.shrunk(line, found)
+                features.update(["calls", line["run"], *call])
+            message = fuzz.failure(line)
+            if message and kind(message) not in reports:
+                smallest, told_then = fuzz.shrunk(line, message)
                 report = f"{told_then}\n  python -m tests.properties.fuzz --call {str(smallest)!r}"
-                reports |= {kind(found): report, kind(told_then): report}
+                reports |= {kind(message): report, kind(told_then): report}
                 print(f"FAILED, line {number} of seed {seed}: {report}", flush=True)
             if time.monotonic() > shown + 60:
                 shown = time.monotonic()
-                print(f"{number + 1} lines, {seen['calls']} calls, {len(reports)} kinds of failure", flush=True)
+                print(f"{number + 1} lines, {features['calls']} calls, {len(reports)} kinds of failure", flush=True)
     finally:
         fuzz.close()
-    print(f"seed {seed}: {len(reports)} kinds of failure; {dict(seen.most_common())}")
+    print(f"seed {seed}: {len(reports)} kinds of failure; {dict(features.most_common())}")
     return [*reports.values()]
 
 
@@ -163,18 +165,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--call", metavar="LINE")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.use_deterministic_algorithms(True)  # poisons what torch.empty returns
     torch.set_num_threads(1)
-    if given.call is None:
-        return bool(search(given.seed, count(), given.minutes))
+    if options.call is None:
+        return bool(search(options.seed, count(), options.minutes))
     fuzz = Fuzz()
     try:
-        found = fuzz.failure(ast.literal_eval(given.call))
+        message = fuzz.failure(ast.literal_eval(options.call))
     finally:
         fuzz.close()
-    print(found or "passed")
-    return bool(found)
+    print(message or "passed")
+    return bool(message)
 
 
 if __name__ == "__main__":

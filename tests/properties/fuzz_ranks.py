@@ -76,34 +76,34 @@ def case_of(call: Literals, world: int) -> Case:
     reach = max(layout.reach, kv_layout.reach)
     whole = inputs(reach, tuple(call["heads"]), tuple(call["dims"]), getattr(torch, call["dtype"]), batch)
     plain = ("causal", "backend", "softmax_scale", "softcap", "dropout_p", "dropout_seed", "first_head")
-    given: dict[str, Any] = {name: call[name] for name in plain if name in call}
+    arguments: dict[str, Any] = {name: call[name] for name in plain if name in call}
     if "window_size" in call:
-        given["window_size"] = tuple(call["window_size"])
+        arguments["window_size"] = tuple(call["window_size"])
     if "prefix_length" in call:
-        given["prefix_length"] = min(call["prefix_length"], reach)
+        arguments["prefix_length"] = min(call["prefix_length"], reach)
     hosted: dict[str, list[int]] = {}
     if "cu_seqlens" in call:
         hosted["cu_seqlens"] = [0, *(min(cut, reach) for cut in call["cu_seqlens"]), reach]
     if "seqused_k" in call:
         hosted["seqused_k"] = [min(used, kv_layout.reach) for used in call["seqused_k"]]
     dtype = getattr(torch, call["host"], None)
-    given |= {
+    arguments |= {
         name: numbers if dtype is None else torch.tensor(numbers, dtype=dtype) for name, numbers in hosted.items()
     }
     if "block_mask" in call:
-        given["block_mask"] = pattern_of(
+        arguments["block_mask"] = pattern_of(
             call["block_mask"], -(-layout.reach // block), -(-kv_layout.reach // block), block
         )
     if "alibi_slopes" in call:
-        given["alibi_slopes"] = torch.rand((heads,) if call["alibi_slopes"] == "heads" else (batch, heads))
+        arguments["alibi_slopes"] = torch.rand((heads,) if call["alibi_slopes"] == "heads" else (batch, heads))
     if "config" in call:
-        given["config"] = tiles(*call["config"])
+        arguments["config"] = tiles(*call["config"])
     sink = None
     if "learnable_sink" in call:
         sink = torch.randn(heads).to(getattr(torch, call["learnable_sink"][0]))
         sink[0] = -torch.inf if call["learnable_sink"][1] else sink[0]
     where = None if keys is queries else kv_layout
-    return Case(layout, whole, given, where, sink, call["strides"], call["lse"], call["ring"], call["grads"])
+    return Case(layout, whole, arguments, where, sink, call["strides"], call["lse"], call["ring"], call["grads"])
 
 
 def pattern_of(said: list[Any], rows: int, columns: int, block: int) -> object:
@@ -135,15 +135,15 @@ SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
 def change_of(call: Literals, rank: int) -> Callable[[dict[str, Any]], None]:
     """What a rank passes instead: a layout by its name, and what is wrong."""
 
-    def change(given: dict[str, Any]) -> None:
+    def change(arguments: dict[str, Any]) -> None:
         if call["named"] and call["layout"][0] in NAMES and call["block"] == 1 and not call["later"]:
-            given["layout"] = by_name(call, given["layout"])
+            arguments["layout"] = by_name(call, arguments["layout"])
         name, value, where = call["spoil"] or ("", "", -2)
         if where in (-1, rank):
-            before = given.get(name)
+            before = arguments.get(name)
             if isinstance(value, str) and value in SPOILT:
-                value = SPOILT[value](given["q"].new_zeros(2) if before is None else before)
-            given[name] = value
+                value = SPOILT[value](arguments["q"].new_zeros(2) if before is None else before)
+            arguments[name] = value
 
     return change
 
@@ -175,7 +175,7 @@ def play(calls: list[tuple[Literals, Case]], rank: int, group: Any, rings: dict[
             else:
                 begun[now] = begin(case, rank, change=change_of(call, rank), **where(call, group, rings))
             last = number + 1 == len(calls)
-            for now in [one for one in begun if last or one + calls[one][0]["wait"] <= number]:
+            for now in [earlier for earlier in begun if last or earlier + calls[earlier][0]["wait"] <= number]:
                 made[now] = begun.pop(now).finish()
     except Exception as error:
         made[now] = told(error)
@@ -206,14 +206,14 @@ def there_and_back(call: Literals, layout: Layout, rank: int, group: Any) -> Non
     size[dim] = layout.seqlen
     numbers = torch.randint(-9, 10, (layout.world + 1, *size), generator=generator).to(getattr(torch, call["dtype"]))
     whole, losses, mine = numbers[0], numbers[1:], layout.positions(rank)
-    given: dict[str, Any] = {"layout": by_name(call, layout), "group": group, "dim": dim}
-    own = shard(whole, **given).requires_grad_()
-    back = unshard(own, **given, grad=grad)
-    (found,) = torch.autograd.grad(back, own, losses[rank])
+    arguments: dict[str, Any] = {"layout": by_name(call, layout), "group": group, "dim": dim}
+    own = shard(whole, **arguments).requires_grad_()
+    back = unshard(own, **arguments, grad=grad)
+    (gradient,) = torch.autograd.grad(back, own, losses[rank])
     loss = losses.sum(0) if grad == "sum" else losses[rank]
     assert own.equal(whole.index_select(dim, mine)), "shard takes other tokens"
     assert back.equal(whole), "unshard puts tokens elsewhere"
-    assert found.equal(loss.index_select(dim, mine)), "the gradient of unshard is another"
+    assert gradient.equal(loss.index_select(dim, mine)), "the gradient of unshard is another"
 
 
 def by_hand(case: Case) -> list[list[Tensor | None]]:
@@ -306,7 +306,7 @@ class Processes:
                 except (EOFError, ConnectionResetError):
                     process.join(5)
                     made[rank] = [f"ended with exit code {process.exitcode}"]
-        return [one + [None] * (len(calls) - len(one)) for one in made]
+        return [row + [None] * (len(calls) - len(row)) for row in made]
 
 
 def serve(rank: int, end: Connection) -> None:

@@ -103,9 +103,9 @@ def main() -> int:
     mutmut("export-cicd-stats")
     counts = json.loads((STAGE / "mutants" / "mutmut-cicd-stats.json").read_text())
     caught, total = sum(counts.get(kind, 0) for kind in CAUGHT), counts["total"]
-    found, known = survivors(), re.findall("^ {4}(.+)$", REASONS.read_text(), re.MULTILINE)
-    unknown = {name: line for name, line in found.items() if line not in known}
-    gone = [line for line in known if line not in found.values()] if caught + len(found) == total else []
+    survived, known = survivors(), re.findall("^ {4}(.+)$", REASONS.read_text(), re.MULTILINE)
+    unknown = {name: line for name, line in survived.items() if line not in known}
+    gone = [line for line in known if line not in survived.values()] if caught + len(survived) == total else []
     print(f"\n{caught} of {total} mutants caught: {caught / total:.1%}, at least {LEAST:.0%} wanted")
     for name, line in unknown.items():
         print(f"survived, and not in {REASONS.relative_to(ROOT)}: {name}\n    {line}")

@@ -41,7 +41,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
         case ast.keyword(arg="after" | "keep"):
             yield replaced(node, value=ast.Tuple([], ast.Load()))
         case ast.List(ctx=ast.Load()) | ast.Tuple(ctx=ast.Load()):
-            if isinstance(node, ast.List) or any(isinstance(one, ast.Starred) for one in node.elts):
+            if isinstance(node, ast.List) or any(isinstance(element, ast.Starred) for element in node.elts):
                 for place in range(len(node.elts)):
                     yield replaced(node, elts=[*node.elts[:place], *node.elts[place + 1 :]])
         case ast.For():
@@ -97,13 +97,15 @@ def replaced(node: ast.AST, **fields: Any) -> Any:
 def functions(module: ModuleType) -> tuple[ast.Module, list[tuple[str, ast.FunctionDef]]]:
     """The module's tree, and its functions and methods by qualified name."""
     tree = ast.parse(Path(str(module.__file__)).read_text())
-    found = []
+    listed = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
-            found.append((node.name, node))
+            listed.append((node.name, node))
         elif isinstance(node, ast.ClassDef):
-            found += [(f"{node.name}.{one.name}", one) for one in node.body if isinstance(one, ast.FunctionDef)]
-    return tree, found
+            listed += [
+                (f"{node.name}.{inner.name}", inner) for inner in node.body if isinstance(inner, ast.FunctionDef)
+            ]
+    return tree, listed
 
 
 def places(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, ast.AST, str, int | None]]:
@@ -132,7 +134,7 @@ def mutants(module: str, wanted_functions: Sequence[str]) -> Iterator[Mutant]:
 def mutations(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, Callable[[], None], str]]:
     """Each change of a function: where, how to make it, and the statement that it makes."""
     statements = {
-        id(inner): one for one in ast.walk(function) if isinstance(one, ast.stmt) for inner in expressions(one)
+        id(inner): outer for outer in ast.walk(function) if isinstance(outer, ast.stmt) for inner in expressions(outer)
     }
     for node, holder, name, place in list(places(function)):
         for change in changes(node):
@@ -164,8 +166,8 @@ def expressions(statement: ast.stmt) -> Iterator[ast.AST]:
 def apply(mutant: Mutant) -> None:
     """Give the function its other code, for the rest of this process."""
     module = importlib.import_module(mutant.module)
-    tree, found = functions(module)
-    function = dict(found)[mutant.function]
+    tree, listed = functions(module)
+    function = dict(listed)[mutant.function]
     for number, (_, make, _) in enumerate(mutations(function)):
         if number == mutant.number:
             make()
@@ -176,7 +178,7 @@ def apply(mutant: Mutant) -> None:
 
 def inner_code(code: CodeType, names: list[str]) -> CodeType:
     for name in names:
-        code = next(one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == name)
+        code = next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
     return code
 
 

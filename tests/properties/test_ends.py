@@ -91,7 +91,7 @@ def test_a_rank_that_comes_late_waits_no_longer_than_its_deadline() -> None:
 
 
 def groups_come_and_go(rank: int) -> list[list[int]]:
-    found: list[list[int]] = []
+    counts: list[list[int]] = []
     for turn in range(4):
         group = dist.new_group()
         step(group)
@@ -100,8 +100,8 @@ def groups_come_and_go(rank: int) -> list[list[int]]:
         dist.barrier()
         dist.destroy_process_group(group)
         del group, ring
-        found.append(settled(found[0] if turn else None))
-    return found
+        counts.append(settled(counts[0] if turn else None))
+    return counts
 
 
 def test_what_is_kept_for_a_group_ends_with_it() -> None:
@@ -124,7 +124,7 @@ def forks(rank: int) -> list[str]:
     return os.read(here, 4096).decode().splitlines()
 
 
-def test_a_forked_process_is_told_at_once_that_nothing_works_there() -> None:
+def test_calls_in_forked_processes_raise_at_once() -> None:
     for of_ring, of_group, of_close in results(2, forks):
         assert re.match(r"RuntimeError: ring belongs to process \d+, from which this one was forked", of_ring)
         assert re.match(r"RuntimeError: group belongs to the process that process \d+ was forked from", of_group)
@@ -181,7 +181,7 @@ def test_close_gives_everything_back_after_a_failure() -> None:
         step(ring=ring)
         (transport,) = ring.open(CPU)
 
-        def refuse(*given: object, **named: object) -> Any:
+        def refuse(*args: object, **named: object) -> Any:
             raise KeyError("a fault")
 
         def close() -> None:
@@ -223,11 +223,11 @@ def growth(do: Callable[[], object], warm: int, times: int) -> float:
     try:
         at_first = traced(warm)
         before = held()
-        found = (traced(times) - at_first) / times
+        per_time = (traced(times) - at_first) / times
     finally:
         tracemalloc.stop()
     assert no_more(settled(before), before)
-    return found
+    return per_time
 
 
 def grows(rank: int, *, what: str) -> float:

@@ -35,7 +35,7 @@ FEATURES = (
 
 def test_every_feature_is_drawn() -> None:
     """Each of what a call can have, each wrong value, and several features together."""
-    seen: Counter[str] = Counter()
+    drawn: Counter[str] = Counter()
     wrong: set[str] = set()
     most = 0
     for number in range(8000):
@@ -46,9 +46,9 @@ def test_every_feature_is_drawn() -> None:
             said = BASE | call
             features = [line["run"], said["layout"][0], said["strides"], said["dtype"], said["backend"]]
             features += [*said["ring"], *(name for name in call if call[name] != BASE.get(name))]
-            seen.update(features)
+            drawn.update(features)
             most = max(most, len({*features} & {*FEATURES}))
-    assert [name for name in FEATURES if seen[name] < 20] == []
+    assert [name for name in FEATURES if drawn[name] < 20] == []
     assert {f"{[name, value]}" for name, values in WRONG.items() for value in values} <= wrong
     assert most > 15
 
@@ -76,20 +76,20 @@ def refuse(*_: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "defect", "call", "told"),
+    ("module", "name", "defect", "call", "message"),
     [
-        (ops, "sink_gradient", lambda *given: torch.ones(1), SINK, "dsink: error"),
+        (ops, "sink_gradient", lambda *args: torch.ones(1), SINK, "dsink: error"),
         (ops, "sink_state", shared, SINK | {"backend": "triton", "tokens": 1}, "learnable_sink was changed"),
         (masks, "is_causal", lambda prefix: lambda q, k: k < q, {"causal": True}, "out: error"),
         (args, "mask_of", refuse, {"spoil": ["window_size", 4, -1]}, "window_size: no error that names it"),
-        (shards, "exchange", lambda ring, given, shapes: [-x for x in given], {"unshard": [1, "sum"]}, "unshard puts"),
+        (shards, "exchange", lambda ring, xs, shapes: [-x for x in xs], {"unshard": [1, "sum"]}, "unshard puts"),
     ],
 )
 def test_defects(
-    monkeypatch: pytest.MonkeyPatch, module: object, name: str, defect: Callable[..., Any], call: Literals, told: str
+    monkeypatch: pytest.MonkeyPatch, module: object, name: str, defect: Callable[..., Any], call: Literals, message: str
 ) -> None:
     monkeypatch.setattr(module, name, defect)
-    assert told in Fuzz().failure({"run": "alone", "world": 1, "calls": [call]})
+    assert message in Fuzz().failure({"run": "alone", "world": 1, "calls": [call]})
 
 
 def test_a_failure_becomes_one_short_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_a_failure_becomes_one_short_line(monkeypatch: pytest.MonkeyPatch) -> No
     long = {"tokens": 24, "causal": True, "heads": [2, 2], "ring": {"slots": 4, "chunks": 2}, "lse": True}
     line = {"run": "threads", "world": 3, "calls": [long, long | SINK | {"wait": 1}, long]}
     fuzz = Fuzz()
-    small, told = fuzz.shrunk(line, fuzz.failure(line))
+    small, message = fuzz.shrunk(line, fuzz.failure(line))
     fuzz.close()
     assert small == {"run": "threads", "world": 1, "calls": [SINK]}
-    assert told.startswith("dsink: error ")
+    assert message.startswith("dsink: error ")

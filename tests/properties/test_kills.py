@@ -151,17 +151,17 @@ def strike(kill: Kill, victim: Any, step_seconds: float) -> float:
     return time.monotonic()
 
 
-def check(kill: Kill, rank: int, killed: float, told: Told) -> None:
+def check(kill: Kill, rank: int, killed: float, report: Told) -> None:
     """The error names the hop, the edge, the bytes and what each other rank did last."""
-    assert told.kind == TransportError.__name__, told
-    assert told.when - killed <= DEADLINE + GRACE
-    assert re.match(rf"rank {rank}: ", told.text), told.text
-    assert re.search(r"(forward|backward) hop \d+: .*\(.*\d+ bytes rank \d -> rank \d", told.text), told.text
-    finder = re.findall(r"Rank (\d) found: ", told.text)
-    reported = told.text.partition("Last reported: ")[2]
+    assert report.kind == TransportError.__name__, report
+    assert report.when - killed <= DEADLINE + GRACE
+    assert re.match(rf"rank {rank}: ", report.text), report.text
+    assert re.search(r"(forward|backward) hop \d+: .*\(.*\d+ bytes rank \d -> rank \d", report.text), report.text
+    finder = re.findall(r"Rank (\d) found: ", report.text)
+    reported = report.text.partition("Last reported: ")[2]
     for other in range(kill.world):
         if other != int(finder[-1] if finder else rank):
-            assert re.search(rf"rank {other}: [^;]* \(\d+\.\d s ago\)", reported), told.text
+            assert re.search(rf"rank {other}: [^;]* \(\d+\.\d s ago\)", reported), report.text
 
 
 @pytest.mark.parametrize("seed", rest_nightly(range(110), *range(10)))

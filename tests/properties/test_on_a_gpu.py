@@ -78,11 +78,11 @@ class Ended:
 
     def check(self, name: str) -> None:
         """Fail where a rank failed in a case, or did not get to it."""
-        found = {
-            rank: told.get(name, told.get("start", "not run: something ended it before"))
-            for rank, told in enumerate(self.told)
+        failures = {
+            rank: report.get(name, report.get("start", "not run: something ended it before"))
+            for rank, report in enumerate(self.told)
         }
-        failed = [f"rank {rank}:\n{text}" for rank, text in found.items() if text]
+        failed = [f"rank {rank}:\n{text}" for rank, text in failures.items() if text]
         assert not failed, "\n".join([*failed, self.errors[-2000:]])
 
 
@@ -146,9 +146,9 @@ def test_rings(transport: str, world: int, name: str) -> None:
 @pytest.mark.parametrize(("transport", "world"), [place for place in PLACES if place[0] != "local"])
 def test_rings_have_the_bits_of_virtual_ranks(transport: str, world: int) -> None:
     """A transport moves bytes and nothing else: results do not depend on it."""
-    found, expected = (ended("rings", name, world).digests for name in (transport, "local"))
-    assert found
-    assert found == {name: expected[name] for name in found}
+    digests, expected = (ended("rings", name, world).digests for name in (transport, "local"))
+    assert digests
+    assert digests == {name: expected[name] for name in digests}
 
 
 @pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
@@ -171,13 +171,13 @@ def test_by_itself(name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def check_kill(found: Ended, codes: set[int]) -> None:
-    *others, victim = found.ends
+def check_kill(outcome: Ended, codes: set[int]) -> None:
+    *others, victim = outcome.ends
     assert victim[0] == -signal.SIGKILL
     for ended, when in others:
         assert ended in codes
-        assert when - found.killed <= gpu_ranks.DEADLINE + GRACE
-    text = found.errors + "".join(told.get("ended", "") for told in found.told)
+        assert when - outcome.killed <= gpu_ranks.DEADLINE + GRACE
+    text = outcome.errors + "".join(report.get("ended", "") for report in outcome.told)
     assert re.search(r"rank 0: .*(forward|backward) hop \d+: .*\d+ bytes rank \d -> rank \d", text), text
 
 
@@ -189,22 +189,22 @@ on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks take th
 @on_the_cpu
 @pytest.mark.nightly
 def test_rings_on_the_cpu_have_the_same_bits(tmp_path: Path) -> None:
-    found = {}
+    digests = {}
     for transport in ("process_group", "local"):
         (tmp_path / transport).mkdir()
-        found[transport] = run_ranks("rings", transport, 4, tmp_path / transport)
+        digests[transport] = run_ranks("rings", transport, 4, tmp_path / transport)
         for name in RING_CASES:
-            found[transport].check(name)
-    assert found["local"].digests == found["process_group"].digests
-    assert {*found["local"].digests} == {*RING_CASES}
-    assert [code for code, _ in found["process_group"].ends] == [0] * 4
+            digests[transport].check(name)
+    assert digests["local"].digests == digests["process_group"].digests
+    assert {*digests["local"].digests} == {*RING_CASES}
+    assert [code for code, _ in digests["process_group"].ends] == [0] * 4
 
 
 @on_the_cpu
 def test_transfers_on_the_cpu(tmp_path: Path) -> None:
-    found = run_ranks("transfers", "process_group", 2, tmp_path)
+    ended = run_ranks("transfers", "process_group", 2, tmp_path)
     for name in CASES:
-        found.check(name)
+        ended.check(name)
 
 
 IMPORTS = """
@@ -219,7 +219,7 @@ print(*poisoned_fork.first)
 
 
 def test_no_gpu_is_asked_for_before_a_fork() -> None:
-    """Imports alone keep nobody's forks from CUDA, of whatever forks."""
+    """Imports alone do not initialise CUDA, so that later forks can use it."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)

@@ -43,9 +43,9 @@ def graph_of(recorder: Recorder) -> Graph:
 
 def check(recorder: Recorder, *fragments: str) -> None:
     """One problem, with these words; none without them."""
-    found = graph_of(recorder).problems()
-    assert len(found) == bool(fragments), found
-    assert all(fragment in found[0] for fragment in fragments), found
+    problems = graph_of(recorder).problems()
+    assert len(problems) == bool(fragments), problems
+    assert all(fragment in problems[0] for fragment in fragments), problems
 
 
 def buffer(recorder: Recorder, name: str = "x", count: int = 4) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_what_orders_two_streams(program: Callable[..., None], ordered: bool, re
 
 @pytest.mark.parametrize("how", ["allocated", "freed", "freed behind a wait", "freed with record_stream"])
 def test_memory_of_another_stream(recorder: Recorder, how: str) -> None:
-    """The stream that owns it has not yet let go of what was there before, or gives it to whoever comes next."""
+    """Its owning stream may still use the previous contents, or hand the memory to the next allocation."""
     transfer, x = torch.cuda.Stream(), torch.empty(4, device=GPU)
     if how != "allocated":
         transfer.wait_stream(compute())
@@ -131,8 +131,8 @@ def test_memory_of_another_stream(recorder: Recorder, how: str) -> None:
     if how == "freed with record_stream":
         x.record_stream(transfer)
     del x
-    told = {"allocated": ": allocate allocates it", "freed": ": free frees it"}
-    check(recorder, *((told[how], "fill_ writes it") if how in told else ()))
+    messages = {"allocated": ": allocate allocates it", "freed": ": free frees it"}
+    check(recorder, *((messages[how], "fill_ writes it") if how in messages else ()))
 
 
 def test_what_a_gpu_refuses_of_events(recorder: Recorder) -> None:
@@ -181,9 +181,9 @@ def groups(both: tuple[Recorder, Fabric], of_ranks: list[list[list[Operation]]])
 def test_sends_that_need_each_other(both: tuple[Recorder, Fabric], recorder: Recorder, in_one_group: bool) -> None:
     """Both ranks send first: fine as long as sends are eager, or in a group with the receive."""
     ranks = [[("send", buffer(recorder), 1 - rank), ("recv", buffer(recorder), 1 - rank)] for rank in range(2)]
-    groups(both, [[one] if in_one_group else [[operation] for operation in one] for one in ranks])
-    told = ("deadlock with rendezvous sends, each waits for the next: #", "send to 1", "send to 0")
-    check(recorder, *(() if in_one_group else told))
+    groups(both, [[operations] if in_one_group else [[operation] for operation in operations] for operations in ranks])
+    fragments = ("deadlock with rendezvous sends, each waits for the next: #", "send to 1", "send to 0")
+    check(recorder, *(() if in_one_group else fragments))
 
 
 def test_operations_of_one_group_run_side_by_side(both: tuple[Recorder, Fabric], recorder: Recorder) -> None:
@@ -224,8 +224,8 @@ def test_a_value_that_is_waited_for(recorder: Recorder, words: torch.Tensor, wri
     with torch.cuda.stream(transfer):
         x.fill_(2)
     graph = graph_of(recorder)
-    found = graph.problems()
-    assert graph.unnoticed() == found == [] if ordered else "waits for a value that nobody writes" in found[0]
+    problems = graph.problems()
+    assert graph.unnoticed() == problems == [] if ordered else "waits for a value that nobody writes" in problems[0]
 
 
 def test_values_that_wait_for_each_other(recorder: Recorder, words: torch.Tensor) -> None:
@@ -276,23 +276,23 @@ def slow_races(graph: Graph, missing: set[tuple[int, int]]) -> list[tuple[Op, Op
     """Every pair, not the neighbouring ones alone, by what comes before each operation, followed step by step."""
     before: list[set[int]] = []
     for number, earlier in enumerate(graph.before):
-        kept = [one for one in earlier if (one, number) not in missing or one in graph.fixed[number]]
-        before.append({*kept, *(far for one in kept for far in before[one])})
-    found = []
+        kept = [op for op in earlier if (op, number) not in missing or op in graph.fixed[number]]
+        before.append({*kept, *(far for op in kept for far in before[op])})
+    races = []
     for first, second in itertools.combinations(graph.log, 2):
         pairs = [(a, b) for a in first.writes for b in (*second.reads, *second.writes)]
         pairs += [(a, b) for a in first.reads for b in second.writes]
         shared = any(a.storage == b.storage and a.bytes & b.bytes for a, b in pairs)
         if shared and first.number not in before[second.number]:
-            found.append((first, second))
-    return found
+            races.append((first, second))
+    return races
 
 
 @given(programs(), st.integers(0, 9))
 def test_races_and_implied_waits_are_those_of_the_slow_check(program: Program, seed: int) -> None:
     graph = run(program)
     slow = slow_races(graph, set())
-    assert {(one.first, one.second) for one in graph.races()} <= set(slow)
+    assert {(race.first, race.second) for race in graph.races()} <= set(slow)
     assert bool(graph.races()) == bool(slow)
     for wait in [] if slow else graph.waits:
         broken, without_it = graph.broken_without(wait), slow_races(graph, set(wait.edges))
@@ -334,5 +334,5 @@ def test_replay_sees_a_missing_wait(recorder: Recorder, freed: bool) -> None:
     edges = [] if freed else graph.waits[0].edges
     replay = Replay(recorder)
     replay.run(graph, 0, without(graph, edges, [(race.first.number, race.second.number)]))
-    found = replay.tensor(kept)
-    assert found.isnan().all() if freed else found.tolist() == [1.0] * 4
+    replayed = replay.tensor(kept)
+    assert replayed.isnan().all() if freed else replayed.tolist() == [1.0] * 4

@@ -22,7 +22,7 @@ from ringattn.kernels.experimental import single_pass
 from ringattn.ring import buffers
 from ringattn.ring.key_values import KeyValues
 
-from ..support.cuda.cases import CASES, CONFIGS, Call, Case
+from ..support.cuda.cases import CASES, CONFIGS, Case, RecordedCall
 from ..support.cuda.implied import IMPLIED
 from ..support.cuda.replay import without
 from ..support.cuda.ring import record
@@ -57,7 +57,7 @@ def test_every_wait_is_enough_and_needed(transport: str, name: str) -> None:
     table, (there, implied) = IMPLIED[transport], waits_of(transport, name)
     needless = {wait for wait in implied if wait not in table}
     needed = {wait for wait in there if wait in table and table[wait][0] and implied[wait] < there[wait]}
-    wrong = [f"{one}: {implied[one]} of {there[one]} could go, the table says otherwise" for one in needless | needed]
+    wrong = [f"{w}: {implied[w]} of {there[w]} could go, the table says otherwise" for w in needless | needed]
     assert not wrong, "remove it, or say in tests/support/cuda/implied.py why it stays:\n" + "\n".join(wrong)
 
 
@@ -65,8 +65,8 @@ def test_every_wait_is_enough_and_needed(transport: str, name: str) -> None:
 @pytest.mark.parametrize("transport", CASES)
 def test_the_table_says_no_more_than_all_cases_together(transport: str) -> None:
     """What is implied in some case, and whether it is in all of them."""
-    found = verdicts(waits_of(transport, name) for name in CASES[transport])
-    assert found == {name: always for name, (always, _) in IMPLIED[transport].items()}
+    merged = verdicts(waits_of(transport, name) for name in CASES[transport])
+    assert merged == {name: always for name, (always, _) in IMPLIED[transport].items()}
 
 
 REPLAYED = [
@@ -93,7 +93,7 @@ def any_case(draw: st.DrawFn) -> Case:
     ring = draw(st.fixed_dictionaries(RINGS)) | {"topology": topology}
     ring["prefetch"] = draw(st.integers(0, ring["slots"] - 1))
     some = layouts(world=topology.world, max_seqlen=24).filter(lambda layout: layout.seqlen > 0)
-    calls = draw(st.lists(st.builds(Call, some, masks(), st.booleans()), min_size=2, max_size=3))
+    calls = draw(st.lists(st.builds(RecordedCall, some, masks(), st.booleans()), min_size=2, max_size=3))
     transport, config = draw(st.sampled_from(list(CASES))), draw(st.sampled_from(CONFIGS))
     return Case(tuple(calls), transport, ring=ring, config=config)
 
@@ -140,15 +140,15 @@ def test_without_a_wait_some_order_gives_another_result(name: str, backward: boo
     """What the check calls a race is one."""
     case = CASES["nccl"][name]
     recording = record(replace(case, calls=tuple(call._replace(backward=backward) for call in case.calls)))
-    seen = Counter[str]()
+    outcomes = Counter[str]()
     for wait in recording.graph.waits:
         race = recording.graph.broken_without(wait)
-        if race is None or (backward and HIDDEN in wait.name) or seen[wait.name] >= 5:
+        if race is None or (backward and HIDDEN in wait.name) or outcomes[wait.name] >= 5:
             continue
         order = without(recording.graph, wait.edges, [(race.first.number, race.second.number)])
         assert recording.wrong(0, order), recording.graph.told(race)
-        seen[wait.name] += 1
-    assert sum(seen.values()) >= 10
+        outcomes[wait.name] += 1
+    assert sum(outcomes.values()) >= 10
 
 
 def far_first(self: Any, *, sends: Any, receives: Any, after: Any = (), post: Any = ByNodeTransport.post) -> Any:
@@ -171,9 +171,9 @@ BROKEN = [
     (buffers.RingBuffer, "computed", lambda *_: None, "world 5", ("K/V slot", "kernel", "hop", "recv from")),
     (buffers.Arrival, "wait", lambda self: self.tensors, "world 5", ("recv", "kernel forward_kernel")),
     (Slots, "free", lambda self, slot: (), "world 5", ("race", "nothing orders the two")),
-    (buffers.Call, "settle", lambda self: None, "forward twice", ("the caller, afterwards", "send")),
-    (buffers.Call, "mark", lambda self: DONE, "single pass, two chunks", ("single_pass_kernel", "send")),
-    (buffers.Call, "mark", lambda self: DONE, "parts of dK/dV", ("reduce_kernel", "send")),
+    (buffers.RingCall, "settle", lambda self: None, "forward twice", ("the caller, afterwards", "send")),
+    (buffers.RingCall, "mark", lambda self: DONE, "single pass, two chunks", ("single_pass_kernel", "send")),
+    (buffers.RingCall, "mark", lambda self: DONE, "parts of dK/dV", ("reduce_kernel", "send")),
     (ByNodeTransport, "post", far_first, "2 x 2, unshard", ("deadlock with eager sends",)),
     (KeyValues, "advance", backwards, "two chunks", ("that is not the order of keys",)),
 ]
@@ -190,12 +190,12 @@ def test_what_is_left_out_is_named(
 
 
 def test_gates_are_closed_when_a_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the pass before would let in nobody."""
+    """The gates of the previous pass would block all programs."""
     made: dict[Any, torch.Tensor] = {}
     fresh = single_pass.turns_of
 
-    def kept(*given: Any) -> Any:
-        turns = fresh(*given)
+    def kept(*args: Any) -> Any:
+        turns = fresh(*args)
         return turns._replace(gates=made.setdefault(turns.gates.shape, turns.gates))
 
     monkeypatch.setattr(single_pass, "turns_of", kept)

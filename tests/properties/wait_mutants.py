@@ -70,7 +70,7 @@ class Target:
     @property
     def cases(self) -> list[tuple[str, str]]:
         """Transport and name of the cases of the proof."""
-        return [(one, name) for one in self.transports for name in (NCCL if one == "nccl" else OTHERS)]
+        return [(by, name) for by in self.transports for name in (NCCL if by == "nccl" else OTHERS)]
 
 
 RING = ("ring/test_loop.py",)
@@ -88,7 +88,7 @@ ENGINE_POST = tuple(f"CopyEngineTransport.{name}" for name in ENGINE_CALLS)
 
 TARGETS = (
     Target("ring.loop", ("",), ("nccl",), RING),
-    Target("ring.buffers", ("Call", "Arrival", "RingBuffer"), ("nccl",), RING),
+    Target("ring.buffers", ("RingCall", "Arrival", "RingBuffer"), ("nccl",), RING),
     Target("ring.key_values", ("",), ("nccl",), RING),
     Target("ring.dkv", ("",), ("nccl",), RING),
     Target("ring.shards", ("exchange",), ("nccl",), ("ring/test_shards.py",)),
@@ -125,9 +125,9 @@ def verdicts(counts: Iterable[Counts]) -> dict[str, bool]:
 def proved(transport: str, name: str, counts: list[Counts]) -> str:
     """Why a case of the proof fails, "" where it does not; its waits go to `counts`."""
     recording = record(CASES[transport][name])
-    found = recording.problems() or recording.wrong(1)
-    if found:
-        return f"{transport}, {name}: {found[0]}"
+    problems = recording.problems() or recording.wrong(1)
+    if problems:
+        return f"{transport}, {name}: {problems[0]}"
     counts.append(counted(recording))
     return ""
 
@@ -169,7 +169,7 @@ def unchanged(target: Target) -> dict[str, bool]:
 def survivors(chosen: list[tuple[Target, Mutant]], show: bool) -> list[str]:
     """Those of the mutants that nothing catches, in words."""
     left = []
-    for (target, mutant), reason in run((one, partial(examined, *one)) for one in chosen):
+    for (target, mutant), reason in run((pair, partial(examined, *pair)) for pair in chosen):
         if isinstance(reason, list):
             reason = "" if verdicts(reason) == unchanged(target) else "other waits could go"
         assert not reason.startswith("Traceback"), f"{mutant} could not be made: {reason}"
@@ -211,7 +211,7 @@ def run(jobs: Iterable[tuple[T, Callable[[], Any]]]) -> Iterator[tuple[T, Any]]:
         if not under_way:
             return
         ready = wait([*under_way], timeout=1.0)
-        for end in [one for one, (_, _, over) in under_way.items() if one in ready or time.monotonic() > over]:
+        for end in [job for job, (_, _, over) in under_way.items() if job in ready or time.monotonic() > over]:
             job, process, _ = under_way.pop(end)
             try:
                 result = end.recv() if end in ready else "hangs"
@@ -243,8 +243,8 @@ def main(arguments: list[str]) -> int:
     print(f"{len(chosen) - len(left)} of {len(chosen)} mutants caught")
     known = {line.strip() for line in REASONS.read_text().splitlines() if line.startswith("    ")}
     unknown = [text for text in left if text not in known]
-    asked = {str(mutant) for _, mutant in chosen} if options.sample or options.only else known
-    gone = sorted(known & asked - {*left})
+    requested = {str(mutant) for _, mutant in chosen} if options.sample or options.only else known
+    gone = sorted(known & requested - {*left})
     for title, texts in (("not in", unknown), ("caught or gone, and in", gone)):
         for text in texts:
             print(f"{title} tests/properties/{REASONS.name}:\n    {text}")

@@ -27,17 +27,16 @@ def tensors(
 
 def close(ours: Results | tuple[Tensor, ...], theirs: Results | tuple[Tensor, ...]) -> None:
     """Equal but for float64 rounding: some 1e3 operations of 1e-16 on numbers around 1."""
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
     ("causal", "heads", "kv_heads", "softmax_scale"), [(False, 2, 2, None), (True, 4, 2, 0.3), (True, 3, 1, None)]
 )
-def test_dense_is_pytorchs(causal: bool, heads: int, kv_heads: int, softmax_scale: float | None) -> None:
+def test_dense_equals_pytorch(causal: bool, heads: int, kv_heads: int, softmax_scale: float | None) -> None:
     q, k, v, dout, dlse = tensors(9, 9, heads, kv_heads)
-    seen = torch.ones(9, 9).tril().bool() if causal else None
-    theirs = pytorch(q, k, v, dout, dlse, seen=seen, softmax_scale=softmax_scale)
+    visible = torch.ones(9, 9).tril().bool() if causal else None
+    theirs = pytorch(q, k, v, dout, dlse, visible=visible, softmax_scale=softmax_scale)
     close(exact(q, k, v, dout, dlse, causal=causal, softmax_scale=softmax_scale), theirs)
 
 
@@ -48,7 +47,7 @@ def test_rows_that_see_nothing() -> None:
     assert ours.out[:, :2].count_nonzero() == ours.dq[:, :2].count_nonzero() == 0
     assert (ours.lse[:, :, :2] == -torch.inf).all()
     assert all(x.isfinite().all() for x in (ours.out, ours.lse[:, :, 2:], *ours[2:]))
-    close(ours, pytorch(q, k, v, dout, dlse, seen=reference.visible(*where.values(), causal=True)))
+    close(ours, pytorch(q, k, v, dout, dlse, visible=reference.visible(*where.values(), causal=True)))
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -184,11 +183,11 @@ def test_features_against_loops_over_pairs(name: str) -> None:
                 expected = one_row(FEATURES[name], row, head, p, q[row, i, head], keys)
                 close((out[row, i, head], lse[row, head, i]), (expected[0], lse.new_tensor(expected[1])))
     masks = {key: value for key, value in FEATURES[name].items() if key in reference.masks.Masks.__annotations__}
-    seen = reference.visible(at["q_positions"], at["k_positions"], **masks)
+    visible = reference.visible(at["q_positions"], at["k_positions"], **masks)
     expected_pairs = [
         [sees(masks, 1, p, key) for key in at["k_positions"].tolist()] for p in at["q_positions"].tolist()
     ]
-    assert (seen[1] if seen.dim() == 3 else seen).tolist() == expected_pairs
+    assert (visible[1] if visible.dim() == 3 else visible).tolist() == expected_pairs
 
 
 @pytest.mark.parametrize("name", ["all", "longformer", "sink"])

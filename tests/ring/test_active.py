@@ -31,13 +31,13 @@ def _fresh() -> None:
 def needed(layout: Layout, mask: Mask, keys: Layout, block: int) -> list[list[int]]:
     """For each shard the positions that a query of another rank sees, or that share a block with such a one."""
     held = [layout.positions(rank).tolist() for rank in range(layout.world)]
-    found = []
+    ranges = []
     for shard in range(keys.world):
         others = [query for rank, queries in enumerate(held) if rank != shard for query in queries]
         mine = keys.positions(shard).tolist()
         blocks = {key // block for key in mine if any(sees(mask, query, key) for query in others)}
-        found.append([key for key in mine if key // block in blocks])
-    return found
+        ranges.append([key for key in mine if key // block in blocks])
+    return ranges
 
 
 def check(layout: Layout, mask: Mask, keys: Layout, block: int = 1) -> None:
@@ -113,7 +113,7 @@ def test_spans_with_steps_keep_theirs() -> None:
     assert sent.spans_per_rank == (((16, 4, 1),), ((20, 10, 2),), ((21, 9, 2),))
 
 
-def test_what_is_in_too_many_pieces_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fragmented_shards_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, mask = Layout.contiguous(64, 4), Mask(window=(3, 0))
     assert sent_keys(layout, mask, layout).lengths == (3, 3, 3, 0)
     sent_keys.cache_clear()

@@ -49,17 +49,17 @@ def test_dtypes_heads_and_head_dims(dtype: torch.dtype, heads: tuple[int, int], 
 @pytest.mark.parametrize("empty", [FULL, None])
 def test_empty_shards(queries: int, keys: int, empty: Bounds | None) -> None:
     nothing = torch.zeros(queries, dtype=torch.int32)
-    seen = empty or Bounds(nothing, nothing)
+    bounds_of_hop = empty or Bounds(nothing, nothing)
     q, k, dout = torch.randn(2, queries, 4, 8), torch.randn(2, keys, 2, 8), torch.randn(2, queries, 4, 8)
     backend = AtenForward(q, softmax_scale=SCALE)
-    backend.fold(k, k, seen, final=True)
+    backend.fold(k, k, bounds_of_hop, final=True)
     out, lse = backend.result()
     assert out.shape == q.shape and not out.any()
     assert lse.shape == (2, 4, queries) and bool((lse == -torch.inf).all())
     into = (torch.full_like(k, torch.nan), torch.full_like(k, torch.nan))
     back = AtenBackward(dout, q, out, lse, None, softmax_scale=SCALE)
-    back.dq(k, k, seen, local=True)
-    back.dkdv(k, k, seen, local=True, accum=None, out=into)
+    back.dq(k, k, bounds_of_hop, local=True)
+    back.dkdv(k, k, bounds_of_hop, local=True, accum=None, out=into)
     assert back.result().equal(torch.zeros_like(q))
     assert all(x.equal(torch.zeros_like(k)) for x in into)
 
@@ -87,17 +87,17 @@ def test_backward_of_a_square_computes_little_more_than_its_triangle(
 ) -> None:
     (rows, share), pairs, original = size, [], aten._operator_backward
 
-    def counting(given: tuple[Tensor, ...], *rest: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
-        pairs.append(given[1].shape[0] * given[1].shape[1] * given[2].shape[1])
-        return original(given, *rest, **named)
+    def counting(saved: tuple[Tensor, ...], *rest: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+        pairs.append(saved[1].shape[0] * saved[1].shape[1] * saved[2].shape[1])
+        return original(saved, *rest, **named)
 
     monkeypatch.setattr(aten, "_operator_backward", counting)
     whole = inputs(rows, (2, 2), dtype=dtype) | {"dlse": torch.zeros(2, 2, rows)}
     q, k, v, dout = (whole[x].flip(1) if kind is Kind.ANTICAUSAL else whole[x] for x in ("q", "k", "v", "dout"))
     out, lse = aten.operator_forward(q, k, v, kind, scale=SCALE)
     grads = aten.operator_backward(dout, q, k, v, out, lse, kind, scale=SCALE)
-    found = [x.flip(1) if kind is Kind.ANTICAUSAL else x for x in (out, *grads)]
-    ours = Results(found[0], lse.flip(2) if kind is Kind.ANTICAUSAL else lse, *found[1:])
+    flipped = [x.flip(1) if kind is Kind.ANTICAUSAL else x for x in (out, *grads)]
+    ours = Results(flipped[0], lse.flip(2) if kind is Kind.ANTICAUSAL else lse, *flipped[1:])
     check_results(ours, whole, causal=True, backend="aten")
     assert sum(pairs) <= share * len(q) * rows * rows
 
@@ -116,12 +116,12 @@ class Recorder(TorchDispatchMode):
 
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("blockwise_only", [False, True])
-def test_what_arrives_is_waited_for_last(local: bool, blockwise_only: bool) -> None:
+def test_arriving_keys_are_waited_for_last(local: bool, blockwise_only: bool) -> None:
     q, k, v, dout = (torch.randn(2, 12, heads, 16) for heads in (4, 2, 2, 4))
     lo = torch.arange(12, dtype=torch.int32) // 2
-    seen = Bounds(lo, lo + 3) if blockwise_only else FULL
+    bounds_of_hop = Bounds(lo, lo + 3) if blockwise_only else FULL
     backend = AtenForward(q, softmax_scale=SCALE)
-    backend.fold(k[:, :9], v[:, :9], seen, final=True)
+    backend.fold(k[:, :9], v[:, :9], bounds_of_hop, final=True)
     back = AtenBackward(dout, q, *backend.result(), None, softmax_scale=SCALE)
     accum = (torch.zeros(2, 9, 2, 16), torch.zeros(2, 9, 2, 16))
     recorder = Recorder()
@@ -130,8 +130,8 @@ def test_what_arrives_is_waited_for_last(local: bool, blockwise_only: bool) -> N
         recorder.names.clear()
         return accum
 
-    back.dq(k[:, :9], v[:, :9], seen, local=local)
+    back.dq(k[:, :9], v[:, :9], bounds_of_hop, local=local)
     with recorder:
-        back.dkdv(k[:, :9], v[:, :9], seen, local=local, accum=arrive, out=accum)
+        back.dkdv(k[:, :9], v[:, :9], bounds_of_hop, local=local, accum=arrive, out=accum)
     assert not {name for name in recorder.names if "bmm" in name or "attention" in name or "exp" in name}
     assert "aten.add.out" in recorder.names

@@ -65,8 +65,7 @@ def packed_call(*, ring: Ring | None = None, group: GroupLike = None, **call: An
 
 
 def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
-    for x, y in zip(got, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 DOCUMENTS = [0, 7, 30, ROWS]
@@ -97,7 +96,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_compiled_is_eager_to_the_bit(name: str) -> None:
+def test_compiled_equals_eager_bitwise(name: str) -> None:
     tensors = inputs()
     assert_same(run(compiled(), tensors, **CALLS[name]), run(block, tensors, **CALLS[name]))
 
@@ -108,8 +107,8 @@ def test_drawn_seeds_are_those_of_eager() -> None:
     expected = [run(block, tensors, dropout_p=0.4) for _ in range(2)]
     torch.manual_seed(5)
     function = compiled()
-    for one in expected:
-        assert_same(run(function, tensors, dropout_p=0.4), one)
+    for eager_result in expected:
+        assert_same(run(function, tensors, dropout_p=0.4), eager_result)
     assert not torch.equal(expected[0][0], expected[1][0])
 
 
@@ -118,8 +117,8 @@ def test_drawn_seeds_are_those_of_eager() -> None:
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_the_default_compiler_of_torch() -> None:
     tensors, call = inputs(), {"causal": True, "cu_seqlens": torch.tensor([0, 20, ROWS])}
-    for x, y in zip(run(compiled(backend="inductor"), tensors, **call), run(block, tensors, **call), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    got = run(compiled(backend="inductor"), tensors, **call)
+    torch.testing.assert_close(got, run(block, tensors, **call), rtol=1e-5, atol=1e-5)
 
 
 MOST = 2  # graphs: one for the first call's numbers, one for any, as torch.compile does with every size
@@ -163,13 +162,13 @@ def test_virtual_ranks() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     function = compiled(backend=counter)
     for _ in range(2):  # a new world each time
-        got, expected = (in_world(layout, one, whole, causal=True) for one in (function, block))
+        got, expected = (in_world(layout, called, whole, causal=True) for called in (function, block))
         for mine, theirs in zip(got, expected, strict=True):
             assert_same(mine, theirs)
     assert counter.frame_count <= MOST
 
 
-def test_of_the_seeds_that_ranks_draw_rank_0s_counts() -> None:
+def test_rank_0s_seed_is_used() -> None:
     whole, layout, seeds = inputs(), Layout.contiguous(ROWS, 2), torch.tensor([12345, 1])
 
     def draws(q: Tensor, k: Tensor, v: Tensor, *, group: Any, layout: Layout) -> Tensor:
@@ -233,9 +232,9 @@ def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPa
     forward = loop.forward
     whole, layout = inputs(), Layout.zigzag(ROWS, 2)
 
-    def counted(*given: Any) -> None:
+    def counted(*args: Any) -> None:
         runs.append("ring")
-        forward(*given)
+        forward(*args)
 
     monkeypatch.setattr(loop, "forward", counted)
 
@@ -250,8 +249,8 @@ def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPa
 
     expected = in_world(layout, layer, whole)
     runs.clear()
-    for got, one in zip(in_world(layout, saving, whole), expected, strict=True):
-        assert_same(got, one)
+    for got, want in zip(in_world(layout, saving, whole), expected, strict=True):
+        assert_same(got, want)
     assert (runs.count("ring"), runs.count("layer")) == (2, 4)
 
 
@@ -262,8 +261,8 @@ def test_opcheck(name: str) -> None:
     op = torch.ops.ringattn.ring_attention.default
     torch.library.opcheck(op, (q, k, v, *packed), test_utils=(*NO_BACKWARD, "test_aot_dispatch_dynamic"))
     out, lse, numbers = op(*(x.detach() for x in (q, k, v)), *packed)
-    given = [x.detach().requires_grad_() for x in (torch.randn_like(out), q, k, v, out, lse)]
-    op, args = torch.ops.ringattn.ring_attention_backward.default, (given[0], None, *given[1:], numbers, *packed)
+    leaves = [x.detach().requires_grad_() for x in (torch.randn_like(out), q, k, v, out, lse)]
+    op, args = torch.ops.ringattn.ring_attention_backward.default, (leaves[0], None, *leaves[1:], numbers, *packed)
     torch.library.opcheck(op, args, test_utils=NO_BACKWARD)
 
 

@@ -66,6 +66,11 @@ def another_ring(ring: Ring, **of_rank_1: Any) -> None:
     attend(Ring(deadline=120.0, **(of_rank_1 if ring.rank == 1 else {})))
 
 
+def another_device(ring: Ring) -> None:
+    """As a tensor on a GPU would: compared before the transports are chosen, which differ by device."""
+    ring._agree({"call": "forward"}, torch.device("meta" if ring.rank == 1 else "cpu"))
+
+
 def no_gradient(ring: Ring) -> None:
     for _ in range(2):
         attend(ring).sum().backward()
@@ -86,7 +91,7 @@ def checkpointed(ring: Ring) -> None:
                     lambda x: ring_attention(x, x, x, ring=ring, layout="contiguous").sum(), x, use_reentrant=False
                 )
             )
-    grads = [torch.autograd.grad(one, x)[0] for one in whole]
+    grads = [torch.autograd.grad(output, x)[0] for output in whole]
     assert all(torch.equal(grads[0], grad) for grad in grads)
     raise LookupError("right")
 
@@ -135,6 +140,7 @@ DIFFERS = "ValueError: {} differs between ranks ("
             None,
         ),
         (partial(another_ring, limits=Limits(bytes_per_second=1e9)), DIFFERS.format("limits"), None),
+        (another_device, DIFFERS.format("device") + "rank 0: 'cpu', rank 1: 'meta', rank 2: 'cpu'): ", None),
         (no_gradient, DIFFERS.format("gradient") + "rank 0: True, rank 1: False, rank 2: True): ", None),
         (a_backward_against_a_forward, DIFFERS.format("call") + "rank 0: 'backward', rank 1: 'forward', rank 2", None),
         (interrupted_before_the_call, "ValueError: rank 1 refused this call: KeyboardInterrupt", "KeyboardInterrupt"),

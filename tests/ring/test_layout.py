@@ -62,7 +62,7 @@ def test_every_token_is_on_one_rank_in_order() -> None:
     for layout in small_layouts(20, 8):
         held = positions(layout)
         assert sorted(chain.from_iterable(held)) == list(range(layout.seqlen))
-        assert held == [sorted(one) for one in held]
+        assert held == [sorted(positions) for positions in held]
         assert layout.lengths == tuple(map(len, held))
         assert max(layout.lengths) - min(layout.lengths) <= 1
         assert len(held) == layout.world
@@ -87,8 +87,8 @@ def transformer_engines(cu_seqlens: list[int], world: int, rank: int) -> list[in
 @given(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=6), st.booleans())
 def test_zigzag_of_documents_that_divide_is_transformer_engines(world: int, chunks: list[int], tensor: bool) -> None:
     boundaries = [*accumulate((2 * world * chunk for chunk in chunks), initial=0)]
-    given = torch.tensor(boundaries, dtype=torch.int32) if tensor else boundaries
-    layout = Layout.zigzag(boundaries[-1], world, cu_seqlens=given)
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32) if tensor else boundaries
+    layout = Layout.zigzag(boundaries[-1], world, cu_seqlens=cu_seqlens)
     assert positions(layout) == [transformer_engines(boundaries, world, rank) for rank in range(world)]
 
 
@@ -101,12 +101,12 @@ def test_zigzag_of_any_documents(world: int, lengths: list[int]) -> None:
     assert max(layout.lengths) - min(layout.lengths) <= 1
     at_the_tail = [False] * world  # where a rank's next odd token lies
     for start, end in pairwise(boundaries):
-        inside = [[p for p in one if start <= p < end] for one in held]
+        inside = [[p for p in positions if start <= p < end] for positions in held]
         assert max(map(len, inside)) - min(map(len, inside)) <= 1
-        for rank, one in enumerate(inside):  # a run from each end of what the ranks before left
-            head = (len(one) + (not at_the_tail[rank])) // 2
-            tail = len(one) - head
-            assert one == [*range(start, start + head), *range(end - tail, end)]
+        for rank, own in enumerate(inside):  # a run from each end of what the ranks before left
+            head = (len(own) + (not at_the_tail[rank])) // 2
+            tail = len(own) - head
+            assert own == [*range(start, start + head), *range(end - tail, end)]
             start, end = start + head, end - tail
             at_the_tail[rank] ^= head != tail
         assert start == end
@@ -120,13 +120,13 @@ def test_balanced_shards_finish_together(seqlen: int, speeds: list[float], causa
     layout = Layout.balanced(seqlen, speeds, causal=causal)
     held, exact = positions(layout), [Fraction(speed) for speed in speeds]
     assert sorted(chain.from_iterable(held)) == list(range(seqlen))
-    for one, speed in zip(held, exact, strict=True):
+    for own, speed in zip(held, exact, strict=True):
         share = speed / sum(exact)
-        pairs = sum(p + 1 for p in one) if causal else len(one) * seqlen
+        pairs = sum(p + 1 for p in own) if causal else len(own) * seqlen
         whole = seqlen * (seqlen + 1) // 2 if causal else seqlen * seqlen
         assert abs(pairs - whole * share) <= seqlen + causal
-        assert abs(len(one) - seqlen * share) <= 1 + causal
-        assert one == [] or speed > 0
+        assert abs(len(own) - seqlen * share) <= 1 + causal
+        assert own == [] or speed > 0
 
 
 @given(layouts())
@@ -208,9 +208,9 @@ def test_a_layout_that_leaves_positions_out_has_no_whole() -> None:
     )
 )
 def test_spans_are_refused_exactly_where_they_do_not_ascend_or_overlap(spans: list[list[tuple[int, int, int]]]) -> None:
-    held = [expand(one) for one in spans]
+    held = [expand(span) for span in spans]
     taken = [*chain.from_iterable(held)]
-    fine = all(one == sorted(set(one)) for one in held) and len(set(taken)) == len(taken)
+    fine = all(positions == sorted(set(positions)) for positions in held) and len(set(taken)) == len(taken)
     if fine:
         assert positions(Layout(spans)) == held
     else:
@@ -234,20 +234,21 @@ def test_where_every_position_lies(lengths: list[int]) -> None:
     starts, ends = documents.around(torch.arange(whole + 3))
     assert starts.dtype == ends.dtype == torch.int64
     for position, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-        inside = [one for one in pairwise(documents.boundaries) if one[0] <= position < one[1]]
+        inside = [bounds for bounds in pairwise(documents.boundaries) if bounds[0] <= position < bounds[1]]
         assert (start, end) == (inside[0] if inside else (whole, whole))
 
 
 def test_documents_are_a_value() -> None:
     """Of any whole numbers; many are shown by a digest."""
     numbers = [0, 3, 3, 8]
-    given: list[Any] = [numbers, (*numbers,), torch.tensor(numbers), torch.tensor(numbers).int(), np.array(numbers)]
-    made = [Documents(one) for one in given]
-    assert len({*made}) == 1 and {repr(one) for one in made} == {"Documents([0, 3, 3, 8])"}
+    forms: list[Any] = [numbers, (*numbers,), torch.tensor(numbers), torch.tensor(numbers).int(), np.array(numbers)]
+    made = [Documents(form) for form in forms]
+    assert len({*made}) == 1 and {repr(documents) for documents in made} == {"Documents([0, 3, 3, 8])"}
     assert Documents([0, 3, 8]) != made[0] != numbers
     made[0].around(torch.arange(3))
     assert pickle.loads(pickle.dumps(made[0])) == made[0] and len(pickle.dumps(made[0])) < 200  # without the caches
-    one, other = Documents(range(100)), Documents([0, 0, *range(2, 100)])
-    assert re.fullmatch("<99 documents of 99 tokens, boundaries [0-9a-f]{16}>", repr(one)) and repr(one) != repr(other)
+    long, other = Documents(range(100)), Documents([0, 0, *range(2, 100)])
+    assert re.fullmatch("<99 documents of 99 tokens, boundaries [0-9a-f]{16}>", repr(long))
+    assert repr(long) != repr(other)
     assert repr(Documents(range(16))).startswith("Documents([0, 1,")
     assert repr(Documents(range(17))).startswith("<16 documents")

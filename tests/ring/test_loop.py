@@ -17,8 +17,8 @@ def lines(layout: Layout, *, topology: Topology | None = None, prefetch: int = 1
 
 
 def test_dkv_travel_while_dq_computes_and_return_under_the_last_one() -> None:
-    for one in lines(Layout.zigzag(24, 3)):
-        assert one == [
+    for line in lines(Layout.zigzag(24, 3)):
+        assert line == [
             "post K/V 1: 2 out, 2 in",  # hidden by the local dQ
             "dq",
             "post K/V 2: 2 out, 2 in",
@@ -33,8 +33,8 @@ def test_dkv_travel_while_dq_computes_and_return_under_the_last_one() -> None:
 
 
 def test_kv_of_later_hops_are_posted_behind_dkv() -> None:
-    for one in lines(Layout.zigzag(16, 4), prefetch=2):
-        assert one == [
+    for line in lines(Layout.zigzag(16, 4), prefetch=2):
+        assert line == [
             "post K/V 1: 2 out, 2 in",
             "post K/V 2: 2 out, 2 in",
             "dq",
@@ -53,8 +53,8 @@ def test_kv_of_later_hops_are_posted_behind_dkv() -> None:
 
 
 def test_each_chunk_of_heads_goes_on_while_the_next_computes() -> None:
-    for one in lines(Layout.zigzag(16, 2), chunks=2):
-        assert one == [
+    for line in lines(Layout.zigzag(16, 2), chunks=2):
+        assert line == [
             "post K/V 1: 2 out, 2 in",
             "post K/V 1 chunk 1: 2 out, 2 in",
             "dq",
@@ -71,8 +71,8 @@ def test_each_chunk_of_heads_goes_on_while_the_next_computes() -> None:
 
 
 def test_kv_leave_a_node_first_and_its_dkv_return_under_the_next_outer_step() -> None:
-    for one in lines(Layout.zigzag(24, 6), topology=Topology.grid(3, 2)):
-        assert one == [
+    for line in lines(Layout.zigzag(24, 6), topology=Topology.grid(3, 2)):
+        assert line == [
             "post K/V 2 by rail: 2 out, 2 in",  # a whole outer step to arrive
             "post K/V 1: 2 out, 2 in",
             "dq",

@@ -69,25 +69,25 @@ def check_order(lo: torch.Tensor, hi: torch.Tensor, expected: torch.Tensor) -> N
         assert end.is_contiguous()
         assert torch.equal(end, end.sort().values)
     assert ((lo >= 0) & (hi <= keys) & (lo <= hi)).all()
-    seen = expected.any(1)
-    assert torch.equal(lo == hi, ~seen)
-    if not seen.any():
+    sees_any = expected.any(1)
+    assert torch.equal(lo == hi, ~sees_any)
+    if not sees_any.any():
         assert not lo.any()
         return
-    first, last = lo[seen][0], hi[seen][-1]
+    first, last = lo[sees_any][0], hi[sees_any][-1]
     assert ((lo >= first) & (hi <= last)).all(), "an empty row lies outside of what the others see"
     for start in range(len(lo)):  # no tile is wider than the rows in it that see something need
         tile = slice(start, start + 3)
-        if seen[tile].any():
+        if sees_any[tile].any():
             hull = int(hi[tile][-1] - lo[tile][0])
-            needed = int(hi[tile][seen[tile]].max() - lo[tile][seen[tile]].min())
-            gap = first_after(lo, seen, start + 3) - int(hi[tile][seen[tile]].max())
-            assert hull == needed or (not seen[tile][-1] and hull == needed + gap)
+            needed = int(hi[tile][sees_any[tile]].max() - lo[tile][sees_any[tile]].min())
+            gap = first_after(lo, sees_any, start + 3) - int(hi[tile][sees_any[tile]].max())
+            assert hull == needed or (not sees_any[tile][-1] and hull == needed + gap)
 
 
-def first_after(lo: torch.Tensor, seen: torch.Tensor, row: int) -> int:
+def first_after(lo: torch.Tensor, sees_any: torch.Tensor, row: int) -> int:
     """Where the first row from ``row`` on that sees something starts; rows between two others lean forward."""
-    rest = lo[row:][seen[row:]]
+    rest = lo[row:][sees_any[row:]]
     return int(rest[0]) if len(rest) else int(lo[-1])
 
 
@@ -115,10 +115,10 @@ def test_global_tokens_make_disjoint_parts(data: st.DataObject) -> None:
         for shard in range(layout.world):
             queries, keys = layout.positions(rank), layout.positions(shard)
             made = [bounds(part, queries, keys) for part in mask.parts]
-            for one in made:
-                if one.lo is not None and one.hi is not None:
-                    check_order(one.lo, one.hi, expand(one, len(queries), len(keys)))
-            times_seen = sum(expand(one, len(queries), len(keys)).int() for one in made)
+            for single in made:
+                if single.lo is not None and single.hi is not None:
+                    check_order(single.lo, single.hi, expand(single, len(queries), len(keys)))
+            times_seen = sum(expand(part_bounds, len(queries), len(keys)).int() for part_bounds in made)
             assert torch.equal(torch.as_tensor(times_seen), brute(mask, queries, keys).int())
             assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
 
@@ -220,7 +220,7 @@ def test_bigbird_is_the_papers(sizes: tuple[int, int], window: int, global_: int
     assert len(rows) == -(-seqlen // block)
     for i, row in enumerate(rows):
         certain = [abs(i - j) <= window // 2 or i < global_ or j < global_ for j in range(len(row))]
-        assert all(seen for seen, sure in zip(row, certain, strict=True) if sure)
+        assert all(visible for visible, sure in zip(row, certain, strict=True) if sure)
         assert sum(row) == min(sum(certain) + random, len(row))
     same = {"seed": seed} if seed else {}
     assert made == bigbird(seqlen, block, window=window, global_=global_, random=random, **same)
@@ -231,19 +231,20 @@ def test_a_pattern_is_a_value() -> None:
         made = longformer(window, [(0, 1), (5, 8)])
         assert repr(made) == repr(Longformer((window // 2, window // 2), ((0, 1), (5, 8))))
     visible = torch.rand(4, 6) < 0.5
-    one, same = BlockMask(visible, 8), BlockMask(visible.clone(), 8)
-    assert one == same == pickle.loads(pickle.dumps(one)) and hash(one) == hash(same) != hash(BlockMask(~visible, 8))
-    assert one != BlockMask(visible, 4) != BlockMask(~visible, 4)
-    assert one != visible
+    pattern, same = BlockMask(visible, 8), BlockMask(visible.clone(), 8)
+    assert pattern == same == pickle.loads(pickle.dumps(pattern))
+    assert hash(pattern) == hash(same) != hash(BlockMask(~visible, 8))
+    assert pattern != BlockMask(visible, 4) != BlockMask(~visible, 4)
+    assert pattern != visible
     assert BlockMask(torch.ones(2, 3, dtype=torch.bool), 1) != BlockMask(torch.ones(3, 2, dtype=torch.bool), 1)
-    assert len({Mask(blocks=one), Mask(blocks=same), Mask()}) == 2
-    seen = one.visible.clone()
+    assert len({Mask(blocks=pattern), Mask(blocks=same), Mask()}) == 2
+    unchanged = pattern.visible.clone()
     visible.logical_not_()
-    assert torch.equal(one.visible, seen)  # its own copy
+    assert torch.equal(pattern.visible, unchanged)  # its own copy
     # what ranks compare, and what an error shows
     shown = {repr(BlockMask(torch.eye(4, dtype=torch.bool)[order], 2)) for order in ([0, 1, 2, 3], [1, 0, 2, 3])}
     assert len(shown) == 2
-    assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 seen, [0-9a-f]{16}>", one) for one in shown)
+    assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 seen, [0-9a-f]{16}>", text) for text in shown)
 
 
 def test_spans_are_whole_blocks() -> None:

@@ -80,12 +80,12 @@ def test_slots_do_not_grow_with_the_world() -> None:
         for layout in (Layout.contiguous(64, world), Layout.zigzag(64, world)):
             for mask in (Mask(), CAUSAL):
                 steps = [plan(layout, mask, rank, 1, CPU) for rank in range(world)]
-                assert {one.kv_slots for one in steps} == {3}
-                assert max(one.dkv_slots for one in steps) <= 3
+                assert {step.kv_slots for step in steps} == {3}
+                assert max(step.dkv_slots for step in steps) <= 3
         assert {plan_of(Topology.flat(world), rank=rank).dkv_slots for rank in range(world)} == {2}
     for shape in ((2, 2), (2, 4), (4, 2), (8, 2)):
         steps = [plan_of(Topology.grid(*shape), rank=rank) for rank in range(shape[0] * shape[1])]
-        assert {(one.kv_slots, one.dkv_slots) for one in steps} == {(5, 4)}
+        assert {(step.kv_slots, step.dkv_slots) for step in steps} == {(5, 4)}
     assert plan_of(Topology.grid(2, 2), slots=2).kv_slots == 4
     # dK/dV that return early wait in one slot more
     early = Window(causal=True, left=20, document=10)
@@ -95,7 +95,7 @@ def test_slots_do_not_grow_with_the_world() -> None:
 
 def test_plans_are_kept() -> None:
     layout = Layout.zigzag(16, 2)
-    one = plan(layout, CAUSAL, 0, 1, CPU)
-    assert plan(Layout.zigzag(16, 2), Mask(causal=True), 0, 1, CPU) is one
+    first = plan(layout, CAUSAL, 0, 1, CPU)
+    assert plan(Layout.zigzag(16, 2), Mask(causal=True), 0, 1, CPU) is first
     for other in (plan(layout, CAUSAL, 1, 1, CPU), plan(layout, CAUSAL, 0, -1, CPU), plan(layout, Mask(), 0, 1, CPU)):
-        assert other is not one
+        assert other is not first

@@ -56,15 +56,15 @@ def visible_pairs(bounds: Bounds, rows: int, keys: int) -> Tensor:
     """bool ``[B, rows, keys]``."""
     at = torch.arange(keys)
     lo, hi = (torch.zeros(rows), torch.full((rows,), keys)) if bounds.lo is None else (bounds.lo, bounds.hi)
-    seen = ((at >= lo[:, None]) & (at < hi[:, None]))[None]  # type: ignore[index]
+    pairs = ((at >= lo[:, None]) & (at < hi[:, None]))[None]  # type: ignore[index]
     if bounds.seqused_k is not None:
-        seen = seen & (torch.arange(keys) < bounds.seqused_k[:, None, None])
+        pairs = pairs & (torch.arange(keys) < bounds.seqused_k[:, None, None])
     if bounds.block_sparse is not None:
         visible = bounds.block_sparse.visible
         for dim, length in enumerate((rows, keys)):
             visible = visible.repeat_interleave(bounds.block_sparse.block, dim).narrow(dim, 0, length)
-        seen = seen & visible
-    return seen
+        pairs = pairs & visible
+    return pairs
 
 
 def shape(region: Region, bounds: Bounds) -> Tensor:
@@ -94,14 +94,14 @@ def test_regions_cover_every_visible_pair_once(
     bounds, rows, keys = case
     with mock.patch.dict(vars(cutting), constants):
         cut = regions(bounds, rows, keys, operator=operator)
-    seen = visible_pairs(bounds, rows, keys)
-    covered = torch.zeros(seen.shape, dtype=torch.int32)
+    visible = visible_pairs(bounds, rows, keys)
+    covered = torch.zeros(visible.shape, dtype=torch.int32)
     for region in cut:
         assert region.row < region.row_end and region.key < region.key_end
         assert operator or region.kind is Kind.BLOCKWISE
         covered[region.items, region.rows, region.keys] += shape(region, bounds)
-    assert covered.equal(seen.int())
-    assert bool(cut) == bool(seen.any())
+    assert covered.equal(visible.int())
+    assert bool(cut) == bool(visible.any())
 
 
 def test_the_rows_behind_a_rectangle_are_one_square() -> None:

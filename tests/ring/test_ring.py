@@ -20,7 +20,7 @@ from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transport import ring_edges
 from ringattn.kernels import attention
 from ringattn.ring import ring as ring_module
-from ringattn.ring.buffers import Call, Key
+from ringattn.ring.buffers import Key, RingCall
 from ringattn.ring.ring import ring_of
 
 from ..support.pairwise import pairwise_cases
@@ -58,24 +58,28 @@ def test_aten_is_exact_in_16_bit(name: str, world: int, dtype: torch.dtype) -> N
     check_ring(LAYOUTS[name](130, world), inputs(130, dtype=dtype), causal=True, backend="aten")
 
 
+TRITON = {"causal": True, "backend": "triton"}
+TWO_LEVELS = {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
+
+
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
-    ("layout", "causal", "dtype"),
+    ("layout", "more", "call"),
     [
-        (Layout.zigzag(40, 2), True, torch.float32),
-        (Layout.striped(41, 3), False, torch.float32),
-        (Layout.uneven([3, 30, 0, 5]), True, torch.float32),
-        (Layout.zigzag(40, 2), True, torch.float16),
-        (Layout.contiguous(40, 3), True, torch.float16),
+        (Layout.zigzag(40, 2), {}, TRITON),
+        (Layout.striped(41, 3), {}, TRITON | {"causal": False}),
+        (Layout.uneven([3, 30, 0, 5]), {}, TRITON),
+        (Layout.uneven([3, 30, 0, 5]), {"heads": (3, 3)}, TRITON | {"ring": TWO_LEVELS}),
+        (Layout.zigzag(40, 2), {"dtype": torch.float16}, TRITON),
+        (Layout.contiguous(40, 3), {"dtype": torch.float16}, TRITON),
+        (SPANS, {}, TRITON | {"ring": {"direction": -1}}),
+        (SPANS, {}, {"causal": True, "backend": "aten"}),
+        (Layout.contiguous(2, 4), {}, TRITON),  # fewer tokens than ranks
+        (Layout.contiguous(2, 4), {}, {"causal": True, "backend": "aten"}),
     ],
 )
-def test_triton_is_exact(layout: Layout, causal: bool, dtype: torch.dtype) -> None:
-    check_ring(layout, inputs(layout.seqlen, dtype=dtype), causal=causal, backend="triton")
-
-
-@pytest.mark.parametrize(("direction", "backend"), [(1, "aten"), (-1, "triton")])
-def test_any_spans_in_either_direction(direction: int, backend: str) -> None:
-    check_ring(SPANS, inputs(67), causal=True, ring={"direction": direction}, backend=backend)
+def test_calls_are_exact(layout: Layout, more: dict[str, Any], call: dict[str, Any]) -> None:
+    check_ring(layout, inputs(layout.seqlen, **more), **call)
 
 
 @pytest.mark.usefixtures("poison")
@@ -103,12 +107,6 @@ def test_chunks_and_depths_are_exact(ring: dict[str, int], grid: str | None, nam
     check_ring(layout, whole, causal=True, backend="aten", ring=ring | {"topology": topology}, calls=2)
 
 
-@pytest.mark.usefixtures("poison")
-def test_triton_is_exact_on_a_two_levels() -> None:
-    layout, ring = Layout.uneven([3, 30, 0, 5]), {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
-    check_ring(layout, inputs(layout.seqlen, heads=(3, 3)), causal=True, backend="triton", ring=ring)
-
-
 def test_calls_of_other_shapes_on_one_ring() -> None:
     """One length, cut in another way by each: by batch rows, heads, head dims and dtype; the largest first."""
     layout = Layout.contiguous(48, 3)
@@ -125,26 +123,21 @@ def test_calls_of_other_shapes_on_one_ring() -> None:
         return outs
 
     with LocalWorld(3) as world:
-        found = [layout.unshard(parts) for parts in zip(*world.run(on_one), strict=True)]
+        results = [layout.unshard(parts) for parts in zip(*world.run(on_one), strict=True)]
     alone = [run_ring(layout, whole, ring={"chunks": 2}).out for whole in calls]
-    assert all(torch.equal(one, other) for one, other in zip(found, (*alone, *alone), strict=True))
+    assert all(torch.equal(result, other) for result, other in zip(results, (*alone, *alone), strict=True))
 
 
 @pytest.mark.parametrize("topology", [None, GRIDS["2x2"]], ids=["flat", "2x2"])
-def test_when_bytes_move_changes_no_bit(topology: Topology | None) -> None:
+def test_prefetch_and_slots_change_no_bit(topology: Topology | None) -> None:
     layout, whole = Layout.zigzag(32, 4), inputs(32)
     changes = [{"prefetch": 0}, {"prefetch": 1}, {"slots": 2}, {"slots": 4}]
-    one, *others = (
+    first, *others = (
         run_ring(layout, whole, causal=True, backend="aten", ring=ring | {"topology": topology})
         for ring in ({}, *changes)
     )
     for change, other in zip(changes, others, strict=True):
-        assert all(map(torch.equal, one, other)), change
-
-
-@pytest.mark.parametrize("backend", ["aten", "triton"])
-def test_fewer_tokens_than_ranks(backend: str) -> None:
-    check_ring(Layout.contiguous(2, 4), inputs(2), causal=True, backend=backend)
+        assert all(map(torch.equal, first, other)), change
 
 
 @pytest.mark.parametrize("backend", ["aten", "triton"])
@@ -168,7 +161,7 @@ def test_backwards_in_any_order_after_several_forwards() -> None:
     with LocalWorld(2) as world:
         grads = [layout.unshard(parts) for parts in zip(*world.run(gradients), strict=True)]
     alone = [run_ring(layout, {n: x for n, x in whole.items() if n != "dlse"}, causal=True) for whole in wholes]
-    assert all(map(torch.equal, grads, [grad for one in alone for grad in (one.dq, one.dk, one.dv)]))
+    assert all(map(torch.equal, grads, [grad for single in alone for grad in (single.dq, single.dk, single.dv)]))
 
 
 def test_a_nan_in_k_and_an_inf_in_v_reach_the_rows_that_see_them_and_no_others() -> None:
@@ -183,7 +176,7 @@ def test_a_nan_in_k_and_an_inf_in_v_reach_the_rows_that_see_them_and_no_others()
     assert out[:, :512].isfinite().all()  # another shard, so another tile
 
 
-def test_what_a_world_used_goes_with_it() -> None:
+def test_a_world_releases_its_memory() -> None:
     layout, whole, rings = Layout.zigzag(16, 2), inputs(16), []
 
     def rank_ring(group: LocalGroup) -> None:
@@ -232,9 +225,9 @@ def test_slots_of_a_failed_call_go_after_its_transfers(then: str, monkeypatch: p
     """Nobody has waited for what it had posted."""
     layout, whole = Layout.zigzag(24, 3), inputs(24)
     posted: dict[int, list[Calling]] = {rank: [] for rank in range(3)}
-    post = Call.post
+    post = RingCall.post
 
-    def failing(call: Call, level: int, key: Key, *rest: Any) -> Fence | None:
+    def failing(call: RingCall, level: int, key: Key, *rest: Any) -> Fence | None:
         if call.wire is not None:
             return post(call, level, key, *rest)
         if key.brings == 2:
@@ -244,7 +237,7 @@ def test_slots_of_a_failed_call_go_after_its_transfers(then: str, monkeypatch: p
         posted[call.plan.rank].append(Calling(fence.wait))
         return posted[call.plan.rank][-1]
 
-    monkeypatch.setattr(Call, "post", failing)
+    monkeypatch.setattr(RingCall, "post", failing)
     together = threading.Barrier(3)
 
     def calls(group: LocalGroup) -> None:
@@ -310,7 +303,7 @@ def test_frames_between_a_call_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> 
     module: Any = attention
     launch, root = module.launch, Path(module.__file__).parents[1]
 
-    def counted(*given: Any, **named: Any) -> None:
+    def counted(*args: Any, **named: Any) -> None:
         frame, ours = sys._getframe(1), []
         while frame is not None:
             if frame.f_code.co_filename.startswith((f"{root / 'ring'}/", f"{root / 'kernels'}/")):
@@ -318,7 +311,7 @@ def test_frames_between_a_call_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> 
             frame = frame.f_back  # type: ignore[assignment]
         is_backward = "_gradients" in ours
         depths[is_backward] = max(depths.get(is_backward, 0), len(ours))
-        launch(*given, **named)
+        launch(*args, **named)
 
     monkeypatch.setattr(attention, "launch", counted)
     q, k, v = (inputs(32)[name].requires_grad_() for name in "qkv")

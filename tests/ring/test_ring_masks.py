@@ -248,11 +248,11 @@ def test_keys_of_their_own(name: str | None, backend: str) -> None:
 
 def test_blocks_between_queries_and_longer_keys() -> None:
     """As a tensor, whose block is the number of query positions by the number of its rows."""
-    seen = torch.rand(8, 15) < 0.5
+    visible = torch.rand(8, 15) < 0.5
     queries, keys = (in_blocks(Layout.striped(blocks, 2), 4, 4 * blocks) for blocks in (8, 15))
-    case = Case(queries, inputs(TOKENS), {"block_mask": BlockMask(seen, 4)}, kv_layout=keys)
-    ours, _ = run(Case(queries, case.whole, {"block_mask": seen}, kv_layout=keys))
-    assert all(one.equal(other) for one, other in zip(ours, check(case), strict=True))
+    case = Case(queries, inputs(TOKENS), {"block_mask": BlockMask(visible, 4)}, kv_layout=keys)
+    ours, _ = run(Case(queries, case.whole, {"block_mask": visible}, kv_layout=keys))
+    assert all(our.equal(other) for our, other in zip(ours, check(case), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def check_runs(plan: Schedule, wanted: set[tuple[int, int]], how: Settings) -> N
     ranks = run_ranks(plan, "backward", prefetch=prefetch, chunks=chunks)
     assert sorted(gathered(ranks, "dq")) == sorted(gathered(ranks, "dkdv")) == each
     for shard, rank in enumerate(ranks):
-        seers = Counter(rank for rank, seen in wanted if seen == shard)
+        seers = Counter(rank for rank, source in wanted if source == shard)
         assert rank.dkdv_of_own == [seers] * chunks
 
 
@@ -161,9 +161,9 @@ def check_messages(plan: Schedule) -> None:
     assert sends == receives
     assert len(set(sends)) == len(sends)
     moves = [
-        (one.kind, one.level, *move)
-        for one in plan.moves()
-        for move in zip(one.shards.tolist(), one.sources.tolist(), one.destinations.tolist(), strict=True)
+        (each.kind, each.level, *move)
+        for each in plan.moves()
+        for move in zip(each.shards.tolist(), each.sources.tolist(), each.destinations.tolist(), strict=True)
     ]
     assert sorted(moves) == sorted((kind, level, *move) for kind, level, _, *move in sends)
     for level in (0, 1):
@@ -180,9 +180,9 @@ def check_nothing_needless(plan: Schedule) -> None:
         for hop in plan.hops(rank):
             step = hop.index % plan.inner
             begin = hop.index - step
-            seen = plan.active[hop.shard]
-            later = any(seen[hop.index + 1 : begin + plan.inner])
-            earlier = any(seen[begin + 1 : hop.index])
+            active = plan.active[hop.shard]
+            later = any(active[hop.index + 1 : begin + plan.inner])
+            earlier = any(active[begin + 1 : hop.index])
             assert (hop.kv_to is not None) == later
             if step:
                 assert (hop.dkv_from is not None) == (earlier and (hop.computes or later))
@@ -193,7 +193,7 @@ def check_nothing_needless(plan: Schedule) -> None:
             else:
                 assert hop.dkv_to is None
                 assert (hop.dkv_from is not None) == later
-                assert (hop.rail_to is not None) == any(seen[begin + plan.inner :])
+                assert (hop.rail_to is not None) == any(active[begin + plan.inner :])
                 assert hop.return_to == (hop.shard if begin and (hop.computes or later) else None)
     across = Counter(
         (shard, place(plan, to)[0]) for kind, level, _, shard, _, to in sent(plan) if (kind, level) == ("kv", 1)
@@ -268,7 +268,7 @@ def test_distances_at_which_nobody_sees_anything_have_no_hop() -> None:
 
 
 @pytest.mark.parametrize("direction", [1, -1])
-def test_what_comes_from_both_sides_does_not_go_round(direction: int) -> None:
+def test_keys_needed_on_both_sides_take_the_short_way(direction: int) -> None:
     """The neighbour on the one side, then straight to the one on the other."""
     plan = schedule(Layout.contiguous(64, 8), Mask(window=(7, 7)), direction=direction)
     assert plan.steps == (0, 1, 7)
@@ -283,13 +283,13 @@ def test_what_comes_from_both_sides_does_not_go_round(direction: int) -> None:
     assert nodes.count == 9
 
 
-def test_the_order_in_which_less_moves() -> None:
+def test_the_direction_with_fewer_transfers_is_chosen() -> None:
     """One shard is seen one and three ranks further, the next one two: the longer of them takes fewer hops."""
-    seen = torch.eye(4, dtype=torch.bool)
-    seen[[1, 3, 3], [0, 0, 1]] = True
+    visible = torch.eye(4, dtype=torch.bool)
+    visible[[1, 3, 3], [0, 0, 1]] = True
     for owners, steps in (([0, 0, 1, 2, 3], (0, 1, 3, 2)), ([0, 1, 1, 2, 3], (0, 1, 2, 3))):
         layout = Layout.uneven([owners.count(rank) for rank in range(4)])
-        assert schedule(layout, Mask(blocks=BlockMask(seen[owners][:, owners], 1))).steps == steps
+        assert schedule(layout, Mask(blocks=BlockMask(visible[owners][:, owners], 1))).steps == steps
 
 
 def test_dkv_that_return_early_have_a_slot_of_their_own() -> None:

@@ -43,7 +43,7 @@ def test_unshard_undoes_shard(layout: Layout, dim: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("grad", ["slice", "sum"])
-def test_the_gradient_says_whose_loss_it_is_of(layout: Layout, grad: str) -> None:
+def test_gradients_of_unshard_by_grad_mode(layout: Layout, grad: str) -> None:
     """Rank r's loss weighs the whole with r + 1: "slice" keeps this rank's gradient, "sum" adds everybody's."""
 
     def check(group: LocalGroup) -> None:

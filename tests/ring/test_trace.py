@@ -71,14 +71,14 @@ def test_spans_do_not_overlap_and_transfers_end_after_they_begin(flat: Traces) -
 
 @pytest.mark.parametrize(("nodes", "settings"), [(1, {}), (2, {}), (1, {"slots": 2, "prefetch": 1})])
 def test_a_slot_holds_one_thing_at_a_time(flat: Traces, nodes: int, settings: dict[str, Any]) -> None:
-    found = flat if (nodes, settings) == (1, {}) else traces(nodes=nodes, **settings)
-    for spans, _, slots in found:
+    recorded = flat if (nodes, settings) == (1, {}) else traces(nodes=nodes, **settings)
+    for spans, _, slots in recorded:
         for kind in {span.kind for span in slots}:
             uses = sorted((span for span in slots if span.kind == kind), key=lambda span: span.begin)
             assert all(before.end <= after.begin for before, after in pairwise(uses)), (kind, uses)
-        for span in (one for one in slots if one.kind.startswith("slot")):
-            read = [one for one in spans if (one.phase, one.hop, one.kind) == (span.phase, span.hop, "compute")]
-            assert all(span.begin <= one.begin and one.end <= span.end for one in read)
+        for span in (slot for slot in slots if slot.kind.startswith("slot")):
+            read = [use for use in spans if (use.phase, use.hop, use.kind) == (span.phase, span.hop, "compute")]
+            assert all(span.begin <= c.begin and c.end <= span.end for c in read)
         kept = [span.name for span in slots if span.phase == "forward"]
         assert len(kept) == len(set(kept)) == WORLD - 1
 
@@ -103,8 +103,8 @@ def test_on_a_gpu_points_are_events_on_their_streams(monkeypatch: pytest.MonkeyP
     clock = _Clock(CUDA)
     fake.calls.clear()
     begin, stream = _Begin(clock), object()
-    for one in (stream, object()):  # a second stream does not move it
-        begin.order(one)  # type: ignore[arg-type]
+    for stream_of_call in (stream, object()):  # a second stream does not move it
+        begin.order(stream_of_call)  # type: ignore[arg-type]
     end = clock.now(stream)  # type: ignore[arg-type]
     assert begin.stream is stream and fake.calls == []
     assert 0 <= clock.seconds(end) - clock.seconds(begin.at) < 10

@@ -37,11 +37,11 @@ def test_each_rank_takes_its_own_tiles(folders: tuple[Path, Path], monkeypatch: 
     """And the result is that of one device, forward and backward, whatever the others' tiles are."""
     for gpu, tile in TILES.items():
         save(folders[0], gpu, [entry(point(kernel, mask), tile) for kernel in KERNELS for mask in ("full", "bounded")])
-    here, seen = threading.local(), [set[Tile]() for _ in GPUS]
+    here, tiles = threading.local(), [set[Tile]() for _ in GPUS]
     monkeypatch.setattr(choice, "gpu_of", lambda device: getattr(here, "gpu", None))
 
     def noted(tile: Tile) -> dict[str, Any]:
-        seen[here.rank].add(tile)
+        tiles[here.rank].add(tile)
         return launch.options(tile)
 
     monkeypatch.setattr(attention, "options", noted)
@@ -59,7 +59,7 @@ def test_each_rank_takes_its_own_tiles(folders: tuple[Path, Path], monkeypatch: 
     with LocalWorld(len(GPUS)) as world:
         parts = world.run(rank)
     for number, gpu in enumerate(GPUS):
-        assert seen[number] == {TILES[gpu]}
+        assert tiles[number] == {TILES[gpu]}
     whole = [x.double().requires_grad_() for x in (q, k, v)]
     exact = reference.attention(*whole, causal=True)[0]
     right = [exact.detach(), *torch.autograd.grad(exact, whole, dout.double())]

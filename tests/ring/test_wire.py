@@ -45,7 +45,7 @@ def receive(by: Wire, travelled: tuple[Tensor, ...], like: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_changes_nothing_is_no_wire(dtype: torch.dtype) -> None:
+def test_wires_of_the_same_dtype_are_none(dtype: torch.dtype) -> None:
     assert wire_of(None, dtype) is None
     assert (wire_of("bfloat16", dtype) is None) == (dtype == torch.bfloat16)
     assert grad_wire_of(None) is grad_wire_of(torch.float32) is grad_wire_of("float32") is None

@@ -72,32 +72,32 @@ def exact_with_sink(
 
 def pytorch(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None = None,
-    *, seen: Tensor | None = None, softmax_scale: float | None = None, modified: Modified = PLAIN,
+    *, visible: Tensor | None = None, softmax_scale: float | None = None, modified: Modified = PLAIN,
 ) -> Results:  # fmt: skip
-    """PyTorch's SDPA in the dtype of ``q``, with ``seen`` as its mask (True: visible), the bias added to that.
+    """PyTorch's SDPA in the dtype of ``q``, with ``visible`` as its mask (True: visible), the bias added to that.
 
-    ``seen`` is bool ``[Sq, Sk]`` or ``[B, Sq, Sk]``. SDPA has no softcap, and none of its dropout masks can be asked
+    ``visible`` is bool ``[Sq, Sk]`` or ``[B, Sq, Sk]``. SDPA has no softcap, and none of its dropout masks can be asked
     for: with either it is attention as it is written in torch, each operation in the dtype of ``q``. It has no sink
     either: that is one more key of each head, whose value is 0, and whose bias is the sink. Nor does it return
     ``lse``: that is PyTorch's ``logsumexp`` in fp32 (float64 for float64), which every attention uses. Rows that see
     nothing are kept from it, since conventions differ on them: ``out = 0``, ``lse = -inf``.
     """
-    given = (q, k, v, dout, dlse, modified.sink)
-    return pytorch_with_sink(*given, seen=seen, softmax_scale=softmax_scale, modified=modified)[0]
+    inputs = (q, k, v, dout, dlse, modified.sink)
+    return pytorch_with_sink(*inputs, visible=visible, softmax_scale=softmax_scale, modified=modified)[0]
 
 
 def pytorch_with_sink(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, sink: Tensor | None,
-    *, seen: Tensor | None, softmax_scale: float | None = None, modified: Modified = PLAIN,
+    *, visible: Tensor | None, softmax_scale: float | None = None, modified: Modified = PLAIN,
 ) -> tuple[Results, Tensor | None]:  # fmt: skip
     """The same, and the gradient of the sink, where there is one."""
     modified = modified._replace(sink=None if sink is None else sink.detach().clone().requires_grad_())
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    seen = by_batch(torch.ones(q.shape[1], k.shape[1], dtype=torch.bool) if seen is None else seen)
+    visible = by_batch(torch.ones(q.shape[1], k.shape[1], dtype=torch.bool) if visible is None else visible)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     queries, keys, values = (x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in leaves)
     wide = torch.promote_types(q.dtype, torch.float32)
-    bias, blind = _bias(seen, modified, wide)
+    bias, blind = _bias(visible, modified, wide)
     if modified.sink is not None:
         keys, values = (pad(x, (0, 0, 0, 1)) for x in (keys, values))
     plain = modified.softcap == 0 and modified.factors is None
@@ -127,16 +127,16 @@ def _capped(scores: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
-def _bias(seen: Tensor, modified: Modified, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _bias(visible: Tensor, modified: Modified, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What is added to scores, ``[B or 1, H or 1, Sq, Sk]`` and one more key with a sink, and which rows are blind.
 
     A row that sees nothing is shown everything here; its results are taken away, and with them its gradients.
     """
-    blind = ~seen.any(-1)
+    blind = ~visible.any(-1)
     if modified.sink is not None:
         blind = blind & (modified.sink == -torch.inf)[:, None]
     bias = torch.zeros(()).to(dtype) if modified.bias is None else modified.bias.to(dtype)
-    bias = (bias + torch.zeros(seen.shape, dtype=dtype)).masked_fill(~(seen | blind[..., None]), -torch.inf)
+    bias = (bias + torch.zeros(visible.shape, dtype=dtype)).masked_fill(~(visible | blind[..., None]), -torch.inf)
     if modified.sink is not None:
         heads = len(modified.sink)
         column = modified.sink.to(dtype)[:, None, None].expand(bias.shape[0], heads, bias.shape[2], 1)
@@ -144,9 +144,9 @@ def _bias(seen: Tensor, modified: Modified, dtype: torch.dtype) -> tuple[Tensor,
     return bias, blind
 
 
-def operator_lse(q: Tensor, k: Tensor, seen: Tensor, softmax_scale: float | None, sink: Tensor | None) -> Tensor:
+def operator_lse(q: Tensor, k: Tensor, visible: Tensor, softmax_scale: float | None, sink: Tensor | None) -> Tensor:
     """``lse`` as PyTorch's CPU flash attention has it: in 16 bit its own exponential makes it less exact than fp32."""
-    bias, blind = _bias(by_batch(seen), Modified(sink=sink), q.dtype)
+    bias, blind = _bias(by_batch(visible), Modified(sink=sink), q.dtype)
     queries, keys = (x.detach().transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k))
     keys = keys if sink is None else pad(keys, (0, 0, 0, 1))
     if keys.shape[2] == 0:  # it cannot do without keys

@@ -22,10 +22,10 @@ def path(index: int, *, gpus: int = 8, per_switch: int = 1, device: str = "gpu")
 def nics(count: int = 8, *, gpus: int = 8, per_switch: int = 1, gigabits: float = 400) -> tuple[Nic, ...]:
     """One adapter beside every ``gpus / count``-th GPU, and a slow one for management."""
     step = gpus // count
-    found = [
+    nearest = [
         Nic(f"mlx5_{i}", gigabits, path(i * step, gpus=gpus, per_switch=per_switch, device="nic")) for i in range(count)
     ]
-    return (*found, Nic("eno1", 25, ("numa0", "pci9", "nic9")))
+    return (*nearest, Nic("eno1", 25, ("numa0", "pci9", "nic9")))
 
 
 def hgx(host: str, order: Iterable[int] = range(8), *, adapters: int = 8) -> list[DeviceInfo]:

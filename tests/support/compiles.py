@@ -82,18 +82,18 @@ def with_imports(path: Path) -> frozenset[Path]:
     if path.is_dir():
         return frozenset(file for file in path.iterdir() if file.is_file())
     top = ROOT / path.relative_to(ROOT).parts[0]
-    found: set[Path] = set()
+    files: set[Path] = set()
     waiting = [path]
     while waiting:
-        if (file := waiting.pop()) not in found:
-            found.add(file)
+        if (file := waiting.pop()) not in files:
+            files.add(file)
             imports = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom))
             for node in imports:
                 if node.level:
                     base = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-                    near = [base.with_suffix(".py"), *(base / f"{one.name}.py" for one in node.names)]
-                    waiting += [one for one in near if one.exists() and one.is_relative_to(top)]
-    return frozenset(found)
+                    near = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
+                    waiting += [candidate for candidate in near if candidate.exists() and candidate.is_relative_to(top)]
+    return frozenset(files)
 
 
 class Recorder:

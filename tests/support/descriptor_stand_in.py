@@ -23,13 +23,13 @@ def install(patch: pytest.MonkeyPatch) -> set[str]:
     builder, moved = interpreter.InterpreterBuilder, set[str]()
     load, store = builder.create_descriptor_load, builder.create_descriptor_store
 
-    def spied_load(self: Any, *given: Any) -> Any:
+    def spied_load(self: Any, *args: Any) -> Any:
         moved.add("load")
-        return load(self, *given)
+        return load(self, *args)
 
-    def spied_store(self: Any, *given: Any) -> Any:
+    def spied_store(self: Any, *rest: Any) -> Any:
         moved.add("store")
-        return store(self, *given)
+        return store(self, *rest)
 
     def add(self: Any, kind: Any, desc: Any, value: Any, indices: Any) -> None:
         moved.add("add")

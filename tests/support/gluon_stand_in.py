@@ -60,9 +60,9 @@ def pointer(x: torch.Tensor | None) -> Pointer | None:
 def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Any:
     offsets = torch.as_tensor(pointer.offsets)
     mask = torch.ones_like(offsets, dtype=torch.bool) if mask is None else mask.expand(offsets.shape)
-    found = torch.full(offsets.shape, 0 if other is None else other, dtype=pointer.memory.dtype)
-    found[mask] = pointer.memory[offsets[mask]]
-    return found.as_subclass(Tensor)
+    loaded = torch.full(offsets.shape, 0 if other is None else other, dtype=pointer.memory.dtype)
+    loaded[mask] = pointer.memory[offsets[mask]]
+    return loaded.as_subclass(Tensor)
 
 
 def store(pointer: Pointer, value: Any, mask: Any) -> None:
@@ -402,13 +402,13 @@ def kernel(machine: Machine, name: str = "hopper") -> SimpleNamespace:
     """``kernels.experimental.hopper``, or another module, as this machine runs it."""
     triton, modules = language(machine), dict[str, SimpleNamespace]()
 
-    def imported(name: str, *given: Any) -> Any:
+    def imported(name: str, *args: Any) -> Any:
         if name.partition(".")[0] == "triton":
             return triton
-        *_, wanted, level = given
+        *_, wanted, level = args
         if not level:
-            return __import__(name, *given)
-        return module(name) if name in FILES else SimpleNamespace(**{one: module(one) for one in wanted})
+            return __import__(name, *args)
+        return module(name) if name in FILES else SimpleNamespace(**{file: module(file) for file in wanted})
 
     def module(name: str) -> SimpleNamespace:
         if name not in modules:

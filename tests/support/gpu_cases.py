@@ -249,9 +249,9 @@ def captured(device: torch.device) -> None:
             return out
 
     with LocalWorld(world, device=device) as ranks:
-        found = layout.unshard(ranks.run(fn))
+        results = layout.unshard(ranks.run(fn))
     alone, _ = attention(*whole, causal=True)
-    torch.testing.assert_close(found.double(), alone, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(results.double(), alone, rtol=2e-2, atol=2e-2)
 
 
 def compiled(device: torch.device) -> None:
@@ -263,12 +263,11 @@ def compiled(device: torch.device) -> None:
         assert isinstance(out, Tensor)
         return out
 
-    found = []
+    results = []
     for function in (block, torch.compile(block, fullgraph=True)):
         out = function(*leaves)
-        found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)])
-    for eager, graph in zip(*found, strict=True):
-        torch.testing.assert_close(graph, eager, rtol=0, atol=0)
+        results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def hopper(device: torch.device) -> None:

@@ -48,11 +48,11 @@ Tell = Callable[[str, str], None]
 
 def telling(file: Path) -> Tell:
     """Writes at once: a later case may end the process."""
-    told: dict[str, str] = {}
+    messages: dict[str, str] = {}
 
     def tell(name: str, text: str) -> None:
-        told[name] = text
-        file.write_text(json.dumps(told))
+        messages[name] = text
+        file.write_text(json.dumps(messages))
 
     return tell
 
@@ -84,10 +84,10 @@ def transfers(group: Group, transport: str, device: torch.device, tell: Tell) ->
     """The conformance suite, up to the first case that fails: the peers are out of step from there on."""
     for name, case in transfers_of(transport, device).items():
         opened = transport_of(group, transport, device)
-        told = traceback_of(case, opened, device)
+        error = traceback_of(case, opened, device)
         opened.close()
-        tell(name, told)
-        if told:
+        tell(name, error)
+        if error:
             return
 
 
@@ -192,13 +192,13 @@ def main(part: str, transport: str, world: int, folder: Path) -> None:
     # Forked before anything touches CUDA: torch is imported once.
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=process, args=(part, transport, rank, world, folder)) for rank in range(world)]
-    for one in ranks:
-        one.start()
+    for running in ranks:
+        running.start()
     ended: dict[int, tuple[int, float]] = {}
     while len(ended) < world:
-        for rank, one in enumerate(ranks):
-            if rank not in ended and one.exitcode is not None:
-                ended[rank] = (one.exitcode, time.time())
+        for rank, running in enumerate(ranks):
+            if rank not in ended and running.exitcode is not None:
+                ended[rank] = (running.exitcode, time.time())
         time.sleep(0.01)
     (folder / "ends.json").write_text(json.dumps([ended[rank] for rank in range(world)]))
 

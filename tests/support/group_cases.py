@@ -122,9 +122,9 @@ def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> Non
     failed = "rank 1: RuntimeError: out of memory"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "_make", make)
-        patch.setattr(groups, "choose", lambda *given: ([("nccl",), ("process_group",)], ["local: of another kind"]))
+        patch.setattr(groups, "choose", lambda *args: ([("nccl",), ("process_group",)], ["local: of another kind"]))
         transport = open_transport(group, device="cpu")
-        patch.setattr(groups, "choose", lambda *given: ([("nccl",)], []))
+        patch.setattr(groups, "choose", lambda *rest: ([("nccl",)], []))
         for name, match in (("nccl", f"^{failed}$"), ("auto", '"auto" finds none that works')):
             with pytest.raises(TransportError, match=match):
                 open_transport(group, transport=name, device="cpu")

@@ -146,19 +146,19 @@ def ends(bounds: Bounds, queries: int, keys: int) -> list[tuple[int, int]]:
 
 def dense(bounds: Bounds, queries: int, keys: int) -> Tensor:
     """bool ``[queries, keys]``, pair by pair."""
-    seen = [[lo <= key < hi for key in range(keys)] for lo, hi in ends(bounds, queries, keys)]
-    return torch.tensor(seen, dtype=torch.bool).reshape(queries, keys)
+    pairs = [[lo <= key < hi for key in range(keys)] for lo, hi in ends(bounds, queries, keys)]
+    return torch.tensor(pairs, dtype=torch.bool).reshape(queries, keys)
 
 
 def visible(bounds: Bounds, batch: int, queries: int, keys: int) -> Tensor:
     """The same for every batch row and whatever narrows the interval, ``[B, 1, queries, keys]``."""
-    seen = dense(bounds, queries, keys).expand(batch, 1, queries, keys).clone()
+    pairs = dense(bounds, queries, keys).expand(batch, 1, queries, keys).clone()
     if bounds.seqused_k is not None:
-        seen &= torch.arange(keys) < bounds.seqused_k[:, None, None, None]
+        pairs &= torch.arange(keys) < bounds.seqused_k[:, None, None, None]
     if bounds.block_sparse is not None:
         rows, columns = (torch.arange(count) // bounds.block_sparse.block for count in (queries, keys))
-        seen &= bounds.block_sparse.visible[rows][:, columns]
-    return seen
+        pairs &= bounds.block_sparse.visible[rows][:, columns]
+    return pairs
 
 
 def exact(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> Results:
@@ -177,9 +177,9 @@ def exact(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) 
 
 def pytorch(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> Results:
     """PyTorch's own attention; where nobody sees anything it is not asked (its CPU kernel cannot do without keys)."""
-    seen = dense(bounds, x.q.shape[1], x.k.shape[1])
-    if seen.any():
-        return baselines.pytorch(*x, seen=seen, softmax_scale=softmax_scale)
+    pairs = dense(bounds, x.q.shape[1], x.k.shape[1])
+    if pairs.any():
+        return baselines.pytorch(*x, visible=pairs, softmax_scale=softmax_scale)
     lse = torch.full_like(x.dlse, -torch.inf)
     return Results(torch.zeros_like(x.dout), lse, *(torch.zeros_like(t) for t in (x.q, x.k, x.v)))
 
@@ -204,7 +204,7 @@ def ours(
 def magnitudes(
     x: Inputs,
     truth: Results,
-    seen: Tensor,
+    pairs: Tensor,
     softmax_scale: float | None = None,
     *,
     few_keys: bool = False,
@@ -231,7 +231,7 @@ def magnitudes(
         scores, derivative = modified.softcap * tanh, 1 - tanh**2 + exponent
     bias = torch.zeros(()) if modified.bias is None else modified.bias
     factors = torch.ones(()) if modified.factors is None else modified.factors
-    p = (scores + bias - lse).exp().masked_fill(~by_batch(seen), 0.0)
+    p = (scores + bias - lse).exp().masked_fill(~by_batch(pairs), 0.0)
     size = lse.abs().nan_to_num(posinf=0.0)
     sizes = (q.abs() @ k.abs().mT * scale if few_keys else scores.abs()) + bias.abs() + size
     p *= 1 + exponent * sizes
@@ -244,7 +244,7 @@ def magnitudes(
     terms = {"out": p @ v.abs(), "dq": ds @ k.abs(), "dk": ds.mT @ q.abs(), "dv": p.mT @ dout.abs()}
     terms |= {name: terms[name].unflatten(1, (-1, group)).sum(2) for name in ("dk", "dv")}
     if few_keys:
-        terms["lse"] = torch.cat([sizes.masked_fill(~by_batch(seen), 0.0), size], -1)
+        terms["lse"] = torch.cat([sizes.masked_fill(~by_batch(pairs), 0.0), size], -1)
     return {name: sums.max().item() for name, sums in terms.items() if sums.numel()}
 
 
@@ -276,6 +276,26 @@ def tiles(block_q: int, block_k: int) -> KernelConfig:
     """The same tile for every kernel."""
     tile = Tile(block_q, block_k, 4, 1)
     return KernelConfig(tile, tile, tile)
+
+
+def hops(
+    x: Inputs, bounds: Bounds, cuts: Sequence[int], *, final: bool = True, config: KernelConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """Forward, key shard after key shard, the state carried; every later launch continues it in place."""
+    state: tuple[Tensor, Tensor] | None = None
+    q, k, v = (t.to(__getattr__("DEVICE")) for t in x[:3])
+    for number, (begin, end) in enumerate(pairwise(cuts), 2):
+        last, near = final and number == len(cuts), part(bounds, begin, end).to(q.device)
+        out, lse = attention_forward(
+            q, k[:, begin:end], v[:, begin:end], bounds=near, state=state, final=last, config=config
+        )
+        assert out.dtype == (x.q.dtype if last else torch.float32)
+        if state is not None:
+            assert lse is state[1]
+            assert (out is state[0]) == (out.dtype == torch.float32)
+        state = out, lse
+    assert state is not None
+    return state
 
 
 def dkdv_of_shards(

@@ -84,8 +84,8 @@ GROUPS: dict[str, tuple[Check, dict[str, tuple[int, ...]]]] = {
 def main(group: str) -> Iterator[str]:
     check, calls = GROUPS[group]
     for spec, sizes in calls.items():
-        (found,) = select(f"{spec}:mha")
-        variant = replace(found, sizes=Sizes(*sizes))
+        (selected,) = select(f"{spec}:mha")
+        variant = replace(selected, sizes=Sizes(*sizes))
         made: Any = compiled(variant.launch, variant.arch).binary
         assert made.metadata.shared <= SHARED_LIMIT[variant.arch]
         check(variant, made.asm["ptx"])

@@ -83,7 +83,7 @@ def sees(mask: Mask, query: int, key: int, row: int | None = None) -> bool:
 
 def seen_shards(layout: Layout, mask: Mask, keys: Layout) -> list[tuple[int, int]]:
     """(rank, shard) where some query of the rank sees some key of the shard, pair by pair."""
-    queries, theirs = ([one.positions(rank).tolist() for rank in range(one.world)] for one in (layout, keys))
+    queries, theirs = ([held.positions(rank).tolist() for rank in range(held.world)] for held in (layout, keys))
     return [
         (rank, shard)
         for rank, shard in product(range(layout.world), range(keys.world))
@@ -93,8 +93,8 @@ def seen_shards(layout: Layout, mask: Mask, keys: Layout) -> list[tuple[int, int
 
 def document(documents: Documents, position: int) -> int | None:
     """The number of the document that a position lies in."""
-    found = [i for i, (start, end) in enumerate(pairwise(documents.boundaries)) if start <= position < end]
-    return found[0] if found else None
+    containing = [i for i, (start, end) in enumerate(pairwise(documents.boundaries)) if start <= position < end]
+    return containing[0] if containing else None
 
 
 @st.composite

@@ -158,9 +158,9 @@ def begin(
     if case.through_lse:
         grads["lse"] = taken(case.layout, case.whole["dlse"], rank, 2)
     pattern = case.call.get("block_mask")
-    given = tensors | grads | case.call | {"block_mask": getattr(pattern, "visible", pattern)}
-    given |= {"learnable_sink": leaves.get("s")}
-    kept = [(name, x, x._version, stored(x)) for name, x in given.items() if isinstance(x, Tensor)]
+    options = tensors | grads | case.call | {"block_mask": getattr(pattern, "visible", pattern)}
+    options |= {"learnable_sink": leaves.get("s")}
+    kept = [(name, x, x._version, stored(x)) for name, x in options.items() if isinstance(x, Tensor)]
     arguments = {name: x for name, x in leaves.items() if name != "s"} | case.call | where
     arguments |= {"layout": case.layout, "kv_layout": case.kv_layout, "learnable_sink": leaves.get("s")}
     change(arguments)
@@ -243,11 +243,11 @@ def added(case: Case, parts: list[Expected]) -> Expected:
 
     names = ("dk", "dv")
     sizes = {
-        name: (sum if name in names else max)(one.sizes.get(name, 0.0) for one in parts) for name in parts[0].sizes
+        name: (sum if name in names else max)(part.sizes.get(name, 0.0) for part in parts) for name in parts[0].sizes
     }
-    sinks = [one.sinks for one in parts if one.sinks is not None]
+    sinks = [part.sinks for part in parts if part.sinks is not None]
     total = (sum(x[0] for x in sinks), sum(x[1] for x in sinks), sum(x[2] for x in sinks)) if sinks else None
-    return Expected(whole([one.truth for one in parts]), whole([one.theirs for one in parts]), sizes, total)  # type: ignore[arg-type]
+    return Expected(whole([part.truth for part in parts]), whole([part.theirs for part in parts]), sizes, total)  # type: ignore[arg-type]
 
 
 def travelled(x: Tensor, by: Wire | None) -> Tensor:
@@ -281,17 +281,17 @@ def of_queries(case: Case, rows: Tensor, whole: dict[str, Tensor]) -> Expected:
     scale = options.get("softmax_scale")
     dlse = whole["dlse"][:, :, rows] * case.through_lse
     x = Inputs(whole["q"][:, rows], whole["k"][:, columns], whole["v"][:, columns], whole["dout"][:, rows], dlse)
-    seen = pairs(rows, columns, options)
+    visible = pairs(rows, columns, options)
     modified = Modified.of((x.q.shape[0], x.q.shape[2], len(rows), len(columns)), rows, columns, options)
     truth, dsink = exact_with_sink(*x, case.sink, q_positions=rows, k_positions=columns, **options)
-    theirs, their_dsink = pytorch_with_sink(*x, case.sink, seen=seen, softmax_scale=scale, modified=modified)
+    theirs, their_dsink = pytorch_with_sink(*x, case.sink, visible=visible, softmax_scale=scale, modified=modified)
     sinks = None
     if case.sink is not None and dsink is not None and their_dsink is not None:
         sinks = dsink, their_dsink, size_of_sink(case.sink, truth, x)
     # in 16 bit the exponential of PyTorch's CPU operator is less than exact
     if case.call.get("backend", "aten") != "triton" and x.q.dtype != torch.float32:
-        theirs = theirs._replace(lse=operator_lse(x.q, x.k, seen, scale, case.sink))
-    return Expected(truth, theirs, magnitudes(x, truth, seen, scale, few_keys=True, modified=modified), sinks)
+        theirs = theirs._replace(lse=operator_lse(x.q, x.k, visible, scale, case.sink))
+    return Expected(truth, theirs, magnitudes(x, truth, visible, scale, few_keys=True, modified=modified), sinks)
 
 
 def size_of_sink(sink: Tensor, truth: Results, x: Inputs) -> float:

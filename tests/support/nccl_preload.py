@@ -35,8 +35,8 @@ def library(environment: Mapping[str, str] = os.environ) -> Path | None:
     except ModuleNotFoundError:  # there is no package `nvidia` either
         return None
     folders = package.submodule_search_locations if package is not None else None
-    found = (Path(folder, "lib", "libnccl.so.2") for folder in folders or ())
-    return next((path.resolve() for path in found if path.is_file()), None)
+    paths = (Path(folder, "lib", "libnccl.so.2") for folder in folders or ())
+    return next((path.resolve() for path in paths if path.is_file()), None)
 
 
 def version_of(path: Path) -> tuple[int, int, int]:
@@ -53,8 +53,8 @@ def cannot_share(environment: Mapping[str, str] = os.environ) -> str | None:
     version = version_of(path)
     if version >= SHARING:
         return None
-    found = ".".join(map(str, version))
-    return f"ranks that share a GPU need NCCL 2.30, {path} is {found}: name a newer one in {VARIABLE}"
+    version_text = ".".join(map(str, version))
+    return f"ranks that share a GPU need NCCL 2.30, {path} is {version_text}: name a newer one in {VARIABLE}"
 
 
 def preload(environment: Mapping[str, str] = os.environ) -> None:

@@ -12,7 +12,7 @@ def pairwise_cases(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     values = [tuple(axis) for axis in axes]
     rows = list(product(*(range(len(some)) for some in values)))
     pairs = {row: {(i, j, row[i], row[j]) for i, j in combinations(range(len(row)), 2)} for row in rows}
-    left = {pair for found in pairs.values() for pair in found}
+    left = {pair for open_pairs in pairs.values() for pair in open_pairs}
     chosen = []
     while left:
         best = max(rows, key=lambda row: len(pairs[row] & left))

@@ -21,7 +21,7 @@ from torch import Tensor
 from ringattn.comm import Fence, Message, Slots
 from ringattn.comm.transport import DONE, Edge
 from ringattn.ring import loop
-from ringattn.ring.buffers import BETWEEN, INSIDE, Call, Key, Kind, Tensors, chunks_of
+from ringattn.ring.buffers import BETWEEN, INSIDE, Key, Kind, RingCall, Tensors, chunks_of
 from ringattn.ring.schedule.plan import HopMask, Plan
 from ringattn.ring.schedule.schedule import Schedule
 
@@ -88,7 +88,7 @@ class World:
     def wait(self, group: Group) -> None:
         self.waits[group.rank] = group
         while not group.done():
-            stuck = len(self.waits) == self.running and not any(one.done() for one in self.waits.values())
+            stuck = len(self.waits) == self.running and not any(wait.done() for wait in self.waits.values())
             assert not stuck and not self.errors, f"deadlock: ranks {sorted(self.waits)} wait"
             self.turn.wait()
         del self.waits[group.rank]
@@ -103,11 +103,11 @@ class World:
             for (at, rank), source in running.items():
                 for message in [*source.sends]:
                     target = running.get((at, message.peer))
-                    into = next((one for one in target.receives if one.peer == rank), None) if target else None
+                    into = next((each for each in target.receives if each.peer == rank), None) if target else None
                     if target and into:
                         into.tensor.copy_(message.tensor)
-                        source.sends = [one for one in source.sends if one is not message]
-                        target.receives = [one for one in target.receives if one is not into]
+                        source.sends = [each for each in source.sends if each is not message]
+                        target.receives = [each for each in target.receives if each is not into]
                         moved = True
                         self.turn.notify_all()
 
@@ -178,7 +178,7 @@ class Rank:
             x.copy_(before)
             x[..., self.rank] += bounds.computes
 
-    def run(self, call: Call, size: int) -> None:
+    def run(self, call: RingCall, size: int) -> None:
         k, v = (torch.full((1, 1, len(call.chunks), size), float(self.rank)) for _ in range(2))
         backends = [self] * len(call.chunks)
         if call.phase == "forward":
@@ -225,7 +225,7 @@ def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1)
     def one(rank: int) -> None:
         mine = steps(plan, rank)
         transports: Any = tuple(Level(world, level, rank, edges) for level, edges in enumerate(plan.edges))
-        call = Call(
+        call = RingCall(
             plan=mine,
             phase=phase,
             transports=transports,

@@ -31,8 +31,8 @@ def suite() -> dict[str, Any]:
     """A part that is right, and one that fails by a number."""
     wrong = "error of dq (dtype float16) is 2.0, at most 1 allowed"
     rows = [
-        {"part": part, "state": state, "seconds": 9.5, "found": found, "command": "python"}
-        for part, state, found in (("speed", "done", "3 rows"), ("right", "failed", wrong))
+        {"part": part, "state": state, "seconds": 9.5, "found": outcome, "command": "python"}
+        for part, state, outcome in (("speed", "done", "3 rows"), ("right", "failed", wrong))
     ]
     units = {"part": "", "state": "", "seconds": "s", "found": "", "command": ""}
     return result("bench suite", units, rows, failed=[f"right: {wrong}"])

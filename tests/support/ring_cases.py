@@ -72,8 +72,8 @@ def rank_part(
     with Ring(group, **(ring or {})) as kept:
         for _ in range(calls):
             out, lse = ring_attention(q, k, v, layout=layout, ring=kept, return_lse=True, **call)
-            found = (out.detach(), lse.detach(), *torch.autograd.grad((out, lse)[: len(grads)], (q, k, v), grads))
-        return [x.cpu() for x in found]
+            results = (out.detach(), lse.detach(), *torch.autograd.grad((out, lse)[: len(grads)], (q, k, v), grads))
+        return [x.cpu() for x in results]
 
 
 def together(layout: Layout, parts: Sequence[Sequence[Tensor]]) -> Results:
@@ -91,10 +91,10 @@ def check_results(ours: Results, whole: dict[str, Tensor], *, causal: bool, **ca
     """The same of results that are there."""
     tensors = [whole[name] for name in ("q", "k", "v", "dout", "dlse")]
     tokens = whole["q"].shape[1]
-    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril(0 if causal else tokens)
-    theirs, truth = pytorch(*tensors, seen=seen), exact(*tensors, causal=causal)
+    visible = torch.ones(tokens, tokens, dtype=torch.bool).tril(0 if causal else tokens)
+    theirs, truth = pytorch(*tensors, visible=visible), exact(*tensors, causal=causal)
     if call.get("backend") == "aten" and whole["q"].dtype != torch.float32:
         # in 16 bit the operator's own is less than exact
-        theirs = theirs._replace(lse=operator_lse(whole["q"], whole["k"], seen, None, None))
+        theirs = theirs._replace(lse=operator_lse(whole["q"], whole["k"], visible, None, None))
     for name in Results._fields:
         assert_as_exact_as_pytorch(name, getattr(ours, name), getattr(theirs, name), getattr(truth, name))

@@ -75,8 +75,8 @@ def stand_in(part: Part) -> tuple[str, ...]:
 
 def case(name: str, file: str, patch: pytest.MonkeyPatch) -> int:
     """A case of a GPU, on the CPU."""
-    one = device_cases.CASES["cuda"][name]
-    run, arguments = (one.func, one.keywords) if isinstance(one, partial) else (one, {})
+    run_case = device_cases.CASES["cuda"][name]
+    run, arguments = (run_case.func, run_case.keywords) if isinstance(run_case, partial) else (run_case, {})
     if run is accuracy.accuracy:
         hopper_by_another(patch)
     if run is speed.targets:

@@ -216,16 +216,16 @@ def nothing_leaves_before_after_is_over(transport: Transport, device: torch.devi
 def nothing_arrives_before_after_is_over(transport: Transport, device: torch.device) -> None:
     onward, back = neighbours(transport)
     arrived = filled(-2, LARGE // 4, device)
-    seen: list[float] = []
+    readings: list[float] = []
 
     def still_reading() -> None:
         time.sleep(0.05 * (1 + transport.rank))
-        seen.extend(values(arrived))
+        readings.extend(values(arrived))
 
     sends = [Message(onward, filled(transport.rank, LARGE // 4, device))]
     reading = Calling(still_reading)
     transport.post(sends=sends, receives=[Message(back, arrived)], after=[reading]).wait()
-    assert seen == [-2]
+    assert readings == [-2]
     assert values(arrived) == [back]
 
 
@@ -401,9 +401,9 @@ def an_aborted_transport_refuses_posts(transport: Transport, device: torch.devic
     transport.gather(None)  # nobody aborts under another rank's last transfer
     transport.abort("somebody said so")
     transport.abort("for the second time")
-    told = rf"the {transport.name} transport of rank \d was aborted: somebody said so"
+    message = rf"the {transport.name} transport of rank \d was aborted: somebody said so"
     for _ in range(2):
-        with pytest.raises(TransportError, match=told):
+        with pytest.raises(TransportError, match=message):
             transport.post(sends=[], receives=[])
     transport.close()
 

@@ -19,8 +19,8 @@ def main() -> int:
         for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))):
             for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1):
                 (Path(folder) / f"{page.stem}_{number}.py").write_text(GIVEN + block)
-        found, trouble, code = api.run(["--config-file", str(ROOT / "pyproject.toml"), folder])
-    print(found, trouble, end="")
+        output, trouble, code = api.run(["--config-file", str(ROOT / "pyproject.toml"), folder])
+    print(output, trouble, end="")
     return code
 
 

@@ -70,9 +70,9 @@ def controls(size: int, patience: float = 5.0) -> list[Control]:
 def on_all(ranks: Sequence[T], fn: Callable[[T], Any]) -> list[Any]:
     """What `fn` returns, or raises, for each; all at the same time."""
 
-    def call(one: T) -> Any:
+    def call(rank: T) -> Any:
         try:
-            return fn(one)
+            return fn(rank)
         except Exception as error:
             return error
 

@@ -31,9 +31,9 @@ def bits(x: Tensor) -> Tensor:
 
 
 def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for one, other in zip(got, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(bits(one), bits(other))
+    for actual, other in zip(got, expected, strict=True):
+        assert actual.dtype == other.dtype
+        assert torch.equal(bits(actual), bits(other))
 
 
 def allowed(x: Tensor, scale: Tensor) -> Tensor:

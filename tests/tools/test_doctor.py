@@ -262,7 +262,7 @@ def stranger(unknown: str) -> list[DeviceInfo]:
     return [*hgx("a")[:1], DeviceInfo("a", "GPU-7", unknown=unknown)]
 
 
-@pytest.mark.parametrize(("found", "status", "text"), [
+@pytest.mark.parametrize(("finding", "status", "text"), [
     (machine.versions([WELL, WELL]), OK, "torch 2.13, triton 3.7, driver 580, Python 3.11"),
     (machine.versions([WELL, WELL, TORCH_14]), FAIL, "torch ranks 0 and 1: 2.13; rank 2: 2.14"),
     (machine.libraries([WELL, OTHER_NCCL], on_gpu=True), FAIL, "rank 0: 2.29.7; rank 1: 2.27.3"),
@@ -281,10 +281,10 @@ def stranger(unknown: str) -> list[DeviceInfo]:
     ),
     (machine.settings([{**WELL, "settings": {machine.IMPLICIT_ORDER: "1"}}]), OK, "NCCL_LAUNCH_ORDER_IMPLICIT=1"),
 ])  # fmt: skip
-def test_the_machine(found: Finding, status: str, text: str) -> None:
-    assert found.status == status and text in found.text, found
-    assert bool(found.todo) == (status == FAIL)
-    assert f"{machine.IMPLICIT_ORDER}=1; " not in found.text
+def test_the_machine(finding: Finding, status: str, text: str) -> None:
+    assert finding.status == status and text in finding.text, finding
+    assert bool(finding.todo) == (status == FAIL)
+    assert f"{machine.IMPLICIT_ORDER}=1; " not in finding.text
 
 
 # -- parts
@@ -292,12 +292,12 @@ def test_the_machine(found: Finding, status: str, text: str) -> None:
 
 def test_rounds_share_no_node() -> None:
     ring = ring_topology([place for host in range(16) for place in hgx(f"h{host}")])
-    turns, seen = [*doctor_ring.rounds(ring)], []
+    turns, edges = [*doctor_ring.rounds(ring)], []
     for turn in turns:
         hosts = [{ring.devices[rank].host for rank in edge[:2]} for edge in turn]
         assert sum(map(len, hosts)) == len(set().union(*hosts))
-        seen += turn
-    assert sorted(seen) == sorted(ring.edges) and len(turns) < 32
+        edges += turn
+    assert sorted(edges) == sorted(ring.edges) and len(turns) < 32
 
 
 def test_warmed_edges() -> None:
@@ -308,8 +308,8 @@ def test_warmed_edges() -> None:
 
 
 def test_texts() -> None:
-    found = Finding("a check", FAIL, "broken", "mend it")
-    assert str(found) == "FAIL     a check: broken"
-    assert findings.closing([found, Finding("b", OK, "")])[-1] == "what to do: mend it"
+    finding = Finding("a check", FAIL, "broken", "mend it")
+    assert str(finding) == "FAIL     a check: broken"
+    assert findings.closing([finding, Finding("b", OK, "")])[-1] == "what to do: mend it"
     assert findings.by_rank(["", "x", "y", "x"]) == "ranks 1 and 3: x; rank 2: y"
     assert findings.ranks_text(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"

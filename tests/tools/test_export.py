@@ -51,8 +51,8 @@ def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def filled(kernel: dict[str, Any], rows: int) -> dict[str, int | float]:
     """A different value for every argument, none of which is misaligned."""
     own: dict[str, int | float] = {"rows": rows, "heads": 6, "group": 3, "softmax_scale": 0.125}
-    asked = kernel["arguments"]
-    others = {one["name"]: 160000 + 1000 * i * one.get("multiple_of", 1) for i, one in enumerate(asked, 1)}
+    parameters = kernel["arguments"]
+    others = {entry["name"]: 160000 + 1000 * i * entry.get("multiple_of", 1) for i, entry in enumerate(parameters, 1)}
     return {name: own.get(name, value) for name, value in others.items()}
 
 
@@ -62,9 +62,9 @@ def test_the_launcher_refuses_what_the_binary_cannot_take(export: Export) -> Non
     library, record = export.recording()
     for name, kernel in export.kernels.items():
         values, before = filled(kernel, 100), record.launches
-        aligned = {one["name"]: one["multiple_of"] for one in kernel["arguments"] if "multiple_of" in one}
-        assert {one for one in values if one in ("q", "k", "v", "out", "lse", "dq", "turns_gates")} <= {*aligned}
-        wrongs: list[dict[str, int | float]] = [{one: values[one] + unit // 2} for one, unit in aligned.items()]
+        aligned = {entry["name"]: entry["multiple_of"] for entry in kernel["arguments"] if "multiple_of" in entry}
+        assert {key for key in values if key in ("q", "k", "v", "out", "lse", "dq", "turns_gates")} <= {*aligned}
+        wrongs: list[dict[str, int | float]] = [{key: values[key] + unit // 2} for key, unit in aligned.items()]
         wrongs += [{"rows": -1}, {"columns": -1}, {"heads": -6}, {"softmax_scale": 0.0}, {"softmax_scale": math.nan}]
         wrongs += [{"rows": 2**31 - 1, "heads": 3 * 2**20}, {"group": 4 if name in ("forward", "dq") else 0}]
         wrongs += [{"rows": 2**31 - 1, "heads": 3 * 2**29}]  # a multiple of 2^64 programs
@@ -144,8 +144,8 @@ def test_tiles_of_a_table(
     changed: dict[str, Any], name: str, tile: Tile | None, whence: str, folders: tuple[Path, Path]
 ) -> None:
     save(folders[0], *ENTRIES)
-    found, told = tiles_of(replace(CONFIG, **changed))[name]
-    assert found == (tile or getattr(config_for(90, BF16, 128), name)) and told.endswith(whence)
+    tiles, source = tiles_of(replace(CONFIG, **changed))[name]
+    assert tiles == (tile or getattr(config_for(90, BF16, 128), name)) and source.endswith(whence)
 
 
 BOUNDS = """
@@ -176,8 +176,8 @@ def test_the_bounds_of_a_causal_mask(export: Export) -> None:
     source.write_text(BOUNDS.format(header=f"{export.prefix}.h"))
     assert COMPILER is not None
     subprocess.run([COMPILER, "-std=c99", *WARNINGS, f"-I{export.folder}", source, "-o", program], check=True)
-    told = subprocess.run([program], capture_output=True, text=True, check=True).stdout
-    pairs = [*zip(*[iter(map(int, told.split()))] * 2, strict=True)]
+    output = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    pairs = [*zip(*[iter(map(int, output.split()))] * 2, strict=True)]
     assert pairs[:3] == [(0, 3), (0, 4), (0, 5)]
     assert pairs[3:8] == [(0, 3), (0, 3), (0, 3), (1, 3), (2, 3)]
     assert pairs[8:11] == [(0, 0), (0, 1), (0, 2)]
@@ -201,7 +201,7 @@ def test_the_bounds_of_a_causal_mask(export: Export) -> None:
         ("--gpu NVIDIA-H100", "there is no table of NVIDIA-H100, sm_90, for this version of Triton: "),
     ],
 )
-def test_what_there_is_not(arguments: str, expected: str, tmp_path: Path, folders: tuple[Path, Path]) -> None:
+def test_unsupported_exports(arguments: str, expected: str, tmp_path: Path, folders: tuple[Path, Path]) -> None:
     flags = ["--arch", "sm_90", *arguments.split(), "--out-dir", str(tmp_path / "out")]
     done = CliRunner().invoke(app, flags, env=WIDE)
     assert done.exit_code != 0

@@ -82,8 +82,8 @@ def test_it_launches(flags: str, tmp_path: Path) -> None:
         torch.cuda.synchronize()
     for name, truth in case.expected().items():
         atol = TOLERANCE * max(1.0, truth.abs().max().item())
-        found = case.tensors["dq" if name == "dq_out" and "gradients" in export.kernels else name]
-        torch.testing.assert_close(found.float(), truth, rtol=TOLERANCE, atol=atol)
+        actual = case.tensors["dq" if name == "dq_out" and "gradients" in export.kernels else name]
+        torch.testing.assert_close(actual.float(), truth, rtol=TOLERANCE, atol=atol)
 
 
 @EXPORTED
@@ -94,5 +94,5 @@ def test_the_same_calls_without_a_gpu(name: str, tmp_path_factory: pytest.TempPa
     export, case = exported(name, tmp_path_factory), Case("cpu")
     library, record = export.recording()
     for kernel in export.kernels.values():
-        record.expect([one["size"] for one in kernel["parameters"]])
+        record.expect([parameter["size"] for parameter in kernel["parameters"]])
         assert export.launch(library, kernel["name"], case.arguments(kernel), BATCH) == 0

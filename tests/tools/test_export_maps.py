@@ -55,8 +55,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dic
         done = command(
             "tests.support.export.triton_launcher", json.dumps({"configs": configs, "cases": CASES}), str(folder)
         )
-        found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
-        return found
+        recorded: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+        return recorded
 
     return lambda name: told(name in NIGHTLY_CONFIGS)[name]
 
@@ -77,7 +77,7 @@ def test_it_passes_what_tritons_own_launcher_passes(
     library, record = export.recording()
     for kernel in export.kernels.values():
         layout = parameter_layout((export.folder / kernel["cubin"]).read_bytes()).parameters
-        assert layout == [(one["offset"], one["size"]) for one in kernel["parameters"]]
+        assert layout == [(parameter["offset"], parameter["size"]) for parameter in kernel["parameters"]]
     for case, calls in zip(CASES, theirs(export.config_name), strict=True):
         assert {*calls} == {*export.kernels}
         for name, call in calls.items():
@@ -87,7 +87,7 @@ def test_it_passes_what_tritons_own_launcher_passes(
             kernel = export.kernels[name]
             assert record.symbol.decode() == kernel["symbol"]
             assert record.allowed == kernel["shared_memory"] or kernel["shared_memory"] <= 48 * 1024
-            names = [one["name"] for one in export.kernels[name]["parameters"]]
+            names = [parameter["name"] for parameter in export.kernels[name]["parameters"]]
             ours = [*zip(names, (value.hex() for value in record.passed()), strict=True)]
             assert ours == [*zip(names, call["values"], strict=True)], (name, case)
 
@@ -95,16 +95,16 @@ def test_it_passes_what_tritons_own_launcher_passes(
 def launched(export: Export, name: str, **changed: int) -> tuple[int, dict[str, Map]]:
     """(what a launch returns, its tensor maps by tensor): 2 batch rows, 300 queries, 260 keys, 6 heads on 2."""
     library, record = export.recording()
-    record.expect([one["size"] for one in export.kernels[name]["parameters"]])
+    record.expect([size_of["size"] for size_of in export.kernels[name]["parameters"]])
     rows, columns, heads = (260, 300, 2) if name == "gradients" else (300, 260, 6)
     values: dict[str, Any] = {"rows": rows, "columns": columns, "heads": heads, "group": 3, "softmax_scale": 0.125}
-    for i, one in enumerate(export.kernels[name]["arguments"]):
+    for i, argument in enumerate(export.kernels[name]["arguments"]):
         strides = {"b": 1 << 20, "s": 8192, "h": 512}
-        values.setdefault(one["name"], strides.get(one["name"][-1], 1 << 16) + 16 * i)
+        values.setdefault(argument["name"], strides.get(argument["name"][-1], 1 << 16) + 16 * i)
     batch = changed.pop("batch", 2)
     result = export.launch(library, name, values | changed, batch)
     parameters = zip(export.kernels[name]["parameters"], record.passed(), strict=True)
-    return result, {one["made_of"]: Map.from_buffer_copy(got) for one, got in parameters if one["size"] == 128}
+    return result, {entry["made_of"]: Map.from_buffer_copy(got) for entry, got in parameters if entry["size"] == 128}
 
 
 NO_MAP = (
@@ -113,7 +113,7 @@ NO_MAP = (
 )  # fmt: skip
 
 
-def test_what_no_map_can_be_made_of(described: Export) -> None:
+def test_unsupported_descriptor_maps_are_refused(described: Export) -> None:
     record = described.recording()[1]
     before = record.launches
     assert [launched(described, "forward", **wrong)[0] for wrong in NO_MAP] == [1] * len(NO_MAP)
@@ -138,7 +138,7 @@ void turns(int32_t *numbers, const int32_t *lo, const int32_t *hi, int32_t queri
 """
 
 
-def test_whose_turn_it_is(described: Export) -> None:
+def test_order_of_turns(described: Export) -> None:
     folder = described.folder.parent / "turns"
     folder.mkdir(exist_ok=True)
     (folder / "turns.c").write_text(TURNS.format(header=f"{described.prefix}.h", prefix=described.prefix))
@@ -149,10 +149,10 @@ def test_whose_turn_it_is(described: Export) -> None:
         bounds = Bounds((ends - window).clamp(min=0), ends)
         expected = add_order(bounds, 1, queries, keys, tile, torch.device("cpu"))
         assert expected is not None
-        found, by_key = torch.full_like(expected, -1), bounds.transposed(keys)
+        turns, by_key = torch.full_like(expected, -1), bounds.transposed(keys)
         assert by_key.lo is not None
         assert by_key.hi is not None
-        pointers = [ctypes.c_void_p(x.data_ptr()) for x in (found, by_key.lo, by_key.hi)]
+        pointers = [ctypes.c_void_p(x.data_ptr()) for x in (turns, by_key.lo, by_key.hi)]
         library.turns(*pointers, queries, keys)
-        assert torch.equal(found, expected)
+        assert torch.equal(turns, expected)
         assert expected.max() > 0

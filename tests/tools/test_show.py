@@ -22,7 +22,7 @@ from ringattn.ring.schedule import mask as patterns
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
-from ringattn.tools.call import Call, mask_cells
+from ringattn.tools.call import ShownCall, mask_cells
 
 from ..support.layouts import block_layouts, block_masks, layouts, masks, sees
 
@@ -51,8 +51,10 @@ def of_ranks(call: dict[str, Any], name: str) -> list[Any]:
     return [rank[name] for rank in call["ranks"]]
 
 
-def call_of(layout: Layout, mask: Mask, direction: int = 1, nodes: int = 1) -> Call:
-    return Call(layout, "any", mask, direction, batch=1, heads=2, kv_heads=1, head_dim=4, dtype="bfloat16", nodes=nodes)
+def call_of(layout: Layout, mask: Mask, direction: int = 1, nodes: int = 1) -> ShownCall:
+    return ShownCall(
+        layout, "any", mask, direction, batch=1, heads=2, kv_heads=1, head_dim=4, dtype="bfloat16", nodes=nodes
+    )
 
 
 def test_text_of_a_small_ring() -> None:
@@ -105,7 +107,7 @@ def test_lines_fit_a_terminal(flags: str) -> None:
 
 
 @st.composite
-def calls(draw: st.DrawFn, max_seqlen: int) -> Call:
+def calls(draw: st.DrawFn, max_seqlen: int) -> ShownCall:
     """Any layout with any mask that is made of intervals, or blocks of both."""
     world, block = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     mask = draw(masks(global_tokens=True, used=True))
@@ -121,7 +123,7 @@ def calls(draw: st.DrawFn, max_seqlen: int) -> Call:
 
 @settings(max_examples=30)
 @given(calls(max_seqlen=16))
-def test_pairs_and_cells_are_those_of_the_mask(call: Call) -> None:
+def test_pairs_and_cells_are_those_of_the_mask(call: ShownCall) -> None:
     layout, mask = call.layout, call.mask
     for rank in range(layout.world):
         for hop in call.plan.hops(rank):

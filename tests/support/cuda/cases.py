@@ -22,7 +22,7 @@ HEADS, KV_HEADS, DIM, DIM_V = 4, 2, 4, 8
 GIVEN = ("q", "k", "v", "dout", "dlse")
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """One forward of every rank, with its backward or without."""
 
     layout: Layout
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 class Case:
     """Calls, one after the other on one ring, and the ring that they go through."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[RecordedCall, ...]
     transport: str = "nccl"
     dtype: torch.dtype = torch.float32
     ring: dict[str, Any] = field(default_factory=dict)  # arguments of Ring
@@ -46,7 +46,7 @@ class Case:
         """Number of ranks."""
         return self.calls[0].layout.world
 
-    def kernels(self, call: Call) -> tuple[str, ...]:
+    def kernels(self, call: RecordedCall) -> tuple[str, ...]:
         """What a call launches once per shard, part of the mask and chunk of heads."""
         if self.unshards:
             return ()
@@ -76,7 +76,7 @@ def shard(case: Case, number: int, name: str, rank: int) -> Tensor:
     return case.calls[number].layout.shard(inputs(case, number)[name], rank, 2 if name == "dlse" else 1)
 
 
-def seen(call: Call, rank: int, other: int) -> int:
+def seen(call: RecordedCall, rank: int, other: int) -> int:
     """By how many parts of the mask any query of a rank sees any key of a shard: position by position."""
     positions, keys = call.layout.positions(rank), call.layout.positions(other)
     blocks = call.mask.blocks
@@ -85,7 +85,7 @@ def seen(call: Call, rank: int, other: int) -> int:
     return sum(bool(((keys >= lo) & (keys < hi) & shown).any()) for lo, hi in limits)
 
 
-def there(call: Call, rank: int, other: int) -> Tensor:
+def there(call: RecordedCall, rank: int, other: int) -> Tensor:
     """Which keys of a shard a rank ever has, 0 or 1 each."""
     mine, sent = call.layout.positions(other), sent_keys(call.layout, call.mask, call.layout).positions(other)
     return torch.ones(len(mine)) if rank == other else torch.isin(mine, sent).float()
@@ -93,34 +93,34 @@ def there(call: Call, rank: int, other: int) -> Tensor:
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
     """What every rank should read: from the mask, the keys that travel and the stand-in kernels; no schedule."""
-    found = [dict[str, Tensor]() for _ in range(case.world)]
+    by_rank = [dict[str, Tensor]() for _ in range(case.world)]
     for number, call in enumerate(case.calls):
         for rank in range(case.world):
-            found[rank] |= (_unsharded if case.unshards else _expected)(case, number, call, rank)
-    return found
+            by_rank[rank] |= (_unsharded if case.unshards else _expected)(case, number, call, rank)
+    return by_rank
 
 
-def _unsharded(case: Case, number: int, call: Call, rank: int) -> dict[str, Tensor]:
+def _unsharded(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
     weights = sum(range(1, case.world + 1))
     return {f"whole{number}": inputs(case, number)["q"], f"dq{number}": weights * shard(case, number, "q", rank)}
 
 
-def _expected(case: Case, number: int, call: Call, rank: int) -> dict[str, Tensor]:
+def _expected(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
     ranks = range(case.world)
-    q, k, v, dout, dlse = ([shard(case, number, name, one).float() for one in ranks] for name in GIVEN)
-    held = [there(call, rank, one)[:, None, None] for one in ranks]
-    shards = [kernels.keys(k[one] * held[one], v[one] * held[one]) * seen(call, rank, one) for one in ranks]
+    q, k, v, dout, dlse = ([shard(case, number, name, other).float() for other in ranks] for name in GIVEN)
+    held = [there(call, rank, other)[:, None, None] for other in ranks]
+    shards = [kernels.keys(k[other] * held[other], v[other] * held[other]) * seen(call, rank, other) for other in ranks]
     whole = kernels.per_head(sum(shards, torch.zeros(1, KV_HEADS)), HEADS)
     out = (whole[:, None, :, None] * kernels.rows(q[rank])).expand(*q[rank].shape[:3], DIM_V)
-    found = {f"out{number}": out.to(case.dtype), f"lse{number}": whole[:, :, None].expand(1, HEADS, q[rank].shape[1])}
+    values = {f"out{number}": out.to(case.dtype), f"lse{number}": whole[:, :, None].expand(1, HEADS, q[rank].shape[1])}
     if call.backward:
         part = whole[:, None, :, None] * (2 * kernels.rows(dout[rank]) + dlse[rank].transpose(1, 2)[..., None])
-        found[f"dq{number}"] = part.expand(q[rank].shape).to(case.dtype)
-        for name, given, x in (("dk", q, k[rank]), ("dv", dout, v[rank])):
-            by_rank = [(seen(call, one, rank) * there(call, one, rank))[:, None, None] for one in ranks]
-            parts = [(kernels.summed(given[one], KV_HEADS) + 5 * x) * by_rank[one] for one in ranks]
-            found[f"{name}{number}"] = sum(parts, torch.zeros(x.shape)).to(case.dtype)
-    return found
+        values[f"dq{number}"] = part.expand(q[rank].shape).to(case.dtype)
+        for name, tensors, x in (("dk", q, k[rank]), ("dv", dout, v[rank])):
+            by_rank = [(seen(call, other, rank) * there(call, other, rank))[:, None, None] for other in ranks]
+            parts = [(kernels.summed(tensors[other], KV_HEADS) + 5 * x) * by_rank[other] for other in ranks]
+            values[f"{name}{number}"] = sum(parts, torch.zeros(x.shape)).to(case.dtype)
+    return values
 
 
 CAUSAL, FULL = Mask(causal=True), Mask()
@@ -136,11 +136,11 @@ def _few_that_see_all(world: int, few: tuple[int, ...]) -> Case:
     few begins the sums, hop after hop, with none to wait for in between."""
     visible = torch.eye(world, dtype=torch.bool)
     visible[list(few)] = True
-    return Case((Call(Layout.contiguous(16 * world, world), Mask(blocks=BlockMask(visible, 16))),) * 2)
+    return Case((RecordedCall(Layout.contiguous(16 * world, world), Mask(blocks=BlockMask(visible, 16))),) * 2)
 
 
-def _call(layout: str, world: int, mask: Mask = CAUSAL, tokens: int = 6, backward: bool = True) -> Call:
-    return Call(named(layout, tokens * world, world), mask, backward)
+def _call(layout: str, world: int, mask: Mask = CAUSAL, tokens: int = 6, backward: bool = True) -> RecordedCall:
+    return RecordedCall(named(layout, tokens * world, world), mask, backward)
 
 
 def _case(layout: str, world: int, mask: Mask = CAUSAL, **ring: object) -> Case:
@@ -156,19 +156,19 @@ WORLDS = {f"world {world}": _case("zigzag", world) for world in range(1, 9)}
 SKIPPED = {
     "contiguous": _case("contiguous", 5),
     "contiguous, other direction": _case("contiguous", 4, direction=-1),
-    "window": Case((Call(Layout.contiguous(40, 5), WINDOW),) * 2),
-    "documents": Case((Call(Layout.striped(40, 5), DOCUMENTS),) * 2),
-    "window to both sides": Case((Call(Layout.contiguous(48, 6), BOTH_SIDES),) * 2),
+    "window": Case((RecordedCall(Layout.contiguous(40, 5), WINDOW),) * 2),
+    "documents": Case((RecordedCall(Layout.striped(40, 5), DOCUMENTS),) * 2),
+    "window to both sides": Case((RecordedCall(Layout.contiguous(48, 6), BOTH_SIDES),) * 2),
     "window to both sides, other direction": Case(
-        (Call(Layout.contiguous(40, 5), BOTH_SIDES),) * 2, ring={"direction": -1}
+        (RecordedCall(Layout.contiguous(40, 5), BOTH_SIDES),) * 2, ring={"direction": -1}
     ),
     "window to both sides, two chunks, two slots": Case(
-        (Call(Layout.contiguous(48, 6), BOTH_SIDES),) * 2, ring={"chunks": 2, "slots": 2}
+        (RecordedCall(Layout.contiguous(48, 6), BOTH_SIDES),) * 2, ring={"chunks": 2, "slots": 2}
     ),
-    "keys that stay": Case((Call(Layout.contiguous(32, 4), NARROW),) * 2),
-    "tokens that all see": Case((Call(Layout.contiguous(32, 4), GLOBAL),) * 2),
+    "keys that stay": Case((RecordedCall(Layout.contiguous(32, 4), NARROW),) * 2),
+    "tokens that all see": Case((RecordedCall(Layout.contiguous(32, 4), GLOBAL),) * 2),
     "blocks, two ranks see all": _few_that_see_all(7, (3, 4)),
-    "an uneven layout with an empty rank": Case((Call(Layout.uneven([7, 0, 5, 3]), CAUSAL),) * 2),
+    "an uneven layout with an empty rank": Case((RecordedCall(Layout.uneven([7, 0, 5, 3]), CAUSAL),) * 2),
 }
 
 CHANGING = {
@@ -207,13 +207,13 @@ TWO_LEVEL = {
     "2 x 2, other direction": _two_level(2, 2, direction=-1),
     "2 x 3, window": _two_level(2, 3, "contiguous", WINDOW),
     "2 x 4, window to both sides": Case(
-        (Call(Layout.contiguous(64, 8), BOTH_SIDES),) * 2, ring={"topology": Topology.grid(2, 4)}
+        (RecordedCall(Layout.contiguous(64, 8), BOTH_SIDES),) * 2, ring={"topology": Topology.grid(2, 4)}
     ),
     "4 x 2, window to both sides": Case(
-        (Call(Layout.contiguous(64, 8), BOTH_SIDES),) * 2, ring={"topology": Topology.grid(4, 2)}
+        (RecordedCall(Layout.contiguous(64, 8), BOTH_SIDES),) * 2, ring={"topology": Topology.grid(4, 2)}
     ),
     "2 x 2, keys that stay": Case(
-        (Call(Layout.contiguous(32, 4), NARROW),) * 2, ring={"topology": Topology.grid(2, 2), "chunks": 2}
+        (RecordedCall(Layout.contiguous(32, 4), NARROW),) * 2, ring={"topology": Topology.grid(2, 2), "chunks": 2}
     ),
     "2 x 2, bfloat16 by wire": _two_level(2, 2, wire_dtype="bfloat16", grad_wire_dtype="bfloat16"),
     "3 x 2, two slots": _two_level(3, 2, slots=2),
@@ -241,7 +241,7 @@ KERNELS = {
     "single pass": replace(_case("zigzag", 4), config=SINGLE_PASS),
     "single pass, two chunks": replace(_case("zigzag", 4, chunks=2), config=SINGLE_PASS, dtype=torch.bfloat16),
     "single pass, skipped hops, two slots": replace(_case("contiguous", 4, slots=2, prefetch=0), config=SINGLE_PASS),
-    "single pass, tokens that all see": Case((Call(Layout.contiguous(32, 4), GLOBAL),) * 2, config=SINGLE_PASS),
+    "single pass, tokens that all see": Case((RecordedCall(Layout.contiguous(32, 4), GLOBAL),) * 2, config=SINGLE_PASS),
     "single pass in turn": replace(_case("zigzag", 4), config=IN_TURN),
     "single pass in turn, 2 x 2, contiguous": replace(_two_level(2, 2, "contiguous"), config=IN_TURN),
     "parts of dK/dV": replace(_case("zigzag", 4), config=SPLIT),

@@ -32,8 +32,8 @@ RING = ("buffers.", "key_values.", "dkv.", "loop.", "backends.", "args.", "ops."
 PASSED = (
     "lanes.",
     "local._LocalFence.",
-    "buffers.Call.post",
-    "buffers.Call.mark",
+    "buffers.RingCall.post",
+    "buffers.RingCall.mark",
     "buffers.Arrival.wait",
     "buffers.RingBuffer.computed",
 )
@@ -45,8 +45,8 @@ def caller(op: Op) -> str:
     names = [name for name in op.site.split(" < ") if name and not name.startswith(PASSED)]
     ring = [name for name in names if name.startswith(RING)]
     comm = [name.rpartition(".")[2] for name in names if not name.startswith(RING) and "LocalWorld" not in name]
-    asked = ring[0].partition(".")[2].replace(".<locals>", "").replace(".<lambda>", "") if ring else ""
-    return " of ".join([*comm[:1], *([asked] if asked else [])])
+    place = ring[0].partition(".")[2].replace(".<locals>", "").replace(".<lambda>", "") if ring else ""
+    return " of ".join([*comm[:1], *([place] if place else [])])
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Graph:
         """Stream order, waits and what the host has waited for."""
         tails: dict[object, set[int]] = defaultdict(set)
         groups: dict[object, set[int]] = {}  # what the members of a group come after
-        told: dict[tuple[object, int], Op] = {}
+        latest: dict[tuple[object, int], Op] = {}
         host: dict[int, Wait] = {}
         for place, op in enumerate(self.log):
             self._fix((earlier.number for earlier in op.after), place)
@@ -120,9 +120,9 @@ class Graph:
                 tails[op.stream] = (tails[op.stream] - members) | {place}
             if op.kind == "wait":
                 self._wait(place, op)
-            if op.host is not None and told.get((op.stream, op.thread)) is not op.host:
+            if op.host is not None and latest.get((op.stream, op.thread)) is not op.host:
                 if op.group is None:  # the members of a group do not come after each other
-                    told[op.stream, op.thread] = op.host
+                    latest[op.stream, op.thread] = op.host
                 if op.host.number in host:
                     self._waited(host[op.host.number], op.host.number, place)
         self.waits += [wait for wait in host.values() if wait.edges]
@@ -210,19 +210,19 @@ class Graph:
             before[second].add(first)
         done = set(linear(before))
         stuck = next((number for number in range(len(self.log)) if number not in done), None)
-        seen: list[int] = []
-        while stuck is not None and stuck not in seen:
-            seen.append(stuck)
+        path: list[int] = []
+        while stuck is not None and stuck not in path:
+            path.append(stuck)
             stuck = next(earlier for earlier in before[stuck] if earlier not in done)
-        return [] if stuck is None else [self.log[number] for number in seen[seen.index(stuck) :]]
+        return [] if stuck is None else [self.log[number] for number in path[path.index(stuck) :]]
 
     def problems(self) -> list[str]:
         """Everything that is wrong, in words."""
         for name, more in (("eager", ()), ("rendezvous", self.rendezvous)):
             cycle = self.cycle(more)
             if cycle:
-                told = " <- ".join(map(str, cycle))
-                return [*self.mismatches, f"deadlock with {name} sends, each waits for the next: {told}"]
+                text = " <- ".join(map(str, cycle))
+                return [*self.mismatches, f"deadlock with {name} sends, each waits for the next: {text}"]
         return self.mismatches + [self.told(conflict) for conflict in self.races()]
 
     @property
@@ -234,12 +234,12 @@ class Graph:
     def conflicts(self) -> list[Conflict]:
         """Neighbouring conflicts; where all of them are ordered, so is every other; the first race is one of them."""
         live: Live = {}
-        found: list[Conflict] = []
+        conflicts: list[Conflict] = []
         for number in self.order:
             op = self.log[number]
-            found += _meet(live, op, op.reads, False)
-            found += _meet(live, op, op.writes, True)
-        return found
+            conflicts += _meet(live, op, op.reads, False)
+            conflicts += _meet(live, op, op.writes, True)
+        return conflicts
 
     @cached_property
     def needs(self) -> dict[int, int]:
@@ -251,7 +251,7 @@ class Graph:
 
     def races(self) -> list[Conflict]:
         """Conflicts whose order nothing forces."""
-        return [one for one in self.conflicts if not self.happens_before(one.first, one.second)]
+        return [pair for pair in self.conflicts if not self.happens_before(pair.first, pair.second)]
 
     def told(self, conflict: Conflict) -> str:
         """A race in words: where, and the two operations."""
@@ -307,7 +307,7 @@ def _meet(live: Live, op: Op, uses: Iterable[Use], writes: bool) -> Iterator[Con
 def _verb(op: Op, use: Use) -> str:
     if op.kind in ("free", "allocate"):
         return f"{op.kind}s"
-    wrote = any(one.storage == use.storage and one.bytes & use.bytes for one in op.writes)
+    wrote = any(write.storage == use.storage and write.bytes & use.bytes for write in op.writes)
     return "writes" if wrote else "reads"
 
 
@@ -318,8 +318,8 @@ def _size(op: Op) -> int:
 def _turned(before: Sequence[Iterable[int]]) -> list[list[int]]:
     after: list[list[int]] = [[] for _ in before]
     for number, earlier in enumerate(before):
-        for one in earlier:
-            after[one].append(number)
+        for previous in earlier:
+            after[previous].append(number)
     return after
 
 

@@ -15,12 +15,15 @@ HIDDEN = "where sums posted after these K/V are waited for first, or K/V are wai
 TOLD = "a later chunk, or a slot that is free since longer: the same line is what counts for the first"
 
 COMMON = {
-    "Call.settle waits for post of KeyValues._post": (
+    "RingCall.settle waits for post of KeyValues._post": (
         SOMETIMES,
         "the caller may write k and v when a forward returns; before a backward it may not, and nobody notices",
     ),
-    "Call.settle waits for post of DkvAccumulators.post": (ALWAYS, SETTLED + "; the slots' own notes protect the sums"),
-    "Call.settle waits for post of DkvAccumulators.send_return": (
+    "RingCall.settle waits for post of DkvAccumulators.post": (
+        ALWAYS,
+        SETTLED + "; the slots' own notes protect the sums",
+    ),
+    "RingCall.settle waits for post of DkvAccumulators.send_return": (
         ALWAYS,
         SETTLED + "; the slots' own notes protect the sums",
     ),
@@ -59,10 +62,10 @@ COPY_ENGINE = COMMON | {
 BOTH = "one fence stands for a post, what came and what went: who waits may need only one of the two"
 
 LOCAL = COMMON | {
-    "Call.settle waits for post of KeyValues._post": (ALWAYS, SETTLED),
-    "Call.settle waits for _receive of KeyValues._post": (SOMETIMES, SETTLED),
-    "Call.settle waits for _receive of DkvAccumulators.post": (ALWAYS, SETTLED),
-    "Call.settle waits for _receive of DkvAccumulators.send_return": (ALWAYS, SETTLED),
+    "RingCall.settle waits for post of KeyValues._post": (ALWAYS, SETTLED),
+    "RingCall.settle waits for _receive of KeyValues._post": (SOMETIMES, SETTLED),
+    "RingCall.settle waits for _receive of DkvAccumulators.post": (ALWAYS, SETTLED),
+    "RingCall.settle waits for _receive of DkvAccumulators.send_return": (ALWAYS, SETTLED),
     "KeyValues.arrived waits for _receive of KeyValues._post": (ALWAYS, BOTH),
     "DkvAccumulators.out waits for post of DkvAccumulators.post": (ALWAYS, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),

@@ -47,11 +47,11 @@ def sees(bounds: Any) -> float:
 
 
 def forward(q: Any, k: Any, v: Any, before: Any, result: Any, lse: Tensor, bounds: Any, *_: Any, **flags: Any) -> None:
-    seen = keys(k[0], v[0]) * sees(bounds)
+    values = keys(k[0], v[0]) * sees(bounds)
     heads, start = q[0].shape[2], bool(flags["HAS_STATE"])
-    out = per_head(seen, heads)[:, None, :, None] * rows(q[0])
+    out = per_head(values, heads)[:, None, :, None] * rows(q[0])
     out = out.expand(result[0].shape) + (before[0].float() if start else 0)
-    lse.copy_(per_head(seen, heads)[:, :, None] + (lse if start else torch.zeros_like(lse)))
+    lse.copy_(per_head(values, heads)[:, :, None] + (lse if start else torch.zeros_like(lse)))
     result[0].copy_(out)
 
 
@@ -63,8 +63,8 @@ def dq(
     dout: Any, q: Any, k: Any, v: Any, lse: Tensor, delta: Tensor, sums: Any, target: Any, bounds: Any,
     *_: Any, **flags: Any,
 ) -> None:  # fmt: skip
-    seen = per_head(keys(k[0], v[0]) * sees(bounds), q[0].shape[2])[:, None, :, None]
-    part = seen * (rows(dout[0]) + (delta + 0 * lse).transpose(1, 2)[..., None]) + 0 * q[0].float()
+    values = per_head(keys(k[0], v[0]) * sees(bounds), q[0].shape[2])[:, None, :, None]
+    part = values * (rows(dout[0]) + (delta + 0 * lse).transpose(1, 2)[..., None]) + 0 * q[0].float()
     target[0].copy_(part + sums[0].float() if flags["HAS_SUM"] else part)
 
 
@@ -74,10 +74,10 @@ def dkdv(
 ) -> None:  # fmt: skip
     """Where dK/dV is cut over query heads, each part has its own, and as much of the keys as any other."""
     valid = sees(bounds) + 0 * (lse.sum() + delta.sum())
-    for given, x, total, into in ((q, k, dk_sum, dk), (dout, v, dv_sum, dv)):
+    for queries, x, total, into in ((q, k, dk_sum, dk), (dout, v, dv_sum, dv)):
         splits = into[0].shape[2] // x[0].shape[2]
         own = x[0].float().repeat_interleave(splits, 2) / splits
-        part = (summed(given[0], into[0].shape[2]) + 5 * own) * valid
+        part = (summed(queries[0], into[0].shape[2]) + 5 * own) * valid
         into[0].copy_(part + total[0].float() if flags["HAS_SUM"] else part)
 
 
@@ -146,7 +146,7 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None
             reads=reads,
             writes=writes,
             arguments=(args, options),
-            action=lambda given: stand_in(*given[0], **given[1]),
+            action=lambda arguments: stand_in(*arguments[0], **arguments[1]),
         )
 
     # one multiprocessor: always busy, so that dK/dV is one launch where a config does not say otherwise

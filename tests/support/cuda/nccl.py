@@ -173,7 +173,7 @@ def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:
     cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", fabric)):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(nccl, "ConfiguredCommunicator", lambda *given: fabric.NcclCommunicator(*given[:3]))  # type: ignore[attr-defined]
+    monkeypatch.setattr(nccl, "ConfiguredCommunicator", lambda *args: fabric.NcclCommunicator(*args[:3]))  # type: ignore[attr-defined]
 
 
 def check_held(device: Device, transport: Transport, peer: int) -> None:
@@ -187,11 +187,11 @@ def check_held(device: Device, transport: Transport, peer: int) -> None:
     wait_event = owner.wait_event
 
     def noted(event: Event) -> None:
-        held.append([one() is not None for one in alive])
+        held.append([ref() is not None for ref in alive])
         wait_event(event)
 
     owner.wait_event = noted  # type: ignore[method-assign]
     fence.wait()
     assert held and all(map(all, held))
     gc.collect()
-    assert not any(one() is not None for one in alive)
+    assert not any(ref() is not None for ref in alive)

@@ -118,8 +118,8 @@ class _Operators(TorchDispatchMode):
             return parts
         if func.is_view:
             return func(*args, **kwargs)  # no other memory than what is there
-        given = _tensors((args, kwargs))
-        override, touches = recorder.thread.makes, any(map(recorder.on_device, given))
+        tensors = _tensors((args, kwargs))
+        override, touches = recorder.thread.makes, any(map(recorder.on_device, tensors))
         on_device = override.type == "cuda" if override is not None else touches
         if not touches and not on_device:
             return func(*args, **kwargs)  # the host's alone
@@ -138,7 +138,7 @@ class _Operators(TorchDispatchMode):
             "copy" if name == "aten::copy_" else "op",
             recorder.current(),
             detail=name.removeprefix("aten::"),
-            reads=recorder.uses([x for x in given if not any(x is y for y in written)]),
+            reads=recorder.uses([x for x in tensors if not any(x is y for y in written)]),
             writes=recorder.uses(wrote),
         )
         results = [recorder.held(x) for x in made]
@@ -164,13 +164,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [x for one in inner for x in _tensors(one)]
+    return [x for item in inner for x in _tensors(item)]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    found = []
+    written = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name) if argument.kwarg_only or place >= len(args) else args[place]
-            found += _tensors(value)
-    return found
+            written += _tensors(value)
+    return written

@@ -139,7 +139,7 @@ class Recorder(Device):
 
     def _freed(self, storage: Storage) -> None:
         if storage.on_device and storage.nbytes and self.recording:
-            tails = [next((op for op in reversed(self.log) if op.stream is one), None) for one in storage.used_by]
+            tails = [next((op for op in reversed(self.log) if op.stream is user), None) for user in storage.used_by]
             after = tuple(op for op in tails if op is not None)
             self.add(
                 "free", storage.owner, detail="", writes=(storage.all.use,), action=poison(storage.all), after=after

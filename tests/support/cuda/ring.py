@@ -52,27 +52,27 @@ class Recording:
 
     def problems(self) -> list[str]:
         """Everything that is wrong, in words."""
-        found = self.graph.problems() + self.out_of_order() + self.miscounted()
-        return found if self.graph.cyclic else found + self.held_up()
+        failures = self.graph.problems() + self.out_of_order() + self.miscounted()
+        return failures if self.graph.cyclic else failures + self.held_up()
 
     def out_of_order(self) -> list[str]:
         """Where a rank does not post in the one order of keys, or two ends of a transfer have different keys."""
-        found = []
+        failures = []
         for rank, keys in enumerate(self.keys):
             places = [(call, key.phase == "backward", *_place(key)) for call, key in keys]
             for (_, first), (_, second), a, b in zip(keys, keys[1:], places, places[1:], strict=False):
                 if a >= b:
-                    found.append(f"rank {rank} posts '{second}' after '{first}': that is not the order of keys")
+                    failures.append(f"rank {rank} posts '{second}' after '{first}': that is not the order of keys")
         for op in self.graph.log:
             if op.kind != "recv" or op.source is None or op.label not in self._by_label:
                 continue
             if self.key(op.label) != self.key(op.source.label):
-                found.append(f"{op.source} is received by {op}: their keys differ")
-        return found
+                failures.append(f"{op.source} is received by {op}: their keys differ")
+        return failures
 
     def held_up(self) -> list[str]:
         """Where a forward waits for K/V that it does not yet compute with: nothing would hide their transfer."""
-        found = []
+        failures = []
         arrivals = [op for op in self.graph.log if op.kind in ARRIVES and op.label in self._by_label]
         for kernel in self.graph.log:
             if kernel.detail != "forward_kernel":
@@ -82,23 +82,23 @@ class Recording:
             for op in arrivals:
                 later = op.label.startswith(f"{call}, forward") and self._by_label[op.label].brings > hop
                 if later and op.rank == kernel.rank and self.graph.happens_before(op, kernel):
-                    found.append(f"{kernel} waits for {op}, which it does not need")
-        return found
+                    failures.append(f"{kernel} waits for {op}, which it does not need")
+        return failures
 
     def miscounted(self) -> list[str]:
         """Where a rank does not launch each kernel once per shard and part of the mask that it sees, its own always."""
         launched = Counter(
             (op.rank, op.label.partition(",")[0], op.detail) for op in self.graph.log if op.kind == "kernel"
         )
-        found, ranks, chunks = [], range(self.case.world), self.case.ring.get("chunks", 1)
+        failures, ranks, chunks = [], range(self.case.world), self.case.ring.get("chunks", 1)
         for number, call in enumerate(self.case.calls):
             for rank in (rank for rank in ranks if call.layout.lengths[rank]):
                 wanted = chunks * sum(max(seen(call, rank, other), other == rank) for other in ranks)
                 for kernel in self.case.kernels(call):
                     count = launched[rank, f"call {number}", kernel]
                     if count != wanted:
-                        found.append(f"rank {rank} launches {kernel} {count} times in call {number}, not {wanted}")
-        return found
+                        failures.append(f"rank {rank} launches {kernel} {count} times in call {number}, not {wanted}")
+        return failures
 
     def key(self, label: str) -> tuple[int, ...]:
         """The place of a post in the one order."""
@@ -116,12 +116,12 @@ class Recording:
 
     def wrong(self, seed: int, before: list[set[int]] | None = None) -> list[str]:
         """The results that such an execution gets wrong."""
-        found = []
+        failures = []
         results = self.replayed(seed, before)
         for rank, (got, want) in enumerate(zip(results, self.wanted, strict=True)):
             assert got.keys() == want.keys()
-            found += [f"{name} of rank {rank} is wrong" for name in want if not _same(got[name], want[name])]
-        return found
+            failures += [f"{name} of rank {rank} is wrong" for name in want if not _same(got[name], want[name])]
+        return failures
 
     @cached_property
     def wanted(self) -> list[dict[str, Tensor]]:
@@ -158,9 +158,7 @@ class _Session:
         self.keys: list[list[tuple[int, Key]]] = [[] for _ in range(case.world)]
         self._barrier = threading.Barrier(case.world)
         monkeypatch.setattr(ring_module, "open_transports", self.open)
-        monkeypatch.setattr(
-            ring_module, "open_transport", lambda *given, **more: self.open(*given, **more, flat=True)[0]
-        )
+        monkeypatch.setattr(ring_module, "open_transport", lambda *rest, **more: self.open(*rest, **more, flat=True)[0])
         monkeypatch.setattr(args, "mask_of", self.mask_of)
         # without the dispatcher, inside whose ops the modes of the stand-in are off
         monkeypatch.setattr(ops, "_FORWARD", ops._ring_attention)
@@ -203,36 +201,36 @@ class _Session:
                 steps = plan(call.layout, call.mask, rank, ring.direction, GPU, ring.topology, ring.slots)
                 for transport, edges in zip(ring.open(GPU), steps.edges, strict=False):
                     transport.warm_up(edges)  # here, where bytes still move: they are looked at
-            given = self.given(0, rank)
+            tensors = self.given(0, rank)
             self.together(rank, self.recorder.begin)
             self.fabric.moves = False
             for number in range(len(self.case.calls)):
-                self.call(ring, rank, number, given)
-                self.use_again(rank, number, given)
+                self.call(ring, rank, number, tensors)
+                self.use_again(rank, number, tensors)
             self.together(rank, self.recorder.end)
 
-    def call(self, ring: Ring, rank: int, number: int, given: dict[str, Tensor]) -> None:
+    def call(self, ring: Ring, rank: int, number: int, tensors: dict[str, Tensor]) -> None:
         """One forward, with its backward or without."""
         self.calls[rank] = number
         layout, mask, backward = self.case.calls[number]
         if self.case.unshards:
-            return self.unshard(ring, rank, number, given["q"])
-        q, k, v = (given[name].detach().requires_grad_(backward) for name in "qkv")
+            return self.unshard(ring, rank, number, tensors["q"])
+        q, k, v = (tensors[name].detach().requires_grad_(backward) for name in "qkv")
         out, lse = ring_attention(
             q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True, config=self.case.config
         )
         self.read(rank, f"out{number}", out)
         self.read(rank, f"lse{number}", lse)
         if backward:
-            grads = (given["dout"], given["dlse"])
+            grads = (tensors["dout"], tensors["dlse"])
             # below torch.autograd.grad, under which torch's calls would not be seen
             made = _engine_run_backward((out, lse), grads, False, False, (q, k, v), True, accumulate_grad=False)
             for name, grad in zip(("dq", "dk", "dv"), made, strict=True):
                 self.read(rank, f"{name}{number}", grad)
 
-    def unshard(self, ring: Ring, rank: int, number: int, given: Tensor) -> None:
+    def unshard(self, ring: Ring, rank: int, number: int, tensors: Tensor) -> None:
         """The whole of q on every rank; each computes a loss of its own."""
-        q = given.detach().requires_grad_()
+        q = tensors.detach().requires_grad_()
         whole = unshard(q, layout=self.case.calls[number].layout, group=ring.group, grad="sum")
         self.read(rank, f"whole{number}", whole)
         made = _engine_run_backward(
@@ -240,18 +238,18 @@ class _Session:
         )
         self.read(rank, f"dq{number}", made[0])
 
-    def use_again(self, rank: int, number: int, given: dict[str, Tensor]) -> None:
+    def use_again(self, rank: int, number: int, tensors: dict[str, Tensor]) -> None:
         """The caller writes something else where its tensors were, or frees them, as soon as a call has returned."""
         with self.recorder.labelled("the caller, afterwards"), torch.no_grad():
-            for x in given.values():
+            for x in tensors.values():
                 x.fill_(float("nan"))
             if number + 1 == len(self.case.calls):
                 return
             if self.case.calls[number].layout != self.case.calls[number + 1].layout:
-                given.clear()
-                given |= self.given(number + 1, rank)
+                tensors.clear()
+                tensors |= self.given(number + 1, rank)
             else:
-                for name, x in given.items():
+                for name, x in tensors.items():
                     x.copy_(shard(self.case, number + 1, name, rank))
 
     def read(self, rank: int, name: str, result: Tensor) -> None:
@@ -306,9 +304,9 @@ class _Session:
         return storage.name or f"an allocation of {storage.nbytes} bytes on {storage.owner.name}"
 
     def _label(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        post, tensors, session = buffers.Call.post, Slots.tensors, self
+        post, tensors, session = buffers.RingCall.post, Slots.tensors, self
 
-        def labelled(call: buffers.Call, level: int, key: Key, sends: Any, receives: Any, after: Any) -> Any:
+        def labelled(call: buffers.RingCall, level: int, key: Key, sends: Any, receives: Any, after: Any) -> Any:
             rank = session.recorder.thread.rank
             if sends.messages or receives.messages:
                 session.keys[rank].append((session.calls[rank], key))
@@ -319,7 +317,7 @@ class _Session:
             session.note(slots)
             return tensors(slots, slot, specs)
 
-        monkeypatch.setattr(buffers.Call, "post", labelled)
+        monkeypatch.setattr(buffers.RingCall, "post", labelled)
         monkeypatch.setattr(Slots, "tensors", named)
 
     def note(self, slots: Slots) -> None:
@@ -344,6 +342,6 @@ class _Spans:
         with self._recorder.labelled(f"call {self._call()}, {phase} hop {hop.index} {kind}"):
             yield
 
-    def watching(self, call: buffers.Call) -> buffers.Call:
+    def watching(self, call: buffers.RingCall) -> buffers.RingCall:
         """Transfers and inner waits are the recorder's own to see."""
         return replace(call, span=partial(self.span, call.phase))

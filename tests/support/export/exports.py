@@ -85,11 +85,11 @@ class Export:
 
     def __init__(self, config: str, folder: Path, name: str = "") -> None:
         self.folder, self.config_name = folder, name
-        save(tables := folder.parent / f"{folder.name}-tables", *(entry(*one) for one in TUNED.values()), gpu=A100)
+        save(tables := folder.parent / f"{folder.name}-tables", *(entry(*tuned) for tuned in TUNED.values()), gpu=A100)
         flags = shlex.split(config.format(tables=tables))
         self.config_dir = str(tables) if "--config-dir" in flags else None
-        told = command("ringattn", "export", *flags, "--out-dir", str(folder), "--json", "-")
-        self.manifest: dict[str, Any] = json.loads(told.stdout)
+        output = command("ringattn", "export", *flags, "--out-dir", str(folder), "--json", "-")
+        self.manifest: dict[str, Any] = json.loads(output.stdout)
         self.prefix: str = self.manifest["name"]
         self.kernels = {kernel["name"]: kernel for kernel in self.manifest["kernels"]}
 
@@ -116,7 +116,7 @@ class Export:
     def launch(self, library: ctypes.CDLL, name: str, values: dict[str, Any], batch: int, stream: int = STREAM) -> int:
         """Launch a kernel; what the launcher returns."""
         kernel = self.kernels[name]
-        arguments = arguments_type(kernel)(**{one["name"]: values[one["name"]] for one in kernel["arguments"]})
+        arguments = arguments_type(kernel)(**{entry["name"]: values[entry["name"]] for entry in kernel["arguments"]})
         launch = getattr(library, f"{self.prefix}_{name}_launch")
         result: int = launch(self.loaded(library, name), ctypes.byref(arguments), batch, ctypes.c_void_p(stream))
         return result
@@ -124,11 +124,11 @@ class Export:
     @property
     def config(self) -> dict[str, Any]:
         """Fields of its ``ExportConfig``."""
-        told, (head_dim, head_dim_v) = self.manifest, self.manifest["head_dim"]
+        manifest, (head_dim, head_dim_v) = self.manifest, self.manifest["head_dim"]
         same = ("dtype", "bounded", "grouped", "role", "forward_kernel", "backward")
-        dims = {"arch": int(told["arch"][3:]), "head_dim": head_dim, "head_dim_v": head_dim_v}
+        dims = {"arch": int(manifest["arch"][3:]), "head_dim": head_dim, "head_dim_v": head_dim_v}
         table = {"gpu": A100.name, "config_dir": self.config_dir} if self.config_dir else {}
-        return dims | {name: told[name] for name in same} | table
+        return dims | {name: manifest[name] for name in same} | table
 
 
 _EXPORTED: dict[str, Export] = {}
@@ -146,7 +146,7 @@ C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 def arguments_type(kernel: dict[str, Any]) -> type[ctypes.Structure]:
     """The struct of the header, from the manifest."""
-    fields = [(one["name"], C_TYPES.get(one["type"], ctypes.c_uint64)) for one in kernel["arguments"]]
+    fields = [(argument["name"], C_TYPES.get(argument["type"], ctypes.c_uint64)) for argument in kernel["arguments"]]
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 

@@ -48,14 +48,14 @@ class Strided:
 
 def captured(config: ExportConfig, case: dict[str, int]) -> dict[str, tuple[int, list[Any]]]:
     """By kernel: (programs, arguments in the order of the kernel) of what the host entries launch."""
-    found: dict[str, list[tuple[int, list[Any]]]] = {name: [] for name in config.kernels}
+    by_kernel: dict[str, list[tuple[int, list[Any]]]] = {name: [] for name in config.kernels}
     heads = case["key_heads"] * (case["group"] if config.grouped else 1)
     sizes, make = Sizes(case["batch"], case["rows"], case["columns"], heads, case["key_heads"]), Strided()
     ends = torch.arange(sizes.queries, dtype=torch.int32).clamp(max=sizes.keys)
     bounds = Bounds(torch.zeros_like(ends), ends) if config.bounded else FULL
     values = sizes.batch, sizes.queries, heads, config.head_dim_v
 
-    for name, launches in found.items():
+    for name, launches in by_kernel.items():
 
         def launch(
             kernel: Any, grid: int, device: object, *args: Any,
@@ -76,60 +76,60 @@ def captured(config: ExportConfig, case: dict[str, int]) -> dict[str, tuple[int,
                 attention.attention_delta(*(make(name, *values, dtype=DTYPES[config.dtype]) for _ in range(2)))
             else:
                 call(variant_of(config, name, sizes), make, bounds)
-    assert all(len(launches) == 1 for launches in found.values())
-    return {name: launches[0] for name, launches in found.items()}
+    assert all(len(launches) == 1 for launches in by_kernel.values())
+    return {name: launches[0] for name, launches in by_kernel.items()}
 
 
-def by_name(names: list[str], given: list[Any]) -> dict[str, Any]:
+def by_name(names: list[str], values: list[Any]) -> dict[str, Any]:
     """What a caller of the launcher would say: addresses, strides and numbers by the names of its fields."""
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
 
     def walk(name: str, value: Any) -> None:
         if isinstance(value, tuple):
             for field, part in zip(value._fields, value, strict=True):  # type: ignore[attr-defined]
                 walk(field_name(name, field), part)
         elif isinstance(value, torch.Tensor):
-            found[name] = value.data_ptr()
+            named[name] = value.data_ptr()
         elif hasattr(value, "base"):  # a descriptor: as its tensor would be passed
-            found[name] = value.base.data_ptr()
-            found.update(
+            named[name] = value.base.data_ptr()
+            named.update(
                 {f"{name}_stride_{axis}": stride for axis, stride in zip("bsh", value.base.stride(), strict=False)}
             )
         elif value is not None:
-            found[name] = value
+            named[name] = value
 
-    for name, value in zip(names, given, strict=True):
+    for name, value in zip(names, values, strict=True):
         walk(name, value)
-    return found
+    return named
 
 
-def launched(library: ctypes.CDLL, made: Any, programs: int, given: list[Any], version: int) -> dict[str, Any]:
+def launched(library: ctypes.CDLL, made: Any, programs: int, arguments: list[Any], version: int) -> dict[str, Any]:
     """What arrives at the driver."""
     record = Record.in_dll(library, "record")
     record.expect([size for _, size in parameter_layout(made.asm["cubin"]).parameters], version)
     before = record.launches
     launcher = CudaLauncher(made.src, made.metadata)
-    launcher(programs, 1, 1, STREAM, 2, made.packed_metadata, None, None, None, *given)
+    launcher(programs, 1, 1, STREAM, 2, made.packed_metadata, None, None, None, *arguments)
     assert record.launches == before + 1
     return {"numbers": [*record.numbers], "values": [value.hex() for value in record.passed()]}
 
 
 def main() -> None:
-    told, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    request, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)  # the driver that records has but the functions that are called
     library = ctypes.CDLL(str(folder / "libcuda.so.1"))
-    configs = {name: ExportConfig(**fields) for name, fields in told["configs"].items()}
+    configs = {name: ExportConfig(**fields) for name, fields in request["configs"].items()}
     kernels = {
-        name: {one: compiled_launch(config, one).binary for one in config.kernels} for name, config in configs.items()
+        name: {of: compiled_launch(config, of).binary for of in config.kernels} for name, config in configs.items()
     }
     triton.knobs.cache.dir = str(folder / "cache")  # what is built on that driver stays there
     triton.runtime.driver.set_active(CudaDriver())
-    found = {
-        name: [called(library, config, case, kernels[name]) for case in told["cases"]]
+    results = {
+        name: [called(library, config, case, kernels[name]) for case in request["cases"]]
         for name, config in configs.items()
     }
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 def called(library: ctypes.CDLL, config: ExportConfig, case: dict[str, int], kernels: dict[str, Any]) -> dict[str, Any]:
