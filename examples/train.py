@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -220,17 +221,22 @@ def as_process(store: str | None, job: Job, text: bytes, watch: Watch | None) ->
     """One rank of several processes, which meet in the file ``store`` or where the launcher says."""
     place = member()
     assert place is not None
-    device = place.device
     with threads(place.threads), process_group(place, store):
-        mesh = init_device_mesh(device.type, (job.data, place.world // job.data), mesh_dim_names=("data", "context"))
-        each = job.batch // job.data
-        first = mesh.get_local_rank("data") * each
-        with ring_of(Ring(mesh["context"]), job) as (layout, attend):
-            positions = layout.positions(mesh.get_local_rank("context"))
-            part = Part(place.rank, slice(first, first + each), positions, attend, gather, fully_sharded=True)
-            run = Training(job, text, device, part).fit(watch)
-    run.where = f"{place.world} ranks, {device_name(device, place.threads)} each"
+        run = on_mesh(job, text, place.device, watch)
+    run.where = f"{place.world} ranks, {device_name(place.device, place.threads)} each"
     return run
+
+
+def on_mesh(job: Job, text: bytes, device: torch.device, watch: Watch | None = None) -> Run:
+    """One rank of the default group: weights lie in parts on all, rows on the rings, tokens on the ranks of each."""
+    shape = job.data, dist.get_world_size() // job.data
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
+    each = job.batch // job.data
+    first = mesh.get_local_rank("data") * each
+    with ring_of(Ring(mesh["context"]), job) as (layout, attend):
+        positions = layout.positions(mesh.get_local_rank("context"))
+        part = Part(dist.get_rank(), slice(first, first + each), positions, attend, gather, fully_sharded=True)
+        return Training(job, text, device, part).fit(watch)
 
 
 def gather(x: Tensor) -> Tensor:
@@ -254,7 +260,8 @@ def as_virtual_ranks(job: Job, text: bytes, world: int, watch: Watch | None = No
             part = Part(ring.rank, slice(None), layout.positions(ring.rank), attend, gather)
             return Training(job, text, device, part).fit(watch)
 
-    with threads(cores()), LocalWorld(world, device=device) as local:
+    with threads(cores()), LocalWorld(world, device=device) as local, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of checkpoints: they are one rank's
         run = local.run(as_virtual_rank)[0]
     run.where = f"{world} virtual ranks on {device_name(device, cores())}, memory of all together"
     return run
