@@ -1,5 +1,6 @@
 """Where kernels and comm meet: layouts, masks, schedules, the ring loop, autograd."""
 
+from ..comm import GroupLike
 from .attention import ring_attention
 from .ops import checkpoint_policy
 from .ring import Ring
@@ -12,6 +13,7 @@ from .trace import Trace
 
 __all__ = [
     "BlockMask",
+    "GroupLike",
     "Hop",
     "Layout",
     "Longformer",

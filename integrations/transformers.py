@@ -1,0 +1,402 @@
+"""Hugging Face transformers on shards: ``attn_implementation="ringattn"``, each rank with its part of the sequence.
+
+::
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=register())
+    batch = shard_batch(batch, "zigzag", group)
+    with sharded("zigzag", group):
+        loss = model(**batch).loss  # this rank's part: the loss of the batch is the sum over the ranks
+    loss.backward()  # gradients are parts too: sum them over the group
+
+Embedding, norms, feed-forward and loss work token by token; attention alone sees the other ranks' tokens. What a
+model's mask shows is read from transformers' own mask functions, so that windows, chunks and documents are those of the
+model; sinks, softcap, scale and dropout come with each call of attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+
+from ..ring import GroupLike, Layout, Ring, ring_attention
+from ..ring.ring import device_of, resolve_ring
+from ..ring.schedule.layout import Documents, LayoutLike
+from ..ring.shards import resolve_layout
+
+NAME = "ringattn"
+OLDEST = Version("5.22")
+IGNORE_INDEX = -100  # the label that transformers' losses leave out
+
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Entries of ``config.layer_types`` in whose layers tokens meet in attention alone."""
+
+HARMLESS = (
+    "cache_position", "deterministic", "layer_idx", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "past_key_values", "position_embeddings", "return_dict", "shift_labels", "use_cache",
+)  # fmt: skip
+"""What models hand on to attention and its result does not depend on; key and value are what a cache returned."""
+
+
+@dataclass
+class Sharding:
+    """Who holds which tokens, as :func:`sharded` says it; by itself: one rank alone."""
+
+    layout: LayoutLike = None
+    group: GroupLike = None
+    ring: Ring | None = None
+    cu_seqlens: tuple[int, ...] | None = None
+    used: bool = False  # by a call of attention
+
+    def of(self, tokens: int, device: torch.device) -> tuple[Ring, Layout]:
+        """The ring, and the layout of the whole sequence, of which this rank has ``tokens``; ValueError where not."""
+        ring = resolve_ring(self.ring, self.group, device)
+        if self.layout is None and ring.size > 1:
+            raise ValueError(
+                f'{ring.size} ranks and no layout: run the model inside `with sharded("zigzag", group):`, whose group '
+                "is the ranks that share a sequence, and give it what shard_batch makes"
+            )
+        total = self.layout.seqlen if isinstance(self.layout, Layout) else tokens * ring.size
+        layout = resolve_layout(self.layout, total, ring.size)
+        if layout.lengths[ring.rank] != tokens:
+            raise ValueError(f"the layout gives rank {ring.rank} {layout.lengths[ring.rank]} tokens, got {tokens}")
+        return ring, layout
+
+    def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
+        """Of this rank's tokens within their documents, int64 ``[S]``."""
+        ring, layout = self.of(tokens, device)
+        where = layout.positions(ring.rank)
+        start = 0 if self.cu_seqlens is None else Documents(self.cu_seqlens).around(where)[0]
+        return (where - start).to(device)
+
+
+@dataclass
+class Mask:
+    """What goes from a model's mask to its attention in place of a tensor: arguments of ``ring_attention``.
+
+    With the sharding in it: a layer that is checkpointed runs again in the backward, where ``sharded`` may be over, or
+    in a thread of autograd that never was inside.
+    """
+
+    sharding: Sharding
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    chunk_size: int | None = None
+    positions_checked: bool = False
+
+    def check_positions(self, position_ids: torch.Tensor, tokens: int) -> None:
+        """Rotary embedding must know where the tokens are: ValueError if it does not. Once per forward."""
+        if self.positions_checked or position_ids.dim() != 2:  # of images there are several per token
+            return
+        expected = self.sharding.positions(tokens, position_ids.device)
+        if not (position_ids == expected).all():
+            raise ValueError(
+                f"position_ids start with {position_ids[0, :4].tolist()}, the positions of this rank's tokens with "
+                f"{expected[:4].tolist()}: pass what shard_batch makes, and cu_seqlens of packed documents to both"
+            )
+        self.positions_checked = True
+
+    def boundaries(self, seqlen: int) -> Iterable[int] | None:
+        """Of documents, and of chunks within them."""
+        documents = self.sharding.cu_seqlens
+        if self.chunk_size is None:
+            return documents
+        starts = [range(start, end, self.chunk_size) for start, end in pairwise(documents or (0, seqlen))]
+        return [*chain.from_iterable(starts), seqlen]
+
+
+_sharding: ContextVar[Sharding] = ContextVar("ringattn_sharding")
+
+
+@contextmanager
+def sharded(
+    layout: LayoutLike,
+    group: GroupLike = None,
+    *,
+    cu_seqlens: Iterable[int] | torch.Tensor | None = None,
+    ring: Ring | None = None,
+) -> Iterator[None]:
+    """Around a forward: what the model gets is this rank's shard of a sequence. The backward may run outside of it.
+
+    Args:
+        layout: who holds which tokens, as in :func:`ringattn.ring_attention`.
+        group: the ranks that share the sequence.
+        cu_seqlens: boundaries of documents packed into the whole sequence; a list or a CPU tensor.
+        ring: in place of ``group``, where it is not the ring that all calls share.
+
+    Raises:
+        ValueError: ``cu_seqlens`` are no boundaries.
+        RuntimeError: at the end, with several ranks, if no attention was ringattn's: each rank saw its shard alone.
+    """
+    sharding = Sharding(layout, group, ring, None if cu_seqlens is None else Documents(cu_seqlens).boundaries)
+    token = _sharding.set(sharding)
+    try:
+        yield
+    finally:
+        _sharding.reset(token)
+    if not sharding.used and resolve_ring(ring, group, device_of()).size > 1:
+        raise RuntimeError(
+            'no attention inside sharded() was ringattn\'s: make the model with attn_implementation="ringattn"; one '
+            "whose code has an attention of its own cannot be sharded"
+        )
+
+
+def register() -> str:
+    """Add attention and mask interface "ringattn" to transformers, once or again; returns ``attn_implementation``.
+
+    Raises:
+        ImportError: transformers is older than 5.22, or newer and its mask functions are others than those read here.
+    """
+    version = transformers.__version__
+    if Version(version) < OLDEST:
+        raise ImportError(f"transformers is {version}: ringattn needs {OLDEST} or newer")
+    try:
+        _check_masks()
+        interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    except (AttributeError, KeyError, NotImplementedError, TypeError) as error:
+        raise ImportError(
+            f"transformers is {version}, and its masks are not what ringattn reads ({error}): install 5.22 or 5.23"
+        ) from error
+    for interface, function in zip(interfaces, (attend, mask_of), strict=True):
+        interface.register(NAME, function)
+    return NAME
+
+
+def _check_masks() -> None:
+    """Each mask function of transformers is what :func:`shown` takes it for: TypeError if not."""
+    masks, ids = transformers.masking_utils, torch.zeros(1, 1, dtype=torch.int64)
+    packed = masks.packed_sequence_mask_function(ids)
+    for function, fields in (
+        (masks.causal_mask_function, {"causal": True}),
+        (masks.bidirectional_mask_function, {}),
+        (masks.sliding_window_causal_mask_function(4), {"causal": True, "window_size": (3, -1)}),
+        (masks.sliding_window_bidirectional_mask_function(4), {"window_size": (4, 4)}),
+        (masks.chunked_causal_mask_function(4, ids[0]), {"causal": True, "chunk_size": 4}),
+        (masks.and_masks(masks.causal_mask_function, packed), {"causal": True, "packed": ids}),
+    ):
+        if shown(function) != fields:
+            raise TypeError(f"{function.__qualname__} is {shown(function)}")
+
+
+def shown(mask_function: Callable[..., Any]) -> dict[str, Any]:
+    """What a mask function of transformers shows, as fields of :class:`Mask`, and as ``packed`` document ids.
+
+    Raises:
+        NotImplementedError: the function is somebody else's, a union, or blocks of tokens that see each other.
+    """
+    name = getattr(mask_function, "__qualname__", repr(mask_function))
+    known = inspect.isfunction(mask_function) and mask_function.__module__ == transformers.masking_utils.__name__
+    closure = inspect.getclosurevars(mask_function).nonlocals if known else {}
+    match name.removesuffix(".<locals>.inner_mask") if known else None:
+        case "causal_mask_function":
+            return {"causal": True}
+        case "bidirectional_mask_function":
+            return {}
+        case "sliding_window_overlay":
+            return {"window_size": (closure["sliding_window"] - 1, -1)}
+        case "sliding_window_bidirectional_overlay":
+            return {"window_size": (closure["sliding_window"], closure["sliding_window"])}
+        case "chunked_overlay":  # where its left padding is not 0, the padding is refused
+            return {"chunk_size": closure["chunk_size"]}
+        case "packed_sequence_mask_function":
+            return {"packed": closure["packed_sequence_mask"]}
+        case "remap_positions_for_packed_sequence":
+            return shown(closure["mask_function"])
+        case "and_masks.<locals>.and_mask":
+            fields: dict[str, Any] = {}
+            for part in map(shown, closure["mask_functions"]):
+                if twice := fields.keys() & part.keys() - {"causal"}:
+                    raise NotImplementedError(f"a mask with two of {sorted(twice)}: {fields} and {part}")
+                fields |= part
+            return fields
+    raise NotImplementedError(
+        f"mask function {name} of {getattr(mask_function, '__module__', None)}: ringattn takes causal and full masks, "
+        'windows, chunks and packed documents; for others use "sdpa" on whole sequences'
+    )
+
+
+def mask_of(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None = None,
+    config: Any = None,
+    device: torch.device | str = "cpu",
+    **_: Any,  # batch size and dtype, and when sdpa may do without
+) -> Mask:
+    """The mask interface: every mask that a model makes passes here.
+
+    Raises:
+        ValueError: padding, or packed ``position_ids`` that are not those of ``cu_seqlens``.
+        NotImplementedError: queries behind a cache, or a static one; a mask that is no interval; with several ranks, a
+            config whose layers see more of the sequence than a shard outside of attention.
+    """
+    if isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or kv_length != q_length:
+        raise NotImplementedError(
+            f"{kv_length} keys from {kv_offset} for {q_length} queries from {q_offset}: ringattn takes no static cache "
+            'and no queries behind a cache (pass use_cache=False, or generate with "sdpa"), no cross-attention, and '
+            "an attention_mask of this rank's tokens only"
+        )
+    if attention_mask is not None and not attention_mask.all():
+        raise ValueError(
+            f"attention_mask hides {int((attention_mask == 0).sum())} tokens as padding: pack the documents one after "
+            "the other and pass cu_seqlens to sharded and shard_batch"
+        )
+    sharding, device = _sharding.get(Sharding()), torch.device(device)
+    fields = shown(mask_function)
+    if sharding.of(q_length, device)[0].size > 1:
+        _check_config(config)
+    packed = fields.pop("packed", None)  # made of position_ids that are not consecutive: a shard's, or of documents
+    if packed is not None and not (packed.diff() == (sharding.positions(q_length, device).diff() != 1)).all():
+        raise ValueError(
+            "position_ids of other packed documents, or of another layout: pass what shard_batch makes, and cu_seqlens "
+            "to both sharded and shard_batch"
+        )
+    return Mask(sharding, **fields)
+
+
+def _check_config(config: Any) -> None:
+    """Refuse what would take a shard for the sequence: NotImplementedError."""
+    name, rope = type(config).__name__, getattr(config, "rope_parameters", None) or {}
+    layers = {*(getattr(config, "layer_types", None) or ())} - {*ATTENTION_LAYERS}
+    if layers:
+        raise NotImplementedError(
+            f"layer_types {sorted(layers)} of {name}: their tokens meet outside of attention, in this rank's shard only"
+        )
+    dynamic = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    if dynamic & {"dynamic", "longrope"}:
+        raise NotImplementedError(
+            f"rope_type dynamic or longrope of {name}: frequencies by the last position, another on each rank; take "
+            "yarn, linear or llama3"
+        )
+    if getattr(config, "attn_temperature_tuning", False):
+        raise NotImplementedError(f"attn_temperature_tuning of {name}: it counts positions from the shard's start")
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    position_ids: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention interface: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights.
+
+    Raises:
+        ValueError: a mask that is a tensor, or ``position_ids`` of other tokens than this rank's.
+        NotImplementedError: an argument that ``ring_attention`` has nothing for.
+    """
+    model = type(module).__name__
+    refused = {name for name, given in kwargs.items() if given is not None and given is not False} - {*HARMLESS}
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        refused.add("output_attentions")
+    if refused:
+        raise NotImplementedError(
+            f'{sorted(refused)} in {model}: ringattn has nothing for it, and makes no weights; use "eager" or "sdpa"'
+        )
+    if isinstance(attention_mask, torch.Tensor):
+        raise ValueError(
+            f"attention_mask is a tensor {list(attention_mask.shape)} in {model}: ringattn takes none, or [batch, "
+            "tokens] of ones; packed documents are cu_seqlens"
+        )
+    if attention_mask is None:  # the model makes none: as in sdpa
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        attention_mask = Mask(_sharding.get(Sharding()), causal)
+    if sliding_window is not None and attention_mask.window_size == (-1, -1):
+        raise ValueError(f"sliding_window is {sliding_window} in {model}, and its mask has no window")
+    tokens, sharding = query.shape[2], attention_mask.sharding
+    if key.shape[2] != tokens:
+        raise NotImplementedError(f"{key.shape[2]} keys for {tokens} queries in {model}: no cache, no cross-attention")
+    ring, layout = sharding.of(tokens, query.device)
+    if position_ids is not None:
+        attention_mask.check_positions(position_ids, tokens)
+    sharding.used = True
+    out = ring_attention(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        layout=layout,
+        ring=ring,
+        causal=attention_mask.causal,
+        window_size=attention_mask.window_size,
+        softmax_scale=scaling,
+        softcap=softcap or 0.0,
+        learnable_sink=s_aux,
+        dropout_p=dropout,
+        cu_seqlens=attention_mask.boundaries(layout.seqlen),
+    )
+    return out, None
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    layout: LayoutLike,
+    group: GroupLike = None,
+    *,
+    cu_seqlens: Iterable[int] | torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """This rank's part of a batch of whole sequences, the same on every rank, as arguments of a model.
+
+    Args:
+        batch: ``input_ids [B, S]`` or ``inputs_embeds [B, S, E]``; ``labels [B, S]``, not shifted, or ``shift_labels``;
+            an ``attention_mask`` of ones; ``num_items_in_batch``, where it counts more than this batch.
+        layout: as for :func:`sharded`.
+        group: the ranks that share the sequence.
+        cu_seqlens: boundaries of packed documents, whose first tokens are nobody's label.
+
+    Returns:
+        This rank's ids and ``position_ids [1, s]``, within documents. With labels: ``shift_labels``, shifted before the
+        split, which transformers' losses take as they are; ``num_items_in_batch``, of all ranks, by which they divide
+        their sum; and ``labels`` of -100 only: they ask for a loss, and one that shifts them has none to give.
+
+    Raises:
+        ValueError: padding, an entry that it cannot shard, or arguments that do not fit.
+    """
+    known = {"input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "num_items_in_batch"}
+    if unknown := batch.keys() - known:
+        raise ValueError(f"batch has {sorted(unknown)}: shard_batch takes {', '.join(sorted(known))}")
+    padding, labels, shifted = (batch.get(name) for name in ("attention_mask", "labels", "shift_labels"))
+    if padding is not None and (padding.dim() != 2 or not padding.all()):
+        raise ValueError(
+            f"attention_mask {list(padding.shape)} is not [batch, tokens] of ones: instead of padding, pack the "
+            "documents one after the other and pass cu_seqlens to sharded and shard_batch"
+        )
+    inputs = {name: batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None}
+    if len(inputs) != 1:
+        raise ValueError(f"batch has {sorted(inputs)}: it must have input_ids or inputs_embeds")
+    ((name, whole),) = inputs.items()
+    tokens, documents = whole.shape[1], Documents([0, whole.shape[1]] if cu_seqlens is None else cu_seqlens)
+    if documents.seqlen != tokens:
+        raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {tokens}, the number of tokens")
+    ring = resolve_ring(None, group, whole.device)
+    layout = resolve_layout(layout, tokens, ring.size)
+    sharding = Sharding(layout, group, cu_seqlens=documents.boundaries)
+    positions = sharding.positions(layout.lengths[ring.rank], whole.device)
+    made = {name: layout.shard(whole, ring.rank), "position_ids": positions[None]}
+    if shifted is None and labels is not None:
+        shifted = labels.roll(-1, 1)
+        shifted[:, [end - 1 for end in documents.boundaries if end]] = IGNORE_INDEX
+    if shifted is not None:
+        items = batch.get("num_items_in_batch")
+        made["shift_labels"] = layout.shard(shifted, ring.rank)
+        made["labels"] = torch.full_like(made["shift_labels"], IGNORE_INDEX)
+        made["num_items_in_batch"] = (shifted != IGNORE_INDEX).sum() if items is None else items
+    return made

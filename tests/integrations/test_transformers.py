@@ -1,0 +1,342 @@
+"""Models of transformers on four virtual ranks: logits, loss and every gradient are those of eager on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+from transformers import masking_utils as masking
+
+from ringattn import Layout, LocalWorld, ring_attention
+from ringattn.integrations import transformers as integration
+from ringattn.integrations.transformers import register, shard_batch, sharded
+from tests.support.ring_cases import LAYOUTS
+from tests.support.tolerance import assert_as_exact_as_pytorch
+
+WORLD = 4
+TOKENS, VOCABULARY = 43, 37  # 43: no layout divides it
+DOCUMENTS = [0, 19, 22, 43]
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+    "pad_token_id": 0, "max_position_embeddings": 64,
+}  # fmt: skip
+ALTERNATING = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 7}),
+    "gemma2": ("Gemma2Config", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 11, **ALTERNATING}),
+    "gemma3": ("Gemma3TextConfig", {"query_pre_attn_scalar": 11, **ALTERNATING}),
+    "gpt-oss": ("GptOssConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, **ALTERNATING}),
+}
+register()
+
+
+class Result(NamedTuple):
+    logits: Tensor
+    loss: Tensor
+    grads: dict[str, Tensor]
+
+
+def model_of(name: str, attention: str = "ringattn") -> Any:
+    config, options = CONFIGS[name]
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(**SIZES | options)
+    made._experts_implementation = "eager"  # no grouped product in float64
+    return AutoModelForCausalLM.from_config(made, attn_implementation=attention).float().train()
+
+
+def ids_of() -> Tensor:
+    return torch.randint(1, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+class EverythingInFloat64(TorchFunctionMode):
+    """Norms, softmax and losses of transformers cast to float32, whatever the model is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*wide, **named)
+
+
+def whole(model: Any, documents: Sequence[int]) -> Result:
+    """Of one process, document by document."""
+    ids, items = ids_of(), ids_of().shape[0] * (TOKENS - len(documents) + 1)
+    parts = [ids[:, start:end] for start, end in pairwise(documents)]
+    outs = [model(input_ids=part, labels=part, num_items_in_batch=items) for part in parts]
+    loss = torch.stack([out.loss for out in outs]).sum()
+    loss.backward()
+    logits = torch.cat([out.logits for out in outs], 1)
+    return Result(logits.detach(), loss.detach(), {name: x.grad for name, x in model.named_parameters()})
+
+
+@cache
+def eager(name: str, documents: tuple[int, ...]) -> tuple[Result, Result]:
+    """Eager attention in float32 and in float64."""
+    with EverythingInFloat64():
+        exact = whole(model_of(name, "eager").double(), documents)
+    return whole(model_of(name, "eager"), documents), exact
+
+
+def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None, prepare: Any = None) -> Result:
+    models = [model_of(name) for _ in range(WORLD)]
+
+    def step(group: Any) -> tuple[Tensor, Tensor]:
+        model = models[group.rank()]
+        batch = shard_batch({"input_ids": ids_of(), "labels": ids_of()}, layout, group, cu_seqlens=cu_seqlens)
+        with sharded(layout, group, cu_seqlens=cu_seqlens):
+            out = model(**batch)
+        out.loss.backward()
+        return out.logits.detach(), out.loss.detach()
+
+    for model in models:
+        (prepare or (lambda model: None))(model)
+    with LocalWorld(WORLD) as world:
+        logits, losses = zip(*world.run(step), strict=True)
+    ranks = [dict(model.named_parameters()) for model in models]
+    grads = {key: torch.stack([rank[key].grad.double() for rank in ranks]).sum(0).float() for key in ranks[0]}
+    return Result(layout.unshard(logits), torch.stack(losses).sum(), grads)
+
+
+def check(name: str, ours: Result, documents: Sequence[int]) -> None:
+    pytorch, exact = eager(name, tuple(documents))
+    assert_as_exact_as_pytorch("logits", ours.logits, pytorch.logits, exact.logits)
+    terms = exact.logits.abs().max().item()  # the logits, whose differences the losses are
+    assert_as_exact_as_pytorch("loss", ours.loss, pytorch.loss, exact.loss, magnitude=terms)
+    # relative to the largest of each parameter, and together: the largest of eight numbers alone is a matter of luck
+    sizes = {key: grad.abs().max() for key, grad in exact.grads.items()}
+    together = (
+        torch.cat([(result.grads[key] / size).flatten() for key, size in sizes.items()])
+        for result in (ours, pytorch, exact)
+    )
+    assert_as_exact_as_pytorch("gradients", *together)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("layout", "packed"),
+    [
+        ("zigzag", False),
+        ("uneven", True),
+        pytest.param("zigzag", True, marks=pytest.mark.nightly),
+        pytest.param("uneven", False, marks=pytest.mark.nightly),
+        pytest.param("striped", False, marks=pytest.mark.nightly),
+        pytest.param("striped", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_model(name: str, layout: str, packed: bool) -> None:
+    cu_seqlens = DOCUMENTS if packed else None
+    check(name, on_ranks(name, LAYOUTS[layout](TOKENS, WORLD), cu_seqlens), cu_seqlens or [0, TOKENS])
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "lose"),
+    [
+        ("llama", "cu_seqlens", lambda _: None),
+        ("gemma2", "softcap", lambda _: 0.0),
+        ("gemma3", "softmax_scale", lambda _: None),
+        ("gpt-oss", "window_size", lambda _: (-1, -1)),
+        ("gpt-oss", "learnable_sink", lambda sink: sink * 0 - 1e9),
+    ],
+)
+def test_what_a_lost_argument_does_is_seen(
+    monkeypatch: pytest.MonkeyPatch, name: str, argument: str, lose: Callable[[Any], object]
+) -> None:
+    def losing(*qkv: Tensor, **call: Any) -> Any:
+        return ring_attention(*qkv, **call | {argument: lose(call[argument])})
+
+    monkeypatch.setattr(integration, "ring_attention", losing)
+    cu_seqlens = DOCUMENTS if argument == "cu_seqlens" else None
+    ours = on_ranks(name, Layout.striped(TOKENS, WORLD), cu_seqlens)
+    with pytest.raises(AssertionError, match="logits: error"):
+        check(name, ours, cu_seqlens or [0, TOKENS])
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_checkpointed_layers_run_again_outside_of_sharded() -> None:
+    ours = on_ranks(
+        "mistral", Layout.zigzag(TOKENS, WORLD), prepare=lambda model: model.gradient_checkpointing_enable()
+    )
+    check("mistral", ours, [0, TOKENS])
+
+
+def test_one_rank_alone_generates_as_eager_does() -> None:
+    prompt = ids_of()[:, :5]
+    ours, theirs = (
+        model_of("gemma3", attention).eval().generate(prompt, max_new_tokens=9, do_sample=False, use_cache=False)
+        for attention in ("ringattn", "eager")
+    )
+    assert ours.equal(theirs)
+
+
+def test_attention_dropout_is_that_of_the_model_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[float] = []
+
+    def recording(*qkv: Tensor, **call: Any) -> Any:
+        calls.append(call["dropout_p"])
+        return ring_attention(*qkv, **call)
+
+    monkeypatch.setattr(integration, "ring_attention", recording)
+    model = model_of("mistral")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.25
+    model(ids_of())
+    model.eval()(ids_of())
+    assert calls == [0.25, 0.25, 0.0, 0.0]
+
+
+MASKS = {
+    "causal": masking.create_causal_mask,
+    "window": masking.create_sliding_window_causal_mask,
+    "chunk": masking.create_chunked_causal_mask,
+    "full": masking.create_bidirectional_mask,
+    "full window": masking.create_bidirectional_sliding_window_mask,
+}
+
+
+def mask(attention: str = "ringattn", create: str = "causal", tokens: int = TOKENS, **more: Any) -> Any:
+    """As a model makes it; a ``config`` may be another."""
+    config = more.pop("config", None) or transformers.LlamaConfig()
+    config.sliding_window, config.attention_chunk_size, config._attn_implementation = 5, 8, attention
+    make = {"inputs_embeds": torch.zeros(1, tokens, 1), "attention_mask": None, "past_key_values": None} | more
+    return MASKS[create](config, **make)
+
+
+@pytest.mark.parametrize(
+    ("create", "packed"), [*((create, False) for create in MASKS), ("causal", True), ("window", True), ("chunk", True)]
+)
+def test_a_mask_shows_what_the_dense_one_does(create: str, packed: bool) -> None:
+    """Equal scores, and values that tell the key: what is not zero was seen."""
+    documents = DOCUMENTS if packed else None
+    positions = torch.cat([torch.arange(end - start) for start, end in pairwise(documents or [0, TOKENS])])[None]
+    skip = {"allow_is_bidirectional_skip" if create.startswith("full") else "allow_is_causal_skip": False}
+    dense = mask("sdpa", create, position_ids=positions, **skip)[0, 0]
+    layout, values = Layout.zigzag(TOKENS, WORLD), torch.eye(TOKENS)[None, None]
+
+    def rows(group: Any) -> Tensor:
+        here = layout.shard(positions, group.rank())
+        with sharded(layout, group, cu_seqlens=documents):
+            mine = mask(create=create, tokens=here.shape[1], position_ids=here)
+            zeros = torch.zeros(1, 1, here.shape[1], 8)
+            v = layout.shard(values, group.rank(), 2)
+            return integration.attend(torch.nn.Module(), zeros, zeros, v, mine, position_ids=here)[0]
+
+    with LocalWorld(WORLD) as world:
+        assert (layout.unshard(world.run(rows))[0, :, 0] > 0).equal(dense)
+
+
+def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", **given: Any) -> None:
+    """A forward of Llama with ids of rank 0, on each."""
+    model = model_of("llama", attention)
+
+    def forward(group: Any) -> None:
+        with sharded(layout, group):
+            model(**{"input_ids": ids_of()[:, :20]} | given)
+
+    with LocalWorld(2) as world:
+        world.run(forward)
+
+
+def masked_on_two_ranks(config: Any) -> None:
+    def make(group: Any) -> None:
+        with sharded("contiguous", group):
+            mask(config=config)
+
+    with LocalWorld(2) as world:
+        world.run(make)
+
+
+def llama(**given: Any) -> None:
+    model_of("llama")(**{"input_ids": ids_of()} | given)
+
+
+def with_cache() -> None:
+    model = model_of("llama").eval()
+    model(ids_of()[:, :1], past_key_values=model(ids_of()).past_key_values)
+
+
+def static_cache() -> None:
+    llama(past_key_values=transformers.StaticCache(model_of("llama").config, max_cache_len=64))
+
+
+def attentions_by_config() -> None:
+    model = model_of("llama")
+    model.config._output_attentions = True
+    model(ids_of())
+
+
+ONES, PADDING = torch.ones(2, TOKENS), torch.ones(2, TOKENS).index_fill(1, torch.tensor([0]), 0)
+RESTARTING = torch.arange(TOKENS)[None] % 20
+IDS: dict[str, Any] = {"input_ids": ids_of()}
+REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
+    "padding": (ValueError, "hides 2 tokens as padding.*cu_seqlens", lambda: llama(attention_mask=PADDING)),
+    "dense mask": (ValueError, "is a tensor", lambda: llama(attention_mask=torch.zeros(2, 1, TOKENS, TOKENS))),
+    "weights": (NotImplementedError, "output_attentions.*eager", lambda: llama(output_attentions=True)),
+    "weights by config": (NotImplementedError, "output_attentions.*eager", attentions_by_config),
+    "head mask": (NotImplementedError, "head_mask", lambda: llama(head_mask=torch.ones(4))),
+    "flash arguments": (NotImplementedError, "cu_seq_lens_q", lambda: llama(cu_seq_lens_q=torch.tensor([0, 43]))),
+    "cache": (NotImplementedError, "44 keys from 0 for 1 queries.*use_cache=False", with_cache),
+    "static cache": (NotImplementedError, "static cache", static_cache),
+    "packed positions": (
+        ValueError, "packed documents.*cu_seqlens", lambda: llama(position_ids=RESTARTING, use_cache=False)
+    ),
+    "packed positions, cache": (ValueError, "cu_seqlens", lambda: llama(position_ids=RESTARTING)),
+    "own mask": (
+        NotImplementedError, "mask function .*lambda", lambda: mask(and_mask_function=lambda *_: ONES[0, 0] > 0)
+    ),
+    "union": (NotImplementedError, "or_masks", lambda: mask(or_mask_function=masking.causal_mask_function)),
+    "blocks": (NotImplementedError, "or_masks", lambda: mask(block_sequence_ids=torch.zeros(1, TOKENS))),
+    "two windows": (
+        NotImplementedError, "two of .*window_size",
+        lambda: mask(create="window", and_mask_function=masking.sliding_window_overlay(3)),
+    ),
+    "no layout": (ValueError, "2 ranks and no layout.*sharded", lambda: on_two_ranks(None)),
+    "positions of another shard": (ValueError, "position_ids start with .0, 1, 2, 3.*20, 21", on_two_ranks),
+    "another length": (ValueError, "gives rank . 15 tokens, got 20", lambda: on_two_ranks(Layout.zigzag(30, 2))),
+    "another attention": (RuntimeError, "attn_implementation", lambda: on_two_ranks(attention="sdpa")),
+    "recurrent layers": (
+        NotImplementedError, "linear_attention.*Qwen3NextConfig",
+        lambda: masked_on_two_ranks(transformers.Qwen3NextConfig()),
+    ),
+    "rotary by length": (
+        NotImplementedError, "rope_type",
+        lambda: masked_on_two_ranks(
+            transformers.LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+        ),
+    ),
+    "temperature": (
+        NotImplementedError, "attn_temperature_tuning", lambda: masked_on_two_ranks(transformers.Llama4TextConfig())
+    ),
+    "batch: padding": (ValueError, "cu_seqlens", lambda: shard_batch({**IDS, "attention_mask": PADDING}, "zigzag")),
+    "batch: unknown": (ValueError, "token_type_ids", lambda: shard_batch({**IDS, "token_type_ids": ONES}, "zigzag")),
+    "batch: empty": (ValueError, "must have input_ids", lambda: shard_batch({}, "zigzag")),
+    "batch: documents": (ValueError, "must end at 43", lambda: shard_batch(IDS, "zigzag", cu_seqlens=[0, 42])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused(name: str) -> None:
+    error, text, call = REFUSALS[name]
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_another_transformers_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert register() == register() == "ringattn"
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers, "__version__", "5.21.4")
+        with pytest.raises(ImportError, match=r"is 5\.21\.4: ringattn needs 5\.22"):
+            register()
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(masking, "sliding_window_overlay", lambda size: masking.causal_mask_function)
+    with pytest.raises(ImportError, match=r"is 5\.99\.0.*and_mask"):
+        register()
