@@ -3,88 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from accelerate.big_modeling import _attach_context_parallel_hooks
+from accelerate.utils import ParallelismConfig
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from torch.distributed.fsdp import fully_shard
 from transformers import masking_utils as masking
 
-from ringattn import Layout, LocalWorld, ring_attention
+from ringattn import Layout, LocalWorld, ring_attention, unshard
 from ringattn.integrations import transformers as integration
 from ringattn.integrations.transformers import register, shard_batch, sharded
+from tests.support import forked
+from tests.support.hf_models import CONFIGS, DOCUMENTS, TOKENS, Result, check, ids_of, model_of
 from tests.support.ring_cases import LAYOUTS
-from tests.support.tolerance import assert_as_exact_as_pytorch
 
 WORLD = 4
-TOKENS, VOCABULARY = 43, 37  # 43: no layout divides it
-DOCUMENTS = [0, 19, 22, 43]
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
-    "pad_token_id": 0, "max_position_embeddings": 64,
-}  # fmt: skip
-ALTERNATING = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "qwen3": ("Qwen3Config", {}),
-    "mistral": ("MistralConfig", {"sliding_window": 7}),
-    "gemma2": ("Gemma2Config", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 11, **ALTERNATING}),
-    "gemma3": ("Gemma3TextConfig", {"query_pre_attn_scalar": 11, **ALTERNATING}),
-    "gpt-oss": ("GptOssConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, **ALTERNATING}),
-}
-register()
-
-
-class Result(NamedTuple):
-    logits: Tensor
-    loss: Tensor
-    grads: dict[str, Tensor]
-
-
-def model_of(name: str, attention: str = "ringattn") -> Any:
-    config, options = CONFIGS[name]
-    torch.manual_seed(0)
-    made = getattr(transformers, config)(**SIZES | options)
-    made._experts_implementation = "eager"  # no grouped product in float64
-    return AutoModelForCausalLM.from_config(made, attn_implementation=attention).float().train()
-
-
-def ids_of() -> Tensor:
-    return torch.randint(1, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
-
-
-class EverythingInFloat64(TorchFunctionMode):
-    """Norms, softmax and losses of transformers cast to float32, whatever the model is."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wide = [torch.float64 if x is torch.float32 else x for x in args]
-        named = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
-        return (torch.Tensor.double if func is torch.Tensor.float else func)(*wide, **named)
-
-
-def whole(model: Any, documents: Sequence[int]) -> Result:
-    """Of one process, document by document."""
-    ids, items = ids_of(), ids_of().shape[0] * (TOKENS - len(documents) + 1)
-    parts = [ids[:, start:end] for start, end in pairwise(documents)]
-    outs = [model(input_ids=part, labels=part, num_items_in_batch=items) for part in parts]
-    loss = torch.stack([out.loss for out in outs]).sum()
-    loss.backward()
-    logits = torch.cat([out.logits for out in outs], 1)
-    return Result(logits.detach(), loss.detach(), {name: x.grad for name, x in model.named_parameters()})
-
-
-@cache
-def eager(name: str, documents: tuple[int, ...]) -> tuple[Result, Result]:
-    """Eager attention in float32 and in float64."""
-    with EverythingInFloat64():
-        exact = whole(model_of(name, "eager").double(), documents)
-    return whole(model_of(name, "eager"), documents), exact
 
 
 def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None, prepare: Any = None) -> Result:
@@ -105,20 +44,6 @@ def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None,
     ranks = [dict(model.named_parameters()) for model in models]
     grads = {key: torch.stack([rank[key].grad.double() for rank in ranks]).sum(0).float() for key in ranks[0]}
     return Result(layout.unshard(logits), torch.stack(losses).sum(), grads)
-
-
-def check(name: str, ours: Result, documents: Sequence[int]) -> None:
-    pytorch, exact = eager(name, tuple(documents))
-    assert_as_exact_as_pytorch("logits", ours.logits, pytorch.logits, exact.logits)
-    terms = exact.logits.abs().max().item()  # the logits, whose differences the losses are
-    assert_as_exact_as_pytorch("loss", ours.loss, pytorch.loss, exact.loss, magnitude=terms)
-    # relative to the largest of each parameter, and together: the largest of eight numbers alone is a matter of luck
-    sizes = {key: grad.abs().max() for key, grad in exact.grads.items()}
-    together = (
-        torch.cat([(result.grads[key] / size).flatten() for key, size in sizes.items()])
-        for result in (ours, pytorch, exact)
-    )
-    assert_as_exact_as_pytorch("gradients", *together)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -169,6 +94,14 @@ def test_checkpointed_layers_run_again_outside_of_sharded() -> None:
     check("mistral", ours, [0, TOKENS])
 
 
+def test_a_model_that_accelerate_prepared() -> None:
+    """Its hooks put ``is_causal`` in the mask's place; a model with windows is nothing it takes."""
+    ours = on_ranks("qwen3", Layout.zigzag(TOKENS, WORLD), prepare=_attach_context_parallel_hooks)
+    check("qwen3", ours, [0, TOKENS])
+    with pytest.raises(ValueError, match="sliding_attention"):
+        _attach_context_parallel_hooks(model_of("mistral"))
+
+
 def test_one_rank_alone_generates_as_eager_does() -> None:
     prompt = ids_of()[:, :5]
     ours, theirs = (
@@ -217,9 +150,10 @@ def mask(attention: str = "ringattn", create: str = "causal", tokens: int = TOKE
 def test_a_mask_shows_what_the_dense_one_does(create: str, packed: bool) -> None:
     """Equal scores, and values that tell the key: what is not zero was seen."""
     documents = DOCUMENTS if packed else None
-    positions = torch.cat([torch.arange(end - start) for start, end in pairwise(documents or [0, TOKENS])])[None]
+    lengths = [end - start for start, end in pairwise(documents or [0, TOKENS])]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
     skip = {"allow_is_bidirectional_skip" if create.startswith("full") else "allow_is_causal_skip": False}
-    dense = mask("sdpa", create, position_ids=positions, **skip)[0, 0]
+    dense = torch.block_diag(*(mask("sdpa", create, length, **skip)[0, 0] for length in lengths)).bool()
     layout, values = Layout.zigzag(TOKENS, WORLD), torch.eye(TOKENS)[None, None]
 
     def rows(group: Any) -> Tensor:
@@ -228,7 +162,8 @@ def test_a_mask_shows_what_the_dense_one_does(create: str, packed: bool) -> None
             mine = mask(create=create, tokens=here.shape[1], position_ids=here)
             zeros = torch.zeros(1, 1, here.shape[1], 8)
             v = layout.shard(values, group.rank(), 2)
-            return integration.attend(torch.nn.Module(), zeros, zeros, v, mine, position_ids=here)[0]
+            out, _ = integration.attend(torch.nn.Module(), zeros, zeros, v, mine, position_ids=here)
+        return out
 
     with LocalWorld(WORLD) as world:
         assert (layout.unshard(world.run(rows))[0, :, 0] > 0).equal(dense)
@@ -340,3 +275,26 @@ def test_another_transformers_is_refused_by_its_version(monkeypatch: pytest.Monk
     monkeypatch.setattr(masking, "sliding_window_overlay", lambda size: masking.causal_mask_function)
     with pytest.raises(ImportError, match=r"is 5\.99\.0.*and_mask"):
         register()
+
+
+def fully_sharded(rank: int) -> Result:
+    """The way round where accelerate's ``prepare`` refuses windows: its meshes, and the model by ``fully_shard``."""
+    mesh = ParallelismConfig(cp_size=2).get_device_mesh("cpu")  # on GPUs ``accelerator.torch_device_mesh``
+    group, model = mesh["cp"], model_of("gpt-oss")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp_shard_cp"])
+    fully_shard(model, mesh=mesh["dp_shard_cp"])
+    layout = Layout.zigzag(TOKENS, 2)
+    batch = shard_batch({"input_ids": ids_of(), "labels": ids_of()}, layout, group)
+    with sharded(layout, group):
+        out = model(**batch)
+    (out.loss * group.size()).backward()  # the gradients are averaged over the mesh
+    loss, logits = out.loss.detach(), unshard(out.logits.detach(), layout=layout, group=group, grad="slice")
+    dist.all_reduce(loss, group=group.get_group())
+    return Result(logits, loss, {name: x.grad.full_tensor() for name, x in model.named_parameters()})
+
+
+@pytest.mark.nightly
+def test_fsdp_over_the_meshes_of_accelerate() -> None:
+    for ours in forked.results(2, fully_sharded):
+        check("gpt-oss", ours, [0, TOKENS])

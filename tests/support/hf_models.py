@@ -1,0 +1,97 @@
+"""Tiny models of transformers with random weights, and what they compute with eager attention in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+
+from ringattn.integrations.transformers import register
+
+from .tolerance import assert_as_exact_as_pytorch
+
+TOKENS, VOCABULARY = 43, 37  # 43: no layout divides it
+DOCUMENTS = [0, 19, 22, 43]
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+    "pad_token_id": 0, "max_position_embeddings": 64,
+}  # fmt: skip
+ALTERNATING = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 7}),
+    "gemma2": ("Gemma2Config", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 11, **ALTERNATING}),
+    "gemma3": ("Gemma3TextConfig", {"query_pre_attn_scalar": 11, **ALTERNATING}),
+    "gpt-oss": ("GptOssConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, **ALTERNATING}),
+}
+register()
+
+
+class Result(NamedTuple):
+    logits: Tensor
+    loss: Tensor
+    grads: dict[str, Tensor]
+
+
+def model_of(name: str, attention: str = "ringattn") -> Any:
+    config, options = CONFIGS[name]
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(**SIZES | options)
+    made._experts_implementation = "eager"  # no grouped product in float64
+    return AutoModelForCausalLM.from_config(made, attn_implementation=attention).float().train()
+
+
+def ids_of() -> Tensor:
+    return torch.randint(1, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+class EverythingInFloat64(TorchFunctionMode):
+    """Norms, softmax and losses of transformers cast to float32, whatever the model is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        function: Any = torch.Tensor.double if func is torch.Tensor.float else func
+        return function(*wide, **named)
+
+
+def whole(model: Any, documents: Sequence[int]) -> Result:
+    """Of one process, document by document."""
+    ids, items = ids_of(), ids_of().shape[0] * (TOKENS - len(documents) + 1)
+    parts = [ids[:, start:end] for start, end in pairwise(documents)]
+    outs = [model(input_ids=part, labels=part, num_items_in_batch=items) for part in parts]
+    loss = torch.stack([out.loss for out in outs]).sum()
+    loss.backward()
+    logits = torch.cat([out.logits for out in outs], 1)
+    return Result(logits.detach(), loss.detach(), {name: x.grad for name, x in model.named_parameters()})
+
+
+@cache
+def eager(name: str, documents: tuple[int, ...]) -> tuple[Result, Result]:
+    """Eager attention in float32 and in float64."""
+    with EverythingInFloat64():
+        exact = whole(model_of(name, "eager").double(), documents)
+    return whole(model_of(name, "eager"), documents), exact
+
+
+def check(name: str, ours: Result, documents: Sequence[int]) -> None:
+    pytorch, exact = eager(name, tuple(documents))
+    assert_as_exact_as_pytorch("logits", ours.logits, pytorch.logits, exact.logits)
+    terms = exact.logits.abs().max().item()  # the logits, whose differences the losses are
+    assert_as_exact_as_pytorch("loss", ours.loss, pytorch.loss, exact.loss, magnitude=terms)
+    # relative to the largest of each parameter, and together: the largest of eight numbers alone is a matter of luck
+    sizes = {key: grad.abs().max() for key, grad in exact.grads.items()}
+    together = (
+        torch.cat([(result.grads[key] / size).flatten() for key, size in sizes.items()])
+        for result in (ours, pytorch, exact)
+    )
+    assert_as_exact_as_pytorch("gradients", *together)
