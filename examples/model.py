@@ -46,8 +46,11 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
                 std = module.in_features**-0.5 if isinstance(module, nn.Linear) else 1.0
-                whole = torch.empty(module.weight.shape).normal_(std=std, generator=generator)
-                module.weight.copy_(_as(whole, module.weight))
+                drawn, weight = torch.empty(module.weight.shape).normal_(std=std, generator=generator), module.weight
+                if isinstance(weight, DTensor):  # every rank has drawn it, and takes its part
+                    mesh, where = weight.device_mesh, weight.placements
+                    drawn = distribute_tensor(drawn.to(weight.device), mesh, where, src_data_rank=None)
+                weight.copy_(drawn)
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
 
@@ -112,7 +115,7 @@ def blockwise(function: Callable[..., Tensor], block: int | None, *tensors: Tens
     """``function`` of so many tokens at once, computed again in the backward; with None of all, and all is kept."""
     if block is None:
         return function(*tensors)
-    parts = zip(*(x.split(block, dim=1) for x in tensors), strict=True)
+    parts = zip(*(torch.split(x, block, dim=1) for x in tensors), strict=True)
     blocks = [checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.cat(blocks, dim=1)
 
@@ -133,11 +136,3 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     cos, sin = turn.to(x.dtype)
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
-
-
-def _as(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank has, where ``like`` is distributed."""
-    if not isinstance(like, DTensor):
-        return whole
-    placed: Tensor = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return placed

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -34,6 +35,9 @@ from ..ring import Layout, Ring, ring_attention
 from ..ring.shards import exchange
 from .demo import Job
 from .model import Attend, Decoder
+
+if TYPE_CHECKING:
+    from .compare import Kept
 
 ADAM_BETAS = (0.9, 0.95)  # a second moment that follows within a dozen steps
 LINES = 20  # of progress, whatever the steps
@@ -70,14 +74,6 @@ class Part:
     name: str = "sharded"
 
 
-class Watch(Protocol):
-    """Whoever looks at a training, or changes it, around every step; on every rank."""
-
-    def before(self, training: Training, step: int) -> None: ...
-
-    def after(self, training: Training, step: int) -> None: ...
-
-
 class Training:
     """A job on one rank's part of it."""
 
@@ -109,19 +105,19 @@ class Training:
         if job.checkpoint:
             self._resume(Path(job.checkpoint))
 
-    def fit(self, watch: Watch | None = None) -> Run:
-        """Take the steps that are left."""
+    def fit(self, kept: Kept | None = None) -> Run:
+        """Take the steps that are left; ``kept`` keeps or loads what a comparison needs around each."""
         run, job = self.run, self.job
         for step in range(len(run.losses), job.steps):
-            if watch:
-                watch.before(self, step)
+            if kept:
+                kept.before(self, step)
             begun = time.perf_counter()
             self.optimizer.zero_grad()
             run.losses[step] = self._sum(self.backward(step))
             self.optimizer.step()
             run.seconds.append(time.perf_counter() - begun)  # a GPU is idle but for the update: the loss was read
-            if watch:
-                watch.after(self, step)
+            if kept:
+                kept.after(self, step)
             done, last = step + 1, step + 1 == job.steps
             if job.checkpoint and (done % job.every == 0 or last):
                 self._save(Path(job.checkpoint) / f"{done:08}")
@@ -158,26 +154,25 @@ class Training:
 
         In rank order, in float64: all ranks get the same bits.
         """
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if isinstance(self.model, FSDPModule):
-            gradients = []
+        summed = isinstance(self.model, FSDPModule)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None and not summed]
         flat = torch.cat([loss, *(gradient.reshape(-1).double() for gradient in gradients)])
         total = self.part.gather(flat).sum(0)
-        for gradient, part in zip(gradients, total[1:].split([g.numel() for g in gradients]), strict=True):
+        for gradient, part in zip(gradients, torch.split(total[1:], [g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
         return total[0].item()
 
-    def _state(self, steps: int) -> dict[str, object]:
+    def _state(self, steps: int) -> dict[str, Any]:
         """What a checkpoint holds; ranks that have all of it write it once."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         losses = torch.tensor([self.run.losses.get(step, 0.0) for step in range(steps)], dtype=torch.float64)
-        same = asdict(replace(self.job, steps=0, checkpoint=None, every=0))
+        same = asdict(replace(self.job, steps=0, data=1, block=0, checkpoint=None, every=0))
         return {"model": model, "optimizer": optimizer, "losses": losses, "job": json.dumps(same)}
 
     def _save(self, folder: Path) -> None:
         """Write what continues from here bit for bit; a folder is whole once its ``.metadata`` is there."""
         if self.part.fully_sharded or self.part.rank == 0:
-            dcp.save(self._state(len(self.run.losses)), checkpoint_id=folder, no_dist=not self.part.fully_sharded)
+            save(self._state(len(self.run.losses)), checkpoint_id=folder, no_dist=not self.part.fully_sharded)
 
     def _resume(self, folder: Path) -> None:
         """Go on from the last checkpoint there that every rank sees, on any number of ranks."""
@@ -185,10 +180,12 @@ class Training:
         steps = int(self.part.gather(torch.tensor([seen], device=self.device)).min())
         if not steps:
             return
-        state, job = self._state(steps), self._state(0)["job"]
-        dcp.load(state, checkpoint_id=folder / f"{steps:08}", no_dist=not self.part.fully_sharded)
-        if state["job"] != job:
-            raise ValueError(f"--checkpoint {folder} is of {state['job']}, this is {job}: name another folder")
+        state, last, alone = self._state(steps), folder / f"{steps:08}", not self.part.fully_sharded
+        saved = {"job": state["job"]}
+        load(saved, checkpoint_id=last, no_dist=alone)
+        if saved["job"] != state["job"]:
+            raise ValueError(f"--checkpoint {folder} is of {saved['job']}, this is {state['job']}: name another folder")
+        load(state, checkpoint_id=last, no_dist=alone)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.run.losses = dict(enumerate(state["losses"].tolist()))
 
@@ -208,26 +205,26 @@ def ring_of(ring: Ring, job: Job) -> Iterator[tuple[Layout, Attend]]:
         yield layout, attend
 
 
-def on_all_ranks(job: Job, text: bytes, world: int, watch: Watch | None = None) -> Run:
+def on_all_ranks(job: Job, text: bytes, world: int, kept: Kept | None = None) -> Run:
     """Train on so many ranks: this one's part under a launcher, virtual ones on a single device, else new processes."""
     if member() is not None:
-        return as_process(None, job, text, watch)
+        return as_process(None, job, text, kept)
     if world == 1 or torch.cuda.device_count() == 1:
-        return as_virtual_ranks(job, text, world, watch)
-    return started(world, as_process, job, text, watch)
+        return as_virtual_ranks(job, text, world, kept)
+    return started(world, as_process, job, text, kept)
 
 
-def as_process(store: str | None, job: Job, text: bytes, watch: Watch | None) -> Run:
+def as_process(store: str | None, job: Job, text: bytes, kept: Kept | None) -> Run:
     """One rank of several processes, which meet in the file ``store`` or where the launcher says."""
     place = member()
     assert place is not None
     with threads(place.threads), process_group(place, store):
-        run = on_mesh(job, text, place.device, watch)
+        run = on_mesh(job, text, place.device, kept)
     run.where = f"{place.world} ranks, {device_name(place.device, place.threads)} each"
     return run
 
 
-def on_mesh(job: Job, text: bytes, device: torch.device, watch: Watch | None = None) -> Run:
+def on_mesh(job: Job, text: bytes, device: torch.device, kept: Kept | None = None) -> Run:
     """One rank of the default group: weights lie in parts on all, rows on the rings, tokens on the ranks of each."""
     shape = job.data, dist.get_world_size() // job.data
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
@@ -236,7 +233,7 @@ def on_mesh(job: Job, text: bytes, device: torch.device, watch: Watch | None = N
     with ring_of(Ring(mesh["context"]), job) as (layout, attend):
         positions = layout.positions(mesh.get_local_rank("context"))
         part = Part(dist.get_rank(), slice(first, first + each), positions, attend, gather, fully_sharded=True)
-        return Training(job, text, device, part).fit(watch)
+        return Training(job, text, device, part).fit(kept)
 
 
 def gather(x: Tensor) -> Tensor:
@@ -246,7 +243,7 @@ def gather(x: Tensor) -> Tensor:
     return torch.stack(parts)
 
 
-def as_virtual_ranks(job: Job, text: bytes, world: int, watch: Watch | None = None) -> Run:
+def as_virtual_ranks(job: Job, text: bytes, world: int, kept: Kept | None = None) -> Run:
     """All ranks on one device, each with all weights; one is a single process."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -258,7 +255,7 @@ def as_virtual_ranks(job: Job, text: bytes, world: int, watch: Watch | None = No
 
         with ring_of(ring, job) as (layout, attend):
             part = Part(ring.rank, slice(None), layout.positions(ring.rank), attend, gather)
-            return Training(job, text, device, part).fit(watch)
+            return Training(job, text, device, part).fit(kept)
 
     with threads(cores()), LocalWorld(world, device=device) as local, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of checkpoints: they are one rank's
