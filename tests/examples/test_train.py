@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringattn.bench.common.memory import freed_at_once
 from ringattn.examples import demo
-from ringattn.examples.compare import alone, pytorch_attention
+from ringattn.examples.compare import Kept, alone, pytorch_attention
 from ringattn.examples.demo import Job
 from ringattn.examples.model import Decoder
 from ringattn.examples.train import Run, as_virtual_ranks, on_mesh
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 TINY = Job(seqlen=203, steps=4, layers=2, heads=4, kv_heads=2, head_dim=8, batch=2, block=32, lr=1e-3)
 
 
-def process(rank: int, job: Job) -> Run:
-    return on_mesh(job, demo.text(), CPU)
+def process(rank: int, job: Job, kept: Kept | None = None) -> Run:
+    return on_mesh(job, demo.text(), CPU, kept)
 
 
 # -- the parts
@@ -67,18 +67,22 @@ def test_the_forward_ring_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
-def test_losses_of_a_mesh_are_those_of_one_process(dtype: str) -> None:
-    """Left to themselves, 2 rows of a batch on 2 rings of 2; weights lie in parts on all 4."""
-    job = replace(TINY, data=2, dtype=dtype)
-    runs = results(4, partial(process, job=job))
+def test_a_mesh_trains_as_one_process(dtype: str, tmp_path: Path) -> None:
+    """Left to themselves, 2 rows of a batch on 2 rings of 2, weights in parts on all 4: every loss, and the gradients
+    of the first step. (Adam takes no notice of a factor on all gradients: losses alone would not show one.)"""
+    job, text, kept = replace(TINY, data=2, dtype=dtype), demo.text(), Kept(str(tmp_path))
+    runs = results(4, partial(process, job=job, kept=kept))
     assert all(run.losses == runs[0].losses for run in runs)
-    single, exact = alone(job, demo.text(), CPU), alone(replace(job, dtype="float32"), demo.text(), CPU)
+    single, exact = alone(job, text, CPU), alone(replace(job, dtype="float32"), text, CPU)
     exact.model.double()
-    ours, theirs, right = (torch.tensor([*run.losses.values()]) for run in (runs[0], single.fit(), exact.fit()))
+    three = runs[0], single.fit(kept), exact.fit(kept)
     size = max(single.run.logits.values())  # a token's loss is a difference of numbers of this size
-    ours, theirs = (x.to(getattr(torch, dtype)) if dtype == "float32" else x for x in (ours, theirs))
-    assert_as_exact_as_pytorch("losses", ours, theirs, right.double(), magnitude=size)
-    assert right[-1] < right[0]
+    losses = (torch.tensor([*run.losses.values()], dtype=torch.float64) for run in three)
+    rounded = (x.to(torch.float32) if run is not exact.run else x for x, run in zip(losses, three, strict=True))
+    assert_as_exact_as_pytorch("losses", *rounded, magnitude=size)
+    for name in runs[0].gradients[0]:
+        assert_as_exact_as_pytorch(name, *(run.gradients[0][name] for run in three))
+    assert runs[0].losses[3] < runs[0].losses[0]
 
 
 # -- checkpoints
@@ -119,7 +123,7 @@ def test_a_mesh_resumes_bit_for_bit_and_as_another_mesh(tmp_path: Path) -> None:
 
 # -- memory
 
-LONG = Job(seqlen=16384, steps=2, layers=4, heads=8, kv_heads=2, head_dim=32)
+LONG = Job(seqlen=16384, steps=2, layers=8, heads=8, kv_heads=2, head_dim=32)
 
 
 def warm(rank: int, job: Job) -> Run:
