@@ -73,7 +73,7 @@ def train(
     steps: Annotated[int, typer.Option(min=1)] = DEFAULT.steps,
     batch: flags.Batch = DEFAULT.batch,
     seqlen: Annotated[
-        Any, typer.Option(parser=flags.count, metavar="SIZE", help="Bytes of the text, which is repeated if need be.")
+        Any, typer.Option(parser=flags.count, metavar="SIZE", help="Bytes of a row; the text is repeated if need be.")
     ] = str(DEFAULT.seqlen),
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
     heads: flags.Heads = DEFAULT.heads,
@@ -138,7 +138,7 @@ def train(
         return
     if plot and prints():
         draw(result, plot)
-    finish(result, json, csv)
+    finish(result, json, csv, text=None if compare else result.notes[-1])
 
 
 def needs(job: Job, tokens: int, *, ranks: int, device: torch.device) -> Needs:
