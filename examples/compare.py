@@ -1,27 +1,153 @@
-"""Do the sharded and the whole run of ``ringattn demo`` agree, and how fast was each."""
+"""``ringattn demo``: do the sharded and the whole run of one job agree, and how fast was each.
+
+The whole and the float64 run start every step from the weights that the sharded one had there: training amplifies
+rounding, so that two runs left to themselves part for good, however exact each step is.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..bench.common.attention import DTYPES
 from ..bench.common.errors import tolerance
 from ..bench.common.flags import human
+from ..bench.common.launching import cores, threads
+from ..bench.common.output import prints
 from ..bench.common.provenance import provenance
 from ..bench.common.result import Result, Row
 from .demo import Job
 from .model import BYTES
-from .training import Run, Runs
+from .train import Part, Run, Training, device_name, on_all_ranks
 
 COLUMNS = ("step", "name", "sharded - whole", "allowed", "error", "pytorch error", "agrees", "sharded", "whole")
+CPU = torch.device("cpu")
 
 
-def compared(job: Job, runs: Runs) -> Result:
+@dataclass(frozen=True)
+class Runs:
+    """Three runs of one job."""
+
+    ring: Run
+    whole: Run
+    exact: Run
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Keeps a run's gradients, and the weights that each step starts from in files, or takes them from there.
+
+    In memory the weights would count as the run's.
+    """
+
+    folder: str
+    loads: bool = False
+
+    def before(self, training: Training, step: int) -> None:
+        """Weights."""
+        path, model = Path(self.folder, f"{step}.pt"), training.model
+        if self.loads:
+            model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
+            return
+        weights = {name: whole(weight) for name, weight in model.state_dict().items()}
+        if training.part.rank == 0:
+            torch.save(weights, path)
+
+    def after(self, training: Training, step: int) -> None:
+        """Gradients, on the CPU."""
+        if step in training.job.compared:
+            named = {name: parameter.grad for name, parameter in training.model.named_parameters()}
+            kept = {name: whole(grad).to("cpu", copy=True) for name, grad in named.items() if grad is not None}
+            training.run.gradients[step] = kept
+
+
+def whole(x: Tensor) -> Tensor:
+    """Of all ranks, where it lies in parts on them."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def compared(job: Job, text: bytes, world: int) -> Result | None:
+    """Train sharded, then take the same steps again in this process; None where another process tells the result.
+
+    Raises:
+        RuntimeError: the whole sequence does not fit the GPU.
+    """
+    with TemporaryDirectory() as folder:
+        ring = on_all_ranks(job, text, world, Kept(folder))
+        if not prints():
+            return None
+        try:
+            with threads(cores()):
+                return agreement(job, Runs(ring, train_whole(job, text, folder), train_exactly(job, text, folder)))
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"--seqlen {job.seqlen}: the whole sequence does not fit one GPU, and nothing is left to compare "
+                "with; take a shorter one"
+            ) from error
+
+
+def train_whole(job: Job, text: bytes, folder: str) -> Run:
+    """The same steps on the whole batch in this process, with PyTorch's attention, nothing computed again."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
+    training = alone(job, text, device)
+    run = training.fit(Kept(folder, loads=True))
+    run.where = device_name(device, cores())
+    return run
+
+
+def train_exactly(job: Job, text: bytes, folder: str) -> Run:
+    """Loss and gradients of the compared steps in float64, of the whole batch, on the CPU, which has a kernel."""
+    training, kept = alone(replace(job, dtype="float32"), text, CPU), Kept(folder, loads=True)
+    training.model.double()
+    for step in job.compared:
+        kept.before(training, step)
+        training.optimizer.zero_grad()
+        training.run.losses[step] = training.backward(step).item()
+        kept.after(training, step)
+    return training.run
+
+
+def alone(job: Job, text: bytes, device: torch.device) -> Training:
+    """All of a job in this process."""
+    part = Part(0, slice(None), torch.arange(job.seqlen), pytorch_attention, lambda x: x[None], name="whole")
+    training = Training(replace(job, block=0), text, device, part)
+
+    def largest(module: torch.nn.Module, inputs: object, logits: Tensor) -> None:
+        training.run.logits[len(training.run.losses)] = logits.detach().abs().max().item()
+
+    training.model.head.register_forward_hook(largest)
+    return training
+
+
+def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``scaled_dot_product_attention``, causal, of ``[B, S, H, D]``."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def report(job: Job, run: Run) -> Result:
+    """What a run gave that nothing is compared with."""
+    rows: list[Row] = [{"step": step + 1, "name": "loss", "sharded": loss} for step, loss in run.losses.items()]
+    return Result(
+        "train", dict.fromkeys(("step", "name", "sharded"), ""), rows, [], [spent("sharded", job, run)], about(job)
+    )
+
+
+def about(job: Job) -> dict[str, Any]:
+    """Where a result comes from."""
+    return provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"job": asdict(job)}
+
+
+def agreement(job: Job, runs: Runs) -> Result:
     """A row for every loss, and for every parameter's gradient of the compared steps; numbers are largest elements.
 
     The tolerance is argued, not tuned: an error against float64 may be twice PyTorch's own in the same dtype (the same
@@ -32,8 +158,8 @@ def compared(job: Job, runs: Runs) -> Result:
     wrong = [row for row in rows if not row["agrees"]]
     failed = [f"{row['name']} at step {row['step']}: {measured(row):.1e} > {row['allowed']:.1e}" for row in wrong]
     notes = [
-        f"{job.seqlen:,} bytes of Python's help; {job.layers} layers, {job.heads} heads ({job.kv_heads} of K/V) of dim "
-        f"{job.head_dim}, {job.dtype}, {job.layout}",
+        f"{job.batch} x {job.seqlen:,} bytes of Python's help a step; {job.layers} layers, {job.heads} heads "
+        f"({job.kv_heads} of K/V) of dim {job.head_dim}, {job.dtype}, {job.layout}",
         spent("sharded", job, runs.ring),
         spent("whole", job, runs.whole),
         "allowed: twice PyTorch's own error against float64, plus rounding (eps times the largest)",
@@ -43,8 +169,7 @@ def compared(job: Job, runs: Runs) -> Result:
     else:
         nearest = max(measured(row) / row["allowed"] if row["allowed"] else 0.0 for row in rows)
         notes.append(f"AGREE: every loss and every gradient; the largest error is {nearest:.0%} of what is allowed")
-    about = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"job": asdict(job)}
-    return Result("demo", dict.fromkeys(COLUMNS, ""), rows, failed, notes, about)
+    return Result("demo", dict.fromkeys(COLUMNS, ""), rows, failed, notes, about(job))
 
 
 def measured(row: Row) -> float:
@@ -88,5 +213,5 @@ def gradients(job: Job, runs: Runs) -> Iterator[dict[str, Any]]:
 def spent(name: str, job: Job, run: Run) -> str:
     """Speed and memory of a run, in a line."""
     peaks = dict.fromkeys(human(peak, "B") for peak in (min(run.peaks), max(run.peaks)))
-    per_second = f"{job.seqlen / run.step_seconds:,.0f}"
+    per_second = f"{job.batch * job.seqlen / run.step_seconds:,.0f}"
     return f"{name}: {per_second} tokens/s, {run.step_seconds:.3f} s per step, peak {' to '.join(peaks)} ({run.where})"

@@ -1,9 +1,10 @@
-"""``ringattn demo``: train a small decoder on one long document, sharded and whole, side by side."""
+"""The command line of ``train.py``; ``ringattn demo`` is the same with ``--compare``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
 
     from ..bench.common.launching import Member
     from ..bench.common.memory import Needs
-    from .training import Runs
+    from ..bench.common.result import Result
 
 DEFAULT_WORLD = 2
-TEXT_BYTES = 2 + 8  # of one letter: as it is sent and as it is read, and a number of int64
+TOKEN_BYTES = 3 * 8  # its place in the text, itself and its label, of int64
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+script = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,19 @@ class Job:
     dtype: str = "float32"
     lr: float = 3e-3
     seed: int = 0
+    batch: int = 1
+    data: int = 1  # ranks that take other rows of the batch
+    block: int = 1024  # tokens of a feed-forward and of the loss at once; 0: all, and nothing is computed again
+    checkpoint: str | None = None
+    every: int = 100
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(f"--kv-heads is {self.kv_heads}: --heads, {self.heads}, must be a multiple of it")
         if self.head_dim % 2:
             raise ValueError(f"--head-dim is {self.head_dim}: it must be even, since rotary embedding turns pairs")
+        if self.batch % self.data:
+            raise ValueError(f"--data is {self.data}: --batch, {self.batch}, must be a multiple of it")
 
     @property
     def compared(self) -> list[int]:
@@ -53,14 +62,18 @@ class Job:
 DEFAULT = Job()
 
 
-@app.command()
-def demo(
+@script.command()
+@app.command(context_settings={"default_map": {"compare": True}})
+def train(
+    context: typer.Context,
     world: Annotated[
         int | None, typer.Option(min=1, help=f"Ranks; default: {DEFAULT_WORLD}; the launcher's under torchrun.")
     ] = None,
+    data: Annotated[int, typer.Option(min=1, help="Rings, which take other rows of the batch.")] = DEFAULT.data,
     steps: Annotated[int, typer.Option(min=1)] = DEFAULT.steps,
+    batch: flags.Batch = DEFAULT.batch,
     seqlen: Annotated[
-        Any, typer.Option(parser=flags.count, metavar="SIZE", help="Bytes of the text, which is repeated if need be.")
+        Any, typer.Option(parser=flags.count, metavar="SIZE", help="Bytes of a row; the text is repeated if need be.")
     ] = str(DEFAULT.seqlen),
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
     heads: flags.Heads = DEFAULT.heads,
@@ -70,89 +83,118 @@ def demo(
     dtype: flags.Dtype = DEFAULT.dtype,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of Adam.")] = DEFAULT.lr,
     seed: Annotated[int, typer.Option(min=0, help="Of the first weights.")] = DEFAULT.seed,
+    block: Annotated[
+        int, typer.Option(min=0, help="Tokens of feed-forward and loss at once; 0: all, and nothing is recomputed.")
+    ] = DEFAULT.block,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write checkpoints there; go on from the last one in it.")
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = DEFAULT.every,
+    plot: flags.Plot = None,
+    compare: Annotated[
+        bool, typer.Option(help="Take the same steps unsharded and in float64, and compare losses and gradients.")
+    ] = False,
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
-    """Train a small byte-level decoder on one long document, its sequence sharded over a ring of ranks, then take the
-    same steps unsharded with PyTorch's attention, and compare every loss and every gradient.
+    """Train a small byte-level decoder on one long text: its sequence sharded over a ring of ranks, its weights over
+    all. With --compare the same steps follow unsharded with PyTorch's attention, and every loss and every gradient is
+    compared; the exit code is 1 where they disagree.
 
-    A rank is a GPU where this machine has several, a virtual rank where it has one, else a process. The exit code is 1
-    where the two disagree.
+    A rank is a GPU where this machine has several, a virtual rank where it has one, else a process.
     """
     import torch
-    from rich.console import Console
 
     from ..bench.common.launching import member, ranks_here
     from ..bench.common.memory import refuse_too_large
     from ..bench.common.output import prints
     from ..bench.common.result import finish
-    from .compare import compared
+    from . import compare as comparison
+    from .train import on_all_ranks
 
+    flags.check_needs(context, {"every": "checkpoint"})
+    if compare and checkpoint:
+        raise typer.BadParameter("--checkpoint is given with --compare, which begins at the first step: leave one out")
+    if checkpoint:
+        flags.check_folder("--checkpoint", checkpoint)
     try:
-        job = Job(seqlen, steps, layers, heads, kv_heads, head_dim, layout.value, dtype, lr, seed)
-        world = resolve_world(world, member())
+        job = Job(
+            seqlen=seqlen, batch=batch, steps=steps, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            layout=layout.value, data=data, block=block, dtype=dtype, lr=lr, seed=seed,
+            checkpoint=str(checkpoint) if checkpoint else None, every=every,
+        )  # fmt: skip
+        world = resolve_world(world, data, member())
     except ValueError as error:
         # on every rank: the launcher ends the others when one exits, before rank 0 could have printed
         raise typer.BadParameter(str(error)) from None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    needed = partial(needs, job, ranks=ranks_here(world), device=device)
-    refuse_too_large("--seqlen", seqlen, needed, device, unit="tokens")
-    with Console(stderr=True, quiet=not prints()).status("training: sharded, whole, in float64"):
-        runs = run(job, document(seqlen), world)
-    if runs is not None:
-        finish(compared(job, runs), json, csv)
+    if compare:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        needed = partial(needs, job, ranks=ranks_here(world), device=device)
+        refuse_too_large("--seqlen", seqlen, needed, device, unit="tokens")
+        result = comparison.compared(job, text(), world)
+    else:
+        result = comparison.report(job, on_all_ranks(job, text(), world))
+    if result is None:
+        return
+    if plot and prints():
+        draw(result, plot)
+    finish(result, json, csv, text=None if compare else result.notes[-1])
 
 
 def needs(job: Job, tokens: int, *, ranks: int, device: torch.device) -> Needs:
-    """Bytes of the whole sequence, on the host in float64, and of every rank's process, which reads the whole text."""
+    """Bytes of the whole batch, on the host in float64, and of every rank's process, which reads the whole text."""
     from ..bench.common.memory import PROCESS_BYTES, Needs
     from ..bench.common.memory_table import FP32, FP64, trained_bytes
 
+    tokens *= job.batch
     dims = job.layers, job.heads * job.head_dim, job.kv_heads * job.head_dim
-    host = ranks * (PROCESS_BYTES + TEXT_BYTES * tokens) + trained_bytes(tokens, *dims, FP64)
+    host = ranks * (PROCESS_BYTES + TOKEN_BYTES * tokens) + trained_bytes(tokens, *dims, FP64)
     return Needs(host, trained_bytes(tokens, *dims, FP32) if device.type == "cuda" else 0)
 
 
-def run(job: Job, document: bytes, world: int) -> Runs | None:
-    """The three runs: of one rank under a launcher, of virtual ranks on a single device, else of new processes.
-
-    Returns:
-        None on every rank but the first.
-    """
-    import torch
-
-    from ..bench.common.launching import member, started
-    from . import training
-
-    if member() is not None:
-        return training.as_rank(None, job, document)
-    if world == 1 or torch.cuda.device_count() == 1:
-        return training.as_all_ranks(job, document, world)
-    return started(world, training.as_rank, job, document)
-
-
-def resolve_world(world: int | None, place: Member | None) -> int:
+def resolve_world(world: int | None, data: int, place: Member | None) -> int:
     """How many ranks there will be.
 
     Raises:
         typer.BadParameter: another number than the launcher's.
-        ValueError: more than GPUs.
+        ValueError: more than GPUs, or no whole rings.
     """
     import torch
 
     from ..bench.common.launching import world_of
 
     ranks, gpus = world_of(place, world, DEFAULT_WORLD), torch.cuda.device_count()
+    if ranks % data:
+        raise ValueError(f"--data is {data}: the ranks, {ranks}, must be a multiple of it")
     if place is not None:
         _ = place.device
     elif 1 < gpus < ranks:
         raise ValueError(f"--world is {ranks}, this machine has {gpus} GPUs: a rank takes one, so at most {gpus}")
+    elif gpus == 1 and data > 1:
+        raise ValueError(f"--data is {data}: the virtual ranks of one GPU are one ring; take more GPUs, or --data 1")
     return ranks
 
 
-def document(seqlen: int) -> bytes:
+def text() -> bytes:
     """The documentation that ships with Python, as ``help("topics")`` shows it: each byte's label is the next."""
     from pydoc_data.topics import topics
 
-    text = "\n\n".join(topics.values()).encode()
-    return (text * (seqlen // len(text) + 1))[: seqlen + 1]
+    return "\n\n".join(topics.values()).encode()
+
+
+def draw(result: Result, target: Path) -> None:
+    """The loss of every step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in result.rows if row["name"] == "loss"]
+    figure, axes = pyplot.subplots()
+    for name in ("sharded", "whole"):
+        if name in rows[0]:
+            axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.legend()
+    figure.savefig(target)
+    pyplot.close(figure)

