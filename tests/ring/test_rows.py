@@ -130,6 +130,19 @@ def test_in_the_kernels() -> None:
     check(Case(Layout.zigzag(TOKENS, 2), whole, HIDING["all"] | {"causal": True, "backend": "triton"}))
 
 
+def test_one_token_in_the_kernels() -> None:
+    """Rows of one ``lse`` each, which a kernel takes contiguous."""
+    tensors = [inputs(1, (4, 2), batch=2)[name] for name in "qkv"]
+    given = {"cu_seqlens": [[0, 1], [0, 1]], "leftpad_k": [1, 0]}
+    results = []
+    for backend in ("triton", "aten"):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        made = ring_attention(*leaves, return_lse=True, backend=backend, **given)  # type: ignore[call-overload]
+        results.append([*made, *torch.autograd.grad(made, leaves, [torch.ones_like(x) for x in made])])
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
 def test_left_padded_prompts_behind_a_cache() -> None:
     """As a generation does: the last queries, aligned with the last keys, batch rows that begin later than others."""
     whole, hiding = inputs(TOKENS, batch=BATCH), HIDING["left padding"] | {"causal": True}
