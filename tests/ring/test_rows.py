@@ -133,7 +133,7 @@ def test_in_the_kernels() -> None:
 def test_one_token_in_the_kernels() -> None:
     """Rows of one ``lse`` each, which a kernel takes contiguous."""
     tensors = [inputs(1, (4, 2), batch=2)[name] for name in "qkv"]
-    given = {"cu_seqlens": [[0, 1], [0, 1]], "leftpad_k": [1, 0]}
+    given = {"leftpad_k": [1, 0], "learnable_sink": SINK.clone().requires_grad_()}
     results = []
     for backend in ("triton", "aten"):
         leaves = [x.detach().requires_grad_() for x in tensors]
