@@ -130,14 +130,15 @@ def test_in_the_kernels() -> None:
     check(Case(Layout.zigzag(TOKENS, 2), whole, HIDING["all"] | {"causal": True, "backend": "triton"}))
 
 
-def test_one_token_in_the_kernels() -> None:
+def test_one_query_in_the_kernels() -> None:
     """Rows of one ``lse`` each, which a kernel takes contiguous."""
-    tensors = [inputs(1, (4, 2), batch=2)[name] for name in "qkv"]
-    given = {"leftpad_k": [1, 0], "learnable_sink": SINK.clone().requires_grad_()}
+    whole = inputs(2, (4, 2), batch=2)
+    tensors = [whole["q"][:, 1:], whole["k"], whole["v"]]
+    given: dict[str, Any] = {"leftpad_k": [1, 0], "learnable_sink": SINK, "align": "bottom-right"}
     results = []
     for backend in ("triton", "aten"):
         leaves = [x.detach().requires_grad_() for x in tensors]
-        made = ring_attention(*leaves, return_lse=True, backend=backend, **given)  # type: ignore[call-overload]
+        made = ring_attention(*leaves, return_lse=True, backend=backend, **given)
         results.append([*made, *torch.autograd.grad(made, leaves, [torch.ones_like(x) for x in made])])
     for mine, other in zip(*results, strict=True):
         torch.testing.assert_close(mine, other)
