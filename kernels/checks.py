@@ -79,10 +79,9 @@ def check_tensor(name: str, x: object, *, may_be_meta: bool = False) -> None:
 
 def check_local(name: str, x: object) -> None:
     """Refuse a DTensor, whatever else is given: ValueError."""
-    if type(x) is not torch.Tensor and hasattr(
-        type(x), "to_local"
-    ):  # of the type, which a graph of torch.compile knows
-        raise ValueError(f"{name} is a {type(x).__name__}: it must be this rank's own tensor; pass {name}.to_local()")
+    kind = type(x)  # which a graph of torch.compile knows
+    if kind is not torch.Tensor and hasattr(kind, "to_local"):
+        raise ValueError(f"{name} is a {kind.__name__}: it must be this rank's own tensor; pass {name}.to_local()")
 
 
 def check_values(name: str, x: torch.Tensor) -> None:

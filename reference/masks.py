@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -24,10 +24,14 @@ class Masks(TypedDict, total=False):
     """See :func:`in_window`."""
     global_tokens: Sequence[tuple[int, int]]
     """See :func:`is_global`: what the window does not hide."""
-    cu_seqlens: Sequence[int] | None
-    """See :func:`in_one_document`."""
+    cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None
+    """See :func:`in_one_document`; also of each batch row."""
     seqused_k: Sequence[int] | None
     """See :func:`is_used`."""
+    leftpad_k: Sequence[int] | None
+    """See :func:`begins_at`."""
+    key_mask: Tensor | None
+    """See :func:`is_there`; bool ``[B, key positions]``."""
     block_mask: Tensor | None
     """See :func:`in_a_visible_block`; bool ``[query blocks, key blocks]``, with ``block_size``."""
     block_size: int
@@ -79,6 +83,22 @@ def is_used(lengths: Sequence[int]) -> Predicate:
     return lambda q, k: k < ends.to(k.device)[:, None, None]
 
 
+def begins_at(starts: Sequence[int]) -> Predicate:
+    """The queries of batch row b see the keys from position ``starts[b]`` on; before it they are padding."""
+    begins = torch.tensor([int(start) for start in starts], dtype=torch.int64)
+    return lambda q, k: k >= begins.to(k.device)[:, None, None]
+
+
+def is_there(key_mask: Tensor) -> Predicate:
+    """The queries of batch row b see the keys at the positions p with ``key_mask[b, p]``."""
+    return lambda q, k: key_mask.to(k.device)[:, k]
+
+
+def of_each_row(predicates: Sequence[Predicate]) -> Predicate:
+    """One of them for each batch row."""
+    return lambda q, k: torch.stack([predicate(q, k) for predicate in predicates])
+
+
 def in_a_visible_block(block_mask: Tensor, block_size: int) -> Predicate:
     """It sees the keys of the blocks that its own block sees; block i is ``i <= p / block_size < i + 1``.
 
@@ -97,9 +117,16 @@ def predicates(masks: Masks) -> list[Predicate]:
     if window != (-1, -1):
         near, everywhere = in_window(*window), is_global(masks.get("global_tokens", ()))
         made.append(lambda q, k: near(q, k) | everywhere(q, k))
-    boundaries = masks.get("cu_seqlens")
-    if boundaries is not None:
+    boundaries: Any = masks.get("cu_seqlens")
+    if boundaries is not None and isinstance(boundaries[0], (list, tuple)):
+        made.append(of_each_row([in_one_document(own) for own in boundaries]))
+    elif boundaries is not None:
         made.append(in_one_document(boundaries))
+    starts, key_mask = masks.get("leftpad_k"), masks.get("key_mask")
+    if starts is not None:
+        made.append(begins_at(starts))
+    if key_mask is not None:
+        made.append(is_there(key_mask))
     lengths, pattern = masks.get("seqused_k"), masks.get("block_mask")
     if lengths is not None:
         made.append(is_used(lengths))

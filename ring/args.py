@@ -364,6 +364,7 @@ def _blocks(block_mask: object, layouts: Layouts) -> BlockMask:
 
 def _equal_blocks(block_mask: object, reach: int) -> BlockMask:
     """A tensor alone says how many blocks there are, and so their size, where they are all of one."""
+    check_local("block_mask", block_mask)
     if not isinstance(block_mask, Tensor) or block_mask.dim() != 2 or not len(block_mask):
         got = list(block_mask.shape) if isinstance(block_mask, Tensor) else type(block_mask).__name__
         raise ValueError(

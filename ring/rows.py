@@ -50,7 +50,7 @@ class PackedRows(NamedTuple):
 
     def pack_lse(self, lse: Tensor) -> Tensor:
         """``[B, H, S]`` as ``[1, H, B * S]``."""
-        return lse.transpose(0, 1).flatten(1)[None]
+        return lse.transpose(0, 1).flatten(1)[None].contiguous()
 
     def pack_keys(self, x: Tensor) -> Tensor:
         """The visible ones of ``[B, Sk, Hkv, D]`` as ``[1, keys, Hkv, D]``."""

@@ -33,6 +33,7 @@ BASE: Literals = {
     "kept": False,  # on the ring that calls with group= share
     "late": -1,  # this rank comes 20 ms after the others
     "wait": 0,  # how many calls later its backward runs
+    "rows": False,  # what tells batch rows apart
     "unshard": None,  # instead of attention: dim and grad
     "spoil": None,  # an argument, what it is instead, and on which rank; -1: on all
 }
@@ -86,7 +87,7 @@ def draw_next(rng: Random, run: str, world: int, rings: list[Literals], calls: l
     """Another call, or the last one again, which the ranks have agreed on, with other numbers or another mask."""
     draw = draw_unshard if run != "kernels" and rng.random() < 0.12 else draw_call
     call = draw(rng, run, world, rng.choice(rings))
-    if calls and "unshard" not in calls[-1] and rng.random() < 0.4:
+    if calls and not {"unshard", "rows"} & {*calls[-1]} and rng.random() < 0.4:
         call = calls[-1] | rng.choice([{}, draw_mask(rng, calls[-1])]) | {"seed": rng.randrange(1000)}
     return call | {"wait": rng.choice([0, 0, 1, 2]), "late": rng.choice([-1] * 4 + [rng.randrange(world)])}
 
@@ -210,7 +211,26 @@ def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
     }
     if rng.random() < 0.25:
         call |= {"kv_layout": draw_layout(rng, tokens, world), "later": rng.choice([0, 1, 2])}
-    return call | draw_mask(rng, call)
+    call |= draw_mask(rng, call)
+    return call | (draw_rows(rng, call) if run != "kernels" and rng.random() < 0.2 else {})
+
+
+def draw_rows(rng: Random, call: Literals) -> Literals:
+    """What tells batch rows apart; without what is refused with it, and what counts positions of a packed sequence."""
+    reach, rows = call["tokens"], range(call["batch"])
+    if not rows or call["block_mask"]:
+        return {}
+    return {
+        "rows": True,
+        "ring": {name: value for name, value in call["ring"].items() if name != "wire_dtype"},
+        "cu_seqlens": rng.choice([None, [sorted(rng.choices(range(reach + 1), k=rng.randint(0, 3))) for _ in rows]]),
+        "leftpad_k": rng.choice([None, [rng.randint(0, reach) for _ in rows]]),
+        "key_mask": rng.choice([None, 0.3, 0.9, 1.0]),
+        "prefix_length": None,
+        "dropout_p": None,
+        "dropout_seed": None,
+        "alibi_slopes": call["alibi_slopes"] and "heads",
+    }
 
 
 def draw_unshard(rng: Random, run: str, world: int, ring: Literals) -> Literals:

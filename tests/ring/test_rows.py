@@ -137,6 +137,20 @@ def test_in_the_kernels() -> None:
     check(Case(Layout.zigzag(TOKENS, 2), whole, HIDING["all"] | {"causal": True, "backend": "triton"}))
 
 
+def test_one_query_in_the_kernels() -> None:
+    """Rows of one ``lse`` each, which a kernel takes contiguous."""
+    whole = inputs(2, (4, 2), batch=2)
+    tensors = [whole["q"][:, 1:], whole["k"], whole["v"]]
+    given: dict[str, Any] = {"leftpad_k": [1, 0], "learnable_sink": SINK, "align": "bottom-right"}
+    results = []
+    for backend in ("triton", "aten"):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        made = ring_attention(*leaves, return_lse=True, backend=backend, **given)
+        results.append([*made, *torch.autograd.grad(made, leaves, [torch.ones_like(x) for x in made])])
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
 def test_left_padded_prompts_behind_a_cache() -> None:
     """As a generation does: the last queries, aligned with the last keys, batch rows that begin later than others."""
     whole, hiding = inputs(TOKENS, batch=BATCH), HIDING["left padding"] | {"causal": True}
