@@ -187,11 +187,7 @@ def _check_masks() -> None:
 
 
 def shown(mask_function: Callable[..., Any]) -> dict[str, Any]:
-    """What a mask function of transformers shows, as fields of :class:`Mask`, and as ``packed`` document ids.
-
-    Raises:
-        NotImplementedError: the function is somebody else's, a union, or blocks of tokens that see each other.
-    """
+    """What a mask function of transformers shows, as fields of :class:`Mask`, and as ``packed`` document ids."""
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     known = inspect.isfunction(mask_function) and mask_function.__module__ == transformers.masking_utils.__name__
     closure = inspect.getclosurevars(mask_function).nonlocals if known else {}
@@ -235,13 +231,7 @@ def mask_of(
     device: torch.device | str = "cpu",
     **_: Any,  # batch size and dtype, and when sdpa may do without
 ) -> Mask:
-    """The mask interface: every mask that a model makes passes here.
-
-    Raises:
-        ValueError: padding, or packed ``position_ids`` that are not those of ``cu_seqlens``.
-        NotImplementedError: queries behind a cache, or a static one; a mask that is no interval; with several ranks, a
-            config whose layers see more of the sequence than a shard outside of attention.
-    """
+    """The mask interface: every mask that a model makes passes here."""
     if isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or kv_length != q_length:
         raise NotImplementedError(
             f"{kv_length} keys from {kv_offset} for {q_length} queries from {q_offset}: ringattn takes no static cache "
@@ -300,12 +290,7 @@ def attend(
     position_ids: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention interface: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights.
-
-    Raises:
-        ValueError: a mask that is a tensor, or ``position_ids`` of other tokens than this rank's.
-        NotImplementedError: an argument that ``ring_attention`` has nothing for.
-    """
+    """The attention interface: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights."""
     model = type(module).__name__
     refused = {name for name, given in kwargs.items() if given is not None and given is not False} - {*HARMLESS}
     if getattr(getattr(module, "config", None), "output_attentions", False):
@@ -314,20 +299,24 @@ def attend(
         raise NotImplementedError(
             f'{sorted(refused)} in {model}: ringattn has nothing for it, and makes no weights; use "eager" or "sdpa"'
         )
-    if isinstance(attention_mask, torch.Tensor):
-        raise ValueError(
-            f"attention_mask is a tensor {list(attention_mask.shape)} in {model}: ringattn takes none, or [batch, "
-            "tokens] of ones; packed documents are cu_seqlens"
-        )
     if attention_mask is None:  # the model makes none: as in sdpa
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         attention_mask = Mask(_sharding.get(Sharding()), causal)
+    if not isinstance(attention_mask, Mask):
+        raise ValueError(
+            f"attention_mask is a {type(attention_mask).__name__} {list(attention_mask.shape)} in {model}: ringattn "
+            "takes none, or [batch, tokens] of ones; packed documents are cu_seqlens"
+        )
     if sliding_window is not None and attention_mask.window_size == (-1, -1):
         raise ValueError(f"sliding_window is {sliding_window} in {model}, and its mask has no window")
     tokens, sharding = query.shape[2], attention_mask.sharding
     if key.shape[2] != tokens:
         raise NotImplementedError(f"{key.shape[2]} keys for {tokens} queries in {model}: no cache, no cross-attention")
     ring, layout = sharding.of(tokens, query.device)
+    if ring.size > 1 and kwargs.get("output_router_logits"):
+        raise NotImplementedError(
+            f"output_router_logits in {model}: the balance of experts over this rank's tokens only"
+        )
     if position_ids is not None:
         attention_mask.check_positions(position_ids, tokens)
     sharding.used = True

@@ -19,9 +19,10 @@ from transformers import masking_utils as masking
 from ringattn import Layout, LocalWorld, ring_attention, unshard
 from ringattn.integrations import transformers as integration
 from ringattn.integrations.transformers import register, shard_batch, sharded
-from tests.support import forked
-from tests.support.hf_models import CONFIGS, DOCUMENTS, TOKENS, Result, check, ids_of, model_of
-from tests.support.ring_cases import LAYOUTS
+
+from ..support import forked
+from ..support.hf_models import CONFIGS, DOCUMENTS, TOKENS, Result, check, ids_of, model_of
+from ..support.ring_cases import LAYOUTS
 
 WORLD = 4
 
@@ -169,9 +170,9 @@ def test_a_mask_shows_what_the_dense_one_does(create: str, packed: bool) -> None
         assert (layout.unshard(world.run(rows))[0, :, 0] > 0).equal(dense)
 
 
-def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", **given: Any) -> None:
-    """A forward of Llama with ids of rank 0, on each."""
-    model = model_of("llama", attention)
+def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: str = "llama", **given: Any) -> None:
+    """A forward with the ids of rank 0, on each."""
+    model = model_of(name, attention)
 
     def forward(group: Any) -> None:
         with sharded(layout, group):
@@ -214,7 +215,7 @@ RESTARTING = torch.arange(TOKENS)[None] % 20
 IDS: dict[str, Any] = {"input_ids": ids_of()}
 REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "padding": (ValueError, "hides 2 tokens as padding.*cu_seqlens", lambda: llama(attention_mask=PADDING)),
-    "dense mask": (ValueError, "is a tensor", lambda: llama(attention_mask=torch.zeros(2, 1, TOKENS, TOKENS))),
+    "dense mask": (ValueError, "is a Tensor", lambda: llama(attention_mask=torch.zeros(2, 1, TOKENS, TOKENS))),
     "weights": (NotImplementedError, "output_attentions.*eager", lambda: llama(output_attentions=True)),
     "weights by config": (NotImplementedError, "output_attentions.*eager", attentions_by_config),
     "head mask": (NotImplementedError, "head_mask", lambda: llama(head_mask=torch.ones(4))),
@@ -233,6 +234,9 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "two windows": (
         NotImplementedError, "two of .*window_size",
         lambda: mask(create="window", and_mask_function=masking.sliding_window_overlay(3)),
+    ),
+    "balance of experts": (
+        NotImplementedError, "output_router_logits", lambda: on_two_ranks(name="gpt-oss", output_router_logits=True)
     ),
     "no layout": (ValueError, "2 ranks and no layout.*sharded", lambda: on_two_ranks(None)),
     "positions of another shard": (ValueError, "position_ids start with .0, 1, 2, 3.*20, 21", on_two_ranks),
