@@ -227,7 +227,7 @@ def test_causal_windows_grouped_heads_and_other_keys(ranks: list[dict[str, list[
         seen = seen.tril().triu(-left) if causal else seen
         modified = Modified(more.get("softcap", 0.0), sink=more.get("learnable_sink"))
         scale = case.call.get("scale")
-        theirs = pytorch(q, k, v, dout, dlse, seen=seen, softmax_scale=scale, modified=modified)
+        theirs = pytorch(q, k, v, dout, dlse, visible=seen, softmax_scale=scale, modified=modified)
         truth = exact(q, k, v, dout, dlse, causal=causal, softmax_scale=scale, **more)
         for name in Results._fields:
             assert_as_exact_as_pytorch(f"{case}: {name}", *(getattr(x, name) for x in (ours, theirs, truth)))

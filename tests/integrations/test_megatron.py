@@ -115,7 +115,7 @@ def plain(tensors: list[Tensor], seen: Tensor, sink: Tensor | None, scale: float
     """PyTorch's own attention of what Megatron-core has as ``[s, b, h, d]``."""
     q, k, v, dout = (x.transpose(0, 1) for x in tensors)
     dout = dout.unflatten(-1, (HEADS, -1))
-    found, dsink = pytorch_with_sink(q, k, v, dout, None, sink, seen=seen, softmax_scale=scale)
+    found, dsink = pytorch_with_sink(q, k, v, dout, None, sink, visible=seen, softmax_scale=scale)
     out, *grads = (x.transpose(0, 1) for x in (found.out, found.dq, found.dk, found.dv))
     return [out.flatten(2), *grads, *([] if dsink is None else [dsink])]
 

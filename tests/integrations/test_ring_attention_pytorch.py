@@ -66,7 +66,7 @@ def of_mask(whole: dict[str, Tensor], mask: Tensor, causal: bool) -> Expected:
     """Of keys that batch rows do not have, which the reference has no word for: PyTorch's, in float64 too."""
     seen = mask[:, None] & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(0 if causal else TOKENS)
     truth, single = (
-        pytorch(*(whole[name].to(dtype) for name in ("q", "k", "v", "dout")), seen=seen)
+        pytorch(*(whole[name].to(dtype) for name in ("q", "k", "v", "dout")), visible=seen)
         for dtype in (torch.float64, torch.float32)
     )
     return Expected(truth, single, {}, None)

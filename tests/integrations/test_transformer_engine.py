@@ -179,7 +179,7 @@ def test_as_exact_as_one_device(name: str) -> None:
         tensors = [x.to(dtype) for x in (q, k, v, dout)]
         of_dtype = None if off_by_one is None else off_by_one.to(dtype)
         given = (tensors[0], tensors[1], tensors[2], tensors[3], None, of_dtype)
-        return pytorch_with_sink(*given, seen=seen, softmax_scale=scale, modified=modified)
+        return pytorch_with_sink(*given, visible=seen, softmax_scale=scale, modified=modified)
 
     theirs, truth = plain(torch.float32), plain(torch.float64)
     for index, field in enumerate(("out", "dq", "dk", "dv")):
@@ -220,7 +220,7 @@ def test_more_keys_than_queries(mask_type: str, diagonal: int) -> None:
     with LocalWorld(2) as world:
         out = torch.cat(world.run(one_rank), 1)[:, torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]).argsort()]
     seen = torch.ones(8, 16, dtype=torch.bool).tril(diagonal)
-    theirs, truth = (pytorch(*(x.to(t) for x in (q, k, v, out)), seen=seen).out for t in (torch.float32, torch.float64))
+    theirs, truth = (pytorch(*(x.to(t) for x in (q, k, v, out)), visible=seen).out for t in (torch.float32, torch.float64))
     assert_as_exact_as_pytorch("out", out, theirs, truth)
 
 
@@ -235,7 +235,7 @@ def test_dropout_in_training_alone() -> None:
         q, k, v = shards
         positions = torch.arange(24)
         modified = Modified.of((1, HEADS, 24, 24), positions, positions, made)  # type: ignore[arg-type]
-        theirs = pytorch(q, k, v, torch.zeros_like(q), seen=torch.ones(24, 24).tril().bool(), modified=modified)
+        theirs = pytorch(q, k, v, torch.zeros_like(q), visible=torch.ones(24, 24).tril().bool(), modified=modified)
         truth = exact(q, k, v, torch.zeros_like(q), causal=True, **made)
         assert_as_exact_as_pytorch("out", found.detach().unflatten(-1, (HEADS, DIM)), theirs.out, truth.out)
 

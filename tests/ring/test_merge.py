@@ -40,7 +40,7 @@ def test_the_parts_are_the_whole(dtype: torch.dtype, cuts: list[int]) -> None:
     tensors = [whole[name] for name in ("q", "k", "v", "dout", "dlse")]
     truth = exact(*tensors, causal=True)
     seen = torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
-    theirs = pytorch(*tensors, seen=seen)
+    theirs = pytorch(*tensors, visible=seen)
     if dtype == torch.bfloat16:  # where the operator's own exponential is less than exact
         theirs = theirs._replace(lse=operator_lse(tensors[0], tensors[1], seen, None, None))
     for name, ours, their, right in zip(Results._fields, (out, lse, *grads), theirs, truth, strict=True):

@@ -77,7 +77,7 @@ def check(case: Case) -> None:
     x = Inputs(*(case.whole[name] for name in ("q", "k", "v", "dout", "dlse")))
     visible, scale = seen(case.call), case.call.get("softmax_scale")
     modified = Modified.of((BATCH, 4, TOKENS, TOKENS), AT, AT, case.call)  # type: ignore[arg-type]
-    more: dict[str, Any] = {"seen": visible, "softmax_scale": scale, "modified": modified}
+    more: dict[str, Any] = {"visible": visible, "softmax_scale": scale, "modified": modified}
     (truth, right), (theirs, their) = (
         pytorch_with_sink(
             *(one.to(dtype) for one in (x.q, x.k, x.v, x.dout, x.dlse)),

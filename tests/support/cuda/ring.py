@@ -23,7 +23,7 @@ from ringattn import LocalWorld, Ring, ring_attention, unshard
 from ringattn.comm import LocalGroup, LocalTransport, Slots, Topology, groups
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
-from ringattn.ring import Mask, args, buffers, ops, shards
+from ringattn.ring import Mask, args, buffers, mesh, ops
 from ringattn.ring.buffers import Key
 from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.plan import plan
@@ -163,7 +163,7 @@ class _Session:
         # without the dispatcher, inside whose ops the modes of the stand-in are off
         monkeypatch.setattr(ops, "_FORWARD", ops._ring_attention)
         monkeypatch.setattr(ops, "_GRADIENTS", ops._gradients)
-        monkeypatch.setattr(shards, "ring_of", lambda group, _: self.rings[group.rank()])
+        monkeypatch.setattr(mesh, "ring_of", lambda group, _: self.rings[group.rank()])
         self._label(monkeypatch)
 
     def run(self) -> Recording:
