@@ -220,7 +220,9 @@ def test_more_keys_than_queries(mask_type: str, diagonal: int) -> None:
     with LocalWorld(2) as world:
         out = torch.cat(world.run(one_rank), 1)[:, torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]).argsort()]
     seen = torch.ones(8, 16, dtype=torch.bool).tril(diagonal)
-    theirs, truth = (pytorch(*(x.to(t) for x in (q, k, v, out)), visible=seen).out for t in (torch.float32, torch.float64))
+    theirs, truth = (
+        pytorch(*(x.to(t) for x in (q, k, v, out)), visible=seen).out for t in (torch.float32, torch.float64)
+    )
     assert_as_exact_as_pytorch("out", out, theirs, truth)
 
 

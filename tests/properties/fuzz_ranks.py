@@ -83,13 +83,13 @@ def case_of(call: Literals, world: int) -> Case:
         arguments["prefix_length"] = min(call["prefix_length"], reach)
     hosted: dict[str, list[int]] = {}
     if isinstance(next(iter(call.get("cu_seqlens") or [0])), list):
-        given["cu_seqlens"] = [[0, *(min(cut, reach) for cut in own), reach] for own in call["cu_seqlens"]]
+        arguments["cu_seqlens"] = [[0, *(min(cut, reach) for cut in own), reach] for own in call["cu_seqlens"]]
     elif "cu_seqlens" in call:
         hosted["cu_seqlens"] = [0, *(min(cut, reach) for cut in call["cu_seqlens"]), reach]
     if "leftpad_k" in call:
         hosted["leftpad_k"] = [min(start, kv_layout.reach) for start in call["leftpad_k"]]
     if "key_mask" in call:
-        given["key_mask"] = torch.rand(batch, kv_layout.reach) < call["key_mask"]
+        arguments["key_mask"] = torch.rand(batch, kv_layout.reach) < call["key_mask"]
     if "seqused_k" in call:
         hosted["seqused_k"] = [min(used, kv_layout.reach) for used in call["seqused_k"]]
     dtype = getattr(torch, call["host"], None)

@@ -62,6 +62,6 @@ def test_masks_where_lengths_differ(align: str, name: str, lengths: tuple[int, i
 def test_the_last_query_sees_all_keys() -> None:
     """As dense masks: lower triangles that end in the bottom right corner."""
     for queries, keys in ((2, 5), (5, 2)):
-        whole = {"q": torch.zeros(1, queries, 1, 8), "k": torch.zeros(1, keys, 1, 8)}
-        out = ring_attention(**whole, v=torch.eye(keys)[None, :, None], causal=True, align="bottom-right")
+        whole = torch.zeros(1, queries, 1, 8), torch.zeros(1, keys, 1, 8)
+        out = ring_attention(*whole, torch.eye(keys)[None, :, None], causal=True, align="bottom-right")
         assert torch.equal(out[0, :, 0] > 0, torch.ones(queries, keys).tril(keys - queries) > 0)

@@ -33,8 +33,8 @@ def parts_of(q: Tensor, k: Tensor, v: Tensor, cuts: list[int]) -> tuple[list[Ten
 @pytest.mark.parametrize("cuts", [[0, ROWS], [0, 7, ROWS], [0, 1, 9, 9, 20, ROWS]])
 def test_the_parts_are_the_whole(dtype: torch.dtype, cuts: list[int]) -> None:
     whole = inputs(ROWS, (4, 2), dtype=dtype)
-    leaves = [whole[name].requires_grad_() for name in "qkv"]
-    out, lse = merge(*parts_of(*leaves, cuts))
+    q, k, v = leaves = [whole[name].requires_grad_() for name in "qkv"]
+    out, lse = merge(*parts_of(q, k, v, cuts))
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     grads = torch.autograd.grad((out, lse), leaves, (whole["dout"], whole["dlse"]))
     tensors = [whole[name] for name in ("q", "k", "v", "dout", "dlse")]

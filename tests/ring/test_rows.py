@@ -80,8 +80,7 @@ def check(case: Case) -> None:
     more: dict[str, Any] = {"visible": visible, "softmax_scale": scale, "modified": modified}
     (truth, right), (theirs, their) = (
         pytorch_with_sink(
-            *(one.to(dtype) for one in (x.q, x.k, x.v, x.dout, x.dlse)),
-            None if case.sink is None else case.sink.to(dtype),
+            *(one if one is None else one.to(dtype) for one in (*x, case.sink)),
             **more,
         )
         for dtype in (torch.float64, torch.float32)
@@ -194,9 +193,10 @@ def test_dropout_counts_the_packed_sequence(world: int) -> None:
 )  # fmt: skip
 def test_what_all_rows_share_is_the_call_as_before(rows: dict[str, Any], plain: dict[str, Any]) -> None:
     """Bit by bit, dropout too, which would be another one of a packed sequence."""
-    tensors = [inputs(TOKENS, batch=BATCH)[name] for name in "qkv"]
+    q, k, v = (inputs(TOKENS, batch=BATCH)[name] for name in "qkv")
     drops: dict[str, Any] = {"dropout_p": 0.4, "dropout_seed": 3}
-    assert torch.equal(ring_attention(*tensors, **drops, **rows), ring_attention(*tensors, **drops, **plain))
+    ours, expected = (ring_attention(q, k, v, **(drops | call)) for call in (rows, plain))
+    assert torch.equal(ours, expected)
     layout = Layout.contiguous(TOKENS, 1)
     assert by_row(AttentionArgs(**rows), Layouts(layout, layout), BATCH)[1] is None
 
