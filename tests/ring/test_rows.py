@@ -80,7 +80,12 @@ def check(case: Case) -> None:
     more: dict[str, Any] = {"visible": visible, "softmax_scale": scale, "modified": modified}
     (truth, right), (theirs, their) = (
         pytorch_with_sink(
-            *(one if one is None else one.to(dtype) for one in (*x, case.sink)),
+            x.q.to(dtype),
+            x.k.to(dtype),
+            x.v.to(dtype),
+            x.dout.to(dtype),
+            x.dlse.to(dtype),
+            None if case.sink is None else case.sink.to(dtype),
             **more,
         )
         for dtype in (torch.float64, torch.float32)
