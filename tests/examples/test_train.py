@@ -136,7 +136,7 @@ def warm(rank: int, job: Job) -> Run:
 def test_memory_is_shared_out() -> None:
     """The peak of each of 4 ranks, weights, their updates and slots of the ring with them, is 0.30 of one process.
 
-    As the system sees it, by the allocator's default; bench/NOTES.md has what is in use, where constants count more.
+    As the system sees it, by the allocator's default; bench/NOTES.md has what is in use, where that is more.
     """
     (single,) = results(1, partial(warm, job=LONG), patience=1200)
     ranks = results(4, partial(warm, job=LONG), patience=1200)
