@@ -34,11 +34,11 @@ def register() -> None:
     """Add the backend ``"ringattn"``, for ``set_attention_backend``, ``attention_backend`` and context parallelism.
 
     ``ContextParallelConfig(ring_degree=, ulysses_degree=)`` with either or both, ``ring_anything`` and
-    ``ulysses_anything`` for shards that are not equal. Tokens are counted in the order of the ranks' shards, as the
-    model's plan cuts them; with a causal mask that is the order of the sequence where one sequence is sharded, and not
-    where text and image tokens are, each by itself. A call without a parallel config, as the cross-attention of models
-    that keep the whole text on every rank, is attention on this device alone. K/V travel from rank to rank; what
-    ``rotate_method`` says has no effect on that.
+    ``ulysses_anything`` for shards that are not equal, whose lengths the ranks gather in each call. Tokens are counted
+    in the order of the ranks' shards, as the model's plan cuts them; with a causal mask that is the order of the
+    sequence where one sequence is sharded, and not where text and image tokens are, each by itself. A call without a
+    parallel config, as the cross-attention of models that keep the whole text on every rank, is attention on this
+    device alone. K/V travel from rank to rank; what ``rotate_method`` says has no effect on that.
 
     Of ``attention_kwargs`` it takes ``window_size``, ``softcap``, ``learnable_sink`` and ``return_lse`` (``lse`` is
     ``[B, S, H]``, as diffusers has it).

@@ -58,11 +58,6 @@ class Packing(NamedTuple):
     cu_seqlens: tuple[int, ...]  # documents and paddings by turns: padding sees itself alone, and nothing sees it
     has_padding: bool
 
-    def is_padding(self, rank: int) -> Tensor:
-        """Which of a rank's tokens are padding, bool ``[tokens]``."""
-        after = torch.searchsorted(torch.tensor(self.cu_seqlens), self.layout.positions(rank), right=True)
-        return after % 2 == 0
-
 
 def attend(
     query: Tensor,
@@ -82,7 +77,8 @@ def attend(
     """Attention of this rank's tokens in one of TransformerEngine's formats; heads and head dim of the result are one.
 
     ``boundaries`` on a device are copied to the host, where schedules are made: one synchronisation per call, none for
-    CPU tensors. Rows of padding are 0, and so are gradients through them. ``options`` go to ``ring_attention``.
+    CPU tensors. An ``attention_mask`` is another one: what it hides is compared on its device. Rows of padding are 0,
+    and so are gradients through them. ``options`` go to ``ring_attention``.
     """
     mask_type = MASK_TYPES.get(attn_mask_type)
     if mask_type is None:
@@ -103,11 +99,11 @@ def attend(
         layout = kv_layout = packing.layout
         options["cu_seqlens"] = packing.cu_seqlens
         q, k, v = (x[:, : layout.lengths[rank]] for x in (q, k, v))  # behind them all is padding
-        blank = packing.is_padding(rank) if packing.has_padding else None
+        blank = _padding(packing, rank, q.device) if packing.has_padding else None
     else:
         layout, kv_layout = (_even_layout(x.shape[1] * world, world, contiguous) for x in (q, k))
         options["seqused_k"] = lengths = _row_lengths(host, mask_type, attn_mask_type, q.shape[0])
-        blank = None if lengths is None else layout.positions(rank) >= torch.tensor(lengths)[:, None]
+        blank = None if lengths is None else _behind(lengths, layout, rank, q.device)
     window = _window_of(window_size, attn_mask_type, mask_type.causal)
     aligned = bottom_right is None or bottom_right if mask_type.bottom_right is None else mask_type.bottom_right
     options["align"] = None if layout == kv_layout else "bottom-right" if aligned else "top-left"
@@ -115,7 +111,7 @@ def attend(
     options |= {"causal": mask_type.causal, "window_size": window, "layout": layout, "group": group}
     out = ring_attention(q, k, v, kv_layout=None if kv_layout == layout else kv_layout, **options)
     if blank is not None:
-        out = out.masked_fill(blank.to(out.device)[..., None, None], 0)
+        out = out.masked_fill(blank[..., None, None], 0)
     out = pad(out.flatten(2), (0, 0, 0, rows - out.shape[1]))
     return out.transpose(0, 1).contiguous() if qkv_format == "sbhd" else out[0] if qkv_format == "thd" else out
 
@@ -199,6 +195,24 @@ def _row_lengths(
     return lengths
 
 
+# Kept on the device: every layer asks for the same, and the host waits for a copy. Autograd saves them.
+
+
+@lru_cache(maxsize=KEPT)
+@torch.inference_mode(False)
+def _padding(packing: Packing, rank: int, device: torch.device) -> Tensor:
+    """Which of a rank's tokens are padding, bool ``[tokens]``."""
+    after = torch.searchsorted(torch.tensor(packing.cu_seqlens), packing.layout.positions(rank), right=True)
+    return (after % 2 == 0).to(device)
+
+
+@lru_cache(maxsize=KEPT)
+@torch.inference_mode(False)
+def _behind(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device) -> Tensor:
+    """Which of a rank's tokens are behind the end of each row, bool ``[B, tokens]``."""
+    return (layout.positions(rank) >= torch.tensor(lengths)[:, None]).to(device)
+
+
 def _window_of(window_size: tuple[int, int] | None, name: str, causal: bool) -> tuple[int, int]:
     left, right = (-1, -1) if window_size is None else window_size
     if right > 0 if causal else (left < 0) != (right < 0):
@@ -211,13 +225,17 @@ def _check_mask(mask: Tensor | None, causal: bool, positions: Tensor, keys: int)
     """Refuse a mask that hides anything else than a causal one, True: hidden; a comparison on its device."""
     if mask is None:
         return
-    hidden = torch.arange(keys) > positions[:, None]
-    shape = tuple(getattr(mask, "shape", ()))
-    if not causal or shape[-2:] != tuple(hidden.shape) or (mask != hidden.to(mask.device)).any():
+    shape, rows = tuple(getattr(mask, "shape", ())), len(positions)
+    if not causal or shape[-2:] != (rows, keys) or _is_other(mask, positions):
         raise NotImplementedError(
-            f"attention_mask is {list(shape)}: it must be None, or the causal mask {list(hidden.shape)} of this rank's "
+            f"attention_mask is {list(shape)}: it must be None, or the causal mask {[rows, keys]} of this rank's "
             "rows; pass padding as cu_seqlens_q, and documents as qkv_format 'thd'"
         )
+
+
+def _is_other(mask: Tensor, positions: Tensor) -> bool:
+    hidden = torch.arange(mask.shape[-1], device=mask.device) > positions.to(mask.device)[:, None]
+    return bool((mask != hidden).any())
 
 
 def check_softmax_type(softmax_type: str) -> str:

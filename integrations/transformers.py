@@ -11,6 +11,10 @@
 Embedding, norms, feed-forward and loss work token by token; attention alone sees the other ranks' tokens. What a
 model's mask shows is read from transformers' own mask functions, so that windows, chunks and documents are those of the
 model; sinks, softcap, scale and dropout come with each call of attention.
+
+What comes with a batch is checked once per forward and kind of mask: that ``attention_mask`` hides nothing, where the
+packed documents and the tokens are. On a GPU the host waits for each of these, so that no CUDA graph can be captured of
+a forward.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -135,6 +136,7 @@ class Ring:
         self._kv: Slots | None = None
         self._dkv: Slots | None = None
         self._warm: list[Plan] = []
+        self._exchanged = False
         self._trace: Trace | None = None
         self._control: Control | None = None
         self._seeds: Control | None = None
@@ -243,6 +245,9 @@ class Ring:
         """A transport to every rank, and the watch's note of posts there; an error inside reaches the other ranks."""
         transport = self.open_flat(device)
         with self._watched(phase, device) as watch:
+            if not self._exchanged:  # every pair connects, also those that are no neighbours on the ring
+                transport.warm_up([*permutations(range(self.size), 2)])
+                self._exchanged = True
             yield transport, watch.posted
 
     @contextmanager

@@ -12,7 +12,9 @@ import torch
 
 from ...comm.transports.copy_engine.copy_engine import copy_engine_missing
 from ...comm.transports.nccl import nccl_missing
+from ..common.memory_table import ALL_GATHER, LUCIDRAINS, OURS, ULYSSES
 from ..kernels.accuracy import BACKENDS
+from ..ring.candidates import CONTEXT_PARALLEL, ZHUZILIN
 from . import device_cases
 
 PACKAGE = Path(__file__).absolute().parents[2]
@@ -22,6 +24,7 @@ PYTHON, OUT, FILE, SECONDS = "{python}", "{out}", "{file}", "{seconds}"
 """In a command: this Python, the folder of results, the part's own file there, half of its seconds, to be used up."""
 RINGATTN = (PYTHON, "-m", "ringattn")
 SHAPE = ("--heads", "32", "--head-dim", "128")
+EXCHANGING = 4  # GPUs: with fewer no mesh has a ring and an exchange
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,26 @@ def _between_gpus(gpus: int) -> list[Part]:
               "--channels", "auto,8"),
         bench("overlap", "a ring that prefetches and one that blocks", 40, "overlap", *world, "--tokens", "8k", *SHAPE,
               "--slots", "3", "--prefetch", "0,2"),
-        bench("ring", "a whole ring beside one device and the ways around a ring", 60, "ring", *world, "--seqlen",
-              "16k,64k", *SHAPE),
+        *(_rings(*world) if gpus < EXCHANGING else _rings_and_meshes(*world)),
+    ]  # fmt: skip
+
+
+def _rings(*words: str) -> list[Part]:
+    return [
+        bench("ring", "a whole ring beside one device and the ways around a ring", 60, "ring", "--seqlen", "16k,64k",
+              *SHAPE, *words),
+    ]  # fmt: skip
+
+
+def _rings_and_meshes(*words: str) -> list[Part]:
+    """Candidates that exchange heads apart from the others: every mesh opens communicators of its own."""
+    others = ",".join((OURS, ALL_GATHER, CONTEXT_PARALLEL, ZHUZILIN, LUCIDRAINS))
+    return [
+        tests("nccl-4", "NCCL, four ranks: transfers, rings and meshes", 90, "transfers or rings", "[nccl-4-",
+              missing=nccl_missing()),
+        *_rings(*words, "--by", others),
+        bench("Ulysses x ring", "heads for tokens among some ranks, rings of the rest, beside Ulysses alone", 60,
+              "ring", "--seqlen", "16k,64k", *SHAPE, *words, "--by", ULYSSES),
     ]  # fmt: skip
 
 

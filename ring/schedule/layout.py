@@ -427,7 +427,7 @@ class Layout:
                 piece for x, spans in zip(shards, self.spans_per_rank, strict=True) for piece in _cut(x, spans, dim)
             ]
             return torch.cat([piece for _, piece in sorted(pieces, key=lambda one: one[0])] or [*shards], dim)
-        return torch.cat([*shards], dim).index_select(dim, self._order.to(shards[0].device))
+        return torch.cat([*shards], dim).index_select(dim, self._order(shards[0].device))
 
     def __hash__(self) -> int:
         return self._hash
@@ -443,9 +443,16 @@ class Layout:
         return {}
 
     @cached_property
-    def _order(self) -> torch.Tensor:
-        """Where the tokens of the positions 0, 1, 2, ... lie among those of all ranks."""
-        return torch.cat([self.positions(rank) for rank in range(self.world)]).argsort()
+    def _orders(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
+    @torch.inference_mode(False)
+    def _order(self, device: torch.device) -> torch.Tensor:
+        """Where the tokens of the positions 0, 1, 2, ... lie among those of all ranks; the host waits once."""
+        if device not in self._orders:
+            order = torch.cat([self.positions(rank) for rank in range(self.world)]).argsort()
+            self._orders[device] = order.to(device)
+        return self._orders[device]
 
     @cached_property
     def _hash(self) -> int:
@@ -494,6 +501,7 @@ def _even(seqlen: int, world: int) -> list[int]:
     return [base + (rank < extra) for rank in range(world)]
 
 
+@torch.inference_mode(False)  # kept, and perhaps for autograd
 def _positions(spans: Sequence[Span]) -> torch.Tensor:
     runs = [torch.arange(span.start, span.stop, span.step) for span in spans]
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)

@@ -24,8 +24,10 @@ from _pytest.mark.expression import Expression
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
+from ringattn.bench.common.memory_table import ALL_CORES, BASELINE, WHOLE
 from ringattn.bench.common.provenance import provenance
 from ringattn.bench.common.result import Result, Row, read
+from ringattn.bench.ring.candidates import chosen
 from ringattn.bench.suite import command as suite
 from ringattn.bench.suite import device_cases, parts, processes
 from ringattn.bench.suite.parts import FILE, OUT, PYTHON, SECONDS, Part
@@ -210,9 +212,11 @@ def test_time_that_is_missing() -> None:
 # the lists
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_parts_are_commands_that_leave_a_result(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", 2), ("cuda", 4), ("cpu", 0)])
+def test_parts_are_commands_that_leave_a_result(
+    device: str, gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     listed = parts.parts_of(device)
     assert len({each.file for each in listed}) == len(listed)
     places = {FILE: str(tmp_path / "a.json"), OUT: str(tmp_path), SECONDS: "10"}
@@ -237,8 +241,19 @@ def test_a_gpu_is_asked_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> No
     names = [part.name for part in listed]
     assert names[0] == "launches" and names[-1] == "tune"
     assert names.index("ceilings") < names.index("local") < names.index("killed")
+    for gpus, between in ((3, ["ring"]), (8, ["nccl-4", "ring", "Ulysses x ring"])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert [part.name for part in parts.gpu_parts()] == [*names[:-1], "links", "overlap", *between, "tune"]
+
+
+def test_candidates_of_four_gpus_are_in_one_part_or_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert [part.name for part in parts.gpu_parts()] == [*names[:-1], "links", "overlap", "ring", "tune"]
+    prefixes = [
+        part.command[part.command.index("--by") + 1].split(",") for part in parts.gpu_parts() if "--by" in part.command
+    ]
+    names = [{*chosen(["zigzag"], by, [8])} for by in prefixes]
+    assert len(names) == 2 and names[0] & names[1] == {WHOLE}
+    assert names[0] | names[1] == {*chosen(["zigzag"], (), [8])} - {ALL_CORES, BASELINE}  # those are of the CPU
 
 
 @pytest.mark.nightly

@@ -87,10 +87,17 @@ def test_the_batch_script(tmp_path: Path) -> None:
         (bin_folder / name).chmod(0o755)
     job = {"NODELIST": "node[7-8]", "ID": "12", "NAME": "long"}
     env = {f"SLURM_JOB_{name}": value for name, value in job.items()}
-    env |= {"SLURM_NNODES": "2", "SLURM_GPUS_PER_NODE": "8", "PATH": f"{bin_folder}:/usr/bin:/bin"}
+    env |= {
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_PER_NODE": "8",
+        "SLURM_CPUS_PER_TASK": "64",
+        "PATH": f"{bin_folder}:/usr/bin:/bin",
+    }
     done = subprocess.run(["/bin/bash", script, "--data", "2"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 12 ")
+    step, _, launched = done.stdout.partition("torchrun ")
+    assert step == "--cpus-per-task 64 "  # since 22.05 not every srun inherits it: all ranks would share a core
+    assert launched.startswith("--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 12 ")
     assert "--rdzv-endpoint node7:29500 -m ringattn.examples.train " in done.stdout and done.stdout.endswith(
         "--data 2\n"
     )

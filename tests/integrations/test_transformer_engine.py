@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringattn import LocalWorld, ring_attention
 from ringattn.comm import LocalGroup
+from ringattn.integrations import formats
 from ringattn.integrations.formats import Boundaries, attend
 from ringattn.integrations.transformer_engine import DotProductAttention
 from ringattn.reference.scores import alibi
@@ -205,6 +206,22 @@ def test_packed_inputs_and_checkpointing() -> None:
     ):
         assert out.equal(whole)
         assert torch.autograd.grad(out.sum(), q)[0].equal(torch.autograd.grad(whole.sum(), q, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+def test_where_padding_is_goes_to_a_device_once(qkv_format: str) -> None:
+    """Not with every layer, since a GPU's host waits for it; and what inference has made serves training."""
+    q, k, v = (x.flatten(0, -3) if qkv_format == "thd" else x for x in heads(12))
+    edges = torch.tensor([0, 9])
+    padded = torch.tensor([0, 12]) if qkv_format == "thd" else None
+    call: dict[str, Any] = {"qkv_format": qkv_format, "boundaries": Boundaries(edges, None, padded, None)}
+    made = formats._padding if qkv_format == "thd" else formats._behind
+    made.cache_clear()
+    with torch.inference_mode():
+        attend(q, k, v, group=None, attn_mask_type="padding", **call)
+    for _ in range(2):
+        attend(q, k, v, group=None, attn_mask_type="padding", **call).sum().backward()
+    assert made.cache_info().misses == 1
 
 
 @pytest.mark.parametrize(("mask_type", "diagonal"), [("no_mask", 16), ("causal", 0), ("causal_bottom_right", 8)])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn.ring.schedule.layout import Documents, Layout, Span
 
@@ -193,6 +194,34 @@ def test_shard_and_unshard(layout: Layout, dim: int) -> None:
         torch.testing.assert_close(piece, x.index_select(dim, layout.positions(rank)), rtol=0, atol=0)
     torch.testing.assert_close(layout.unshard(shards, dim), x, rtol=0, atol=0)
     assert layout.shard(x.to("meta"), 0, dim).shape == shards[0].shape
+
+
+class _Copies(TorchDispatchMode):
+    """Counts what goes from one device to another."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **kwargs or {})
+
+
+def test_an_order_is_copied_to_a_device_once() -> None:
+    """A GPU's host waits for such a copy."""
+    layout, shards = Layout.striped(8, 2), [torch.zeros(1, 4, device="meta")] * 2
+    with _Copies() as copies:
+        for _ in range(3):
+            layout.unshard(shards)
+    assert copies.count == 1
+
+
+def test_what_inference_has_made_serves_training() -> None:
+    layout, shards = Layout.striped(8, 2), [torch.zeros(1, 4).requires_grad_() for _ in range(2)]
+    with torch.inference_mode():
+        layout.unshard(shards)
+    whole = layout.unshard(shards)[:, layout.positions(1)]
+    (grad,) = torch.autograd.grad(whole.sum(), shards[1])
+    assert grad.tolist() == [[1.0] * 4]
 
 
 def test_a_layout_that_leaves_positions_out_has_no_whole() -> None:

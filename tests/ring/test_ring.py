@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn import Layout, LocalWorld, Ring, ring_attention, unshard
 from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
 from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transport import ring_edges
@@ -191,8 +191,9 @@ def test_a_world_releases_its_memory() -> None:
     assert [ring() for ring in rings] == [None, None]
 
 
-def test_every_edge_is_warmed_up_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that a later mask brings: with a window to both sides, K/V go past a rank."""
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_every_edge_is_warmed_up_before_it_is_used(exchanges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that a later mask brings: with a window to both sides, K/V go past a rank; and of an exchange all."""
     layout, whole = Layout.contiguous(32, 4), inputs(32)
     warm, used, late = set[Edge](), set[Edge](), set[Edge]()
     warm_up, post = LocalTransport.warm_up, LocalTransport.post
@@ -212,7 +213,9 @@ def test_every_edge_is_warmed_up_before_it_is_used(monkeypatch: pytest.MonkeyPat
 
     def calls(group: LocalGroup) -> None:
         with Ring(group) as ring:
-            for window in ((-1, -1), (9, 9)):
+            if exchanges:
+                unshard(whole["q"][:, :8], layout=layout, group=group, grad="sum")
+            for window in () if exchanges else ((-1, -1), (9, 9)):
                 ring_attention(*shards(layout, whole, group), layout=layout, ring=ring, window_size=window)
 
     with LocalWorld(4) as world:

@@ -145,12 +145,16 @@ class RingCase(NamedTuple):
     causal: bool = True
     ring: dict[str, Any] = {}  # noqa: RUF012  (nobody changes it)
     two_level: bool = False
+    ulysses: int = 1
+    """Ranks that exchange heads for tokens."""
     call: dict[str, Any] = {}  # noqa: RUF012  (nobody changes it)
     """More arguments of the call; tensors are taken to the device of the ring."""
 
     def fits(self, transport: str, world: int) -> bool:
-        """Copy engines join the ranks of one node: the level between nodes would be another transport's."""
-        return not self.two_level or (world == 4 and transport != "copy_engine")
+        """Copy engines join the ranks of one node: the level between nodes would be another transport's. Of a mesh the
+        exchange takes what ``auto`` takes."""
+        fits_levels = not self.two_level or (world == 4 and transport != "copy_engine")
+        return fits_levels and world % self.ulysses == 0
 
 
 TOKENS, HEADS, HEAD_DIM = 499, (4, 2), 64
@@ -178,6 +182,9 @@ RING_CASES = {
     "fp32, dropout and softcap": RingCase(
         "striped", torch.float32, call={"dropout_p": 0.3, "dropout_seed": 7, "softcap": 5.0}
     ),
+    "rows of their own": RingCase(call={"cu_seqlens": [[0, 130, TOKENS], [0, 7, 300, TOKENS]], "leftpad_k": [5, 0]}),
+    "heads for tokens": RingCase(ulysses=2),
+    "heads for tokens, striped": RingCase("striped", torch.float16, causal=False, ulysses=2),
     "longformer": RingCase("contiguous", causal=False, call={"block_mask": longformer(64, [(0, 5), (200, 210)])}),
 }
 

@@ -64,14 +64,18 @@ def rank_part(
     ring: Mapping[str, Any] | None = None,
     calls: int = 1,
     device: torch.device = CPU,
+    mesh: GroupLike = None,
     **call: Any,
 ) -> list[Tensor]:
-    """Out, lse, dq, dk and dv of one rank's shard, computed on a device and brought back from it."""
+    """Out, lse, dq, dk and dv of one rank's shard, computed on a device and brought back from it.
+
+    ``group`` is the ring of ``mesh``, where there is one.
+    """
     q, k, v = (layout.shard(whole[name], rank).detach().to(device).requires_grad_() for name in "qkv")
     grads = [layout.shard(whole[x], rank, dim).to(device) for x, dim in (("dout", 1), ("dlse", 2)) if x in whole]
     with Ring(group, **(ring or {})) as kept:
         for _ in range(calls):
-            out, lse = ring_attention(q, k, v, layout=layout, ring=kept, return_lse=True, **call)
+            out, lse = ring_attention(q, k, v, layout=layout, ring=kept, group=mesh, return_lse=True, **call)
             results = (out.detach(), lse.detach(), *torch.autograd.grad((out, lse)[: len(grads)], (q, k, v), grads))
         return [x.cpu() for x in results]
 

@@ -13,6 +13,7 @@ from ringattn.comm import Topology
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.config import is_single_pass
 from ringattn.ring import BlockMask, Mask
+from ringattn.ring.mesh import joined, shared
 from ringattn.ring.schedule.active import sent_keys
 
 from ..layouts import Window, named
@@ -28,6 +29,7 @@ class RecordedCall(NamedTuple):
     layout: Layout
     mask: Mask
     backward: bool = True
+    hidden: tuple[int, ...] = ()  # positions without keys: there `key_mask` is False
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,16 @@ class Case:
     ring: dict[str, Any] = field(default_factory=dict)  # arguments of Ring
     config: KernelConfig | None = None
     unshards: bool = False  # the calls gather q, and sum up the gradients of all ranks, in place of attention
+    ulysses: int = 1  # ranks that exchange heads for tokens: the ring is of as many fewer
 
     @property
     def world(self) -> int:
         """Number of ranks."""
         return self.calls[0].layout.world
+
+    def on_ring(self, call: RecordedCall) -> RecordedCall:
+        """A call as the ring has it, whose ranks hold what several exchange."""
+        return call if self.ulysses == 1 else call._replace(layout=joined(call.layout, self.ulysses))
 
     def kernels(self, call: RecordedCall) -> tuple[str, ...]:
         """What a call launches once per shard, part of the mask and chunk of heads."""
@@ -88,7 +95,8 @@ def seen(call: RecordedCall, rank: int, other: int) -> int:
 def there(call: RecordedCall, rank: int, other: int) -> Tensor:
     """Which keys of a shard a rank ever has, 0 or 1 each."""
     mine, sent = call.layout.positions(other), sent_keys(call.layout, call.mask, call.layout).positions(other)
-    return torch.ones(len(mine)) if rank == other else torch.isin(mine, sent).float()
+    shown = ~torch.isin(mine, torch.tensor(call.hidden, dtype=torch.int64))
+    return (shown if rank == other else shown & torch.isin(mine, sent)).float()
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
@@ -106,15 +114,25 @@ def _unsharded(case: Case, number: int, call: RecordedCall, rank: int) -> dict[s
 
 
 def _expected(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
-    ranks = range(case.world)
-    q, k, v, dout, dlse = ([shard(case, number, name, other).float() for other in ranks] for name in GIVEN)
+    """Of a rank's tokens, out of those of its place in the ring."""
+    place, exchanging = divmod(rank, case.ulysses)
+    at = shared(call.layout, case.ulysses, place).positions(exchanging)
+    values = _of_place(case, number, case.on_ring(call), place)
+    return {name: x.index_select(2 if name.startswith("lse") else 1, at) for name, x in values.items()}
+
+
+def _of_place(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
+    ranks, whole = range(call.layout.world), inputs(case, number)
+    q, k, v, dout, dlse = (
+        [call.layout.shard(whole[name], other, 2 if name == "dlse" else 1).float() for other in ranks] for name in GIVEN
+    )
     held = [there(call, rank, other)[:, None, None] for other in ranks]
     shards = [kernels.keys(k[other] * held[other], v[other] * held[other]) * seen(call, rank, other) for other in ranks]
-    whole = kernels.per_head(sum(shards, torch.zeros(1, KV_HEADS)), HEADS)
-    out = (whole[:, None, :, None] * kernels.rows(q[rank])).expand(*q[rank].shape[:3], DIM_V)
-    values = {f"out{number}": out.to(case.dtype), f"lse{number}": whole[:, :, None].expand(1, HEADS, q[rank].shape[1])}
+    total = kernels.per_head(sum(shards, torch.zeros(1, KV_HEADS)), HEADS)
+    out = (total[:, None, :, None] * kernels.rows(q[rank])).expand(*q[rank].shape[:3], DIM_V)
+    values = {f"out{number}": out.to(case.dtype), f"lse{number}": total[:, :, None].expand(1, HEADS, q[rank].shape[1])}
     if call.backward:
-        part = whole[:, None, :, None] * (2 * kernels.rows(dout[rank]) + dlse[rank].transpose(1, 2)[..., None])
+        part = total[:, None, :, None] * (2 * kernels.rows(dout[rank]) + dlse[rank].transpose(1, 2)[..., None])
         values[f"dq{number}"] = part.expand(q[rank].shape).to(case.dtype)
         for name, tensors, x in (("dk", q, k[rank]), ("dv", dout, v[rank])):
             by_rank = [(seen(call, other, rank) * there(call, other, rank))[:, None, None] for other in ranks]
@@ -228,7 +246,13 @@ UNEVEN = {
     "2 x 2, unshard": replace(_two_level(2, 2), unshards=True),
 }
 
-UNSHARD = {"unshard": replace(_case("zigzag", 3), unshards=True)}
+EXCHANGES = {
+    "unshard": replace(_case("zigzag", 3), unshards=True),
+    "2 x 2 by heads": replace(_case("zigzag", 4), ulysses=2),
+    "1 x 2 by heads, striped": replace(_case("striped", 2, FULL), ulysses=2),
+}
+
+HOLES = {"keys that a mask hides": Case((_call("zigzag", 4, FULL)._replace(hidden=(1, 7, 8, 23)),) * 2)}
 
 TILE = Tile(16, 16, 4, 1)  # which divides any block
 SINGLE_PASS, IN_TURN = (
@@ -248,7 +272,7 @@ KERNELS = {
     "parts of dK/dV, 2 x 2, two chunks": replace(_two_level(2, 2, chunks=2), config=SPLIT),
 }
 
-NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL | UNEVEN | UNSHARD | KERNELS
+NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL | UNEVEN | EXCHANGES | HOLES | KERNELS
 FEW = (
     "world 1", "world 2", "world 4", "contiguous", "contiguous, other direction", "window", "documents",
     "window to both sides", "blocks, two ranks see all", "forward twice", "full, contiguous, full",

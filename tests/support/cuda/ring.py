@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import pytest
@@ -23,8 +23,10 @@ from ringattn import LocalWorld, Ring, ring_attention, unshard
 from ringattn.comm import LocalGroup, LocalTransport, Slots, Topology, groups
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
-from ringattn.ring import Mask, args, buffers, mesh, ops
+from ringattn.comm.transports.local import LocalMesh
+from ringattn.ring import Mask, args, buffers, mesh, ops, ulysses
 from ringattn.ring.buffers import Key
+from ringattn.ring.rows import packed_rows
 from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.plan import plan
 
@@ -90,10 +92,12 @@ class Recording:
         launched = Counter(
             (op.rank, op.label.partition(",")[0], op.detail) for op in self.graph.log if op.kind == "kernel"
         )
-        failures, ranks, chunks = [], range(self.case.world), self.case.ring.get("chunks", 1)
+        failures, chunks = [], self.case.ring.get("chunks", 1)
         for number, call in enumerate(self.case.calls):
-            for rank in (rank for rank in ranks if call.layout.lengths[rank]):
-                wanted = chunks * sum(max(seen(call, rank, other), other == rank) for other in ranks)
+            call, exchanging = self.case.on_ring(call), self.case.ulysses
+            for rank in (rank for rank in range(self.case.world) if call.layout.lengths[rank // exchanging]):
+                place, places = rank // exchanging, range(call.layout.world)
+                wanted = chunks * sum(max(seen(call, place, other), other == place) for other in places)
                 for kernel in self.case.kernels(call):
                     count = launched[rank, f"call {number}", kernel]
                     if count != wanted:
@@ -152,6 +156,8 @@ class _Session:
         install_kernels(monkeypatch, self.recorder)
         self.slots: list[tuple[str, int, int, int]] = []  # name, storage, where slot 0 begins, bytes of a slot
         self.rings: dict[int, Ring] = {}
+        self.exchanges: dict[int, Ring] = {}  # of the ranks that exchange with each other
+        self.meshes: dict[int, LocalMesh] = {}
         self.calls = [0] * case.world  # the number of the call that each rank is in
         self.results: list[dict[str, Ref]] = [{} for _ in range(case.world)]
         self.kept: list[Tensor] = []
@@ -163,13 +169,16 @@ class _Session:
         # without the dispatcher, inside whose ops the modes of the stand-in are off
         monkeypatch.setattr(ops, "_FORWARD", ops._ring_attention)
         monkeypatch.setattr(ops, "_GRADIENTS", ops._gradients)
-        monkeypatch.setattr(mesh, "ring_of", lambda group, _: self.rings[group.rank()])
+        monkeypatch.setattr(mesh, "ring_of", lambda *_: self.exchange)
+        self.plan = self.of_process(plan)
+        monkeypatch.setattr(args, "plan", self.plan)
+        monkeypatch.setattr(args, "packed_rows", self.of_process(packed_rows))
+        monkeypatch.setattr(ulysses, "shared", self.of_process(mesh.shared))
         self._label(monkeypatch)
 
     def run(self) -> Recording:
         """Record it."""
-        plan.cache_clear()  # what is in there lies in the memory of another recorder
-        for layout, mask, _ in self.case.calls:
+        for layout, mask, *_ in map(self.case.on_ring, self.case.calls):
             sent_keys(layout, mask, layout)  # once, and of the host alone: every rank finds it there
         with LocalWorld(self.case.world, device=GPU, timeout=PATIENCE) as world:
             world.run(self.rank)
@@ -179,6 +188,16 @@ class _Session:
     def mask_of(self, *_: object, **__: object) -> Mask:
         """In the place of what makes one of a call's arguments: the masks of the cases may be of any kind."""
         return self.case.calls[self.calls[self.recorder.thread.rank]].mask
+
+    def of_process(self, cached: Any) -> Callable[..., Any]:
+        """What it keeps lies on a rank's own device: of every rank and recorder its own."""
+        kept = [lru_cache(cached.__wrapped__) for _ in range(self.case.world)]
+        return lambda *given, **more: kept[self.recorder.thread.rank](*given, **more)
+
+    @property
+    def exchange(self) -> Ring:
+        """Of this thread's rank."""
+        return self.exchanges[self.recorder.thread.rank]
 
     # one rank
 
@@ -194,13 +213,23 @@ class _Session:
 
     def _rank(self, group: LocalGroup, rank: int) -> None:
         # closed also where the case fails: its watch would go on asking these events, on torch's own CUDA
-        with Ring(group, transport=self.case.transport, **self.case.ring) as ring:
-            self.rings[rank] = ring
+        both = self.meshes[rank] = group.mesh(self.case.world // self.case.ulysses, self.case.ulysses)
+        group = group if self.case.ulysses == 1 else both.ring
+        with ExitStack() as open_rings:
+            ring = open_rings.enter_context(Ring(group, transport=self.case.transport, **self.case.ring))
+            self.rings[rank] = self.exchanges[rank] = ring
+            if self.case.ulysses > 1:
+                exchange = Ring(both.ulysses, transport=self.case.transport)
+                self.exchanges[rank] = open_rings.enter_context(exchange)
             ring._trace = _Spans(self.recorder, lambda: self.calls[rank])  # type: ignore[assignment]
-            for call in self.case.calls:
-                steps = plan(call.layout, call.mask, rank, ring.direction, GPU, ring.topology, ring.slots)
+            # warmed up here, where bytes still move: they are looked at
+            for call in map(self.case.on_ring, self.case.calls):
+                steps = self.plan(call.layout, call.mask, ring.rank, ring.direction, GPU, ring.topology, ring.slots)
                 for transport, edges in zip(ring.open(GPU), steps.edges, strict=False):
-                    transport.warm_up(edges)  # here, where bytes still move: they are looked at
+                    transport.warm_up(edges)
+            if self.case.unshards or self.case.ulysses > 1:
+                with self.exchange._exchange("warm-up", GPU):
+                    pass
             tensors = self.given(0, rank)
             self.together(rank, self.recorder.begin)
             self.fabric.moves = False
@@ -212,12 +241,17 @@ class _Session:
     def call(self, ring: Ring, rank: int, number: int, tensors: dict[str, Tensor]) -> None:
         """One forward, with its backward or without."""
         self.calls[rank] = number
-        layout, mask, backward = self.case.calls[number]
+        layout, mask, backward, hidden = self.case.calls[number]
         if self.case.unshards:
             return self.unshard(ring, rank, number, tensors["q"])
+        more: dict[str, Any] = {}
+        if hidden:
+            more["key_mask"] = torch.ones(1, layout.seqlen).index_fill(1, torch.tensor(hidden), 0).bool()
+        if self.case.ulysses > 1:
+            more["group"] = self.meshes[rank]
         q, k, v = (tensors[name].detach().requires_grad_(backward) for name in "qkv")
         out, lse = ring_attention(
-            q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True, config=self.case.config
+            q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True, config=self.case.config, **more
         )
         self.read(rank, f"out{number}", out)
         self.read(rank, f"lse{number}", lse)
