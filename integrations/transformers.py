@@ -43,6 +43,11 @@ IGNORE_INDEX = -100  # the label that transformers' losses leave out
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Entries of ``config.layer_types`` in whose layers tokens meet in attention alone."""
 
+LEARNED_POSITIONS = ("biogpt", "gpt2", "opt")
+"""Models without rotary embedding that take ``position_ids`` counted from 0, by ``config.model_type``."""
+
+NO_TENSOR = 'ringattn makes no tensor of a mask (use "eager" or "sdpa" on whole sequences)'
+
 HARMLESS = (
     "cache_position", "deterministic", "layer_idx", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "return_dict", "shift_labels", "use_cache",
@@ -95,6 +100,12 @@ class Mask:
     window_size: tuple[int, int] = (-1, -1)
     chunk_size: int | None = None
     positions_checked: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{NO_TENSOR}, and this model asks its mask for {name}")  # nothing else gets here
+
+    def __radd__(self, scores: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError(f"{NO_TENSOR}, and this model adds its mask to scores of its own")
 
     def check_positions(self, position_ids: torch.Tensor, tokens: int) -> None:
         """Rotary embedding must know where the tokens are: ValueError if it does not. Once per forward."""
@@ -262,7 +273,14 @@ def mask_of(
 
 def _check_config(config: Any) -> None:
     """Refuse what would take a shard for the sequence: NotImplementedError."""
+    config = config.get_text_config(decoder=True) if isinstance(config, transformers.PreTrainedConfig) else config
     name, rope = type(config).__name__, getattr(config, "rope_parameters", None) or {}
+    kind = getattr(config, "model_type", None)
+    if not rope and kind not in LEARNED_POSITIONS:
+        raise NotImplementedError(
+            f"positions of {kind}: over several ranks ringattn takes models with rotary embedding, and of others "
+            f"{', '.join(LEARNED_POSITIONS)}; more may count tokens from the shard's start, or not from 0"
+        )
     layers = {*(getattr(config, "layer_types", None) or ())} - {*ATTENTION_LAYERS}
     if layers:
         raise NotImplementedError(
@@ -317,12 +335,19 @@ def attend(
     if key.shape[2] != tokens:
         raise NotImplementedError(f"{key.shape[2]} keys for {tokens} queries in {model}: no cache, no cross-attention")
     ring, layout = sharding.of(tokens, query.device)
+    if ring.size > 1 and hasattr(module, "config"):
+        _check_config(module.config)  # a model that makes no mask has passed no other check
     if ring.size > 1 and kwargs.get("output_router_logits"):
         raise NotImplementedError(
             f"output_router_logits in {model}: the balance of experts over this rank's tokens only"
         )
     if position_ids is not None:
         attention_mask.check_positions(position_ids, tokens)
+    elif ring.size > 1 and not attention_mask.positions_checked:
+        raise NotImplementedError(
+            f"{model} does not hand position_ids to attention: over several ranks ringattn takes models that do, since "
+            "others may count tokens from the shard's start"
+        )
     sharding.used = True
     out = ring_attention(
         *(x.transpose(1, 2) for x in (query, key, value)),

@@ -62,16 +62,16 @@ class Hub:
         self._boxes: dict[Hashable, deque[Any]] = {}  # none that is empty: every transport has its own
         self._returned: set[int] = set()
         self._stopped: dict[int, str] = {}
-        self._lines: dict[tuple[int, ...], Hub] = {}
+        self._lines: dict[tuple[Hashable, tuple[int, ...]], Hub] = {}
 
-    def line(self, ranks: tuple[int, ...]) -> Hub:
-        """What some of the ranks share, which are 0, 1, 2, ... there; the same for each of them."""
+    def line(self, name: Hashable, ranks: tuple[int, ...]) -> Hub:
+        """What some of the ranks share, which are 0, 1, 2, ... there; for each of them the same by the same name."""
         with self._changed:
-            if ranks not in self._lines:
-                made = self._lines[ranks] = Hub(len(ranks), self.timeout)
+            if (name, ranks) not in self._lines:
+                made = self._lines[name, ranks] = Hub(len(ranks), self.timeout)
                 made.failure = self.failure
                 made._returned.update(i for i, rank in enumerate(ranks) if rank in self._returned)
-            return self._lines[ranks]
+            return self._lines[name, ranks]
 
     def put(self, box: Hashable, item: object) -> None:
         """Add an item to a box."""
@@ -113,7 +113,7 @@ class Hub:
         with self._changed:
             self._returned.add(rank)
             self._changed.notify_all()
-            for ranks, line in self._lines.items():
+            for (_, ranks), line in self._lines.items():
                 if rank in ranks:
                     line.end(ranks.index(rank))
 
@@ -209,7 +209,9 @@ class LocalGroup:
         if shape not in self.kept:
             column, row = self._rank % ulysses, self._rank // ulysses
             lines = tuple(range(column, self.size(), ulysses)), tuple(range(row * ulysses, (row + 1) * ulysses))
-            groups = (LocalGroup(self._hub.line(ranks), ranks.index(self._rank), self) for ranks in lines)
+            # by shape and dimension: channels and keys are counted by group, also where two groups are the same ranks
+            hubs = (self._hub.line((shape, dim), ranks) for dim, ranks in enumerate(lines))
+            groups = (LocalGroup(hub, ranks.index(self._rank), self) for hub, ranks in zip(hubs, lines, strict=True))
             self.kept[shape] = LocalMesh(*groups)
         made: LocalMesh = self.kept[shape]
         return made

@@ -21,7 +21,7 @@ from ringattn.integrations import transformers as integration
 from ringattn.integrations.transformers import register, shard_batch, sharded
 
 from ..support import forked
-from ..support.hf_models import CONFIGS, DOCUMENTS, TOKENS, Result, check, ids_of, model_of
+from ..support.hf_models import CONFIGS, DOCUMENTS, SIZES, TOKENS, Result, check, ids_of, model_of
 from ..support.ring_cases import LAYOUTS
 
 WORLD = 4
@@ -85,6 +85,24 @@ def test_what_a_lost_argument_does_is_seen(
     ours = on_ranks(name, Layout.striped(TOKENS, WORLD), cu_seqlens)
     with pytest.raises(AssertionError, match="logits: error"):
         check(name, ours, cu_seqlens or [0, TOKENS])
+
+
+@pytest.mark.parametrize("kind", ["biogpt", "gpt2", "opt"])
+def test_learned_positions(kind: str) -> None:
+    """Of the same model, eager on one rank."""
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "ffn_dim": 24, "word_embed_proj_dim": 32}
+    config = transformers.AutoConfig.for_model(kind, **{k: x for k, x in SIZES.items() if k != "head_dim"} | sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    layout, expected = Layout.zigzag(TOKENS, WORLD), model(ids_of()).logits
+    model.set_attn_implementation("ringattn")
+
+    def forward(group: Any) -> Tensor:
+        with sharded(layout, group):
+            return model(**shard_batch({"input_ids": ids_of()}, layout, group)).logits.detach()
+
+    with LocalWorld(WORLD) as world, torch.no_grad():
+        torch.testing.assert_close(layout.unshard(world.run(forward)), expected)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -182,6 +200,19 @@ def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: 
         world.run(forward)
 
 
+def attention_without_a_mask(config: Any) -> None:
+    """A call without a mask, of a model that makes none."""
+    module, patches = torch.nn.Module(), torch.zeros(1, 4, 10, 8)
+    module.config = config
+
+    def call(group: Any) -> None:
+        with sharded("contiguous", group):
+            integration.attend(module, patches, patches, patches, None, is_causal=False)
+
+    with LocalWorld(2) as world:
+        world.run(call)
+
+
 def masked_on_two_ranks(config: Any) -> None:
     def make(group: Any) -> None:
         with sharded("contiguous", group):
@@ -193,6 +224,19 @@ def masked_on_two_ranks(config: Any) -> None:
 
 def llama(**given: Any) -> None:
     model_of("llama")(**{"input_ids": ids_of()} | given)
+
+
+def others_on_two_ranks(model: str, config: str, **options: Any) -> None:
+    """A model that counts positions its own way, with what shard_batch makes."""
+    made = getattr(transformers, config)(**SIZES | options, attn_implementation="ringattn")
+    whole = getattr(transformers, model)(made).eval()
+
+    def forward(group: Any) -> None:
+        with sharded("contiguous", group):
+            whole(**shard_batch({"input_ids": ids_of()[:, :20]}, "contiguous", group))
+
+    with LocalWorld(2) as world:
+        world.run(forward)
 
 
 def with_cache() -> None:
@@ -255,6 +299,25 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "temperature": (
         NotImplementedError, "attn_temperature_tuning", lambda: masked_on_two_ranks(transformers.Llama4TextConfig())
     ),
+    "positions after the padding's": (
+        NotImplementedError, "positions of roberta", lambda: others_on_two_ranks("RobertaModel", "RobertaConfig")
+    ),
+    "positions from 0 on every rank": (
+        NotImplementedError, "positions of bart",
+        lambda: others_on_two_ranks("BartForCausalLM", "BartConfig", d_model=32, decoder_attention_heads=4),
+    ),
+    "images": (
+        NotImplementedError, "positions of clip_vision_model",
+        lambda: attention_without_a_mask(transformers.CLIPVisionConfig(hidden_size=32, num_attention_heads=4)),
+    ),
+    "positions that attention is not told": (
+        NotImplementedError, "PersimmonAttention does not hand position_ids",
+        lambda: others_on_two_ranks("PersimmonForCausalLM", "PersimmonConfig"),
+    ),
+    "a mask of its own making": (
+        NotImplementedError, "ringattn makes no tensor.*scores", lambda: torch.zeros(1, 1, 2, 2) + mask()
+    ),
+    "a mask that is looked into": (AttributeError, "ringattn makes no tensor.*dtype", lambda: mask().dtype),
     "batch: padding": (ValueError, "cu_seqlens", lambda: shard_batch({**IDS, "attention_mask": PADDING}, "zigzag")),
     "batch: unknown": (ValueError, "token_type_ids", lambda: shard_batch({**IDS, "token_type_ids": ONES}, "zigzag")),
     "batch: empty": (ValueError, "must have input_ids", lambda: shard_batch({}, "zigzag")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -313,6 +314,19 @@ def test_meshes_of_a_world() -> None:
         assert all(world.run(lambda group: group.mesh(2, 2) is group.mesh(2, 2)))
         with pytest.raises(ValueError, match="group is a LocalMesh"):
             world.run(lambda group: Ring(group.mesh(2, 2)))
+
+
+def test_two_meshes_whose_lines_are_the_same_ranks() -> None:
+    """The ring of one and the exchange of the other: what is left for one is not the other's."""
+
+    def of_rank(group: LocalGroup) -> None:
+        for mesh in (group.mesh(3, 1), group.mesh(1, 3)):
+            attend(mesh, *qkv(group, heads=3, kv_heads=3))
+
+    with LocalWorld(3, timeout=5) as world:
+        world.run(of_rank)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 4
 
 
 def test_no_second_derivative() -> None:
