@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.comm import Group, LocalGroup, LocalTransport, NcclTransport, ProcessGroupTransport, Transport
 from ringattn.comm.control import control_of
-from ringattn.comm.groups import MESH_DIMS
+from ringattn.comm.groups import MESH_DIMS, GroupLike
 from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport
 
 from .baselines import Results
@@ -101,15 +101,17 @@ def ring_part(
     ring = ring_arguments(case, world) | {"transport": transport}
     layout = LAYOUTS[case.layout](TOKENS, world)
     call = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in case.call.items()}
+    mesh: GroupLike = None
     if case.ulysses > 1:
         sizes = world // case.ulysses, case.ulysses
         if isinstance(group, LocalGroup):
-            call["mesh"] = mesh = group.mesh(*sizes)
+            mesh = group.mesh(*sizes)
             group = mesh.ring
         else:
-            call["mesh"] = devices = init_device_mesh("cpu", sizes, mesh_dim_names=MESH_DIMS)  # of its groups alone
-            group = devices.get_group("ring")
-    return rank_part(layout, whole, group, rank, ring=ring, calls=2, device=device, causal=case.causal, **call)
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=MESH_DIMS)  # of its groups alone
+            group = mesh.get_group("ring")
+    options: dict[str, Any] = {"ring": ring, "calls": 2, "device": device, "causal": case.causal, **call}
+    return rank_part(layout, whole, group, rank, mesh=mesh, **options)
 
 
 def judge(name: str, parts: Sequence[Any], world: int, device: torch.device, folder: Path) -> None:
