@@ -17,12 +17,10 @@ from ringattn.comm import LocalGroup
 from ringattn.ring import BlockMask, longformer, loop
 from ringattn.ring.args import AttentionArgs, Layouts, by_row
 
-from ..support.baselines import Modified, Results, pytorch_with_sink
-from ..support.kernel_cases import Inputs, magnitudes
-from ..support.mask_cases import Case, compare, expected, run
+from ..support.baselines import Results
+from ..support.mask_cases import Case, check, compare, expected, run
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, inputs
-from ..support.tolerance import assert_as_exact_as_pytorch
 
 TOKENS, BATCH = 36, 3
 SINK = torch.tensor([0.5, -1.0, 2.0, -torch.inf])
@@ -50,52 +48,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "softcap": {"window_size": (5, 12), "softcap": 1.5},
     "ALiBi": {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
 }
-
-
-def seen(call: dict[str, Any]) -> Tensor:
-    """Which query sees which key, row by row, as each argument is told: bool ``[B, S, S]``."""
-    q, k = AT[:, None], AT[None, :]
-    made = torch.ones(BATCH, TOKENS, TOKENS, dtype=torch.bool)
-    if call.get("causal"):
-        made &= k <= q
-    left, right = (TOKENS if side in (None, -1) else side for side in call.get("window_size", (-1, -1)))
-    made &= (k >= q - left) & (k <= q + right)
-    boundaries = call.get("cu_seqlens", [0, TOKENS])
-    by_row = boundaries if isinstance(boundaries[0], (list, Tensor)) else [boundaries] * BATCH
-    for row, own in enumerate(by_row):
-        number = (torch.tensor([*own])[:, None] <= AT).sum(0)
-        made[row] &= number[:, None] == number[None, :]
-        made[row] &= k >= int(call.get("leftpad_k", [0] * BATCH)[row])
-        made[row] &= k < int(call.get("seqused_k", [TOKENS] * BATCH)[row])
-        made[row] &= call.get("key_mask", torch.ones(BATCH, TOKENS, dtype=torch.bool))[row]
-    return made
-
-
-def check(case: Case) -> None:
-    """Out, lse and the gradients of all ranks against PyTorch in float64, whose mask is dense."""
-    ours, dsink = run(case)
-    x = Inputs(*(case.whole[name] for name in ("q", "k", "v", "dout", "dlse")))
-    visible, scale = seen(case.call), case.call.get("softmax_scale")
-    modified = Modified.of((BATCH, 4, TOKENS, TOKENS), AT, AT, case.call)  # type: ignore[arg-type]
-    more: dict[str, Any] = {"visible": visible, "softmax_scale": scale, "modified": modified}
-    (truth, right), (theirs, their) = (
-        pytorch_with_sink(
-            x.q.to(dtype),
-            x.k.to(dtype),
-            x.v.to(dtype),
-            x.dout.to(dtype),
-            x.dlse.to(dtype),
-            None if case.sink is None else case.sink.to(dtype),
-            **more,
-        )
-        for dtype in (torch.float64, torch.float32)
-    )
-    sizes = magnitudes(x, truth, visible, scale, few_keys=True, modified=modified)
-    for name, *results in zip(Results._fields, ours, theirs, truth, strict=True):
-        assert_as_exact_as_pytorch(name, *results, magnitude=sizes.get(name))
-    if case.sink is not None:
-        assert dsink is not None and their is not None and right is not None
-        assert_as_exact_as_pytorch("dsink", dsink, their, right)
 
 
 @pytest.mark.parametrize(
