@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringattn import LocalWorld
 from ringattn.examples import long_context
 from ringattn.examples.long_context import by_ranks, haystack, in_one_process, load
 
+from ..support.ring_cases import run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -51,8 +51,7 @@ def test_ranks_read_what_one_process_reads() -> None:
     model, tokenizer = load()
     ids, needles = haystack(tokenizer, 1024)
     model.set_attn_implementation(register())
-    with LocalWorld(4) as world:
-        (ours, hits), *others = world.run(lambda group: by_ranks(model, ids, group))
+    (ours, hits), *others = run_ranks(4, lambda group: by_ranks(model, ids, group))
     assert all(loss.equal(ours) for loss, _ in others)
     theirs, whole_hits = in_one_process(model, ids)
     exact, _ = in_one_process(model.double(), ids)

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ringattn import Layout, LocalWorld
+from ringattn import Layout
 from ringattn.reference.masks import visible
 
 from ..support.baselines import pytorch_with_sink
 from ..support.forked import results
+from ..support.ring_cases import run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
 
 pytestmark = [
@@ -142,8 +143,7 @@ def test_as_exact_as_its_own_attention(name: str) -> None:
             shards = [layout.shard(x, rank, 0) for x in whole]
             return computed(module(core.RingCoreAttention, group), shards, layout.shard(mask, rank, 2))
 
-        with LocalWorld(world) as ranks:
-            parts = [*zip(*ranks.run(one_rank), strict=True)]
+        parts = [*zip(*run_ranks(world, one_rank), strict=True)]
     ours = [layout.unshard(part, 0) for part in parts[:4]] + [torch.stack(part).sum(0) for part in parts[4:]]
     windowed = "window_size" in fields and layer % 2
     positions = torch.arange(TOKENS)
@@ -176,8 +176,7 @@ def test_packed_documents_of_latent_attention(dynamic: bool) -> None:
             shards = (layout.shard(x, group.rank(), 0).squeeze(1) for x in whole)
             return computed(module, shards, None, packed_seq_params=here)
 
-        with LocalWorld(2) as ranks:
-            parts = [*zip(*ranks.run(one_rank), strict=True)]
+        parts = [*zip(*run_ranks(2, one_rank), strict=True)]
     seen = visible(positions, positions, causal=True, cu_seqlens=[0, 19, 24, 56, 64])
     seen[[*range(19, 24), *range(56, 64)]] = False
     for field, part, *two in zip(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import Layout, LocalWorld
+from ringattn import Layout
 from ringattn.comm import GroupLike
 from ringattn.integrations import ring_flash_attn as ours
 
@@ -24,7 +24,7 @@ from ..support.baselines import Results
 from ..support.forked import results
 from ..support.mask_cases import Case, compare, expected
 from ..support.nightly import rest_nightly
-from ..support.ring_cases import inputs
+from ..support.ring_cases import inputs, run_ranks
 
 PACKINGS = ("", "kvpacked_", "qkvpacked_")
 FAMILIES = ("ring", "zigzag_ring", "stripe", "ring_varlen", "zigzag_ring_varlen", "llama3_varlen")
@@ -85,8 +85,7 @@ def check(name: str, family: str, world: int, parts: list[list[Tensor]] | None =
     """Of all ranks together against float64, as exact as PyTorch."""
     whole = cut(family)
     if parts is None:
-        with LocalWorld(world) as ranks:
-            parts = ranks.run(lambda group: of_rank(name, family, whole, group, group.rank(), world, options))
+        parts = run_ranks(world, lambda group: of_rank(name, family, whole, group, group.rank(), world, options))
     documents = documents_of(family)
     order = torch.cat([held(family, rank, world, documents) for rank in range(world)]).argsort()
     columns = enumerate(zip(*parts, strict=True))
@@ -150,8 +149,7 @@ def test_documents_that_do_not_divide(world: int) -> None:
         grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
         return [x[None] for x in (out.detach(), lse.detach(), *grads)]
 
-    with LocalWorld(world) as ranks:
-        columns = enumerate(zip(*ranks.run(of), strict=True))
+    columns = enumerate(zip(*run_ranks(world, of), strict=True))
     mine = Results(*(layout.unshard(x, 2 if i == 1 else 1) for i, x in columns))
     compare(expected(Case(layout, whole, {"causal": True, "cu_seqlens": documents})), mine)
 

@@ -19,7 +19,7 @@ from ringattn.integrations.transformer_engine import DotProductAttention
 from ..support.baselines import Results, pytorch
 from ..support.forked import results
 from ..support.mask_cases import Case, compare, expected
-from ..support.ring_cases import inputs
+from ..support.ring_cases import inputs, run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
 
 # Read by `ast` from transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py of the wheel
@@ -141,8 +141,7 @@ def test_as_exact_as_one_device(name: str) -> None:
         assert not any(x[:, len(where) :].any() for x in of_tokens)
         return [*(x[:, : len(where)] for x in of_tokens), *found[4:]]
 
-    with LocalWorld(world) as ranks:
-        parts = ranks.run(one_rank)
+    parts = run_ranks(world, one_rank)
     out, *grads = (torch.cat(x, 1)[:, torch.cat(held).argsort()] for x in list(zip(*parts, strict=True))[:4])
     call = {name: case[name] for name in ("window_size", "softcap", "softmax_scale") if name in case}
     call |= {"causal": "causal" in mask_type} | ({} if slopes is None else {"alibi_slopes": slopes})
@@ -186,8 +185,7 @@ def test_more_keys_than_queries(mask_type: str, diagonal: int) -> None:
         out = module(*(x[:, indices_of(group.rank(), 2, x.shape[1], None, False)] for x in (q, k, v)))
         return cast(Tensor, out.detach().unflatten(-1, (HEADS, DIM)))
 
-    with LocalWorld(2) as world:
-        out = torch.cat(world.run(one_rank), 1)[:, torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]).argsort()]
+    out = torch.cat(run_ranks(2, one_rank), 1)[:, torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]).argsort()]
     seen = torch.ones(8, 16, dtype=torch.bool).tril(diagonal)
     theirs, truth = (
         pytorch(*(x.to(t) for x in (q, k, v, out)), visible=seen).out for t in (torch.float32, torch.float64)

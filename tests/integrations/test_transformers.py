@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import masking_utils as masking
 
-from ringattn import Layout, LocalWorld, ring_attention, unshard
+from ringattn import Layout, ring_attention, unshard
 from ringattn.integrations import transformers as integration
 from ringattn.integrations.transformers import register, shard_batch, sharded
 
 from ..support import forked
 from ..support.hf_models import CONFIGS, DOCUMENTS, TOKENS, Result, check, ids_of, model_of
-from ..support.ring_cases import LAYOUTS
+from ..support.ring_cases import LAYOUTS, run_ranks
 
 WORLD = 4
 
@@ -40,8 +40,7 @@ def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None,
 
     for model in models:
         (prepare or (lambda model: None))(model)
-    with LocalWorld(WORLD) as world:
-        logits, losses = zip(*world.run(step), strict=True)
+    logits, losses = zip(*run_ranks(WORLD, step), strict=True)
     ranks = [dict(model.named_parameters()) for model in models]
     grads = {key: torch.stack([rank[key].grad.double() for rank in ranks]).sum(0).float() for key in ranks[0]}
     return Result(layout.unshard(logits), torch.stack(losses).sum(), grads)
@@ -166,8 +165,7 @@ def test_a_mask_shows_what_the_dense_one_does(create: str, packed: bool) -> None
             out, _ = integration.attend(torch.nn.Module(), zeros, zeros, v, mine, position_ids=here)
         return out
 
-    with LocalWorld(WORLD) as world:
-        assert (layout.unshard(world.run(rows))[0, :, 0] > 0).equal(dense)
+    assert (layout.unshard(run_ranks(WORLD, rows))[0, :, 0] > 0).equal(dense)
 
 
 def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: str = "llama", **given: Any) -> None:
@@ -178,8 +176,7 @@ def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: 
         with sharded(layout, group):
             model(**{"input_ids": ids_of()[:, :20]} | given)
 
-    with LocalWorld(2) as world:
-        world.run(forward)
+    run_ranks(2, forward)
 
 
 def masked_on_two_ranks(config: Any) -> None:
@@ -187,8 +184,7 @@ def masked_on_two_ranks(config: Any) -> None:
         with sharded("contiguous", group):
             mask(config=config)
 
-    with LocalWorld(2) as world:
-        world.run(make)
+    run_ranks(2, make)
 
 
 def llama(**given: Any) -> None:

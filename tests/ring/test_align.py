@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn import Layout, Ring, ring_attention
 from ringattn.comm import LocalGroup
 
 from ..support.mask_cases import Case, begin, compare, expected, together
 from ..support.pairwise import pairwise_cases
-from ..support.ring_cases import LAYOUTS, inputs
+from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -55,8 +55,7 @@ def test_masks_where_lengths_differ(align: str, name: str, lengths: tuple[int, i
         with Ring(group) as ring:
             return begin(case, group.rank(), ring=ring, align=align, change=lambda said: said.update(given)).finish()
 
-    with LocalWorld(world) as ranks:
-        compare(expected(case), *together(case, ranks.run(rank)))
+    compare(expected(case), *together(case, run_ranks(world, rank)))
 
 
 def test_the_last_query_sees_all_keys() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ringattn import Layout, LocalWorld, checkpoint_policy, ring_attention
+from ringattn import Layout, checkpoint_policy, ring_attention
 from ringattn.comm import LocalGroup
 from ringattn.ring import BlockMask, longformer
 from ringattn.ring.args import AttentionArgs, Layouts, by_row
@@ -20,7 +20,7 @@ from ringattn.ring.args import AttentionArgs, Layouts, by_row
 from ..support.baselines import Results
 from ..support.mask_cases import Case, check, compare, expected, run
 from ..support.pairwise import pairwise_cases
-from ..support.ring_cases import LAYOUTS, inputs
+from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 
 TOKENS, BATCH = 36, 3
 SINK = torch.tensor([0.5, -1.0, 2.0, -torch.inf])
@@ -197,8 +197,7 @@ def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object])
         expected = gradients(attend, own, **call)
         assert all(map(torch.equal, gradients(saving, own, **call), expected))
 
-    with LocalWorld(2) as world:
-        world.run(rank)
+    run_ranks(2, rank)
     assert len(forward_rings) == 4
 
 

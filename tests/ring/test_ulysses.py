@@ -19,7 +19,7 @@ from ringattn.ring.schedule.mask import BlockMask
 
 from ..support.mask_cases import Case, check, in_blocks
 from ..support.pairwise import pairwise_cases
-from ..support.ring_cases import LAYOUTS, inputs
+from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -91,8 +91,7 @@ def test_boundaries_that_are_read_once() -> None:
         once = attend(mesh, *leaves, **given)
         return torch.equal(once, attend(mesh, *leaves, cu_seqlens=documents, seqused_k=[17]))
 
-    with LocalWorld(4) as world:
-        assert all(world.run(of_rank))
+    assert all(run_ranks(4, of_rank))
 
 
 @pytest.mark.parametrize("grads", ["q", "kv", "s"])
@@ -139,8 +138,7 @@ def test_shard_and_unshard(layout: Layout, grad: str) -> None:
             x.grad, weight * torch.zeros_like(whole).index_copy_(1, at, whole[:, at])
         )
 
-    with LocalWorld(6) as world:
-        world.run(of_rank)
+    run_ranks(6, of_rank)
 
 
 def qkv(group: LocalGroup, heads: int = 4, kv_heads: int = 4) -> list[Tensor]:
@@ -169,15 +167,13 @@ def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object])
             out: Any = checkpoint(layer, *leaves, use_reentrant=False, **context)
             assert all(map(torch.equal, plain, torch.autograd.grad(out.sum(), leaves)))
 
-    with LocalWorld(4) as world:
-        world.run(of_rank)
+    run_ranks(4, of_rank)
     assert len(forward_rings) == 4 * (1 + 1 + 2)
 
 
 def test_one_seed_for_all_ranks() -> None:
     """Drawn by the first rank of both dimensions, and counted by all its heads."""
-    with LocalWorld(6) as world:
-        seeds = world.run(lambda group: drawn(group.mesh(3, 2)))
+    seeds = run_ranks(6, lambda group: drawn(group.mesh(3, 2)))
     assert len({*seeds}) == 1
 
 
@@ -202,8 +198,7 @@ def test_a_ring_with_settings_of_its_own() -> None:
             attend(mesh, *leaves, ring=Ring(mesh.ring, chunks=3))
         return torch.equal(out, attend(mesh, *leaves))
 
-    with LocalWorld(4) as world:
-        assert all(world.run(of_rank))
+    assert all(run_ranks(4, of_rank))
 
 
 @pytest.mark.parametrize(
@@ -223,8 +218,7 @@ def test_other_groupings(heads: int, kv_heads: int, message: str) -> None:
             attend(mesh, *qkv(group, heads, kv_heads))
         attend(mesh, *qkv(group))
 
-    with LocalWorld(4) as world:
-        world.run(of_rank)
+    run_ranks(4, of_rank)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +240,7 @@ def test_bad_arguments_of_one_rank(wrong: dict[str, Any], message: str) -> None:
             attend(mesh, *qkv(group), **(wrong if group.rank() == 3 else {}))
         attend(mesh, *qkv(group))
 
-    with LocalWorld(6) as world:
-        world.run(of_rank)
+    run_ranks(6, of_rank)
 
 
 @pytest.mark.parametrize("field", ["causal", "return_lse", "dropout_seed"])
@@ -262,8 +255,7 @@ def test_ranks_that_disagree(field: str) -> None:
                 *qkv(group), layout="zigzag", group=group.mesh(3, 2), **(different if group.rank() == 3 else call)
             )
 
-    with LocalWorld(6) as world:
-        world.run(of_rank)
+    run_ranks(6, of_rank)
 
 
 def test_gradients_on_some_ranks() -> None:
@@ -272,8 +264,7 @@ def test_gradients_on_some_ranks() -> None:
         with pytest.raises(ValueError, match="gradient differs between ranks"):
             attend(group.mesh(2, 2), *leaves, learnable_sink=torch.zeros(4).requires_grad_())
 
-    with LocalWorld(4) as world:
-        world.run(of_rank)
+    run_ranks(4, of_rank)
 
 
 def test_a_rank_that_fails_in_the_ring() -> None:
@@ -313,8 +304,7 @@ def test_no_second_derivative() -> None:
         with pytest.raises(RuntimeError, match="no second derivative"):
             dq.sum().backward()  # type: ignore[no-untyped-call]
 
-    with LocalWorld(4) as world:
-        world.run(of_rank)
+    run_ranks(4, of_rank)
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
@@ -333,5 +323,4 @@ def test_a_graph_ends_before_the_call(fullgraph: bool) -> None:
         with pytest.raises(Unsupported, match=r"mesh of two dimensions under torch\.compile"):
             made(*tensors)
 
-    with LocalWorld(1) as world:
-        world.run(of_rank)
+    run_ranks(1, of_rank)
