@@ -118,32 +118,32 @@ class Attention(NamedTuple):
     """One call of ``dispatch_attention_fn``: its parallel config, the tokens of the ranks, arguments by our names."""
 
     config: dict[str, Any]
-    queries: Layout
-    keys: Layout
+    layout: Layout
     call: dict[str, Any]
+    kv_layout: Layout | None = None
     sink: Tensor | None = None
 
     def case(self) -> Case:
         """The same on every rank."""
         torch.manual_seed(7)
-        return Case(self.queries, inputs(48, (8, 4)), self.call, kv_layout=self.keys, sink=self.sink)
+        return Case(self.layout, inputs(48, (8, 4)), self.call, kv_layout=self.kv_layout, sink=self.sink)
 
 
 EVEN, UNEVEN = Layout.contiguous(48, 2), Layout.uneven([29, 19])
 CAUSAL: dict[str, Any] = {"causal": True}
 ATTENTIONS = {
     2: [
-        Attention(RING, EVEN, EVEN, CAUSAL),
-        Attention(RING, EVEN, EVEN, CAUSAL | {"window_size": (7, 0)}),
-        Attention(RING, EVEN, Layout.contiguous(20, 2), {"softmax_scale": 0.3}),
-        Attention(RING, EVEN, EVEN, {"softcap": 2.0}, sink=torch.arange(8.0)),
-        Attention(RING | {"ring_anything": True}, UNEVEN, UNEVEN, CAUSAL),
-        Attention(ULYSSES, EVEN, EVEN, CAUSAL),
-        Attention(ULYSSES | {"ulysses_anything": True}, UNEVEN, Layout.uneven([3, 17]), {}),
+        Attention(RING, EVEN, CAUSAL),
+        Attention(RING, EVEN, CAUSAL | {"window_size": (7, 0)}),
+        Attention(RING, EVEN, {"softmax_scale": 0.3}, Layout.contiguous(20, 2)),
+        Attention(RING, EVEN, {"softcap": 2.0}, sink=torch.arange(8.0)),
+        Attention(RING | {"ring_anything": True}, UNEVEN, CAUSAL),
+        Attention(ULYSSES, EVEN, CAUSAL),
+        Attention(ULYSSES | {"ulysses_anything": True}, UNEVEN, {}, Layout.uneven([3, 17])),
     ],
     4: [
-        Attention({"ring_degree": 4, "ring_anything": True}, *[Layout.uneven([9, 23, 1, 15])] * 2, CAUSAL),
-        Attention(RING | ULYSSES, *[Layout.contiguous(48, 4)] * 2, CAUSAL),
+        Attention({"ring_degree": 4, "ring_anything": True}, Layout.uneven([9, 23, 1, 15]), CAUSAL),
+        Attention(RING | ULYSSES, Layout.contiguous(48, 4), CAUSAL),
     ],
 }
 

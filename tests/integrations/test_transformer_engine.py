@@ -143,7 +143,7 @@ def test_as_exact_as_one_device(name: str) -> None:
 
     parts = run_ranks(world, one_rank)
     out, *grads = (torch.cat(x, 1)[:, torch.cat(held).argsort()] for x in list(zip(*parts, strict=True))[:4])
-    call = {name: case[name] for name in ("window_size", "softcap", "softmax_scale") if name in case}
+    call: dict[str, Any] = {name: case[name] for name in ("window_size", "softcap", "softmax_scale") if name in case}
     call |= {"causal": "causal" in mask_type} | ({} if slopes is None else {"alibi_slopes": slopes})
     if real is not None:  # padding is in no document, and nobody's key
         starts, at = (padded or real)[:-1] if packed else [0] * batch, torch.arange(tokens)
