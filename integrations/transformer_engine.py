@@ -29,8 +29,8 @@ class DotProductAttention(nn.Module):
     values of another head dim than the keys, in every ``qkv_format``.
 
     Dropout is a function of a head's number among those of all of ``tp_group``, and of a seed that the first rank of
-    ``cp_group`` draws from torch's CPU generator: it needs no ``get_rng_state_tracker``. ``cp_stream`` is not used
-    either: the ring has streams of its own. Attention is never in FP8. ``softmax_offset`` is the parameter of
+    ``cp_group`` draws from torch's CPU generator: it needs no ``get_rng_state_tracker``, whatever ``sequence_parallel``.
+    ``cp_stream`` is not used: the ring has streams of its own. Attention is never in FP8. ``softmax_offset`` is the parameter of
     ``softmax_type="learnable"``, ``[heads of this rank]``, fp32; its gradient is this rank's part.
 
     Raises:
@@ -161,9 +161,10 @@ class DotProductAttention(nn.Module):
             "bf16_backward": bf16_backward, "score_mod": score_mod, "score_mod_bprop": score_mod_bprop,
             "score_mod_tensors": score_mod_tensors, "score_mod_bprop_tensors": score_mod_bprop_tensors,
             "thd_attention_policies": thd_attention_policies, "num_splits": None if num_splits == 1 else num_splits,
+            "thd_attention_policy_dispatch": thd_attention_policy_dispatch != "auto",
         }  # fmt: skip
-        for argument, given in refused.items():
-            if given is not None and given is not False:
+        for argument, value in refused.items():
+            if value is not None and value is not False:
                 raise NotImplementedError(f"{argument} is given: this attention has none; leave it out")
         if core_attention_bias_type != ("no_bias" if alibi_slopes is None else "alibi"):
             raise NotImplementedError(

@@ -243,6 +243,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"num_splits": 4}, "num_splits"),
     ({}, {"score_mod": max}, "score_mod"),
     ({}, {"thd_attention_policies": [{}]}, "thd_attention_policies"),
+    ({}, {"thd_attention_policy_dispatch": "grouped"}, "thd_attention_policy_dispatch"),
     ({}, {"qkv_layer": torch.ones(1, 8, 3, HEADS, DIM)}, "qkv_layer"),
     ({}, {"qkv_interleave_dim": 1}, "qkv_interleave_dim"),
 ]

@@ -231,6 +231,10 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         NotImplementedError, "two of .*window_size",
         lambda: mask(create="window", and_mask_function=masking.sliding_window_overlay(3)),
     ),
+    "mask argument": (
+        NotImplementedError, "'sinks'.* of a mask",
+        lambda: integration.mask_of(q_length=1, kv_length=1, mask_function=masking.causal_mask_function, sinks=4),
+    ),
     "balance of experts": (
         NotImplementedError, "output_router_logits", lambda: on_two_ranks(name="gpt-oss", output_router_logits=True)
     ),
