@@ -18,7 +18,8 @@ modules look the function up where they are, so that with ``use_cuda_kernel=Fals
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,28 +92,13 @@ def ring_flash_attn(
     return _swapped(_swapped(out, 2, kv_heads), 1, tokens // buckets)
 
 
+@wraps(ring_flash_attn, assigned=())
 def ring_flash_attn_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    bucket_size: int = 1024,
-    ring_reduce_col: bool = False,
-    striped_ring_attn: bool = False,
-    max_lookback_seq_len: int | None = None,
-    ring_size: int | None = None,
-    softclamp_qk_sim: bool = False,
-    softclamp_value: float = 50.0,
-    *,
-    group: GroupLike = None,
-) -> Tensor:
-    """:func:`ring_flash_attn`, on any device, with one bucket per rank: plain stripes."""
-    size = k.shape[1]
-    return ring_flash_attn(
-        q, k, v, mask, causal, size, ring_reduce_col, striped_ring_attn, max_lookback_seq_len, ring_size,
-        softclamp_qk_sim, softclamp_value, group=group,
-    )  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, bucket_size: int = 1024,
+    *arguments: Any, **options: Any,
+) -> Tensor:  # fmt: skip
+    """:func:`ring_flash_attn`, on any device, with one bucket per rank, whatever ``bucket_size``: plain stripes."""
+    return ring_flash_attn(q, k, v, mask, causal, k.shape[1], *arguments, **options)
 
 
 def zig_zag_attn(

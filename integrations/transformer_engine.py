@@ -29,9 +29,9 @@ class DotProductAttention(nn.Module):
     values of another head dim than the keys, in every ``qkv_format``.
 
     Dropout is a function of a head's number among those of all of ``tp_group``, and of a seed that the first rank of
-    ``cp_group`` draws from torch's CPU generator: it needs no ``get_rng_state_tracker``, whatever ``sequence_parallel``.
-    ``cp_stream`` is not used: the ring has streams of its own. Attention is never in FP8. ``softmax_offset`` is the parameter of
-    ``softmax_type="learnable"``, ``[heads of this rank]``, fp32; its gradient is this rank's part.
+    ``cp_group`` draws from torch's CPU generator: ``get_rng_state_tracker`` and ``sequence_parallel`` change nothing.
+    Nor does ``cp_stream``: the ring has streams of its own. Attention is never in FP8. ``softmax_offset`` is the
+    parameter of ``softmax_type="learnable"``, ``[heads of this rank]``, fp32; its gradient is this rank's part.
 
     Raises:
         ValueError, NotImplementedError: an argument that does not fit, or that cannot be honoured, by its name.
