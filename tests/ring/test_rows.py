@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ringattn import Layout, checkpoint_policy, ring_attention
-from ringattn.comm import LocalGroup
+from ringattn import Layout, ring_attention
 from ringattn.ring import BlockMask, longformer
 from ringattn.ring.args import AttentionArgs, Layouts, by_row
 
 from ..support.baselines import Results
 from ..support.mask_cases import Case, check, compare, expected, run
 from ..support.pairwise import pairwise_cases
-from ..support.ring_cases import LAYOUTS, inputs, run_ranks
+from ..support.ring_cases import LAYOUTS, inputs
 
 TOKENS, BATCH = 36, 3
 SINK = torch.tensor([0.5, -1.0, 2.0, -torch.inf])
@@ -156,49 +150,6 @@ def test_what_all_rows_share_is_the_call_as_before(rows: dict[str, Any], plain: 
     assert torch.equal(ours, expected)
     layout = Layout.contiguous(TOKENS, 1)
     assert by_row(AttentionArgs(**rows), Layouts(layout, layout), BATCH)[1] is None
-
-
-def attend(*tensors: Tensor, **call: Any) -> Tensor:
-    out: Tensor = ring_attention(*(x * 2 for x in tensors), causal=True, dropout_p=0.3, dropout_seed=5, **call)
-    return out.sin()
-
-
-def gradients(function: Callable[..., Tensor], tensors: list[Tensor], **call: Any) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    out = function(*leaves, **call)
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
-
-
-def test_in_a_graph() -> None:
-    """To the bit; no new graph for other boundaries and masks, but the one that any numbers are for."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled: Any = torch.compile(attend, fullgraph=True, backend=counter)
-    tensors = [inputs(TOKENS, batch=BATCH)[name] for name in "qkv"]
-    tensors[1] = tensors[1].transpose(1, 2).contiguous().transpose(1, 2)
-    for hiding in (HIDING["all"], *(HIDING["all"] | {"key_mask": ~HOLES, "leftpad_k": [1, 2, end]} for end in (3, 4))):
-        got, expected = (gradients(one, tensors, **hiding) for one in (compiled, attend))
-        assert all(map(torch.equal, got, expected))
-    assert counter.frame_count <= 2
-
-
-def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object]) -> None:
-    layout = Layout.zigzag(TOKENS, 2)
-    whole = [inputs(TOKENS, batch=BATCH)[name] for name in "qkv"]
-
-    def saving(*tensors: Tensor, **call: Any) -> Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
-        out: Tensor = checkpoint(attend, *tensors, use_reentrant=False, context_fn=contexts, **call)
-        return out
-
-    def rank(group: LocalGroup) -> None:
-        own = [layout.shard(x, group.rank()) for x in whole]
-        call = HIDING["all"] | {"layout": layout, "group": group}
-        expected = gradients(attend, own, **call)
-        assert all(map(torch.equal, gradients(saving, own, **call), expected))
-
-    run_ranks(2, rank)
-    assert len(forward_rings) == 4
 
 
 ROWS: dict[str, Any] = {"key_mask": HOLES}
