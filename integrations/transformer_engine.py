@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -175,29 +176,23 @@ class DotProductAttention(nn.Module):
             raise ValueError("pad_between_seqs is False with cu_seqlens_q_padded: leave one of them out")
         query, key, value = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         self._check_heads(query, key, value)
-        dropout_p = self.attention_dropout if self.training else 0.0
-
-        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(
-                query,
-                key,
-                value,
-                group=single_rank() if self.cp_group is None else self.cp_group,
-                qkv_format=qkv_format or self.qkv_format,
-                attn_mask_type=(attn_mask_type or self.attn_mask_type).replace(",", "_"),
-                window_size=self.window_size if window_size is None else window_size,
-                attention_mask=attention_mask,
-                boundaries=Boundaries(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
-                bottom_right=self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
-                contiguous=self._contiguous,
-                softmax_scale=self.softmax_scale,
-                softcap=self.softcap if softcap is None else softcap,
-                learnable_sink=sink_of(self.softmax_type, self.softmax_offset, query),
-                alibi_slopes=alibi_slopes,
-                dropout_p=dropout_p,
-                first_head=0 if self.tp_group is None else self.tp_group.rank() * query.shape[-2],
-            )
-
+        attended = partial(
+            attend,
+            group=single_rank() if self.cp_group is None else self.cp_group,
+            qkv_format=qkv_format or self.qkv_format,
+            attn_mask_type=(attn_mask_type or self.attn_mask_type).replace(",", "_"),
+            window_size=self.window_size if window_size is None else window_size,
+            attention_mask=attention_mask,
+            boundaries=Boundaries(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+            bottom_right=self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
+            contiguous=self._contiguous,
+            softmax_scale=self.softmax_scale,
+            softcap=self.softcap if softcap is None else softcap,
+            learnable_sink=sink_of(self.softmax_type, self.softmax_offset, query),
+            alibi_slopes=alibi_slopes,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            first_head=0 if self.tp_group is None else self.tp_group.rank() * query.shape[-2],
+        )
         if checkpoint_core_attention:
             return cast(Tensor, checkpoint(attended, query, key, value, use_reentrant=False))
         return attended(query, key, value)
