@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -30,32 +31,10 @@ IMPORTS = 300  # seconds: every process imports diffusers
 class ModelCase(NamedTuple):
     """A model, the tokens of its sequences, the arguments of its ``ContextParallelConfig``."""
 
-    model: str
+    model: Callable[[int, int], tuple[Any, dict[str, Tensor]]]
     tokens: tuple[int, int]
     config: dict[str, Any]
     compiled: bool = False
-
-
-# where the lengths differ only those of the text do: diffusers gathers the image's, which gloo cannot do unless equal
-RING, ULYSSES = {"ring_degree": 2}, {"ulysses_degree": 2}
-CASES = {
-    2: [
-        ModelCase("flux", (24, 8), RING),
-        ModelCase("flux", (24, 8), RING, compiled=True),
-        ModelCase("flux", (24, 8), ULYSSES),
-        ModelCase("flux", (24, 7), RING | {"ring_anything": True}),
-        ModelCase("flux", (24, 7), ULYSSES | {"ulysses_anything": True}),
-        ModelCase("wan", (4, 8), RING),
-        ModelCase("wan", (4, 8), ULYSSES),
-    ],
-    4: [
-        ModelCase("flux", (24, 8), {"ring_degree": 4}),
-        ModelCase("flux", (24, 6), {"ring_degree": 4, "ring_anything": True}),
-        ModelCase("flux", (24, 8), RING | ULYSSES),
-        ModelCase("wan", (4, 8), RING | ULYSSES),
-        ModelCase("wan", (4, 8), {"ring_degree": 4}),
-    ],
-}
 
 
 def flux(image: int, text: int) -> tuple[Any, dict[str, Tensor]]:
@@ -91,13 +70,32 @@ def wan(frames: int, side: int) -> tuple[Any, dict[str, Tensor]]:
     }
 
 
-MODELS = {"flux": flux, "wan": wan}
+# where the lengths differ only those of the text do: diffusers gathers the image's, which gloo cannot do unless equal
+RING, ULYSSES = {"ring_degree": 2}, {"ulysses_degree": 2}
+CASES = {
+    2: [
+        ModelCase(flux, (24, 8), RING),
+        ModelCase(flux, (24, 8), RING, compiled=True),
+        ModelCase(flux, (24, 8), ULYSSES),
+        ModelCase(flux, (24, 7), RING | {"ring_anything": True}),
+        ModelCase(flux, (24, 7), ULYSSES | {"ulysses_anything": True}),
+        ModelCase(wan, (4, 8), RING),
+        ModelCase(wan, (4, 8), ULYSSES),
+    ],
+    4: [
+        ModelCase(flux, (24, 8), {"ring_degree": 4}),
+        ModelCase(flux, (24, 6), {"ring_degree": 4, "ring_anything": True}),
+        ModelCase(flux, (24, 8), RING | ULYSSES),
+        ModelCase(wan, (4, 8), RING | ULYSSES),
+        ModelCase(wan, (4, 8), {"ring_degree": 4}),
+    ],
+}
 
 
 def run(case: ModelCase, *, dtype: torch.dtype = torch.float32, parallel: bool = False) -> dict[str, Tensor]:
     """The model's output and the gradient of every parameter."""
     torch.manual_seed(5)
-    model, inputs = MODELS[case.model](*case.tokens)
+    model, inputs = case.model(*case.tokens)
     dout = torch.randn(inputs["hidden_states"].shape)
     model.to(dtype)
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
@@ -214,12 +212,7 @@ def test_causal_windows_grouped_heads_and_other_keys(ranks: list[dict[str, list[
 
 
 REFUSED: list[tuple[bool, dict[str, Any], type[Exception], str]] = [
-    (
-        True,
-        {"attn_mask": torch.ones(2, 6, dtype=torch.bool)},
-        NotImplementedError,
-        "attn_mask is a Tensor.*window",
-    ),
+    (True, {"attn_mask": torch.ones(2, 6).bool()}, NotImplementedError, "attn_mask is a Tensor.*window"),
     (True, {"attention_kwargs": {"sink": 1}}, TypeError, "unexpected keyword argument 'sink'"),
     (True, {"key": torch.ones(2, 6, 2, 8)}, ValueError, "key has 2 heads, query has 4.*enable_gqa"),
     (False, {}, NotImplementedError, "convert_to_fp32 is False"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from ringattn.integrations.transformers import register, shard_batch, sharded
 
 from ..support import forked
 from ..support.hf_models import CONFIGS, DOCUMENTS, TOKENS, Result, check, ids_of, model_of
+from ..support.nightly import rest_nightly
 from ..support.ring_cases import LAYOUTS, run_ranks
 
 WORLD = 4
@@ -49,14 +50,7 @@ def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None,
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     ("layout", "packed"),
-    [
-        ("zigzag", False),
-        ("uneven", True),
-        pytest.param("zigzag", True, marks=pytest.mark.nightly),
-        pytest.param("uneven", False, marks=pytest.mark.nightly),
-        pytest.param("striped", False, marks=pytest.mark.nightly),
-        pytest.param("striped", True, marks=pytest.mark.nightly),
-    ],
+    rest_nightly(product(("zigzag", "striped", "uneven"), (False, True)), ("zigzag", False), ("uneven", True)),
 )
 def test_model(name: str, layout: str, packed: bool) -> None:
     cu_seqlens = DOCUMENTS if packed else None

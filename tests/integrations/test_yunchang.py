@@ -113,10 +113,6 @@ def test_processes() -> None:
         check("zigzag", cut(2), 2, 2, parts, causal=True)
 
 
-def solo(call: Callable[[GroupLike], object]) -> None:
-    run_ranks(1, lambda group: call(group.mesh(1, 1)))
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -134,7 +130,7 @@ def solo(call: Callable[[GroupLike], object]) -> None:
 )  # fmt: skip
 def test_refusals(call: Callable[[GroupLike], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        solo(call)
+        run_ranks(1, lambda group: call(group.mesh(1, 1)))
 
 
 @pytest.mark.nightly

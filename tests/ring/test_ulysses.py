@@ -243,28 +243,21 @@ def test_bad_arguments_of_one_rank(wrong: dict[str, Any], message: str) -> None:
     run_ranks(6, of_rank)
 
 
-@pytest.mark.parametrize("field", ["causal", "return_lse", "dropout_seed"])
+@pytest.mark.parametrize("field", ["causal", "return_lse", "dropout_seed", "gradient"])
 def test_ranks_that_disagree(field: str) -> None:
     """Rank 3's row says who has what; the others, that this row refused."""
 
     def of_rank(group: LocalGroup) -> None:
         call: dict[str, Any] = {"causal": False, "return_lse": False, "dropout_seed": 5, "dropout_p": 0.5}
-        different = call | {field: 6 if field == "dropout_seed" else True}
+        call["learnable_sink"], leaves = torch.zeros(4).requires_grad_(), qkv(group)
+        if group.rank() == 3 and field == "gradient":
+            leaves = [x.detach() for x in leaves]
+        elif group.rank() == 3:
+            call[field] = 6 if field == "dropout_seed" else True
         with pytest.raises(ValueError, match=f"{field} differs between ranks"):
-            ring_attention(
-                *qkv(group), layout="zigzag", group=group.mesh(3, 2), **(different if group.rank() == 3 else call)
-            )
+            attend(group.mesh(3, 2), *leaves, **call)
 
     run_ranks(6, of_rank)
-
-
-def test_gradients_on_some_ranks() -> None:
-    def of_rank(group: LocalGroup) -> None:
-        leaves = [x.detach() for x in qkv(group)] if group.rank() == 1 else qkv(group)
-        with pytest.raises(ValueError, match="gradient differs between ranks"):
-            attend(group.mesh(2, 2), *leaves, learnable_sink=torch.zeros(4).requires_grad_())
-
-    run_ranks(4, of_rank)
 
 
 def test_a_rank_that_fails_in_the_ring() -> None:
