@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -109,38 +108,28 @@ def _extract(
     Raises:
         ValueError: the degrees, ``rank`` or ``world_size`` are not those of the mesh, or as :func:`layout_of`.
     """
-    place = _place(group)
-    if (world_size, rd, ud) != (place.size, place.rd, place.ud) or rank % world_size not in (place.rank, place.process):
+    mesh, rings = _mesh_of(group)
+    size, degrees = rings.size, (rings.ring.size, rings.ulysses.size)
+    # its number in torch.distributed is another one where the ring is low
+    process = mesh.get_rank() % size if isinstance(mesh, DeviceMesh) else rings.rank
+    if (world_size, rd, ud) != (size, *degrees) or rank % world_size not in (rings.rank, process):
         raise ValueError(
-            f"rank is {rank}, world_size is {world_size}, rd is {rd}, ud is {ud}: this is rank {place.process} of "
-            f"{place.size}, {place.rd} x {place.ud} ranks"
+            f"rank is {rank}, world_size is {world_size}, rd is {rd}, ud is {ud}: this is rank {process} of {size}, "
+            f"{degrees[0]} x {degrees[1]} ranks"
         )
-    return layout_of(ring_impl_type, value.shape[1], rd, ud).shard(value, place.rank)
+    return layout_of(ring_impl_type, value.shape[1], rd, ud).shard(value, rings.rank)
 
 
 EXTRACT_FUNC_DICT: dict[str, Callable[..., Tensor]] = {name: partial(_extract, name) for name in RULES}
 """By ``ring_impl_type``: ``extract(value, rank, world_size, rd, ud)``."""
 
 
-class _Place(NamedTuple):
-    """Where this rank is among those that share a sequence."""
-
-    mesh: GroupLike
-    rank: int
-    size: int
-    rd: int
-    ud: int
-    process: int
-    """Its number among them in ``torch.distributed``, another one where the ring is low."""
-
-
-def _place(group: GroupLike) -> _Place:
+def _mesh_of(group: GroupLike) -> tuple[GroupLike, Rings]:
     mesh = _Kept.mesh if group is None else group
     rings = ranks_of(mesh, torch.device("cpu"))  # the numbers alone: no transport opens
     if not isinstance(rings, Rings):
         raise ValueError("there is no mesh of ring x ulysses: call set_seq_parallel_pg first, or pass one as group=")
-    process = mesh.get_rank() % rings.size if isinstance(mesh, DeviceMesh) else rings.rank
-    return _Place(mesh, rings.rank, rings.size, rings.ring.size, rings.ulysses.size, process)
+    return mesh, rings
 
 
 class LongContextAttention(torch.nn.Module):
@@ -183,7 +172,8 @@ class LongContextAttention(torch.nn.Module):
             raise ValueError("attn_processor is given: attention is exact here, for sparse patterns see block_mask")
         layout_of(ring_impl_type, 0, 1, 1)
         self.ring_impl_type = ring_impl_type
-        self.place = _place(group)
+        self.mesh, rings = _mesh_of(group)
+        self.degrees = rings.ring.size, rings.ulysses.size
 
     def forward(
         self,
@@ -207,13 +197,13 @@ class LongContextAttention(torch.nn.Module):
         Raises:
             ValueError: as :func:`ringattn.ring_attention`; heads that Ulysses' degree does not divide are named.
         """
-        mesh, _, size, rd, ud, _ = self.place
+        rd, ud = self.degrees
         return ring_attention(
             query,
             key,
             value,
-            layout=layout_of(self.ring_impl_type, query.shape[1] * size, rd, ud),
-            group=mesh,
+            layout=layout_of(self.ring_impl_type, query.shape[1] * rd * ud, rd, ud),
+            group=self.mesh,
             dropout_p=dropout_p,
             softmax_scale=softmax_scale,
             causal=causal,
