@@ -92,8 +92,9 @@ def test_their_cases(kind: str, kv_heads: int, rd: int, ud: int) -> None:
     ],
     ids=["full", "window and ALiBi", "softcap"],
 )
-def test_what_theirs_refuses_or_gets_wrong(options: dict[str, Any]) -> None:
-    check("zigzag", cut(2), 2, 2, **options)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_what_theirs_refuses_or_gets_wrong(options: dict[str, Any], kv_heads: int) -> None:
+    check("zigzag", cut(kv_heads), 2, 2, **options)
 
 
 def in_process(rank: int) -> list[Any]:
