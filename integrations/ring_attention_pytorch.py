@@ -77,6 +77,9 @@ def ring_flash_attn(
         buckets = keys // size
         layout = _stripes(size, buckets, world)
     key_layout = layout if tokens == keys else Layout.contiguous(keys, 1)
+    if mask is not None:  # of all ranks by position, on the CPU: the host waits for them
+        mask = _swapped(mask.to(torch.uint8), 1, buckets)
+        mask = unshard(mask, layout=key_layout, group=members, grad="slice").bool().cpu()
     out = ring_attention(
         _swapped(_swapped(q, 1, buckets), 2, q.shape[2] // max(kv_heads, 1)),
         _swapped(k, 1, buckets),
@@ -85,7 +88,7 @@ def ring_flash_attn(
         kv_layout=key_layout,
         group=members,
         causal=causal,
-        key_mask=None if mask is None else _of_all_ranks(_swapped(mask, 1, buckets), key_layout, members),
+        key_mask=mask,
         window_size=(-1 if max_lookback_seq_len is None else max_lookback_seq_len, -1),
         softcap=softclamp_value if softclamp_qk_sim else 0.0,
     )
@@ -141,11 +144,6 @@ def _neighbours(first: int, ring_size: int, world: object) -> dist.ProcessGroup:
     """Made once for a default group, by the ranks that are in it alone."""
     made: dist.ProcessGroup = dist.new_group([*range(first, first + ring_size)], use_local_synchronization=True)
     return made
-
-
-def _of_all_ranks(mask: Tensor, layout: Layout, group: GroupLike) -> Tensor:
-    """The masks of all ranks by position, on the CPU; the host waits for them."""
-    return unshard(mask.to(torch.uint8), layout=layout, group=group, grad="slice").bool().cpu()
 
 
 @lru_cache
