@@ -117,10 +117,10 @@ def zig_zag_attn(
     """Of ``[B, H, S, D]`` sharded by ``zig_zag_shard``: runs r and 2P - 1 - r of 2P; keys travel, none are gathered.
 
     Raises:
-        ValueError: ``attn_mask``, in whose place there is ``causal``; or as :func:`ringattn.ring_attention`.
+        NotImplementedError: ``attn_mask``, in whose place there is ``causal``.
     """
     if attn_mask is not None:
-        raise ValueError("attn_mask is given: pass causal=True for the positions of zig_zag_shard")
+        raise NotImplementedError("attn_mask is given: pass causal=True for the positions of zig_zag_shard")
     grouped = _swapped(q.transpose(1, 2), 2, q.shape[1] // max(k.shape[1], 1))
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     out = ring_attention(grouped, k, v, layout="zigzag", group=group, causal=causal, dropout_p=dropout)

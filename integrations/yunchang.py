@@ -142,8 +142,9 @@ class LongContextAttention(torch.nn.Module):
         group: a DeviceMesh ``("ring", "ulysses")`` in place of that of ``set_seq_parallel_pg``.
 
     Raises:
-        ValueError: ``scatter_idx`` or ``gather_idx`` other than heads and tokens, ``use_sync``, ``attn_processor``, an
-            unknown ``ring_impl_type`` or ``attn_type``, or no mesh.
+        ValueError: ``scatter_idx`` or ``gather_idx`` other than heads and tokens, an unknown ``ring_impl_type``, or no
+            mesh.
+        NotImplementedError: ``use_sync``, ``attn_processor``, or an ``attn_type`` that is not exact.
     """
 
     heads_dim = 2
@@ -165,11 +166,15 @@ class LongContextAttention(torch.nn.Module):
         if indices != dims:
             raise ValueError(f"scatter_idx and gather_idx are {indices}: heads and tokens are dimensions {dims}")
         if use_sync:
-            raise ValueError("use_sync is True: the exchange waits by events, in stream order; leave it False")
+            raise NotImplementedError("use_sync is True: the exchange waits by events, in stream order; leave it False")
         if getattr(attn_type, "value", attn_type) not in EXACT:
-            raise ValueError(f"attn_type is {attn_type}: attention is exact here; it must be one of {', '.join(EXACT)}")
+            raise NotImplementedError(
+                f"attn_type is {attn_type}: attention is exact here; it must be one of {', '.join(EXACT)}"
+            )
         if attn_processor is not None:
-            raise ValueError("attn_processor is given: attention is exact here, for sparse patterns see block_mask")
+            raise NotImplementedError(
+                "attn_processor is given: attention is exact here; for sparse patterns see block_mask of ring_attention"
+            )
         layout_of(ring_impl_type, 0, 1, 1)
         self.ring_impl_type = ring_impl_type
         self.mesh, rings = _mesh_of(group)
