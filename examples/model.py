@@ -17,7 +17,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # causal attention of q, k,
 
 BYTES = 256  # the vocabulary
 ROPE_BASE = 10_000.0  # Su et al., arXiv:2104.09864, section 3.2.2
-NORM_EPS = 1e-5  # given: torch's default follows the dtype, and float64 would compute another function
+NORM_EPS = 1e-5  # named: torch's default follows the dtype, and float64 would compute another function
 
 
 class Decoder(nn.Module):

@@ -176,8 +176,8 @@ class Training:
 
     def _resume(self, folder: Path) -> None:
         """Go on from the last checkpoint there that every rank sees, on any number of ranks."""
-        seen = max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
-        steps = int(self.part.gather(torch.tensor([seen], device=self.device)).min())
+        latest = max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
+        steps = int(self.part.gather(torch.tensor([latest], device=self.device)).min())
         if not steps:
             return
         state, last, alone = self._state(steps), folder / f"{steps:08}", not self.part.fully_sharded

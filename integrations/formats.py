@@ -39,6 +39,10 @@ MASK_TYPES = {
 }
 
 
+Host = dict[str, tuple[int, ...]]
+"""Boundaries on the host, by the names of their arguments."""
+
+
 class Boundaries(NamedTuple):
     """Of documents, over the whole sequence, as in TransformerEngine: without padding between them, and with it."""
 
@@ -46,9 +50,6 @@ class Boundaries(NamedTuple):
     kv: Tensor | None = None
     q_padded: Tensor | None = None
     kv_padded: Tensor | None = None
-
-
-NO_BOUNDARIES = Boundaries()
 
 
 class Packing(NamedTuple):
@@ -67,9 +68,9 @@ def attend(
     group: Any,
     qkv_format: str,
     attn_mask_type: str,
+    boundaries: Boundaries,
     window_size: tuple[int, int] | None = None,
     attention_mask: Tensor | None = None,
-    boundaries: Boundaries = NO_BOUNDARIES,
     bottom_right: bool | None = None,
     contiguous: bool = False,
     **options: Any,
@@ -89,9 +90,9 @@ def attend(
         if x.dim() != len(qkv_format):
             raise ValueError(f"{name} is {list(x.shape)}: with qkv_format {qkv_format!r} it must be [{qkv_format}]")
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    is_padding: Tensor | None
     q, k, v = (_batch_first(x, qkv_format) for x in (query, key, value))
     rows, host = q.shape[1], _on_host(boundaries)
-    blank: Tensor | None = None
     if qkv_format == "thd":
         if not mask_type.padding:
             raise ValueError(f"attn_mask_type is {attn_mask_type!r} with qkv_format 'thd': it must be a padding one")
@@ -99,19 +100,19 @@ def attend(
         layout = kv_layout = packing.layout
         options["cu_seqlens"] = packing.cu_seqlens
         q, k, v = (x[:, : layout.lengths[rank]] for x in (q, k, v))  # behind them all is padding
-        blank = _padding(packing, rank, q.device) if packing.has_padding else None
+        is_padding = _padding(packing, rank, q.device) if packing.has_padding else None
     else:
         layout, kv_layout = (_even_layout(x.shape[1] * world, world, contiguous) for x in (q, k))
         options["seqused_k"] = lengths = _row_lengths(host, mask_type, attn_mask_type, q.shape[0])
-        blank = None if lengths is None else _behind(lengths, layout, rank, q.device)
+        is_padding = None if lengths is None else _behind(lengths, layout, rank, q.device)
     window = _window_of(window_size, attn_mask_type, mask_type.causal)
     aligned = bottom_right is None or bottom_right if mask_type.bottom_right is None else mask_type.bottom_right
     options["align"] = None if layout == kv_layout else "bottom-right" if aligned else "top-left"
     _check_mask(attention_mask, mask_type.causal, layout.positions(rank), kv_layout.seqlen)
     options |= {"causal": mask_type.causal, "window_size": window, "layout": layout, "group": group}
     out = ring_attention(q, k, v, kv_layout=None if kv_layout == layout else kv_layout, **options)
-    if blank is not None:
-        out = out.masked_fill(blank[..., None, None], 0)
+    if is_padding is not None:
+        out = out.masked_fill(is_padding[..., None, None], 0)
     out = pad(out.flatten(2), (0, 0, 0, rows - out.shape[1]))
     return out.transpose(0, 1).contiguous() if qkv_format == "sbhd" else out[0] if qkv_format == "thd" else out
 
@@ -120,7 +121,7 @@ def _batch_first(x: Tensor, qkv_format: str) -> Tensor:
     return x[None] if qkv_format == "thd" else x.transpose(0, 1) if qkv_format == "sbhd" else x
 
 
-def _on_host(boundaries: Boundaries) -> dict[str, tuple[int, ...]]:
+def _on_host(boundaries: Boundaries) -> Host:
     """All in one copy, those of the queries for those of the keys where both are one tensor."""
     named = {f"cu_seqlens_{name}": x for name, x in boundaries._asdict().items() if x is not None}
     for name, x in named.items():
@@ -132,7 +133,7 @@ def _on_host(boundaries: Boundaries) -> dict[str, tuple[int, ...]]:
     return {name: of[id(x)] for name, x in named.items()}
 
 
-def _packing_of(host: dict[str, tuple[int, ...]], world: int, contiguous: bool, rows: int, key_rows: int) -> Packing:
+def _packing_of(host: Host, world: int, contiguous: bool, rows: int, key_rows: int) -> Packing:
     if "cu_seqlens_q" not in host:
         raise ValueError("cu_seqlens_q is None: qkv_format 'thd' needs the boundaries of its documents")
     real = host["cu_seqlens_q"]
@@ -175,9 +176,7 @@ def _even_layout(seqlen: int, world: int, contiguous: bool) -> Layout:
     return Layout.contiguous(seqlen, world) if contiguous else Layout.zigzag(seqlen, world)
 
 
-def _row_lengths(
-    host: dict[str, tuple[int, ...]], mask_type: MaskType, name: str, batch: int
-) -> tuple[int, ...] | None:
+def _row_lengths(host: Host, mask_type: MaskType, name: str, batch: int) -> tuple[int, ...] | None:
     """Tokens of each batch row that are not padding; the rest of a row is behind them."""
     if not mask_type.padding:
         if host:

@@ -118,11 +118,9 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         dims = (query.shape[-1], value.shape[-1])
         if dims != self.head_dims:
             raise ValueError(f"head dims of query and value are {dims}: k_channels and v_channels say {self.head_dims}")
-        dropout_p = self.attention_dropout if self.training else 0.0
         qkv_format, boundaries, group = "sbhd", Boundaries(), self.cp_group
         name = (attn_mask_type or self.attn_mask_type).name
-        if packed_seq_params is not None:
-            packed = packed_seq_params
+        if (packed := packed_seq_params) is not None:
             qkv_format = packed.qkv_format or "sbhd"
             boundaries = Boundaries(
                 packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
@@ -142,7 +140,7 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
             boundaries=boundaries,
             softmax_scale=self.softmax_scale,
             learnable_sink=sink_of(self.config.softmax_type, self.softmax_offset, query),
-            dropout_p=dropout_p,
+            dropout_p=self.attention_dropout if self.training else 0.0,
             first_head=self.tp_group.rank() * query.shape[-2],
         )
 
@@ -181,4 +179,4 @@ def _replace(spec: Any) -> int:
         return 1
     layers = getattr(submodules, "layer_specs", None) or []
     inner = (getattr(submodules, name, None) for name in ("self_attention", "cross_attention"))
-    return sum(_replace(one) for one in [*layers, *inner] if one is not None)
+    return sum(_replace(part) for part in [*layers, *inner] if part is not None)

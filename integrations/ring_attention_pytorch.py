@@ -18,7 +18,8 @@ modules look the function up where they are, so that with ``use_cuda_kernel=Fals
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,9 @@ def ring_flash_attn(
         buckets = keys // size
         layout = _stripes(size, buckets, world)
     key_layout = layout if tokens == keys else Layout.contiguous(keys, 1)
+    if mask is not None:  # of all ranks by position, on the CPU: the host waits for them
+        mask = _swapped(mask.to(torch.uint8), 1, buckets)
+        mask = unshard(mask, layout=key_layout, group=members, grad="slice").bool().cpu()
     out = ring_attention(
         _swapped(_swapped(q, 1, buckets), 2, q.shape[2] // max(kv_heads, 1)),
         _swapped(k, 1, buckets),
@@ -84,35 +88,20 @@ def ring_flash_attn(
         kv_layout=key_layout,
         group=members,
         causal=causal,
-        key_mask=None if mask is None else _of_all_ranks(_swapped(mask, 1, buckets), key_layout, members),
+        key_mask=mask,
         window_size=(-1 if max_lookback_seq_len is None else max_lookback_seq_len, -1),
         softcap=softclamp_value if softclamp_qk_sim else 0.0,
     )
     return _swapped(_swapped(out, 2, kv_heads), 1, tokens // buckets)
 
 
+@wraps(ring_flash_attn, assigned=())
 def ring_flash_attn_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    bucket_size: int = 1024,
-    ring_reduce_col: bool = False,
-    striped_ring_attn: bool = False,
-    max_lookback_seq_len: int | None = None,
-    ring_size: int | None = None,
-    softclamp_qk_sim: bool = False,
-    softclamp_value: float = 50.0,
-    *,
-    group: GroupLike = None,
-) -> Tensor:
-    """:func:`ring_flash_attn`, on any device, with one bucket per rank: plain stripes."""
-    size = k.shape[1]
-    return ring_flash_attn(
-        q, k, v, mask, causal, size, ring_reduce_col, striped_ring_attn, max_lookback_seq_len, ring_size,
-        softclamp_qk_sim, softclamp_value, group=group,
-    )  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, bucket_size: int = 1024,
+    *arguments: Any, **options: Any,
+) -> Tensor:  # fmt: skip
+    """:func:`ring_flash_attn`, on any device, with one bucket per rank, whatever ``bucket_size``: plain stripes."""
+    return ring_flash_attn(q, k, v, mask, causal, k.shape[1], *arguments, **options)
 
 
 def zig_zag_attn(
@@ -128,10 +117,10 @@ def zig_zag_attn(
     """Of ``[B, H, S, D]`` sharded by ``zig_zag_shard``: runs r and 2P - 1 - r of 2P; keys travel, none are gathered.
 
     Raises:
-        ValueError: ``attn_mask``, in whose place there is ``causal``; or as :func:`ringattn.ring_attention`.
+        NotImplementedError: ``attn_mask``, in whose place there is ``causal``.
     """
     if attn_mask is not None:
-        raise ValueError("attn_mask is given: pass causal=True for the positions of zig_zag_shard")
+        raise NotImplementedError("attn_mask is given: pass causal=True for the positions of zig_zag_shard")
     grouped = _swapped(q.transpose(1, 2), 2, q.shape[1] // max(k.shape[1], 1))
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     out = ring_attention(grouped, k, v, layout="zigzag", group=group, causal=causal, dropout_p=dropout)
@@ -155,11 +144,6 @@ def _neighbours(first: int, ring_size: int, world: object) -> dist.ProcessGroup:
     """Made once for a default group, by the ranks that are in it alone."""
     made: dist.ProcessGroup = dist.new_group([*range(first, first + ring_size)], use_local_synchronization=True)
     return made
-
-
-def _of_all_ranks(mask: Tensor, layout: Layout, group: GroupLike) -> Tensor:
-    """The masks of all ranks by position, on the CPU; the host waits for them."""
-    return unshard(mask.to(torch.uint8), layout=layout, group=group, grad="slice").bool().cpu()
 
 
 @lru_cache

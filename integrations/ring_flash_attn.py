@@ -228,13 +228,13 @@ def _functions(stem: str, place: Callable[..., Placed], *arguments: str) -> list
 def _function(
     name: str, tensors: tuple[str, ...], place: Callable[..., Placed], arguments: tuple[str, ...]
 ) -> Callable[..., Attention]:
-    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     rest = [*inspect.signature(_attention).parameters.values()][5:]
-    signature = inspect.Signature([*(inspect.Parameter(one, either) for one in (*tensors, *arguments)), *rest])
+    signature = inspect.Signature([*(inspect.Parameter(each, kind) for each in (*tensors, *arguments)), *rest])
     first, second = len(tensors), len(tensors) + len(arguments)
 
-    def call(*given: Any, **options: Any) -> Attention:
-        bound = signature.bind(*given, **options)
+    def call(*positional: Any, **named: Any) -> Attention:
+        bound = signature.bind(*positional, **named)
         q, k, v = (part for name, x in zip(tensors, bound.args, strict=False) for part in _parts(name, x))
         return _attention(place, bound.args[first:second], q, k, v, *bound.args[second:], **bound.kwargs)
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,9 +30,9 @@ class DotProductAttention(nn.Module):
     values of another head dim than the keys, in every ``qkv_format``.
 
     Dropout is a function of a head's number among those of all of ``tp_group``, and of a seed that the first rank of
-    ``cp_group`` draws from torch's CPU generator: it needs no ``get_rng_state_tracker``. ``cp_stream`` is not used
-    either: the ring has streams of its own. Attention is never in FP8. ``softmax_offset`` is the parameter of
-    ``softmax_type="learnable"``, ``[heads of this rank]``, fp32; its gradient is this rank's part.
+    ``cp_group`` draws from torch's CPU generator: ``get_rng_state_tracker`` and ``sequence_parallel`` change nothing.
+    Nor does ``cp_stream``: the ring has streams of its own. Attention is never in FP8. ``softmax_offset`` is the
+    parameter of ``softmax_type="learnable"``, ``[heads of this rank]``, fp32; its gradient is this rank's part.
 
     Raises:
         ValueError, NotImplementedError: an argument that does not fit, or that cannot be honoured, by its name.
@@ -161,9 +162,10 @@ class DotProductAttention(nn.Module):
             "bf16_backward": bf16_backward, "score_mod": score_mod, "score_mod_bprop": score_mod_bprop,
             "score_mod_tensors": score_mod_tensors, "score_mod_bprop_tensors": score_mod_bprop_tensors,
             "thd_attention_policies": thd_attention_policies, "num_splits": None if num_splits == 1 else num_splits,
+            "thd_attention_policy_dispatch": thd_attention_policy_dispatch != "auto",
         }  # fmt: skip
-        for argument, given in refused.items():
-            if given is not None and given is not False:
+        for argument, value in refused.items():
+            if value is not None and value is not False:
                 raise NotImplementedError(f"{argument} is given: this attention has none; leave it out")
         if core_attention_bias_type != ("no_bias" if alibi_slopes is None else "alibi"):
             raise NotImplementedError(
@@ -174,29 +176,23 @@ class DotProductAttention(nn.Module):
             raise ValueError("pad_between_seqs is False with cu_seqlens_q_padded: leave one of them out")
         query, key, value = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         self._check_heads(query, key, value)
-        dropout_p = self.attention_dropout if self.training else 0.0
-
-        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(
-                query,
-                key,
-                value,
-                group=single_rank() if self.cp_group is None else self.cp_group,
-                qkv_format=qkv_format or self.qkv_format,
-                attn_mask_type=(attn_mask_type or self.attn_mask_type).replace(",", "_"),
-                window_size=self.window_size if window_size is None else window_size,
-                attention_mask=attention_mask,
-                boundaries=Boundaries(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
-                bottom_right=self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
-                contiguous=self._contiguous,
-                softmax_scale=self.softmax_scale,
-                softcap=self.softcap if softcap is None else softcap,
-                learnable_sink=sink_of(self.softmax_type, self.softmax_offset, query),
-                alibi_slopes=alibi_slopes,
-                dropout_p=dropout_p,
-                first_head=0 if self.tp_group is None else self.tp_group.rank() * query.shape[-2],
-            )
-
+        attended = partial(
+            attend,
+            group=single_rank() if self.cp_group is None else self.cp_group,
+            qkv_format=qkv_format or self.qkv_format,
+            attn_mask_type=(attn_mask_type or self.attn_mask_type).replace(",", "_"),
+            window_size=self.window_size if window_size is None else window_size,
+            attention_mask=attention_mask,
+            boundaries=Boundaries(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+            bottom_right=self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
+            contiguous=self._contiguous,
+            softmax_scale=self.softmax_scale,
+            softcap=self.softcap if softcap is None else softcap,
+            learnable_sink=sink_of(self.softmax_type, self.softmax_offset, query),
+            alibi_slopes=alibi_slopes,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            first_head=0 if self.tp_group is None else self.tp_group.rank() * query.shape[-2],
+        )
         if checkpoint_core_attention:
             return cast(Tensor, checkpoint(attended, query, key, value, use_reentrant=False))
         return attended(query, key, value)

@@ -54,6 +54,12 @@ HARMLESS = (
 )  # fmt: skip
 """What models hand on to attention and its result does not depend on; key and value are what a cache returned."""
 
+HARMLESS_OF_MASKS = (
+    "allow_is_bidirectional_skip", "allow_is_causal_skip", "allow_torch_fix", "batch_size", "dtype", "local_size",
+    "use_vmap",
+)  # fmt: skip
+"""What the makers of masks hand on for dense ones: sizes, dtypes, and when there need be none."""
+
 
 @dataclass
 class Sharding:
@@ -244,9 +250,11 @@ def mask_of(
     attention_mask: torch.Tensor | None = None,
     config: Any = None,
     device: torch.device | str = "cpu",
-    **_: Any,  # batch size and dtype, and when sdpa may do without
+    **kwargs: Any,
 ) -> Mask:
     """The mask interface: every mask that a model makes passes here."""
+    if refused := kwargs.keys() - {*HARMLESS_OF_MASKS}:
+        raise NotImplementedError(f'{sorted(refused)} of a mask: ringattn has nothing for it; use "eager" or "sdpa"')
     if isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or kv_length != q_length:
         raise NotImplementedError(
             f"{kv_length} keys from {kv_offset} for {q_length} queries from {q_offset}: ringattn takes no static cache "
@@ -314,7 +322,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """The attention interface: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights."""
     model = type(module).__name__
-    refused = {name for name, given in kwargs.items() if given is not None and given is not False} - {*HARMLESS}
+    refused = {name for name, value in kwargs.items() if value is not None and value is not False} - {*HARMLESS}
     if getattr(getattr(module, "config", None), "output_attentions", False):
         refused.add("output_attentions")
     if refused:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,9 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ring import GroupLike, Layout, ring_attention
 from ..ring.mesh import Rings, ranks_of, spans_of
+from ..ring.schedule.layout import LayoutLike
 from ..ring.shards import resolve_layout
 
-RULES = {
+RULES: dict[str, LayoutLike] = {
     "basic": "contiguous",
     "zigzag": "zigzag",
     "strip": "striped",
@@ -82,6 +82,7 @@ def set_seq_parallel_pg(
     _Kept.mesh = DeviceMesh(device, ranks, mesh_dim_names=("data", "ring", "ulysses"))["ring", "ulysses"]
 
 
+@lru_cache
 def layout_of(ring_impl_type: str, seqlen: int, rd: int, ud: int) -> Layout:
     """Who holds which tokens over all ranks of a mesh of ``rd`` x ``ud``.
 
@@ -92,13 +93,7 @@ def layout_of(ring_impl_type: str, seqlen: int, rd: int, ud: int) -> Layout:
         raise ValueError(f"ring_impl_type is {ring_impl_type!r}: it must be one of {', '.join(RULES)}")
     if seqlen % (rd * ud):
         raise ValueError(f"{seqlen} tokens are not divisible by the {rd * ud} ranks that share them")
-    return _layout_of(RULES[ring_impl_type], seqlen, rd, ud)
-
-
-@lru_cache
-def _layout_of(rule: str, seqlen: int, rd: int, ud: int) -> Layout:
-    ring: Any = rule
-    whole = resolve_layout(ring, seqlen, rd)
+    whole = resolve_layout(RULES[ring_impl_type], seqlen, rd)
     return Layout(spans_of(part) for place in range(rd) for part in whole.positions(place).chunk(ud))
 
 
@@ -113,66 +108,31 @@ def _extract(
     Raises:
         ValueError: the degrees, ``rank`` or ``world_size`` are not those of the mesh, or as :func:`layout_of`.
     """
-    place = _place(group)
-    if (world_size, rd, ud) != (place.size, place.rd, place.ud) or rank % world_size not in (place.rank, place.process):
+    mesh, rings = _mesh_of(group)
+    size, degrees = rings.size, (rings.ring.size, rings.ulysses.size)
+    # its number in torch.distributed is another one where the ring is low
+    process = mesh.get_rank() % size if isinstance(mesh, DeviceMesh) else rings.rank
+    if (world_size, rd, ud) != (size, *degrees) or rank % world_size not in (rings.rank, process):
         raise ValueError(
-            f"rank is {rank}, world_size is {world_size}, rd is {rd}, ud is {ud}: this is rank {place.process} of "
-            f"{place.size}, {place.rd} x {place.ud} ranks"
+            f"rank is {rank}, world_size is {world_size}, rd is {rd}, ud is {ud}: this is rank {process} of {size}, "
+            f"{degrees[0]} x {degrees[1]} ranks"
         )
-    return layout_of(ring_impl_type, value.shape[1], rd, ud).shard(value, place.rank)
+    return layout_of(ring_impl_type, value.shape[1], rd, ud).shard(value, rings.rank)
 
 
 EXTRACT_FUNC_DICT: dict[str, Callable[..., Tensor]] = {name: partial(_extract, name) for name in RULES}
 """By ``ring_impl_type``: ``extract(value, rank, world_size, rd, ud)``."""
 
 
-class _Place(NamedTuple):
-    """Where this rank is among those that share a sequence."""
-
-    mesh: GroupLike
-    rank: int
-    size: int
-    rd: int
-    ud: int
-    process: int
-    """Its number among them in ``torch.distributed``, another one where the ring is low."""
-
-
-def _place(group: GroupLike) -> _Place:
+def _mesh_of(group: GroupLike) -> tuple[GroupLike, Rings]:
     mesh = _Kept.mesh if group is None else group
     rings = ranks_of(mesh, torch.device("cpu"))  # the numbers alone: no transport opens
     if not isinstance(rings, Rings):
         raise ValueError("there is no mesh of ring x ulysses: call set_seq_parallel_pg first, or pass one as group=")
-    process = mesh.get_rank() % rings.size if isinstance(mesh, DeviceMesh) else rings.rank
-    return _Place(mesh, rings.rank, rings.size, rings.ring.size, rings.ulysses.size, process)
+    return mesh, rings
 
 
-class _Attention(torch.nn.Module):
-    """What both modules are."""
-
-    def __init__(
-        self, indices: tuple[int, int], axes: tuple[int, int], ring_impl_type: str, use_sync: bool, attn_type: object,
-        group: GroupLike,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        if indices != axes:
-            raise ValueError(f"scatter_idx and gather_idx are {indices}: heads and tokens are dimensions {axes}")
-        if use_sync:
-            raise ValueError("use_sync is True: the exchange waits by events, in stream order; leave it False")
-        if getattr(attn_type, "value", attn_type) not in EXACT:
-            raise ValueError(f"attn_type is {attn_type}: attention is exact here; it must be one of {', '.join(EXACT)}")
-        layout_of(ring_impl_type, 0, 1, 1)
-        self.ring_impl_type = ring_impl_type
-        self.place = _place(group)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        mesh, _, size, rd, ud, _ = self.place
-        layout = layout_of(self.ring_impl_type, q.shape[1] * size, rd, ud)
-        out: Tensor = ring_attention(q, k, v, layout=layout, group=mesh, **options)
-        return out
-
-
-class LongContextAttention(_Attention):
+class LongContextAttention(torch.nn.Module):
     """Attention of this rank's tokens over those of all ranks, as a module without parameters.
 
     Args:
@@ -182,9 +142,12 @@ class LongContextAttention(_Attention):
         group: a DeviceMesh ``("ring", "ulysses")`` in place of that of ``set_seq_parallel_pg``.
 
     Raises:
-        ValueError: ``scatter_idx`` or ``gather_idx`` other than heads and tokens, ``use_sync``, ``attn_processor``, an
-            unknown ``ring_impl_type`` or ``attn_type``, or no mesh.
+        ValueError: ``scatter_idx`` or ``gather_idx`` other than heads and tokens, an unknown ``ring_impl_type``, or no
+            mesh.
+        NotImplementedError: ``use_sync``, ``attn_processor``, or an ``attn_type`` that is not exact.
     """
+
+    heads_dim = 2
 
     def __init__(
         self,
@@ -198,9 +161,24 @@ class LongContextAttention(_Attention):
         *,
         group: GroupLike = None,
     ) -> None:
-        super().__init__((scatter_idx, gather_idx), (2, 1), ring_impl_type, use_sync, attn_type, group)
+        super().__init__()
+        indices, dims = (scatter_idx, gather_idx), (self.heads_dim, 1)
+        if indices != dims:
+            raise ValueError(f"scatter_idx and gather_idx are {indices}: heads and tokens are dimensions {dims}")
+        if use_sync:
+            raise NotImplementedError("use_sync is True: the exchange waits by events, in stream order; leave it False")
+        if getattr(attn_type, "value", attn_type) not in EXACT:
+            raise NotImplementedError(
+                f"attn_type is {attn_type}: attention is exact here; it must be one of {', '.join(EXACT)}"
+            )
         if attn_processor is not None:
-            raise ValueError("attn_processor is given: attention is exact here, for sparse patterns see block_mask")
+            raise NotImplementedError(
+                "attn_processor is given: attention is exact here; for sparse patterns see block_mask of ring_attention"
+            )
+        layout_of(ring_impl_type, 0, 1, 1)
+        self.ring_impl_type = ring_impl_type
+        self.mesh, rings = _mesh_of(group)
+        self.degrees = rings.ring.size, rings.ulysses.size
 
     def forward(
         self,
@@ -224,15 +202,26 @@ class LongContextAttention(_Attention):
         Raises:
             ValueError: as :func:`ringattn.ring_attention`; heads that Ulysses' degree does not divide are named.
         """
-        return self._attend(
-            query, key, value,
-            dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        rd, ud = self.degrees
+        return ring_attention(
+            query,
+            key,
+            value,
+            layout=layout_of(self.ring_impl_type, query.shape[1] * rd * ud, rd, ud),
+            group=self.mesh,
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
             alibi_slopes=alibi_slopes,
-        )  # fmt: skip
+        )
 
 
-class LongContextAttentionQKVPacked(_Attention):
+class LongContextAttentionQKVPacked(LongContextAttention):
     """The same of ``qkv`` ``[B, S, 3, H, D]``; its heads are dimension 3."""
+
+    heads_dim = 3
 
     def __init__(
         self,
@@ -244,9 +233,9 @@ class LongContextAttentionQKVPacked(_Attention):
         *,
         group: GroupLike = None,
     ) -> None:
-        super().__init__((scatter_idx, gather_idx), (3, 1), ring_impl_type, use_sync, attn_type, group)
+        super().__init__(scatter_idx, gather_idx, ring_impl_type, False, use_sync, attn_type, group=group)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         qkv: Tensor,
         dropout_p: float = 0.0,
@@ -261,8 +250,5 @@ class LongContextAttentionQKVPacked(_Attention):
         """As :meth:`LongContextAttention.forward`."""
         if qkv.ndim != 5 or qkv.shape[2] != 3:
             raise ValueError(f"qkv is {list(qkv.shape)}: it must be [B, S, 3, H, D]")
-        return self._attend(
-            *qkv.unbind(2),
-            dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-            alibi_slopes=alibi_slopes,
-        )  # fmt: skip
+        q, k, v = qkv.unbind(2)
+        return super().forward(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)

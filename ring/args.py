@@ -308,10 +308,10 @@ def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ranks, x: Tenso
 
 def by_row(args: AttentionArgs, layouts: Layouts, batch: int) -> tuple[AttentionArgs, Rows | None, dict[str, Any]]:
     """``args`` without what tells batch rows apart, that, and what ranks compare of it; see :func:`.rows.rows_of`."""
-    given = args.cu_seqlens, args.key_mask, args.leftpad_k, args.seqused_k
+    arguments = args.cu_seqlens, args.key_mask, args.leftpad_k, args.seqused_k
     if args.key_mask is None and args.leftpad_k is None and not is_by_row(args.cu_seqlens):
         return args, None, {}
-    changes, rows, said = rows_of(*given, batch=batch, keys=layouts.keys.reach, length=layouts.reach)
+    changes, rows, said = rows_of(*arguments, batch=batch, keys=layouts.keys.reach, length=layouts.reach)
     slopes, pattern = args.alibi_slopes, args.block_mask
     problems = {
         "block_mask": pattern is not None and (batch > 1 or not isinstance(pattern, Longformer)),

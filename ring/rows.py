@@ -79,9 +79,9 @@ def is_by_row(cu_seqlens: Boundaries | None) -> bool:
     return isinstance(cu_seqlens, (list, tuple)) and len(cu_seqlens) > 0 and isinstance(cu_seqlens[0], (list, tuple))
 
 
-def lengths_of(name: str, given: Iterable[int] | Tensor, batch: int, reach: int) -> tuple[int, ...]:
+def lengths_of(name: str, numbers: Iterable[int] | Tensor, batch: int, reach: int) -> tuple[int, ...]:
     """Numbers of keys, one per batch row: ValueError otherwise."""
-    lengths = whole_numbers(name, given, "[B]")
+    lengths = whole_numbers(name, numbers, "[B]")
     if len(lengths) != batch:
         raise ValueError(f"{name} has {len(lengths)} lengths: it must have {batch}, one per batch row")
     for row, length in enumerate(lengths):
@@ -121,16 +121,16 @@ def rows_of(
         if used is not None or not visible.all():
             plain["seqused_k"] = tuple(map(min, used or [keys] * batch, counts.tolist()))
         return plain, None, {}
-    said: dict[str, Any] = {"cu_seqlens": documents, "seqused_k": used, "leftpad_k": left, "key_mask": None}
+    compared: dict[str, Any] = {"cu_seqlens": documents, "seqused_k": used, "leftpad_k": left, "key_mask": None}
     if key_mask is not None:
-        said["key_mask"] = f"{int(key_mask.sum())} keys, {sha256(key_mask.numpy().tobytes()).hexdigest()[:16]}"
+        compared["key_mask"] = f"{int(key_mask.sum())} keys, {sha256(key_mask.numpy().tobytes()).hexdigest()[:16]}"
     if used is not None:
         visible = visible & (at < torch.tensor(used)[:, None])
-    return plain, Rows(documents, visible.numpy().tobytes(), batch, length), said
+    return plain, Rows(documents, visible.numpy().tobytes(), batch, length), compared
 
 
 def _documents(cu_seqlens: Any, batch: int, length: int) -> tuple[Documents, ...]:
-    by_row: Any = [Documents(one) for one in cu_seqlens] if is_by_row(cu_seqlens) else [Documents(cu_seqlens)] * batch
+    by_row: Any = [Documents(row) for row in cu_seqlens] if is_by_row(cu_seqlens) else [Documents(cu_seqlens)] * batch
     if len(by_row) != batch:
         raise ValueError(f"cu_seqlens has {len(by_row)} rows: it must have {batch}, one per batch row, or be one list")
     made = []
@@ -159,15 +159,15 @@ def packed_rows(rows: Rows, queries: Layout, keys: Layout, rank: int, device: to
     """The layouts and documents of the sequence that all rows make, and this rank's keys in it."""
     whole = Documents([0, rows.length])
     documents, starts = rows.documents or (whole,) * rows.batch, range(0, rows.batch * rows.length, rows.length)
-    ends = [start + end for start, one in zip(starts, documents, strict=True) for end in one.boundaries[1:]]
+    ends = [start + end for start, row in zip(starts, documents, strict=True) for end in row.boundaries[1:]]
     visible = torch.frombuffer(bytearray(rows.visible), dtype=torch.bool).view(rows.batch, -1)
-    seen = visible[:, keys.positions(rank)].flatten()
+    is_visible = visible[:, keys.positions(rank)].flatten()
     return PackedRows(
         rows.batch,
-        Layout([_repeated(queries.spans(one), starts) for one in range(queries.world)]),
-        Layout([_visible(keys.spans(one), starts, visible) for one in range(keys.world)]),
+        Layout(_repeated(spans, starts) for spans in queries.spans_per_rank),
+        Layout(_visible(spans, starts, visible) for spans in keys.spans_per_rank),
         Documents([0, *ends]),
-        None if seen.all() else seen.nonzero().flatten().to(device),
+        None if is_visible.all() else is_visible.nonzero().flatten().to(device),
     )
 
 

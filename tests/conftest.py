@@ -9,6 +9,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; 
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,22 @@ def one_core() -> Iterator[None]:
     os.sched_setaffinity(0, {sorted(cores)[worker % len(cores)]})
     yield
     os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture
+def forward_rings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One entry for each forward ring of each rank from now on."""
+    from ringattn.ring import loop
+
+    runs: list[object] = []
+    forward = loop.forward
+
+    def counted(*arguments: Any) -> None:
+        runs.append(None)
+        forward(*arguments)
+
+    monkeypatch.setattr(loop, "forward", counted)
+    return runs
 
 
 @pytest.fixture

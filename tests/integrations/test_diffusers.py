@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -13,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Layout
 
-from ..support.baselines import Modified, Results, exact, pytorch
 from ..support.forked import results
+from ..support.mask_cases import Case, compare, expected, taken, together
+from ..support.ring_cases import inputs
 from ..support.tolerance import assert_as_exact_as_pytorch
 
 # importing diffusers takes longer than all of this file's tests
@@ -26,35 +28,13 @@ HEADS, DIM = 4, 16
 IMPORTS = 300  # seconds: every process imports diffusers
 
 
-class Case(NamedTuple):
+class ModelCase(NamedTuple):
     """A model, the tokens of its sequences, the arguments of its ``ContextParallelConfig``."""
 
-    model: str
+    model: Callable[[int, int], tuple[Any, dict[str, Tensor]]]
     tokens: tuple[int, int]
     config: dict[str, Any]
     compiled: bool = False
-
-
-# where the lengths differ only those of the text do: diffusers gathers the image's, which gloo cannot do unless equal
-RING, ULYSSES = {"ring_degree": 2}, {"ulysses_degree": 2}
-CASES = {
-    2: [
-        Case("flux", (24, 8), RING),
-        Case("flux", (24, 8), RING, compiled=True),
-        Case("flux", (24, 8), ULYSSES),
-        Case("flux", (24, 7), RING | {"ring_anything": True}),
-        Case("flux", (24, 7), ULYSSES | {"ulysses_anything": True}),
-        Case("wan", (4, 8), RING),
-        Case("wan", (4, 8), ULYSSES),
-    ],
-    4: [
-        Case("flux", (24, 8), {"ring_degree": 4}),
-        Case("flux", (24, 6), {"ring_degree": 4, "ring_anything": True}),
-        Case("flux", (24, 8), RING | ULYSSES),
-        Case("wan", (4, 8), RING | ULYSSES),
-        Case("wan", (4, 8), {"ring_degree": 4}),
-    ],
-}
 
 
 def flux(image: int, text: int) -> tuple[Any, dict[str, Tensor]]:
@@ -90,13 +70,32 @@ def wan(frames: int, side: int) -> tuple[Any, dict[str, Tensor]]:
     }
 
 
-MODELS = {"flux": flux, "wan": wan}
+# where the lengths differ only those of the text do: diffusers gathers the image's, which gloo cannot do unless equal
+RING, ULYSSES = {"ring_degree": 2}, {"ulysses_degree": 2}
+CASES = {
+    2: [
+        ModelCase(flux, (24, 8), RING),
+        ModelCase(flux, (24, 8), RING, compiled=True),
+        ModelCase(flux, (24, 8), ULYSSES),
+        ModelCase(flux, (24, 7), RING | {"ring_anything": True}),
+        ModelCase(flux, (24, 7), ULYSSES | {"ulysses_anything": True}),
+        ModelCase(wan, (4, 8), RING),
+        ModelCase(wan, (4, 8), ULYSSES),
+    ],
+    4: [
+        ModelCase(flux, (24, 8), {"ring_degree": 4}),
+        ModelCase(flux, (24, 6), {"ring_degree": 4, "ring_anything": True}),
+        ModelCase(flux, (24, 8), RING | ULYSSES),
+        ModelCase(wan, (4, 8), RING | ULYSSES),
+        ModelCase(wan, (4, 8), {"ring_degree": 4}),
+    ],
+}
 
 
-def run(case: Case, *, dtype: torch.dtype = torch.float32, parallel: bool = False) -> dict[str, Tensor]:
+def run(case: ModelCase, *, dtype: torch.dtype = torch.float32, parallel: bool = False) -> dict[str, Tensor]:
     """The model's output and the gradient of every parameter."""
     torch.manual_seed(5)
-    model, inputs = MODELS[case.model](*case.tokens)
+    model, inputs = case.model(*case.tokens)
     dout = torch.randn(inputs["hidden_states"].shape)
     model.to(dtype)
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
@@ -114,47 +113,37 @@ def run(case: Case, *, dtype: torch.dtype = torch.float32, parallel: bool = Fals
 
 
 class Attention(NamedTuple):
-    """One call of ``dispatch_attention_fn``: its parallel config, the tokens of the ranks, what is asked for."""
+    """One call of ``dispatch_attention_fn``: its parallel config, the tokens of the ranks, arguments by our names."""
 
     config: dict[str, Any]
-    queries: Layout
-    keys: Layout
+    layout: Layout
     call: dict[str, Any]
-    attention_kwargs: dict[str, Any]
+    kv_layout: Layout | None = None
+    sink: Tensor | None = None
+
+    def case(self) -> Case:
+        """The same on every rank."""
+        torch.manual_seed(7)
+        return Case(self.layout, inputs(48, (8, 4)), self.call, kv_layout=self.kv_layout, sink=self.sink)
 
 
-def attention(config: dict[str, Any], layout: Layout, keys: Layout | None = None, **call: Any) -> Attention:
-    more: dict[str, Any] = {
-        name: call.pop(name) for name in ("window_size", "softcap", "learnable_sink") if name in call
-    }
-    return Attention(config, layout, keys or layout, call, more)
-
-
-CAUSAL: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
+EVEN, UNEVEN = Layout.contiguous(48, 2), Layout.uneven([29, 19])
+CAUSAL: dict[str, Any] = {"causal": True}
 ATTENTIONS = {
     2: [
-        attention(RING, Layout.contiguous(48, 2), **CAUSAL),
-        attention(RING, Layout.contiguous(48, 2), is_causal=True, window_size=(7, 0)),
-        attention(RING, Layout.contiguous(48, 2), Layout.contiguous(20, 2), scale=0.3),
-        attention(RING, Layout.contiguous(48, 2), softcap=2.0, learnable_sink=torch.arange(4.0)),
-        attention(RING | {"ring_anything": True}, Layout.uneven([29, 19]), **CAUSAL),
-        attention(ULYSSES, Layout.contiguous(48, 2), **CAUSAL),
-        attention(ULYSSES | {"ulysses_anything": True}, Layout.uneven([29, 19]), Layout.uneven([3, 17])),
+        Attention(RING, EVEN, CAUSAL),
+        Attention(RING, EVEN, CAUSAL | {"window_size": (7, 0)}),
+        Attention(RING, EVEN, {"softmax_scale": 0.3}, Layout.contiguous(20, 2)),
+        Attention(RING, EVEN, {"softcap": 2.0}, sink=torch.arange(8.0)),
+        Attention(RING | {"ring_anything": True}, UNEVEN, CAUSAL),
+        Attention(ULYSSES, EVEN, CAUSAL),
+        Attention(ULYSSES | {"ulysses_anything": True}, UNEVEN, {}, Layout.uneven([3, 17])),
     ],
     4: [
-        attention({"ring_degree": 4, "ring_anything": True}, Layout.uneven([9, 23, 1, 15]), **CAUSAL),
-        attention(RING | ULYSSES, Layout.contiguous(48, 4), **CAUSAL),
+        Attention({"ring_degree": 4, "ring_anything": True}, Layout.uneven([9, 23, 1, 15]), CAUSAL),
+        Attention(RING | ULYSSES, Layout.contiguous(48, 4), CAUSAL),
     ],
 }
-
-
-def whole_of(case: Attention) -> list[Tensor]:
-    """q, k, v, dout and dlse of the whole sequences."""
-    torch.manual_seed(7)
-    queries, keys = case.queries.seqlen, case.keys.seqlen
-    heads, kv_heads = (8, 4) if "enable_gqa" in case.call else (4, 4)
-    shapes = [(queries, heads, DIM), *[(keys, kv_heads, DIM)] * 2, (queries, heads, DIM), (heads, queries)]
-    return [torch.randn(8, *shape) for shape in shapes]
 
 
 def parallel_config(config: dict[str, Any], rank: int) -> Any:
@@ -168,23 +157,25 @@ def parallel_config(config: dict[str, Any], rank: int) -> Any:
     return made
 
 
-def dispatched(case: Attention, rank: int) -> list[Tensor]:
+def dispatched(attention: Attention, rank: int) -> list[Tensor | None]:
     """Out, lse and gradients of this rank's shard; what diffusers' own ring refuses is refused by it still."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-    config, (q, k, v, dout, dlse) = parallel_config(case.config, rank), whole_of(case)
-    layouts = (case.queries, case.keys, case.keys)
-    leaves = [layout.shard(x, rank).requires_grad_() for layout, x in zip(layouts, (q, k, v), strict=True)]
-    if "is_causal" in case.call:
+    config, case = parallel_config(attention.config, rank), attention.case()
+    layouts = {"q": case.layout, "k": case.keys, "v": case.keys}
+    leaves = [taken(layout, case.whole[name], rank).requires_grad_() for name, layout in layouts.items()]
+    sinks = [] if case.sink is None else [case.sink.clone().requires_grad_()]
+    call: dict[str, Any] = {"is_causal": case.call.get("causal", False), "scale": case.call.get("softmax_scale")}
+    call |= {"enable_gqa": True, "parallel_config": config}
+    if call["is_causal"]:
         with pytest.raises(ValueError, match="Causal attention is not yet supported"):
-            dispatch_attention_fn(*leaves, **case.call, backend="native", parallel_config=config)
-    out, lse = dispatch_attention_fn(
-        *leaves, **case.call, attention_kwargs=case.attention_kwargs | {"return_lse": True}, backend="ringattn",
-        parallel_config=config,
-    )  # fmt: skip
-    lse = lse.transpose(1, 2)
-    grads = [case.queries.shard(dout, rank), case.queries.shard(dlse, rank, 2)]
-    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, grads)]
+            dispatch_attention_fn(*leaves, **call, backend="native")
+    more: dict[str, Any] = {name: case.call[name] for name in ("window_size", "softcap") if name in case.call}
+    more |= {"learnable_sink": sinks[0] if sinks else None, "return_lse": True}
+    out, lse = dispatch_attention_fn(*leaves, **call, attention_kwargs=more, backend="ringattn")
+    grads = [taken(case.layout, case.whole["dout"], rank), taken(case.layout, case.whole["dlse"], rank, 2).mT]
+    made = torch.autograd.grad((out, lse), [*leaves, *sinks], grads)
+    return [out.detach(), lse.detach().mT, *made, *[None] * (not sinks)]
 
 
 def on_rank(world: int, rank: int) -> dict[str, list[Any]]:
@@ -215,31 +206,13 @@ def test_models_on_ranks_are_models_on_one(ranks: list[dict[str, list[Any]]]) ->
 
 @pytest.mark.timeout(2 * IMPORTS)
 def test_causal_windows_grouped_heads_and_other_keys(ranks: list[dict[str, list[Any]]]) -> None:
-    for index, case in enumerate(ATTENTIONS[len(ranks)]):
-        layouts = (case.queries, case.queries, case.queries, case.keys, case.keys)
-        parts = zip(*(rank["attention"][index] for rank in ranks), strict=True)
-        pairs = enumerate(zip(layouts, parts, strict=True))
-        ours = Results(*(layout.unshard(shards, 2 if i == 1 else 1) for i, (layout, shards) in pairs))
-        q, k, v, dout, dlse = whole_of(case)
-        causal, more = case.call.get("is_causal", False), case.attention_kwargs
-        left, _ = more.get("window_size", (len(q[0]), 0))
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
-        seen = seen.tril().triu(-left) if causal else seen
-        modified = Modified(more.get("softcap", 0.0), sink=more.get("learnable_sink"))
-        scale = case.call.get("scale")
-        theirs = pytorch(q, k, v, dout, dlse, visible=seen, softmax_scale=scale, modified=modified)
-        truth = exact(q, k, v, dout, dlse, causal=causal, softmax_scale=scale, **more)
-        for name in Results._fields:
-            assert_as_exact_as_pytorch(f"{case}: {name}", *(getattr(x, name) for x in (ours, theirs, truth)))
+    for index, attention in enumerate(ATTENTIONS[len(ranks)]):
+        case = attention.case()
+        compare(expected(case), *together(case, [rank["attention"][index] for rank in ranks]))
 
 
 REFUSED: list[tuple[bool, dict[str, Any], type[Exception], str]] = [
-    (
-        True,
-        {"attn_mask": torch.ones(2, 6, dtype=torch.bool)},
-        NotImplementedError,
-        "attn_mask is a Tensor.*window",
-    ),
+    (True, {"attn_mask": torch.ones(2, 6).bool()}, NotImplementedError, "attn_mask is a Tensor.*window"),
     (True, {"attention_kwargs": {"sink": 1}}, TypeError, "unexpected keyword argument 'sink'"),
     (True, {"key": torch.ones(2, 6, 2, 8)}, ValueError, "key has 2 heads, query has 4.*enable_gqa"),
     (False, {}, NotImplementedError, "convert_to_fp32 is False"),

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ringattn import Layout, LocalWorld
-from ringattn.reference.masks import visible
+from ringattn import Layout
 
-from ..support.baselines import pytorch_with_sink
 from ..support.forked import results
+from ..support.ring_cases import run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
 
 pytestmark = [
@@ -111,15 +110,6 @@ def draw(rows: tuple[int, ...], key_dim: int = DIM, value_dim: int = DIM) -> lis
     return [torch.randn(*rows, *shape) for shape in shapes]
 
 
-def plain(tensors: list[Tensor], seen: Tensor, sink: Tensor | None, scale: float | None = None) -> list[Tensor]:
-    """PyTorch's own attention of what Megatron-core has as ``[s, b, h, d]``."""
-    q, k, v, dout = (x.transpose(0, 1) for x in tensors)
-    dout = dout.unflatten(-1, (HEADS, -1))
-    found, dsink = pytorch_with_sink(q, k, v, dout, None, sink, visible=seen, softmax_scale=scale)
-    out, *grads = (x.transpose(0, 1) for x in (found.out, found.dq, found.dk, found.dv))
-    return [out.flatten(2), *grads, *([] if dsink is None else [dsink])]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_as_exact_as_its_own_attention(name: str) -> None:
     fields, layer, world = CASES[name]
@@ -134,6 +124,7 @@ def test_as_exact_as_its_own_attention(name: str) -> None:
             return made
 
         own = module(core.DotProductAttention, ALONE)
+        theirs = computed(own, whole, None)
         exact = computed(own.double(), (x.double() for x in whole), None)
         mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)[None, None]
 
@@ -142,13 +133,9 @@ def test_as_exact_as_its_own_attention(name: str) -> None:
             shards = [layout.shard(x, rank, 0) for x in whole]
             return computed(module(core.RingCoreAttention, group), shards, layout.shard(mask, rank, 2))
 
-        with LocalWorld(world) as ranks:
-            parts = [*zip(*ranks.run(one_rank), strict=True)]
+        parts = [*zip(*run_ranks(world, one_rank), strict=True)]
     ours = [layout.unshard(part, 0) for part in parts[:4]] + [torch.stack(part).sum(0) for part in parts[4:]]
-    windowed = "window_size" in fields and layer % 2
-    positions = torch.arange(TOKENS)
-    seen = visible(positions, positions, causal=True, window_size=(21, 0) if windowed else (-1, -1))
-    for field, *three in zip(("out", "dq", "dk", "dv", "dsink"), ours, plain(whole, seen, sink), exact, strict=False):
+    for field, *three in zip(("out", "dq", "dk", "dv", "dsink"), ours, theirs, exact, strict=False):
         assert_as_exact_as_pytorch(field, *three)
 
 
@@ -156,18 +143,23 @@ def test_as_exact_as_its_own_attention(name: str) -> None:
 def test_packed_documents_of_latent_attention(dynamic: bool) -> None:
     """``dynamic``: the group is the micro-batch's, not the layer's."""
     real, padded, scale, value_dim = [0, 19, 51], [0, 24, 64], 0.3, 8
-    whole = draw((TOKENS, 1), 24, value_dim)
-    layout, positions = Layout.zigzag(TOKENS, 2, padded), torch.arange(TOKENS)
-    rows = [slice(0, 19), slice(24, 56)]
+    whole, layout = draw((TOKENS, 1), 24, value_dim), Layout.zigzag(TOKENS, 2, padded)
     with on_the_cpu() as core:
         packed = core.PackedSeqParams(
             "thd", *(torch.tensor(x, dtype=torch.int32) for x in (real, real, padded, padded))
         )
-        own = attention(core, core.DotProductAttention, ALONE, kv_channels=value_dim, softmax_scale=scale).double()
-        exact = [torch.zeros_like(x).double() for x in (whole[3], *whole[:3])]
-        for row in rows:
-            for into, found in zip(exact, computed(own, [x[row].double() for x in whole], None), strict=True):
-                into[row] = found
+        own = attention(core, core.DotProductAttention, ALONE, kv_channels=value_dim, softmax_scale=scale)
+
+        def by_document(dtype: torch.dtype) -> list[Tensor]:
+            """Of each its own; 0 where there is padding."""
+            results = [torch.zeros_like(x, dtype=dtype) for x in (whole[3], *whole[:3])]
+            for document in (slice(0, 19), slice(24, 56)):
+                parts = computed(own.to(dtype), [x[document].to(dtype) for x in whole], None)
+                for result, part in zip(results, parts, strict=True):
+                    result[document] = part
+            return results
+
+        theirs, exact = by_document(torch.float32), by_document(torch.float64)
 
         def one_rank(group: Any) -> list[Tensor]:
             channels: dict[str, Any] = {"k_channels": 24, "v_channels": value_dim, "softmax_scale": scale}
@@ -176,13 +168,8 @@ def test_packed_documents_of_latent_attention(dynamic: bool) -> None:
             shards = (layout.shard(x, group.rank(), 0).squeeze(1) for x in whole)
             return computed(module, shards, None, packed_seq_params=here)
 
-        with LocalWorld(2) as ranks:
-            parts = [*zip(*ranks.run(one_rank), strict=True)]
-    seen = visible(positions, positions, causal=True, cu_seqlens=[0, 19, 24, 56, 64])
-    seen[[*range(19, 24), *range(56, 64)]] = False
-    for field, part, *two in zip(
-        ("out", "dq", "dk", "dv"), parts, plain(whole, seen, None, scale), exact, strict=True
-    ):  # fmt: skip
+        parts = [*zip(*run_ranks(2, one_rank), strict=True)]
+    for field, part, *two in zip(("out", "dq", "dk", "dv"), parts, theirs, exact, strict=True):
         assert_as_exact_as_pytorch(field, layout.unshard(part, 0)[:, None], *two)
 
 
@@ -209,10 +196,10 @@ def trained(core: SimpleNamespace, cls: str, dtype: torch.dtype) -> list[Tensor]
     assert cls in {type(module).__name__ for module in model.modules()}
     groups = {"dp_cp_group": core.parallel_state.get_data_parallel_group(with_context_parallel=True)}
     assert any(name.endswith("core_attention.softmax_offset") for name in model.sharded_state_dict(metadata=groups))
-    found = [loss.detach(), *(x.grad for x in model.parameters())]
-    for x in found:
+    results = [loss.detach(), *(x.grad for x in model.parameters())]
+    for x in results:
         dist.all_reduce(x)
-    return found
+    return results
 
 
 def of_one_rank(cls: str, dtypes: tuple[torch.dtype, ...], rank: int) -> list[list[Tensor]]:
@@ -282,7 +269,7 @@ def test_specs_of_layers_and_blocks() -> None:
         block = core.with_ring_attention(
             core.get_gpt_decoder_block_spec(config_of(core), use_transformer_engine=False, pp_rank=0)
         )
-        found = [one.submodules.self_attention.submodules.core_attention for one in block.layer_specs]
-        assert found == [core.RingCoreAttention] * 2
+        modules = [layer.submodules.self_attention.submodules.core_attention for layer in block.layer_specs]
+        assert modules == [core.RingCoreAttention] * 2
         with pytest.raises(ValueError, match="core_attention"):
             core.with_ring_attention(core.RingCoreAttention)

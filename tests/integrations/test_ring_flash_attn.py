@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import Layout, LocalWorld
+from ringattn import Layout
 from ringattn.comm import GroupLike
 from ringattn.integrations import ring_flash_attn as ours
 
 from ..support.baselines import Results
 from ..support.forked import results
-from ..support.mask_cases import Case, compare, expected
+from ..support.mask_cases import Case, compare, expected, together
 from ..support.nightly import rest_nightly
-from ..support.ring_cases import inputs
+from ..support.ring_cases import inputs, run_ranks
 
 PACKINGS = ("", "kvpacked_", "qkvpacked_")
 FAMILIES = ("ring", "zigzag_ring", "stripe", "ring_varlen", "zigzag_ring_varlen", "llama3_varlen")
@@ -85,8 +85,7 @@ def check(name: str, family: str, world: int, parts: list[list[Tensor]] | None =
     """Of all ranks together against float64, as exact as PyTorch."""
     whole = cut(family)
     if parts is None:
-        with LocalWorld(world) as ranks:
-            parts = ranks.run(lambda group: of_rank(name, family, whole, group, group.rank(), world, options))
+        parts = run_ranks(world, lambda group: of_rank(name, family, whole, group, group.rank(), world, options))
     documents = documents_of(family)
     order = torch.cat([held(family, rank, world, documents) for rank in range(world)]).argsort()
     columns = enumerate(zip(*parts, strict=True))
@@ -140,20 +139,17 @@ def test_documents_that_do_not_divide(world: int) -> None:
     documents = [0, 7, 8, 30, 61]
     layout, whole = Layout.zigzag(61, world, documents), inputs(61, (4, 2), batch=1)
 
-    def of(group: Any) -> list[Tensor]:
+    def of(group: Any) -> list[Any]:
         q, k, v, dout = (layout.shard(whole[x], group.rank())[0].detach() for x in ("q", "k", "v", "dout"))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out, lse, _ = ours.zigzag_ring_flash_attn_varlen_func(
             *leaves, torch.tensor(documents), 31, causal=True, return_attn_probs=True, group=group, layout=layout
         )
-        dlse = layout.shard(whole["dlse"], group.rank(), 2)[0]
-        grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-        return [x[None] for x in (out.detach(), lse.detach(), *grads)]
+        grads = torch.autograd.grad((out, lse), leaves, (dout, layout.shard(whole["dlse"], group.rank(), 2)[0]))
+        return [*(x[None] for x in (out.detach(), lse.detach(), *grads)), None]
 
-    with LocalWorld(world) as ranks:
-        columns = enumerate(zip(*ranks.run(of), strict=True))
-    mine = Results(*(layout.unshard(x, 2 if i == 1 else 1) for i, x in columns))
-    compare(expected(Case(layout, whole, {"causal": True, "cu_seqlens": documents})), mine)
+    case = Case(layout, whole, {"causal": True, "cu_seqlens": documents})
+    compare(expected(case), *together(case, run_ranks(world, of)))
 
 
 def test_without_lse_the_output_alone() -> None:

@@ -22,6 +22,7 @@ from ringattn import Layout, LocalWorld, ring_attention
 from ringattn.integrations.torch_sdpa import layout_of, ring_sdpa
 
 from ..support.pairwise import pairwise_cases
+from ..support.ring_cases import run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
 
 # torch's own, of its imports while it compiles
@@ -60,8 +61,7 @@ def on_ranks(
             out.sum().backward()
         return [out.detach(), *(x.grad for x in shards if x.grad is not None)]
 
-    with LocalWorld(layout.world) as world:
-        parts = zip(*world.run(rank), strict=True)
+    parts = zip(*run_ranks(layout.world, rank), strict=True)
     return [one.unshard(shards, 2) for one, shards in zip([layout, *layouts], parts, strict=True)]
 
 
@@ -119,8 +119,7 @@ def test_transformer_encoder(causal: bool) -> None:
         with ring_sdpa(layout, group):
             return run(layout.shard(x, group.rank()), layout.shard(dout, group.rank()), model)
 
-    with LocalWorld(2) as world:
-        outs, *grads = zip(*world.run(rank), strict=True)
+    outs, *grads = zip(*run_ranks(2, rank), strict=True)
     ours = [layout.unshard(outs), *(sum(parts, torch.zeros(())) for parts in grads)]
     theirs = run(x, dout, model)
     exact = run(x.double(), dout.double(), model.double())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import pytest
@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import LocalWorld, ring_attention
+from ringattn import Layout, LocalWorld, ring_attention
 from ringattn.comm import LocalGroup
 from ringattn.integrations import formats
 from ringattn.integrations.formats import Boundaries, attend
 from ringattn.integrations.transformer_engine import DotProductAttention
-from ringattn.reference.scores import alibi
 
-from ..support.baselines import Modified, Results, exact, pytorch, pytorch_with_sink
+from ..support.baselines import Results, pytorch
 from ..support.forked import results
+from ..support.mask_cases import Case, compare, expected
+from ..support.ring_cases import inputs, run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
 
 # Read by `ast` from transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py of the wheel
@@ -70,17 +71,6 @@ def indices_of(rank: int, world: int, tokens: int, cu_seqlens: list[int] | None,
     return torch.tensor(thd_indices([0, tokens] if cu_seqlens is None else cu_seqlens, world, rank))
 
 
-def seen_of(tokens: int, causal: bool, window: tuple[int, int], documents: list[tuple[int, int]]) -> Tensor:
-    """Who sees whom, bool ``[S, S]``: padding, which is outside of all documents, sees nothing."""
-    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
-    for start, end in documents:
-        for p in range(start, end):
-            left = start if window[0] < 0 else max(start, p - window[0])
-            right = p + 1 if causal else end if window[1] < 0 else min(end, p + window[1] + 1)
-            seen[p, left:right] = True
-    return seen
-
-
 def to_format(x: Tensor, qkv_format: str) -> Tensor:
     return {"bshd": x, "sbhd": x.transpose(0, 1), "thd": x[0]}[qkv_format]
 
@@ -124,27 +114,25 @@ def test_as_exact_as_one_device(name: str) -> None:
     packed, batch = qkv_format == "thd", 1 if qkv_format == "thd" else 2
     tokens = (padded or real)[-1] if packed else 48
     value_dim = kv_channels if isinstance(kv_channels, int) else kv_channels[1]
-    q, k, v, dout = (
-        torch.randn(batch, tokens, *shape)
-        for shape in ((HEADS, DIM), (GROUPS, DIM), (GROUPS, value_dim), (HEADS, value_dim))
-    )
+    whole = inputs(tokens, (HEADS, GROUPS), (DIM, value_dim), batch=batch)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if has_slopes else None
-    sink = torch.randn(HEADS) if case.get("softmax_type") == "learnable" else None
+    sink = {"learnable": torch.randn(HEADS), "off-by-one": torch.zeros(HEADS)}.get(case.get("softmax_type", ""))
     boundaries = {
         f"cu_seqlens_{side}{suffix}": torch.tensor(edges, dtype=torch.int32)
         for side in ("q", "kv") for suffix, edges in (("", real), ("_padded", padded)) if edges is not None
     }  # fmt: skip
+    ends = (padded or real) if packed else None
+    held = [indices_of(rank, world, tokens, ends, contiguous) for rank in range(world)]
 
     def one_rank(group: LocalGroup) -> list[Tensor]:
-        rank = group.rank()
+        where = held[group.rank()]
         module = DotProductAttention(HEADS, kv_channels, GROUPS, **case)
         module.set_context_parallel_group(group, None, None, "p2p", ("DUAL_CHUNK_SWAP", "NO_LOAD_BALANCE")[contiguous])
-        where = indices_of(rank, world, tokens, (padded or real) if packed else None, contiguous)
         filler = torch.full((rest,), -1)  # the last token once more: nobody may look at it
-        shards = [to_format(x[:, torch.cat([where, filler])], qkv_format).clone() for x in (q, k, v, dout)]
+        tensors = (whole[name][:, torch.cat([where, filler])] for name in ("q", "k", "v", "dout"))
+        shards = [to_format(x, qkv_format).clone() for x in tensors]
         leaves = [x.requires_grad_() for x in shards[:3]]
-        if sink is not None:
-            assert module.softmax_offset is not None
+        if sink is not None and module.softmax_offset is not None:
             leaves.append(module.softmax_offset)
             module.softmax_offset.data.copy_(sink)
         options = {} if slopes is None else {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
@@ -154,40 +142,20 @@ def test_as_exact_as_one_device(name: str) -> None:
         assert not any(x[:, len(where) :].any() for x in of_tokens)
         return [*(x[:, : len(where)] for x in of_tokens), *found[4:]]
 
-    with LocalWorld(world) as ranks:
-        parts = ranks.run(one_rank)
-    order = torch.cat([
-        indices_of(rank, world, tokens, (padded or real) if packed else None, contiguous) for rank in range(world)
-    ]).argsort()  # fmt: skip
-    ours = [torch.cat(x, 1)[:, order] for x in list(zip(*parts, strict=True))[:4]]
-
-    rows = [[(0, tokens)]] * batch
-    if real is not None:
-        ends = padded or real
-        lengths = [end - start for start, end in pairwise(real)]
-        starts = ends[:-1] if packed else [0] * batch
-        documents = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-        rows = [documents] if packed else [[one] for one in documents]
-    causal, window = "causal" in mask_type, case.get("window_size", (-1, -1))
-    seen = torch.stack([seen_of(tokens, causal, window, row) for row in rows])
-    positions = torch.arange(tokens)
-    bias = None if slopes is None else alibi(slopes, positions, positions)
-    modified = Modified(softcap=case.get("softcap", 0.0), bias=bias)
-    off_by_one = torch.zeros(HEADS) if case.get("softmax_type") == "off-by-one" else sink
-    scale = case.get("softmax_scale")
-
-    def plain(dtype: torch.dtype) -> tuple[Results, Tensor | None]:
-        tensors = [x.to(dtype) for x in (q, k, v, dout)]
-        of_dtype = None if off_by_one is None else off_by_one.to(dtype)
-        given = (tensors[0], tensors[1], tensors[2], tensors[3], None, of_dtype)
-        return pytorch_with_sink(*given, visible=seen, softmax_scale=scale, modified=modified)
-
-    theirs, truth = plain(torch.float32), plain(torch.float64)
-    for index, field in enumerate(("out", "dq", "dk", "dv")):
-        assert_as_exact_as_pytorch(field, ours[index], getattr(theirs[0], field), getattr(truth[0], field))
-    if sink is not None:
-        assert theirs[1] is not None and truth[1] is not None
-        assert_as_exact_as_pytorch("dsink", torch.stack([part[4] for part in parts]).sum(0), theirs[1], truth[1])
+    parts = run_ranks(world, one_rank)
+    out, *grads = (torch.cat(x, 1)[:, torch.cat(held).argsort()] for x in list(zip(*parts, strict=True))[:4])
+    call: dict[str, Any] = {name: case[name] for name in ("window_size", "softcap", "softmax_scale") if name in case}
+    call |= {"causal": "causal" in mask_type} | ({} if slopes is None else {"alibi_slopes": slopes})
+    if real is not None:  # padding is in no document, and nobody's key
+        starts, at = (padded or real)[:-1] if packed else [0] * batch, torch.arange(tokens)
+        documents = [(start, start + end - begin) for start, (begin, end) in zip(starts, pairwise(real), strict=True)]
+        rows = [documents] if packed else [[document] for document in documents]
+        call["cu_seqlens"] = [[0, *chain(*row), tokens] for row in rows]
+        is_real = [[(at >= start) & (at < end) for start, end in row] for row in rows]
+        call["key_mask"] = torch.stack([torch.stack(row).any(0) for row in is_real])
+    right = Case(Layout.contiguous(tokens, 1), whole, call, sink=sink, through_lse=False)
+    dsink = torch.stack([part[4] for part in parts]).sum(0) if len(parts[0]) > 4 else None
+    compare(expected(right), Results(out, None, *grads), dsink)  # type: ignore[arg-type]
 
 
 def heads(tokens: int = 8, groups: int = GROUPS) -> list[Tensor]:
@@ -234,8 +202,7 @@ def test_more_keys_than_queries(mask_type: str, diagonal: int) -> None:
         out = module(*(x[:, indices_of(group.rank(), 2, x.shape[1], None, False)] for x in (q, k, v)))
         return cast(Tensor, out.detach().unflatten(-1, (HEADS, DIM)))
 
-    with LocalWorld(2) as world:
-        out = torch.cat(world.run(one_rank), 1)[:, torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]).argsort()]
+    out = torch.cat(run_ranks(2, one_rank), 1)[:, torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]).argsort()]
     seen = torch.ones(8, 16, dtype=torch.bool).tril(diagonal)
     theirs, truth = (
         pytorch(*(x.to(t) for x in (q, k, v, out)), visible=seen).out for t in (torch.float32, torch.float64)
@@ -244,19 +211,16 @@ def test_more_keys_than_queries(mask_type: str, diagonal: int) -> None:
 
 
 def test_dropout_in_training_alone() -> None:
-    shards = [x.detach() for x in heads(24)]
+    whole = inputs(24, (HEADS, GROUPS), batch=1)
     module = DotProductAttention(HEADS, DIM, GROUPS, 0.3, qkv_format="bshd")
     torch.manual_seed(3)
     seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
     torch.manual_seed(3)
     options: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": seed}
-    for found, made in ((module(*shards), options), (module.eval()(*shards), {})):
-        q, k, v = shards
-        positions = torch.arange(24)
-        modified = Modified.of((1, HEADS, 24, 24), positions, positions, made)  # type: ignore[arg-type]
-        theirs = pytorch(q, k, v, torch.zeros_like(q), visible=torch.ones(24, 24).tril().bool(), modified=modified)
-        truth = exact(q, k, v, torch.zeros_like(q), causal=True, **made)
-        assert_as_exact_as_pytorch("out", found.detach().unflatten(-1, (HEADS, DIM)), theirs.out, truth.out)
+    for training, call in ((True, options), (False, {})):
+        out = module.train(training)(*(whole[name] for name in "qkv")).unflatten(-1, (HEADS, DIM))
+        right = expected(Case(Layout.contiguous(24, 1), whole, {"causal": True} | call, through_lse=False))
+        compare(right, Results(out, None, None, None, None))  # type: ignore[arg-type]
 
 
 def without_a_group(rank: int) -> tuple[Tensor, Tensor]:
@@ -296,6 +260,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"num_splits": 4}, "num_splits"),
     ({}, {"score_mod": max}, "score_mod"),
     ({}, {"thd_attention_policies": [{}]}, "thd_attention_policies"),
+    ({}, {"thd_attention_policy_dispatch": "grouped"}, "thd_attention_policy_dispatch"),
     ({}, {"qkv_layer": torch.ones(1, 8, 3, HEADS, DIM)}, "qkv_layer"),
     ({}, {"qkv_interleave_dim": 1}, "qkv_interleave_dim"),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import masking_utils as masking
 
-from ringattn import Layout, LocalWorld, ring_attention, unshard
+from ringattn import Layout, ring_attention, unshard
 from ringattn.integrations import transformers as integration
 from ringattn.integrations.transformers import register, shard_batch, sharded
 
 from ..support import forked
 from ..support.hf_models import CONFIGS, DOCUMENTS, SIZES, TOKENS, Result, check, ids_of, model_of
-from ..support.ring_cases import LAYOUTS
+from ..support.nightly import rest_nightly
+from ..support.ring_cases import LAYOUTS, run_ranks
 
 WORLD = 4
 
@@ -40,8 +41,7 @@ def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None,
 
     for model in models:
         (prepare or (lambda model: None))(model)
-    with LocalWorld(WORLD) as world:
-        logits, losses = zip(*world.run(step), strict=True)
+    logits, losses = zip(*run_ranks(WORLD, step), strict=True)
     ranks = [dict(model.named_parameters()) for model in models]
     grads = {key: torch.stack([rank[key].grad.double() for rank in ranks]).sum(0).float() for key in ranks[0]}
     return Result(layout.unshard(logits), torch.stack(losses).sum(), grads)
@@ -50,14 +50,7 @@ def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None,
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     ("layout", "packed"),
-    [
-        ("zigzag", False),
-        ("uneven", True),
-        pytest.param("zigzag", True, marks=pytest.mark.nightly),
-        pytest.param("uneven", False, marks=pytest.mark.nightly),
-        pytest.param("striped", False, marks=pytest.mark.nightly),
-        pytest.param("striped", True, marks=pytest.mark.nightly),
-    ],
+    rest_nightly(product(("zigzag", "striped", "uneven"), (False, True)), ("zigzag", False), ("uneven", True)),
 )
 def test_model(name: str, layout: str, packed: bool) -> None:
     cu_seqlens = DOCUMENTS if packed else None
@@ -184,8 +177,7 @@ def test_a_mask_shows_what_the_dense_one_does(create: str, packed: bool) -> None
             out, _ = integration.attend(torch.nn.Module(), zeros, zeros, v, mine, position_ids=here)
         return out
 
-    with LocalWorld(WORLD) as world:
-        assert (layout.unshard(world.run(rows))[0, :, 0] > 0).equal(dense)
+    assert (layout.unshard(run_ranks(WORLD, rows))[0, :, 0] > 0).equal(dense)
 
 
 def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: str = "llama", **given: Any) -> None:
@@ -196,8 +188,7 @@ def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: 
         with sharded(layout, group):
             model(**{"input_ids": ids_of()[:, :20]} | given)
 
-    with LocalWorld(2) as world:
-        world.run(forward)
+    run_ranks(2, forward)
 
 
 def attention_without_a_mask(config: Any) -> None:
@@ -209,8 +200,7 @@ def attention_without_a_mask(config: Any) -> None:
         with sharded("contiguous", group):
             integration.attend(module, patches, patches, patches, None, is_causal=False)
 
-    with LocalWorld(2) as world:
-        world.run(call)
+    run_ranks(2, call)
 
 
 def masked_on_two_ranks(config: Any) -> None:
@@ -218,8 +208,7 @@ def masked_on_two_ranks(config: Any) -> None:
         with sharded("contiguous", group):
             mask(config=config)
 
-    with LocalWorld(2) as world:
-        world.run(make)
+    run_ranks(2, make)
 
 
 def llama(**given: Any) -> None:
@@ -278,6 +267,10 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "two windows": (
         NotImplementedError, "two of .*window_size",
         lambda: mask(create="window", and_mask_function=masking.sliding_window_overlay(3)),
+    ),
+    "mask argument": (
+        NotImplementedError, "'sinks'.* of a mask",
+        lambda: integration.mask_of(q_length=1, kv_length=1, mask_function=masking.causal_mask_function, sinks=4),
     ),
     "balance of experts": (
         NotImplementedError, "output_router_logits", lambda: on_two_ranks(name="gpt-oss", output_router_logits=True)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn import Layout, ring_attention
 from ringattn.comm import LocalGroup
 
 from ..support.mask_cases import Case, begin, compare, expected, together
 from ..support.pairwise import pairwise_cases
-from ..support.ring_cases import LAYOUTS, inputs
+from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -41,22 +41,18 @@ def later(layout: Layout, by: int) -> Layout:
 def test_masks_where_lengths_differ(align: str, name: str, lengths: tuple[int, int], how: str) -> None:
     world, *kinds, named = HOW[how]
     layouts = [LAYOUTS[kind](length, world) for kind, length in zip(kinds, lengths, strict=True)]
-    given: dict[str, Any] = dict(zip(("layout", "kv_layout"), kinds if named else layouts, strict=True))
+    own: dict[str, Any] = dict(zip(("layout", "kv_layout"), kinds if named else layouts, strict=True))
     if how in ("alone", "one name", "mesh"):
-        given["kv_layout"] = None
+        own["kv_layout"] = None
     more = lengths[1] - lengths[0] if align == "bottom-right" else 0
     at = later(layouts[0], max(more, 0)), later(layouts[1], max(-more, 0))
     case = Case(at[0], inputs(max(lengths)), MASKS[name], kv_layout=at[1])
 
     def rank(group: LocalGroup) -> list[Any]:
-        if how == "mesh":
-            mesh = group.mesh(1, 2)
-            return begin(case, group.rank(), group=mesh, align=align, change=lambda said: said.update(given)).finish()
-        with Ring(group) as ring:
-            return begin(case, group.rank(), ring=ring, align=align, change=lambda said: said.update(given)).finish()
+        where = group.mesh(1, 2) if how == "mesh" else group
+        return begin(case, group.rank(), group=where, align=align, change=lambda call: call.update(own)).finish()
 
-    with LocalWorld(world) as ranks:
-        compare(expected(case), *together(case, ranks.run(rank)))
+    compare(expected(case), *together(case, run_ranks(world, rank)))
 
 
 def test_the_last_query_sees_all_keys() -> None:

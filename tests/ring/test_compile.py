@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, ring_attention
 from ringattn.comm import GroupLike
 from ringattn.kernels import KernelConfig, Tile
-from ringattn.ring import BlockMask, bigbird, longformer, loop
+from ringattn.ring import BlockMask, bigbird, longformer
 from ringattn.ring.args import AttentionArgs
 from ringattn.ring.ops import pack_args
 
@@ -43,8 +43,16 @@ def block(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
     return result
 
 
-def inputs(rows: int = ROWS) -> list[Tensor]:
-    return [torch.randn(1, rows, heads, 16, requires_grad=True) for heads in (HEADS, 2, 2)]
+def inputs(rows: int = ROWS, batch: int = 1) -> list[Tensor]:
+    """q, k and v; of several batch rows k as ``[B, H, S, D]`` is stored."""
+    q, k, v = (torch.randn(batch, rows, heads, 16) for heads in (HEADS, 2, 2))
+    k = k.transpose(1, 2).contiguous().transpose(1, 2) if batch > 1 else k
+    return [x.requires_grad_() for x in (q, k, v)]
+
+
+def inputs_of(call: dict[str, Any], rows: int = ROWS) -> list[Tensor]:
+    """With the batch rows that a call speaks of."""
+    return inputs(rows, len(call.get("leftpad_k", "1")))
 
 
 def run(function: Callable[..., Tensor], tensors: list[Tensor], **call: Any) -> list[Tensor]:
@@ -66,6 +74,13 @@ def packed_call(*, ring: Ring | None = None, group: GroupLike = None, **call: An
 
 def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def hiding(number: int) -> dict[str, Any]:
+    """Batch rows that see different keys."""
+    is_key = torch.rand(3, ROWS, generator=torch.Generator().manual_seed(number)) < 0.6
+    documents = [[0, ROWS], [0, 9, ROWS], [0, ROWS]]
+    return {"key_mask": is_key, "leftpad_k": [number, 3, ROWS], "seqused_k": [ROWS, 20, 4], "cu_seqlens": documents}
 
 
 DOCUMENTS = [0, 7, 30, ROWS]
@@ -91,13 +106,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "blocks as a tensor": {"block_mask": torch.eye(4, dtype=torch.bool)},
     "blocks of one size": {"block_mask": BlockMask(torch.ones(2, 2, dtype=torch.bool).tril(), 48)},
     "longformer": {"block_mask": longformer(8, [(0, 3), (20, 24)])},
+    "batch rows, dropout": hiding(1) | {"causal": True, "dropout_p": 0.3, "dropout_seed": 5},
     "triton": {"backend": "triton", "config": TILES, "causal": True},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_equals_eager_bitwise(name: str) -> None:
-    tensors = inputs()
+    tensors = inputs_of(CALLS[name])
     assert_same(run(compiled(), tensors, **CALLS[name]), run(block, tensors, **CALLS[name]))
 
 
@@ -133,6 +149,7 @@ def documents_of(rows: int, number: int) -> dict[str, Any]:
 GRAPHS: dict[str, Callable[[int], tuple[int, dict[str, Any]]]] = {
     "lengths": lambda number: (16 + 8 * number, {"causal": True, "layout": "zigzag"}),
     "layouts and documents": lambda number: (40 + 8 * number, documents_of(40 + 8 * number, number)),
+    "batch rows": lambda number: (ROWS, hiding(number)),
     "rings and seeds": lambda number: (ROWS, {"ring": RINGS[number], "dropout_p": 0.5, "dropout_seed": 7 * number + 1}),
 }
 
@@ -143,7 +160,7 @@ def test_no_new_graph(name: str) -> None:
     function = compiled(backend=counter)
     for number in range(4):
         rows, call = GRAPHS[name](number)
-        tensors = inputs(rows)
+        tensors = inputs_of(call, rows)
         assert_same(run(function, tensors, **call), run(block, tensors, **call))
     assert counter.frame_count <= MOST
 
@@ -226,20 +243,14 @@ def test_checkpointing_repeats_what_dropout_dropped() -> None:
         assert_same(result, results[0])
 
 
-def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", [{}, hiding(1)], ids=["plain", "batch rows"])
+def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object], call: dict[str, Any]) -> None:
     """What is around it runs twice, and the gradients are those without checkpointing."""
-    runs: list[str] = []
-    forward = loop.forward
-    whole, layout = inputs(), Layout.zigzag(ROWS, 2)
-
-    def counted(*args: Any) -> None:
-        runs.append("ring")
-        forward(*args)
-
-    monkeypatch.setattr(loop, "forward", counted)
+    layers: list[object] = []
+    whole, layout = inputs_of(call), Layout.zigzag(ROWS, 2)
 
     def layer(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
-        runs.append("layer")
+        layers.append(None)
         return block(q, k, v, causal=True, dropout_p=0.4, dropout_seed=3, **call).cos()
 
     def saving(*tensors: Tensor, **call: Any) -> Tensor:
@@ -247,16 +258,17 @@ def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPa
         out: Tensor = checkpoint(layer, *tensors, use_reentrant=False, context_fn=contexts, **call)
         return out
 
-    expected = in_world(layout, layer, whole)
-    runs.clear()
-    for got, want in zip(in_world(layout, saving, whole), expected, strict=True):
+    expected = in_world(layout, layer, whole, **call)
+    forward_rings.clear()
+    layers.clear()
+    for got, want in zip(in_world(layout, saving, whole, **call), expected, strict=True):
         assert_same(got, want)
-    assert (runs.count("ring"), runs.count("layer")) == (2, 4)
+    assert (len(forward_rings), len(layers)) == (2, 4)
 
 
-@pytest.mark.parametrize("name", ["layout, documents", "ring, prefix, sink", "blocks, dropout"])
+@pytest.mark.parametrize("name", ["layout, documents", "ring, prefix, sink", "blocks, dropout", "batch rows, dropout"])
 def test_opcheck(name: str) -> None:
-    q, k, v = inputs()
+    q, k, v = inputs_of(CALLS[name])
     packed = packed_call(**{argument: value for argument, value in CALLS[name].items() if argument != "return_lse"})
     op = torch.ops.ringattn.ring_attention.default
     torch.library.opcheck(op, (q, k, v, *packed), test_utils=(*NO_BACKWARD, "test_aot_dispatch_dynamic"))

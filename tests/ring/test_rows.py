@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ringattn import Layout, LocalWorld, checkpoint_policy, ring_attention
-from ringattn.comm import LocalGroup
-from ringattn.ring import BlockMask, longformer, loop
+from ringattn import Layout, ring_attention
+from ringattn.ring import BlockMask, longformer
 from ringattn.ring.args import AttentionArgs, Layouts, by_row
 
-from ..support.baselines import Modified, Results, pytorch_with_sink
-from ..support.kernel_cases import Inputs, magnitudes
-from ..support.mask_cases import Case, compare, expected, run
+from ..support.baselines import Results
+from ..support.mask_cases import Case, check, compare, expected, run
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, inputs
-from ..support.tolerance import assert_as_exact_as_pytorch
 
 TOKENS, BATCH = 36, 3
 SINK = torch.tensor([0.5, -1.0, 2.0, -torch.inf])
@@ -52,52 +44,6 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def seen(call: dict[str, Any]) -> Tensor:
-    """Which query sees which key, row by row, as each argument is told: bool ``[B, S, S]``."""
-    q, k = AT[:, None], AT[None, :]
-    made = torch.ones(BATCH, TOKENS, TOKENS, dtype=torch.bool)
-    if call.get("causal"):
-        made &= k <= q
-    left, right = (TOKENS if side in (None, -1) else side for side in call.get("window_size", (-1, -1)))
-    made &= (k >= q - left) & (k <= q + right)
-    boundaries = call.get("cu_seqlens", [0, TOKENS])
-    by_row = boundaries if isinstance(boundaries[0], (list, Tensor)) else [boundaries] * BATCH
-    for row, own in enumerate(by_row):
-        number = (torch.tensor([*own])[:, None] <= AT).sum(0)
-        made[row] &= number[:, None] == number[None, :]
-        made[row] &= k >= int(call.get("leftpad_k", [0] * BATCH)[row])
-        made[row] &= k < int(call.get("seqused_k", [TOKENS] * BATCH)[row])
-        made[row] &= call.get("key_mask", torch.ones(BATCH, TOKENS, dtype=torch.bool))[row]
-    return made
-
-
-def check(case: Case) -> None:
-    """Out, lse and the gradients of all ranks against PyTorch in float64, whose mask is dense."""
-    ours, dsink = run(case)
-    x = Inputs(*(case.whole[name] for name in ("q", "k", "v", "dout", "dlse")))
-    visible, scale = seen(case.call), case.call.get("softmax_scale")
-    modified = Modified.of((BATCH, 4, TOKENS, TOKENS), AT, AT, case.call)  # type: ignore[arg-type]
-    more: dict[str, Any] = {"visible": visible, "softmax_scale": scale, "modified": modified}
-    (truth, right), (theirs, their) = (
-        pytorch_with_sink(
-            x.q.to(dtype),
-            x.k.to(dtype),
-            x.v.to(dtype),
-            x.dout.to(dtype),
-            x.dlse.to(dtype),
-            None if case.sink is None else case.sink.to(dtype),
-            **more,
-        )
-        for dtype in (torch.float64, torch.float32)
-    )
-    sizes = magnitudes(x, truth, visible, scale, few_keys=True, modified=modified)
-    for name, *results in zip(Results._fields, ours, theirs, truth, strict=True):
-        assert_as_exact_as_pytorch(name, *results, magnitude=sizes.get(name))
-    if case.sink is not None:
-        assert dsink is not None and their is not None and right is not None
-        assert_as_exact_as_pytorch("dsink", dsink, their, right)
-
-
 @pytest.mark.parametrize(
     ("hiding", "mask", "layout", "world", "sink"), pairwise_cases(HIDING, MASKS, LAYOUTS, [1, 2, 3], [False, True])
 )
@@ -122,13 +68,8 @@ def test_rows_of_their_own_over_a_mesh(hiding: str, mesh: tuple[int, int]) -> No
     ],
 )
 def test_strides_and_rings(hiding: str, more: dict[str, Any]) -> None:
-    case = Case(Layout.striped(TOKENS, 3), inputs(TOKENS, batch=BATCH), HIDING[hiding] | {"causal": True})
-    plain, _ = run(case)
-    case.whole["dlse"] *= more.get("through_lse", True)
-    expected, _ = run(case)
-    case = Case(case.layout, case.whole, case.call, **more)
-    for mine, other in zip(run(case)[0], expected if "through_lse" in more else plain, strict=True):
-        torch.testing.assert_close(mine if mine is not None else other, other)
+    call = HIDING[hiding] | {"causal": True}
+    check(Case(Layout.striped(TOKENS, 3), inputs(TOKENS, batch=BATCH), call, **more))
 
 
 def test_ranks_without_queries_and_without_keys() -> None:
@@ -204,57 +145,6 @@ def test_what_all_rows_share_is_the_call_as_before(rows: dict[str, Any], plain: 
     assert torch.equal(ours, expected)
     layout = Layout.contiguous(TOKENS, 1)
     assert by_row(AttentionArgs(**rows), Layouts(layout, layout), BATCH)[1] is None
-
-
-def attend(*tensors: Tensor, **call: Any) -> Tensor:
-    out: Tensor = ring_attention(*(x * 2 for x in tensors), causal=True, dropout_p=0.3, dropout_seed=5, **call)
-    return out.sin()
-
-
-def gradients(function: Callable[..., Tensor], tensors: list[Tensor], **call: Any) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    out = function(*leaves, **call)
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
-
-
-def test_in_a_graph() -> None:
-    """To the bit; no new graph for other boundaries and masks, but the one that any numbers are for."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled: Any = torch.compile(attend, fullgraph=True, backend=counter)
-    tensors = [inputs(TOKENS, batch=BATCH)[name] for name in "qkv"]
-    tensors[1] = tensors[1].transpose(1, 2).contiguous().transpose(1, 2)
-    for hiding in (HIDING["all"], *(HIDING["all"] | {"key_mask": ~HOLES, "leftpad_k": [1, 2, end]} for end in (3, 4))):
-        got, expected = (gradients(one, tensors, **hiding) for one in (compiled, attend))
-        assert all(map(torch.equal, got, expected))
-    assert counter.frame_count <= 2
-
-
-def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[int] = []
-    forward, layout = loop.forward, Layout.zigzag(TOKENS, 2)
-    whole = [inputs(TOKENS, batch=BATCH)[name] for name in "qkv"]
-
-    def counted(*given: Any) -> None:
-        runs.append(1)
-        forward(*given)
-
-    monkeypatch.setattr(loop, "forward", counted)
-
-    def saving(*tensors: Tensor, **call: Any) -> Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
-        out: Tensor = checkpoint(attend, *tensors, use_reentrant=False, context_fn=contexts, **call)
-        return out
-
-    def rank(group: LocalGroup) -> None:
-        own = [layout.shard(x, group.rank()) for x in whole]
-        call = HIDING["all"] | {"layout": layout, "group": group}
-        expected = gradients(attend, own, **call)
-        assert all(map(torch.equal, gradients(saving, own, **call), expected))
-
-    with LocalWorld(2) as world:
-        world.run(rank)
-    assert len(runs) == 4
 
 
 ROWS: dict[str, Any] = {"key_mask": HOLES}

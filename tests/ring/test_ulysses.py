@@ -15,13 +15,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, positions, ring_attention, shard, unshard
 from ringattn.comm import LocalGroup
 from ringattn.comm.transports.local import LocalMesh
-from ringattn.ring import loop
 from ringattn.ring.mesh import joined, rings_of, shared, spans_of
 from ringattn.ring.schedule.mask import BlockMask
 
 from ..support.mask_cases import Case, check, in_blocks
 from ..support.pairwise import pairwise_cases
-from ..support.ring_cases import LAYOUTS, inputs
+from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -93,8 +92,7 @@ def test_boundaries_that_are_read_once() -> None:
         once = attend(mesh, *leaves, **given)
         return torch.equal(once, attend(mesh, *leaves, cu_seqlens=documents, seqused_k=[17]))
 
-    with LocalWorld(4) as world:
-        assert all(world.run(of_rank))
+    assert all(run_ranks(4, of_rank))
 
 
 @pytest.mark.parametrize("grads", ["q", "kv", "s"])
@@ -141,8 +139,7 @@ def test_shard_and_unshard(layout: Layout, grad: str) -> None:
             x.grad, weight * torch.zeros_like(whole).index_copy_(1, at, whole[:, at])
         )
 
-    with LocalWorld(6) as world:
-        world.run(of_rank)
+    run_ranks(6, of_rank)
 
 
 def qkv(group: LocalGroup, heads: int = 4, kv_heads: int = 4) -> list[Tensor]:
@@ -156,15 +153,7 @@ def attend(mesh: LocalMesh, *tensors: Tensor, **call: Any) -> Tensor:
     return out
 
 
-def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[int] = []
-    forward = loop.forward
-
-    def counted(*given: Any) -> None:
-        runs.append(1)
-        forward(*given)
-
-    monkeypatch.setattr(loop, "forward", counted)
+def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object]) -> None:
     contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
 
     def of_rank(group: LocalGroup) -> None:
@@ -179,15 +168,13 @@ def test_selective_checkpointing_runs_the_ring_once(monkeypatch: pytest.MonkeyPa
             out: Any = checkpoint(layer, *leaves, use_reentrant=False, **context)
             assert all(map(torch.equal, plain, torch.autograd.grad(out.sum(), leaves)))
 
-    with LocalWorld(4) as world:
-        world.run(of_rank)
-    assert len(runs) == 4 * (1 + 1 + 2)
+    run_ranks(4, of_rank)
+    assert len(forward_rings) == 4 * (1 + 1 + 2)
 
 
 def test_one_seed_for_all_ranks() -> None:
     """Drawn by the first rank of both dimensions, and counted by all its heads."""
-    with LocalWorld(6) as world:
-        seeds = world.run(lambda group: drawn(group.mesh(3, 2)))
+    seeds = run_ranks(6, lambda group: drawn(group.mesh(3, 2)))
     assert len({*seeds}) == 1
 
 
@@ -212,8 +199,7 @@ def test_a_ring_with_settings_of_its_own() -> None:
             attend(mesh, *leaves, ring=Ring(mesh.ring, chunks=3))
         return torch.equal(out, attend(mesh, *leaves))
 
-    with LocalWorld(4) as world:
-        assert all(world.run(of_rank))
+    assert all(run_ranks(4, of_rank))
 
 
 @pytest.mark.parametrize(
@@ -233,8 +219,7 @@ def test_other_groupings(heads: int, kv_heads: int, message: str) -> None:
             attend(mesh, *qkv(group, heads, kv_heads))
         attend(mesh, *qkv(group))
 
-    with LocalWorld(4) as world:
-        world.run(of_rank)
+    run_ranks(4, of_rank)
 
 
 @pytest.mark.parametrize(
@@ -256,34 +241,24 @@ def test_bad_arguments_of_one_rank(wrong: dict[str, Any], message: str) -> None:
             attend(mesh, *qkv(group), **(wrong if group.rank() == 3 else {}))
         attend(mesh, *qkv(group))
 
-    with LocalWorld(6) as world:
-        world.run(of_rank)
+    run_ranks(6, of_rank)
 
 
-@pytest.mark.parametrize("field", ["causal", "return_lse", "dropout_seed"])
+@pytest.mark.parametrize("field", ["causal", "return_lse", "dropout_seed", "gradient"])
 def test_ranks_that_disagree(field: str) -> None:
     """Rank 3's row says who has what; the others, that this row refused."""
 
     def of_rank(group: LocalGroup) -> None:
         call: dict[str, Any] = {"causal": False, "return_lse": False, "dropout_seed": 5, "dropout_p": 0.5}
-        different = call | {field: 6 if field == "dropout_seed" else True}
+        call["learnable_sink"], leaves = torch.zeros(4).requires_grad_(), qkv(group)
+        if group.rank() == 3 and field == "gradient":
+            leaves = [x.detach() for x in leaves]
+        elif group.rank() == 3:
+            call[field] = 6 if field == "dropout_seed" else True
         with pytest.raises(ValueError, match=f"{field} differs between ranks"):
-            ring_attention(
-                *qkv(group), layout="zigzag", group=group.mesh(3, 2), **(different if group.rank() == 3 else call)
-            )
+            attend(group.mesh(3, 2), *leaves, **call)
 
-    with LocalWorld(6) as world:
-        world.run(of_rank)
-
-
-def test_gradients_on_some_ranks() -> None:
-    def of_rank(group: LocalGroup) -> None:
-        leaves = [x.detach() for x in qkv(group)] if group.rank() == 1 else qkv(group)
-        with pytest.raises(ValueError, match="gradient differs between ranks"):
-            attend(group.mesh(2, 2), *leaves, learnable_sink=torch.zeros(4).requires_grad_())
-
-    with LocalWorld(4) as world:
-        world.run(of_rank)
+    run_ranks(6, of_rank)
 
 
 def test_a_rank_that_fails_in_the_ring() -> None:
@@ -336,8 +311,7 @@ def test_no_second_derivative() -> None:
         with pytest.raises(RuntimeError, match="no second derivative"):
             dq.sum().backward()  # type: ignore[no-untyped-call]
 
-    with LocalWorld(4) as world:
-        world.run(of_rank)
+    run_ranks(4, of_rank)
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
@@ -356,5 +330,4 @@ def test_a_graph_ends_before_the_call(fullgraph: bool) -> None:
         with pytest.raises(Unsupported, match=r"mesh of two dimensions under torch\.compile"):
             made(*tensors)
 
-    with LocalWorld(1) as world:
-        world.run(of_rank)
+    run_ranks(1, of_rank)

@@ -89,6 +89,8 @@ def said(call: dict[str, Any]) -> Options:
     pattern = call.get("block_mask")
     if "window_size" in options:
         options["window_size"] = tuple(-1 if side is None else side for side in options["window_size"])
+    if isinstance(options.get("cu_seqlens"), Tensor):
+        options["cu_seqlens"] = options["cu_seqlens"].tolist()
     if isinstance(pattern, Longformer):
         options |= {"window_size": pattern.window, "global_tokens": pattern.global_tokens}
     if isinstance(pattern, BlockMask):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
-from ringattn.comm import GroupLike
+from ringattn.comm import GroupLike, LocalGroup
 
 from .baselines import Results, exact, operator_lse, pytorch
 from .tolerance import assert_as_exact_as_pytorch
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 SPANS = Layout(
     [[(1, 9, 3), (40, 5)], [(0, 9, 3), (27, 13)], [(2, 9, 3), (45, 22)]]
@@ -39,6 +40,12 @@ def inputs(
     shapes = {"q": (heads[0], dims[0]), "k": (heads[1], dims[0]), "v": (heads[1], dims[1]), "dout": (heads[0], dims[1])}
     whole = {name: torch.randn(batch, tokens, *shape).to(dtype) for name, shape in shapes.items()}
     return whole | {"dlse": torch.randn(batch, heads[0], tokens)}
+
+
+def run_ranks(world: int, function: Callable[[LocalGroup], T]) -> list[T]:
+    """What a function returns on each of so many virtual ranks."""
+    with LocalWorld(world) as ranks:
+        return ranks.run(function)
 
 
 def run_ring(
