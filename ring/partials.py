@@ -21,8 +21,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         lses: of each set ``[B, H, S]``, natural logarithm; -inf where a row sees none of its keys.
 
     Returns:
-        ``out [B, S, H, D]`` in the dtype of ``outs`` and ``lse [B, H, S]`` in that of the computation. A row that sees no key of
-        any set has ``out = 0`` and ``lse = -inf``, and gradients of 0.
+        ``out [B, S, H, D]`` in the dtype of ``outs`` and ``lse [B, H, S]`` in that of the computation. A row
+        that sees no key of any set has ``out = 0`` and ``lse = -inf``, and gradients of 0.
 
     Raises:
         ValueError: none is given, or numbers, shapes, dtypes or devices do not fit each other.
