@@ -212,6 +212,8 @@ def gradients(job: Job, runs: Runs) -> Iterator[dict[str, Any]]:
 
 def spent(name: str, job: Job, run: Run) -> str:
     """Speed and memory of a run, in a line."""
+    if not run.seconds:
+        return f"{name}: no step was left to do ({run.where})"
     peaks = dict.fromkeys(human(peak, "B") for peak in (min(run.peaks), max(run.peaks)))
     per_second = f"{job.batch * job.seqlen / run.step_seconds:,.0f}"
     return f"{name}: {per_second} tokens/s, {run.step_seconds:.3f} s per step, peak {' to '.join(peaks)} ({run.where})"

@@ -22,7 +22,9 @@ __all__ = ["layout_of", "ring_sdpa"]
 OUTSIDE = "call it outside the `with` where attention to this rank's tokens alone is meant"
 OTHER_ATTENTION: dict[str, str] = {
     "flex_attention": "call ringattn.ring_attention for windows, documents and block masks",
-    "varlen_attn": "call ringattn.ring_attention with cu_seqlens",
+    "_varlen_attn": "call ringattn.ring_attention with cu_seqlens",  # the ops of torch.nn.attention.varlen
+    "_varlen_attn_out": "call ringattn.ring_attention with cu_seqlens",
+    "scaled_dot_product_attention": "call the function of torch.nn.functional",  # the op of torch.ops.aten
     "_native_multi_head_attention": "call scaled_dot_product_attention",
     "_transformer_encoder_layer_fwd": "call scaled_dot_product_attention",
 }

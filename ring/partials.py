@@ -21,8 +21,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         lses: of each set ``[B, H, S]``, natural logarithm; -inf where a row sees none of its keys.
 
     Returns:
-        ``out [B, S, H, D]`` in the dtype of ``outs`` and ``lse [B, H, S]``, fp32. A row that sees no key of any set has
-        ``out = 0`` and ``lse = -inf``, and gradients of 0.
+        ``out [B, S, H, D]`` in the dtype of ``outs`` and ``lse [B, H, S]`` in that of the computation. A row
+        that sees no key of any set has ``out = 0`` and ``lse = -inf``, and gradients of 0.
 
     Raises:
         ValueError: none is given, or numbers, shapes, dtypes or devices do not fit each other.
@@ -42,6 +42,9 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
 
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (list, tuple)):
+            raise ValueError(f"{name} is {type(parts).__name__}: it must be a list of tensors, one of each set")
     if not outs or len(outs) != len(lses):
         raise ValueError(f"outs has {len(outs)} tensors, lses has {len(lses)}: they must be as many, and at least one")
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringattn.examples import demo
-from ringattn.examples.compare import Kept, alone, pytorch_attention
+from ringattn.examples.compare import Kept, alone, pytorch_attention, spent
 from ringattn.examples.demo import Job
 from ringattn.examples.model import Decoder
 from ringattn.examples.train import Run, as_virtual_ranks, on_mesh
@@ -87,6 +87,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     assert resumed.losses == whole.losses and len(resumed.seconds) == 3
     again = as_virtual_ranks(replace(job, steps=6), demo.text(), 1)  # nothing is left to do
     assert again.losses == whole.losses and again.seconds == []
+    assert spent("sharded", job, again).startswith("sharded: no step was left to do")
     with pytest.raises(ValueError, match=r'"layers": 2.*, this is .*"layers": 1.*: name another folder'):
         as_virtual_ranks(replace(job, layers=1), demo.text(), 1)
 

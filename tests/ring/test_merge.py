@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,8 @@ def test_in_a_graph() -> None:
 @pytest.mark.parametrize(
     ("outs", "lses", "message"),
     [
+        (torch.zeros(2, 1, 3, 2, 4), torch.zeros(2, 1, 2, 3), "outs is Tensor: it must be a list"),
+        ([torch.zeros(1, 3, 2, 4)], None, "lses is NoneType: it must be a list"),
         ([], [], "outs has 0 tensors, lses has 0: they must be as many"),
         ([torch.zeros(1, 3, 2, 4)], [], "outs has 1 tensors, lses has 0"),
         ([5], [torch.zeros(1, 2, 3)], r"outs\[0\] is <class 'int'>: it must be a torch.Tensor"),
@@ -82,7 +85,7 @@ def test_in_a_graph() -> None:
         ),
     ],
 )
-def test_refusals(outs: list[Tensor], lses: list[Tensor], message: str) -> None:
+def test_refusals(outs: Any, lses: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         merge(outs, lses)
 
