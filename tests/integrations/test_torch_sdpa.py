@@ -222,6 +222,9 @@ def test_refused_load_balancers(balancer: Any, world: int, words: str) -> None:
         layout_of(balancer, world)
 
 
+ENDS = torch.tensor([0, 8])
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -230,7 +233,7 @@ def test_refused_load_balancers(balancer: Any, world: int, words: str) -> None:
         (lambda q: SDPA(q, q[:, :4], q[:, :4]), "key has 4 heads, query has 8.*enable_gqa"),
         (lambda q: SDPA(q, q[:, :, :4], q[:, :, :4]), "key has 4 tokens, query has 8.*kv_layout"),
         (lambda q: flex_attention(q, q, q), "flex_attention inside ring_sdpa"),
-        (lambda q: varlen_attn(q[0], q[0], q[0], *[torch.tensor([0, len(q[0])])] * 2, 8, 8), "varlen_attn inside ring"),
+        (lambda q: varlen_attn(q[0], q[0], q[0], ENDS, ENDS, 8, 8), "varlen_attn inside ring"),
         (lambda q: torch.ops.aten.scaled_dot_product_attention(q, q, q), "scaled_dot_product_attention inside ring"),
         (lambda q: nn.MultiheadAttention(32, 4)(q[0], q[0], q[0]), "need_weights is True.*need_weights=False"),
     ],

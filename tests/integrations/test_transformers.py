@@ -92,10 +92,10 @@ def test_learned_positions(kind: str) -> None:
 
     def forward(group: Any) -> Tensor:
         with sharded(layout, group):
-            return model(**shard_batch({"input_ids": ids_of()}, layout, group)).logits.detach()
+            logits: Tensor = model(**shard_batch({"input_ids": ids_of()}, layout, group)).logits.detach()
+            return logits
 
-    with LocalWorld(WORLD) as world, torch.no_grad():
-        torch.testing.assert_close(layout.unshard(world.run(forward)), expected)
+    torch.testing.assert_close(layout.unshard(run_ranks(WORLD, forward)), expected)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -224,8 +224,7 @@ def others_on_two_ranks(model: str, config: str, **options: Any) -> None:
         with sharded("contiguous", group):
             whole(**shard_batch({"input_ids": ids_of()[:, :20]}, "contiguous", group))
 
-    with LocalWorld(2) as world:
-        world.run(forward)
+    run_ranks(2, forward)
 
 
 def with_cache() -> None:
