@@ -93,7 +93,8 @@ def ring_attention(
         causal: the query at position p sees the keys at positions up to p.
         window_size: ``(left, right)``: it sees the keys at positions p - left to p + right, both included; -1 or
             None: no end on that side. With ``causal`` nothing after p, whatever ``right``.
-        softmax_scale: factor of ``q k^T`` before the exponential, 1e-30 to 1e30; default ``1 / sqrt(D)``.
+        softmax_scale: factor of ``q k^T`` before the exponential, 1e-30 to 1e30; default ``1 / sqrt(D)``. Scores far
+            above 1e4 leave no gradient that means something: the backward makes weights of ``score - lse`` anew.
         softcap: ``cap``, 1e-8 to 1e30: the scaled score s becomes ``cap * tanh(s / cap)``; 0 or None: it does not.
         learnable_sink: ``[H]``, one more logit per row that takes part in the softmax and has no value; it counts in
             ``lse``. Its gradient is this rank's part, to be reduced like any replicated parameter's.
