@@ -10,7 +10,22 @@ from pathlib import Path
 from mypy import api
 
 ROOT = Path(__file__).parents[2]
-GIVEN = "import torch\nfrom ringattn import ring_attention\n\nq = k = v = torch.empty(1, 8, 2, 16)\n"
+GIVEN = """from typing import Any
+
+import torch
+from ringattn import ring_attention
+from ringattn.integrations.transformers import register, shard_batch, sharded
+from transformers import AutoModelForCausalLM
+
+q = k = v = torch.empty(1, 8, 2, 16)
+accelerator: Any
+batch: Any
+group: Any
+model: Any
+name: Any
+tokens: Any
+"""
+"""What a block of a page may take for granted."""
 
 
 def main() -> int:
