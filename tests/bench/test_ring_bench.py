@@ -26,6 +26,8 @@ from ringattn.bench.ring.runs import RingConfig, best, crossovers, measure
 from ringattn.comm import LocalGroup, LocalWorld
 from ringattn.ring import Ring, ring_attention
 
+from ..support.nightly import rest_nightly
+
 pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
@@ -173,7 +175,7 @@ def test_last_notes() -> None:
 
 
 @pytest.mark.usefixtures("rank_zero")
-@pytest.mark.parametrize("name", [BASELINE, LUCIDRAINS])
+@pytest.mark.parametrize("name", rest_nightly([BASELINE, LUCIDRAINS], BASELINE))
 def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that returns a wrong dk, on rank 0 of one rank; who holds the same tokens holds the same memory."""
     problem, positions = AttentionConfig(16, 1, heads=2, kv_heads=2, head_dim=8), torch.randperm(16).sort().values

@@ -31,6 +31,7 @@ from ringattn.examples.model import rotate, rotation
 from ringattn.examples.train import Part, Run, Training, as_virtual_ranks
 
 from ..support.forked import results
+from ..support.nightly import rest_nightly
 
 TINY = Job(seqlen=203, steps=3, layers=1, heads=4, kv_heads=2, head_dim=8, lr=1e-2)  # 203: no world divides it
 FLAGS = [
@@ -52,7 +53,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
     ("world", "job"),
     [
         (3, replace(TINY, layout="striped", kv_heads=1, layers=2, dtype="bfloat16")),
-        (4, replace(TINY, layout="contiguous", kv_heads=4, dtype="float16")),
+        pytest.param(4, replace(TINY, layout="contiguous", kv_heads=4, dtype="float16"), marks=pytest.mark.nightly),
         (3, replace(TINY, seqlen=2, steps=1)),  # a rank without tokens
     ],
 )
@@ -141,7 +142,7 @@ def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
 # -- what is refused
 
 
-@pytest.mark.parametrize(("layers", "dims"), [(3, (4, 2, 32)), (1, (4, 4, 64))])
+@pytest.mark.parametrize(("layers", "dims"), rest_nightly([(3, (4, 2, 32)), (1, (4, 4, 64))], (3, (4, 2, 32))))
 def test_memory_is_what_was_counted(layers: int, dims: tuple[int, int, int], tmp_path: Path) -> None:
     """Of float64, which takes most; to a half: what PyTorch's operators take for a moment is not counted."""
     ((peak, counted),) = results(1, partial(peak_and_count, layers=layers, dims=dims, folder=tmp_path))

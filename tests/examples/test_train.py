@@ -56,7 +56,8 @@ def test_the_forward_ring_runs_once(forward_rings: list[object]) -> None:
 # -- one process and many
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_mesh_trains_as_one_process(dtype: str, tmp_path: Path) -> None:
     """Left to themselves, 2 rows of a batch on 2 rings of 2, weights in parts on all 4: every loss, and the gradients
     of the first step. (Adam takes no notice of a factor on all gradients: losses alone would not show one.)"""

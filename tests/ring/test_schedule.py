@@ -17,6 +17,7 @@ from ringattn.ring.schedule.mask import BlockMask, Mask
 from ringattn.ring.schedule.schedule import Schedule, schedule
 
 from ..support.layouts import NAMES, Window, layouts, masks, named, seen_shards
+from ..support.nightly import rest_nightly
 from ..support.planning import forget, planned
 from ..support.rendezvous import active_end, gathered, run_ranks
 
@@ -214,7 +215,7 @@ def check_bytes(plan: Schedule) -> None:
     assert all(type(count) is int for count in plan.bytes(3))
 
 
-@pytest.mark.parametrize(("causal", "direction"), [(False, 1), (True, 1), (True, -1)])
+@pytest.mark.parametrize(("causal", "direction"), rest_nightly([(False, 1), (True, 1), (True, -1)], (True, -1)))
 def test_every_small_ring(causal: bool, direction: int) -> None:
     for name in NAMES:
         for world in range(1, 9):
