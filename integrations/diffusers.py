@@ -96,7 +96,7 @@ def _attention(
             f"key has {key.shape[2]} heads, query has {query.shape[2]}: pass enable_gqa=True for grouped heads"
         )
     context = None if _parallel_config is None else _parallel_config.context_parallel_config
-    out, lse = ring_attention(
+    results = ring_attention(
         query,
         key,
         value,
@@ -109,9 +109,9 @@ def _attention(
         softcap=softcap,
         learnable_sink=learnable_sink,
         dropout_p=dropout_p,
-        return_lse=True,
+        return_lse=return_lse,  # over a mesh it is exchanged, too
     )
-    return (out, lse.transpose(1, 2)) if return_lse else out
+    return results if isinstance(results, torch.Tensor) else (results[0], results[1].transpose(1, 2))
 
 
 def _group(context: Any) -> GroupLike:
