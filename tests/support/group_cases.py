@@ -59,7 +59,7 @@ def a_throttled_link_takes_its_time(group: dist.ProcessGroup) -> None:
     started = time.monotonic()
     came = transport.post(sends=[Message(onward, torch.ones(100_000))], receives=[Message(back, first)])
     went = transport.post(sends=[Message(onward, first)], receives=[Message(back, second)], after=[came])
-    assert not came.done()
+    assert not came.done() or time.monotonic() - started >= 0.04
     came.wait()
     assert time.monotonic() - started >= 0.04
     went.wait()
@@ -154,7 +154,8 @@ def peers_feel_an_abort(group: dist.ProcessGroup) -> None:
 @group_case
 def a_warm_up_has_a_deadline(group: dist.ProcessGroup) -> None:
     """Rank 0 warms up, the others never come."""
-    transport = ProcessGroupTransport(group, CPU, timeout=0.2)
+    transport = ProcessGroupTransport(group, CPU)
+    transport._timeout = 0.2  # of the warm-up alone: ranks may open late
     if transport.rank == 0:
         with pytest.raises(TransportError, match=r"no answer from rank 1.* within 0\.4 s"):
             transport.warm_up([(0, 1), (1, 0)])
