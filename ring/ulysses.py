@@ -46,8 +46,8 @@ def heads_of(heads: int, kv_heads: int, ulysses: int) -> tuple[list[slice], list
     Raises:
         ValueError: the ranks would not all have as many.
     """
-    if not _fits(heads, kv_heads, ulysses):
-        fitting = [str(size) for size in range(1, heads + 1) if _fits(heads, kv_heads, size)]
+    if not heads_fit(heads, kv_heads, ulysses):
+        fitting = [str(size) for size in range(1, heads + 1) if heads_fit(heads, kv_heads, size)]
         raise ValueError(
             f"group has {ulysses} ranks in Ulysses' dimension, q has {heads} heads and k {kv_heads}: each takes "
             f"as many heads, at least one of both; with these heads it may have {', '.join(fitting)}"
@@ -58,7 +58,8 @@ def heads_of(heads: int, kv_heads: int, ulysses: int) -> tuple[list[slice], list
     return [slice(*pair) for pair in pairwise(edges)], [slice(start, start + few) for start in kv_edges[:-1]]
 
 
-def _fits(heads: int, kv_heads: int, ulysses: int) -> bool:
+def heads_fit(heads: int, kv_heads: int, ulysses: int) -> bool:
+    """Whether each of ``ulysses`` ranks can compute with as many heads, at least one of both."""
     return heads % ulysses == 0 and (kv_heads % ulysses == 0 or ulysses % kv_heads == 0)
 
 

@@ -8,7 +8,7 @@ element of the dtype, dK/dV accumulators are fp32. ``bench/README.md`` explains 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -22,7 +22,6 @@ from .timing import FLUSH_BYTES
 FP32, FP64 = 4, 8
 OURS, WHOLE, ALL_CORES = "ringattn", "one device", "one process on all cores"
 BASELINE, ALL_GATHER, ULYSSES, LUCIDRAINS = "baseline ring", "all-gather", "Ulysses", "ring-attention-pytorch"
-MIXED = f"{ULYSSES} x ring"
 BUCKET, SCORES_AT_ONCE = 1024, 6  # of ring-attention-pytorch: tokens, and tensors of one bucket's scores
 JUDGED_BLOCKS = 5  # tensors of a block's scores that float64 has at once, in its backward
 LETTERS, LOGITS_AT_ONCE = 256, 4  # of the decoder that `demo` trains, which reads bytes
@@ -48,7 +47,6 @@ def candidate_rows(e: int) -> dict[str, ElementBytes]:
         ALL_GATHER: ElementBytes(4 * e + FP32, 4 * e, 0, 2 * e + 3 * FP32),
         # everything once more by heads, gradients in fp32, and two tensors on their way
         ULYSSES: ElementBytes(9 * e + FP32, 6 * e + 2 * FP32),
-        MIXED: ElementBytes(9 * e + FP32, 6 * e + 2 * FP32),  # and the slots of its ring
         LUCIDRAINS: ElementBytes(4 * e + 2 * FP32, 4 * e + 8 * FP32),  # K/V that travel, fp32 results; and its scores
         WHOLE: ElementBytes(0, 0, 4 * e, 4 * e),
         ALL_CORES: ElementBytes(0, 0, 4 * e, 4 * e),
@@ -56,15 +54,18 @@ def candidate_rows(e: int) -> dict[str, ElementBytes]:
 
 
 def exchanged_name(degree: int, world: int) -> str:
-    """Of Ulysses by so many ranks, and a ring of such groups for the rest."""
-    return ULYSSES if degree == world else f"{ULYSSES} {degree} x ring {world // degree}"
+    """Of Ulysses by so many ranks, and a ring of such groups for the rest: the mesh that ``group=`` takes."""
+    return f"{ULYSSES} {degree} x ring {world // degree}"
+
+
+def degree_of(name: str) -> int | None:
+    """How many ranks exchange heads, of an ``exchanged_name``; None of any other."""
+    return int(name.split()[1]) if name.startswith(f"{ULYSSES} ") else None
 
 
 def kind_of(name: str) -> str:
-    """What a candidate is, whatever its layout or the ranks of its mesh."""
-    if name.startswith(f"{OURS} "):
-        return OURS
-    return MIXED if name.startswith(f"{ULYSSES} ") else name
+    """What a candidate is, whatever its layout."""
+    return OURS if name.startswith(f"{OURS} ") else name
 
 
 def elements(config: AttentionConfig) -> tuple[int, int]:
@@ -145,16 +146,27 @@ def ring_slots(config: AttentionConfig, form: RingForm = PLAIN_RING) -> int:
 
 def candidate_bytes(kind: str, config: AttentionConfig, form: RingForm = PLAIN_RING) -> int:
     """Of one rank, inputs and results with them, by the kind of a candidate; unknown ones as the baseline ring."""
+    if (degree := degree_of(kind)) is not None:
+        return mesh_bytes(config, degree, form)
     rows = candidate_rows(item(config))
     row, (q, k), n = rows.get(kind, rows[BASELINE]), elements(config), shard(config)
     found = n * (row.q * q + row.k * k) + config.seqlen * (row.all_q * q + row.all_k * k)
-    if kind in (OURS, MIXED):
+    if kind == OURS:
         found += ring_slots(config, form)
     if kind == LUCIDRAINS:
         found += SCORES_AT_ONCE * config.batch * config.heads * min(BUCKET, n) ** 2 * FP32
     if kind in (WHOLE, ALL_CORES):  # lse; on a GPU FlashAttention's backward adds dQ up in fp32
         found += config.seqlen * (config.batch * config.heads + (q if config.device != "cpu" else 0)) * FP32
     return found
+
+
+def mesh_bytes(config: AttentionConfig, degree: int, form: RingForm = PLAIN_RING) -> int:
+    """Of one rank of a mesh: Ulysses among ``degree`` ranks, with repeated key heads, and the slots of its ring."""
+    e, few = item(config), max(1, config.kv_heads // degree)
+    group = replace(config, world=config.world // degree, heads=config.heads // degree, kv_heads=few)
+    repeated = few * degree - config.kv_heads
+    by_heads = config.batch * repeated * config.head_dim * (2 * e + 2 * FP32)  # of Ulysses' row what is not 4e
+    return candidate_bytes(ULYSSES, config) + shard(config) * by_heads + ring_slots(group, form)
 
 
 def settings_bytes(config: AttentionConfig, slots: Sequence[int]) -> int:

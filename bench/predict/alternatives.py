@@ -10,8 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from ...ring.ulysses import heads_fit
 from ..common.flags import human
-from ..common.memory_table import ALL_GATHER, BASELINE, FP32, ULYSSES, candidate_bytes, exchanged_name, ring_slots
+from ..common.memory_table import (
+    ALL_GATHER,
+    BASELINE,
+    FP32,
+    candidate_bytes,
+    exchanged_name,
+    mesh_bytes,
+)
 from .baseline import HOST_ATTENTION, HOST_COLLECTIVE, baseline
 from .call import Call
 from .inputs import Inputs
@@ -75,14 +83,15 @@ def options(call: Call, inputs: Inputs) -> Iterator[Option]:
     yield BASELINE, candidate_bytes(BASELINE, config), partial(baseline, call, **given), "two buffers, merged by torch"
     note = f"every rank holds K and V of all {call.seqlen:,} tokens"
     yield "all-gather of K/V", candidate_bytes(ALL_GATHER, config), partial(gathered, call, inputs), note
-    # Ulysses over every number of ranks that divides the key heads, and a ring of such groups for the rest
-    for degree in range(2, call.kv_heads + 1):
-        if call.kv_heads % degree == 0 and call.world % degree == 0:
-            group = grouped(call, degree)
-            name = exchanged_name(degree, call.world)
-            needed = candidate_bytes(ULYSSES, config) + ring_slots(group.config, group.ring_form)
+    # Ulysses over every number of ranks that `ring_attention` takes, and a ring of such groups for the rest
+    for degree in range(2, call.heads + 1):
+        if call.world % degree == 0 and heads_fit(call.heads, call.kv_heads, degree):
+            name, group = exchanged_name(degree, call.world), grouped(call, degree)
+            needed = mesh_bytes(config, degree, group.ring_form)
             where = "" if call.per_node % degree == 0 else ", over nodes"
-            yield name, needed, partial(exchanged, call, degree, inputs), f"{degree} ranks exchange heads{where}"
+            repeated = f", key heads {degree // call.kv_heads} times" if degree > call.kv_heads else ""
+            note = f"{degree} ranks exchange heads{repeated}{where}"
+            yield name, needed, partial(exchanged, call, degree, inputs), note
 
 
 def gathered(call: Call, inputs: Inputs) -> list[Pass]:
@@ -125,7 +134,8 @@ def grouped(call: Call, degree: int) -> Call:
     ranks, inside = call.world // degree, call.per_node % degree == 0
     return replace(
         call, tokens=call.tokens * degree, world=ranks, nodes=call.nodes if inside else ranks,
-        heads=call.heads // degree, kv_heads=call.kv_heads // degree, chunks=1, slots=max(call.slots, LEAST_SLOTS),
+        heads=call.heads // degree, kv_heads=max(1, call.kv_heads // degree), chunks=1,
+        slots=max(call.slots, LEAST_SLOTS),
     )  # fmt: skip
 
 
@@ -142,21 +152,20 @@ def exchanged(call: Call, degree: int, inputs: Inputs, ring: Callable[..., tuple
         slow, links = inputs.perturbation.grouped(degree), inputs.links.beside(degree)
         passes = [*ring(group, inputs.speed, links, slow, phases=inputs.phases)]
     for number, one in enumerate(passes):
-        spent = exchange if one.phase == "forward" else 2 * exchange
-        worst = np.maximum(one.worst, spent)[()]
-        passes[number] = Pass(one.phase, one.seconds + spent, one.exposed + spent, worst)
+        worst = np.maximum(one.worst, exchange)[()]
+        passes[number] = Pass(one.phase, one.seconds + exchange, one.exposed + exchange, worst)
     return passes
 
 
 def exchange_seconds(call: Call, degree: int, inputs: Inputs) -> float:
-    """Of the two all-to-alls of a forward, q, k and v in one group of transfers and out; a backward has them twice.
+    """Of the two all-to-alls of a pass, each in one group of transfers: q, k and v, then out; dout, then dq, dk and dv.
 
-    Each tensor is arranged before and after.
+    Each tensor is arranged before and after. Fewer key heads than ranks are sent to several of them.
     """
     inside = call.per_node % degree == 0
     link = (inputs.links.inside if inside else inputs.links.far(call.per_node)).of_collectives
     total = 0.0
-    for heads in (call.heads + 2 * call.kv_heads, call.heads):
+    for heads in (call.heads + 2 * max(call.kv_heads, degree), call.heads):
         nbytes = call.batch * call.tokens * call.head_dim * call.itemsize * heads
         moved = link.latency + nbytes * (degree - 1) / degree / link.rate
         total += max(HOST_COLLECTIVE, moved + float(inputs.speed.moved(2 * ARRANGE * nbytes)))

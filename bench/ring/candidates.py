@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ...comm.groups import MESH_DIMS
+from ...comm.groups import MESH_DIMS, Group, resolve_mesh
+from ...comm.kept import kept_of
 from ...ring import Mask, Ring, ring_attention
 from ...ring.mesh import joined
 from ...ring.schedule.schedule import schedule
+from ...ring.ulysses import heads_of
 from ..common.attention import DTYPES, AttentionConfig, Tensors, forward_backward
 from ..common.launching import cores
 from ..common.memory_table import (
@@ -59,8 +61,9 @@ class Setting:
     problem: AttentionConfig
     layouts: tuple[str, ...]
     device: torch.device
-    ring: Callable[[], Ring]  # a new one, of the default group
+    ring: Callable[[Group | None], Ring]  # a new one, of the default group or of another
     shared: bool = False  # ranks share a GPU
+    slowed: bool = False  # the links of our rings
 
     def positions(self, layout: str) -> Tensor:
         """Of this rank."""
@@ -139,7 +142,7 @@ def all_cores(setting: Setting) -> Candidate:
 
 def ours(layout: str, setting: Setting) -> Candidate:
     """``ring_attention``, one shard per rank; sent is what the rank sends that sends most, by the schedule."""
-    problem, held, ring = setting.problem, setting.problem.named(layout), setting.ring()
+    problem, held, ring = setting.problem, setting.problem.named(layout), setting.ring(None)
     attend: Any = partial(ring_attention, layout=held, ring=ring, causal=problem.causal)
     plan = schedule(held, Mask(causal=problem.causal), direction=ring.direction, topology=ring.topology)
     kv, dkv = kv_bytes(problem)
@@ -191,8 +194,11 @@ def ulysses(setting: Setting) -> Candidate:
 
 
 def exchanged_bytes(problem: AttentionConfig, degree: int) -> int:
-    """Of q, k, v and out, then of dout, dq, dk and dv; a rank keeps its own part of each."""
-    kv, _ = kv_bytes(problem)
+    """Of q, k, v and out, then of dout, dq, dk and dv; a rank keeps its own part of each.
+
+    Of fewer key heads than ranks several have the same.
+    """
+    kv = kv_bytes(problem)[0] * max(problem.kv_heads, degree) // problem.kv_heads
     queries = problem.batch * problem.heads * problem.head_dim * DTYPES[problem.dtype].itemsize
     return problem.seqlen // problem.world * (degree - 1) * (4 * queries + 2 * kv) // degree
 
@@ -200,18 +206,20 @@ def exchanged_bytes(problem: AttentionConfig, degree: int) -> int:
 def ulysses_by_ring(degree: int, setting: Setting) -> Candidate:
     """``ring_attention`` over a mesh: heads for tokens among so many neighbours, and rings of the rest."""
     problem, layout = setting.problem, balanced(setting.problem)
-    for name, count in (("heads", problem.heads), ("kv_heads", problem.kv_heads)):
-        if count % degree:
-            raise Refused(f"{name} is {count}: {degree} ranks that exchange them need a multiple of {degree}")
-    if problem.transport != "auto":
-        raise Refused(f"its exchanges take the transport that auto takes, and --transport is {problem.transport}")
+    try:
+        _, kv_heads = heads_of(problem.heads, problem.kv_heads, degree)
+    except ValueError as error:
+        raise Refused(str(error)) from None
     name = exchanged_name(degree, problem.world)
     setting.require(name)
     mesh = init_device_mesh(setting.device.type, (problem.world // degree, degree), mesh_dim_names=MESH_DIMS)
+    for group in resolve_mesh(mesh) or ():
+        kept_of(group)[setting.device] = setting.ring(group)  # which calls with this mesh take
     held = problem.named(layout)
     attend: Any = partial(ring_attention, layout=held, group=mesh, causal=problem.causal)
     plan = schedule(joined(held, degree), Mask(causal=problem.causal))
-    kv, dkv = (nbytes // degree for nbytes in kv_bytes(problem))
+    few = kv_heads[0].stop - kv_heads[0].start
+    kv, dkv = (nbytes * few // problem.kv_heads for nbytes in kv_bytes(problem))
     moved = max(map(sum, zip(plan.bytes(kv), plan.bytes(kv, dkv), strict=True)))
     sent = exchanged_bytes(problem, degree) + moved
     return Candidate(name, setting.positions(layout), attend, problem.threads, sent=sent)
@@ -313,7 +321,7 @@ def makers(layouts: Sequence[str], worlds: Sequence[int]) -> dict[str, Maker]:
     mixed = {
         exchanged_name(degree, world): partial(ulysses_by_ring, degree)
         for world in worlds
-        for degree in range(2, world)
+        for degree in range(2, world + 1)
         if world % degree == 0
     }
     return {WHOLE: whole, ALL_CORES: all_cores, **rings, **BASELINES, **mixed, **PEERS}
@@ -331,6 +339,8 @@ def candidates(setting: Setting, by: Sequence[str] = ()) -> tuple[dict[str, Cand
     absent: dict[str, str] = {}
     for name, make in chosen(setting.layouts, by, [setting.problem.world]).items():
         try:
+            if setting.slowed and name in BASELINES | PEERS:
+                raise Refused("its transfers are not ours, and --bytes-per-second slows ours alone")
             able[name] = make(setting)
         except Refused as reason:
             absent[name] = str(reason)

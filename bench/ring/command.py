@@ -49,6 +49,9 @@ def ring(
         str | None, typer.Option(metavar="NAME,…", help="Only candidates whose name starts so, beside one device.")
     ] = None,
     transport: Annotated[str, typer.Option(help="Of our ring, as of Ring.")] = "auto",
+    bytes_per_second: Annotated[
+        Any, typer.Option(parser=flags.count, metavar="SIZE", help="Slows the links of our rings; on the CPU.")
+    ] = None,
     repeats: flags.Repeats = 5,
     threads: flags.Threads = None,
     device: flags.DeviceFlag = "",
@@ -65,6 +68,7 @@ def ring(
     from ..common.memory_table import kind_of
     from ..common.provenance import provenance
     from . import runs
+    from .candidates import chosen
 
     place = member()
     worlds = list(dict.fromkeys(world_of(place, ranks, DEFAULT_WORLD) for ranks in world or [None]))
@@ -75,8 +79,9 @@ def ring(
     if min(seqlen) < max(worlds):
         raise typer.BadParameter(f"--seqlen is {min(seqlen)}: {max(worlds)} processes need a token each")
     flags.check_transport(transport, device, max(worlds))
-    names, prefixes = chosen_names(layout, by, worlds)
-    kinds = list({kind_of(name) for name in names})
+    if bytes_per_second is not None and device != "cpu":
+        raise typer.BadParameter("--bytes-per-second slows transfers of the CPU: --device cpu; a GPU's are as they are")
+    prefixes = chosen_prefixes(layout, by, worlds)
     configs = []
     for ranks in worlds:
         problems = tuple(
@@ -86,11 +91,14 @@ def ring(
             )
             for tokens in sorted(seqlen)
         )  # fmt: skip
+        kinds = list({kind_of(name) for name in chosen(layout, prefixes, [ranks])})
         refuse_ranks("--seqlen", problems[-1], partial(runs.needs, layouts=layout, kinds=kinds))
         # on the CPU every size has processes of its own: holes of an earlier one's heap would count as its peak
         apart = [(problem,) for problem in problems] if device == "cpu" and place is None else [problems]
         timer_of_ranks = flags.timer_of_rings(device, timer)
-        configs += [runs.RingConfig(some, tuple(layout), repeats, prefixes, timer_of_ranks) for some in apart]
+        configs += [
+            runs.RingConfig(some, tuple(layout), repeats, prefixes, timer_of_ranks, bytes_per_second) for some in apart
+        ]
     result = Result("bench ring", runs.UNITS)
     for config in configs:
         result.add(spawn(config.problems[0].world, runs.measure, config, device=device))
@@ -99,8 +107,8 @@ def ring(
     finish(result, json, csv)
 
 
-def chosen_names(layouts: list[str], by: str | None, worlds: list[int]) -> tuple[list[str], tuple[str, ...]]:
-    """The candidates that ``--by`` leaves, and what their names begin with.
+def chosen_prefixes(layouts: list[str], by: str | None, worlds: list[int]) -> tuple[str, ...]:
+    """What the names of the candidates begin with that ``--by`` leaves.
 
     Raises:
         typer.BadParameter: a beginning of no name.
@@ -111,4 +119,4 @@ def chosen_names(layouts: list[str], by: str | None, worlds: list[int]) -> tuple
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in known):
             raise typer.BadParameter(f"--by has {prefix!r}: there are {', '.join(known)}")
-    return list(chosen(layouts, prefixes, worlds)), prefixes
+    return prefixes

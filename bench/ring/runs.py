@@ -15,11 +15,13 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from ...comm import Group, Limits
+from ...comm.kept import kept_of
 from ...reference.masks import Masks
 from ...ring import Ring
 from ..common.attention import BACKWARD_FLOPS, AttentionConfig, Tensors
 from ..common.errors import RESULTS, Inputs, chosen_heads, judge_of
-from ..common.flags import binary
+from ..common.flags import binary, human
 from ..common.launching import Member, ranks_here
 from ..common.memory import PROCESS_BYTES, Needs, PeakMemory, freed_at_once, gpus_of
 from ..common.memory_table import (
@@ -59,6 +61,7 @@ class RingConfig:
     repeats: int = 5
     by: tuple[str, ...] = ()
     timer: str = ""  # one of OF_RINGS; empty: the device's own
+    bytes_per_second: float | None = None  # of the links of our rings, where they are to be slower than they are
 
 
 class Checked(NamedTuple):
@@ -78,23 +81,32 @@ def measure(place: Member, device: torch.device, config: RingConfig) -> Result:
         warm_up(config, device)
     for problem in config.problems:
         with ExitStack() as rings:
-            setting = Setting(problem, config.layouts, device, partial(opened, rings, problem.transport), shared)
+            limits = Limits(bytes_per_second=config.bytes_per_second)
+            ring = partial(opened, rings, device, problem.transport, limits)
+            slowed = config.bytes_per_second is not None
+            setting = Setting(problem, config.layouts, device, ring, shared, slowed)
             result.add(measured(setting, config, place.rank))
     if device.type == "cpu" and len(config.problems) > 1:
         result.notes.append("peaks are upper bounds but for the first length: a launcher's ranks measure them all")
     return result
 
 
-def opened(rings: ExitStack, transport: str) -> Ring:
-    """A ring that stays open with the others."""
-    return rings.enter_context(Ring(transport=transport))
+def opened(rings: ExitStack, device: torch.device, transport: str, limits: Limits, group: Group | None) -> Ring:
+    """A ring that stays open with the others; with it ends a group that is not the default one."""
+    if isinstance(group, dist.ProcessGroup):
+        if group is not dist.group.WORLD:
+            rings.callback(dist.destroy_process_group, group)
+        rings.callback(kept_of(group).pop, device, None)
+        if group.size() == 1:  # nothing moves
+            transport, limits = "auto", Limits()
+    return rings.enter_context(Ring(group, transport=transport, limits=limits))
 
 
 def warm_up(config: RingConfig, device: torch.device) -> None:
     """Connections, thread pools, modules that load on first use: there once, and in nobody's memory."""
     small = replace(config.problems[0], seqlen=WARM_TOKENS * config.problems[0].world)
     with Ring(transport=small.transport) as ring:
-        candidate = ours(config.layouts[0], Setting(small, config.layouts, device, lambda: ring))
+        candidate = ours(config.layouts[0], Setting(small, config.layouts, device, lambda group: ring))
         candidate.run(candidate.shards(small.tensors(), device))
 
 
@@ -120,6 +132,8 @@ def measured(setting: Setting, config: RingConfig, rank: int) -> Result:
     transports = [candidate.ring.transport for candidate in able.values() if candidate.ring is not None]
     threads = f", {problem.threads} threads each" if problem.device == "cpu" else ""
     over = f" over {transports[0]}" if transports else ""
+    if config.bytes_per_second is not None:
+        over += f" at {human(config.bytes_per_second, 'B/s')}"
     title = problem.title.replace(problem.layout, "/".join(config.layouts), 1)
     result.notes.append(f"{title}, {problem.device}{over}{threads}, medians of {repeats} interleaved runs")
     if any(candidate.ring or candidate.waits for candidate in able.values()):

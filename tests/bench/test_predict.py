@@ -258,11 +258,11 @@ def test_balanced_shards_make_up_for_a_slow_rank() -> None:
 @pytest.mark.parametrize(("call", "names"), [
     (Call(2048, 16, nodes=8, kv_heads=16, slots=1), {
         "flat ring", "two-level ring", "baseline ring", "all-gather of K/V", "Ulysses 2 x ring 8",
-        "Ulysses 4 x ring 4", "Ulysses 8 x ring 2", "Ulysses",
+        "Ulysses 4 x ring 4", "Ulysses 8 x ring 2", "Ulysses 16 x ring 1",
     }),
     (Call(2048, 12, heads=12, kv_heads=6), {
         "flat ring", "baseline ring", "all-gather of K/V", "Ulysses 2 x ring 6", "Ulysses 3 x ring 4",
-        "Ulysses 6 x ring 2",
+        "Ulysses 6 x ring 2", "Ulysses 12 x ring 1",
     }),
     (Call(2048, 4, mask=Mask(causal=True, window=(64, 0)), nodes=2), {"flat ring", "two-level ring"}),
 ])  # fmt: skip
@@ -282,6 +282,27 @@ def test_groups_over_nodes_go_over_the_slow_link() -> None:
     by_rate = [Inputs(inputs.speed, Links(Link(1e9, 0.0, "", rate), Link(1e9, 0.0))) for rate in (None, 0.5e9)]
     moved = 64 * 128 * 2 * (2 * 32 + 2 * 4) / 2  # of all heads of q, k, v and out half stays
     assert [exchange_seconds(call, 2, links) for links in by_rate] == pytest.approx([moved / 1e9, moved / 0.5e9])
+
+
+def test_a_backward_exchanges_as_much_as_its_forward() -> None:
+    """dout there, dq, dk and dv home: the bytes of out, q, k and v the other way."""
+    call, inputs = Call(64, 4, kv_heads=4), Inputs(replace(STEADY, memory=1e30), late(10.0))
+    assert [one.exposed for one in exchanged(call, 4, inputs)] == pytest.approx([20, 20])
+
+
+def test_key_heads_are_repeated_where_there_are_fewer_than_ranks() -> None:
+    """They travel, are kept and are computed with like others; a rank's own k and v stay what they are."""
+    call = Call(8192, 8, heads=8, kv_heads=2)
+    names = {way.name: way for way in ways(call, INPUTS)}
+    assert {name for name in names if name.startswith("Ulysses")} == {
+        "Ulysses 2 x ring 4", "Ulysses 4 x ring 2", "Ulysses 8 x ring 1"
+    }  # fmt: skip
+    assert names["Ulysses 8 x ring 1"].note == "8 ranks exchange heads, key heads 4 times"
+    every = replace(call, kv_heads=8)
+    assert exchange_seconds(call, 8, INPUTS) == exchange_seconds(every, 8, INPUTS) > exchange_seconds(call, 2, INPUTS)
+    more = [way.memory for way in ways(every, INPUTS) if way.name == "Ulysses 8 x ring 1"]
+    inputs_and_results = 4 * 8192 * 6 * 128 * 2  # of six heads, in 16 bits
+    assert more == [names["Ulysses 8 x ring 1"].memory + inputs_and_results]
 
 
 @pytest.mark.parametrize("perturbation", [Perturbation({3: 2.0}), Perturbation({3: 2.0}, 0.2)], ids=["slow", "both"])

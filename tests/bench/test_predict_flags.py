@@ -110,7 +110,7 @@ def test_text_and_files_of_one_ring(tmp_path: Path) -> None:
 
 def test_text_of_a_large_ring_fits_a_terminal() -> None:
     done = invoke(*["--gpus", "16k", "--nodes", "2048", "--kv-heads", "8", "--pass", "forward"], columns="80")
-    assert done.exit_code == 0 and re.match(r"Ulysses 8 x ring 2048: \d\d% of ideal\n", done.output)
+    assert done.exit_code == 0 and re.match(r"Ulysses 32 x ring 512: \d\d% of ideal\n", done.output)
     assert all(len(line) <= 80 for line in done.output.splitlines()), done.output
     assert "tokens per GPU for 90% of ideal by the two-level ring: " in done.output
 

@@ -1,0 +1,104 @@
+"""Do `predict` and `bench ring` agree on who is faster: a ring, Ulysses, or Ulysses inside of rings?
+
+The ranks' links are slowed, so that it is bytes and not the wake-ups of processes that share cores that decide, as
+between GPUs. The predictor knows that rate, and how fast one process computes.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from ringattn.bench.cli import app
+from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig
+from ringattn.bench.common.launching import cores
+from ringattn.bench.common.memory_table import OURS, ULYSSES, WHOLE
+from ringattn.bench.common.result import read
+from ringattn.bench.predict.alternatives import ways
+from ringattn.bench.predict.call import Call
+from ringattn.bench.predict.inputs import Inputs
+from ringattn.bench.predict.links import Link, Links
+from ringattn.bench.predict.speed import Speed
+
+HEADS, HEAD_DIM = 4, 64
+FLAT, RING = "flat ring", f"{OURS} zigzag"
+"""One way, as the predictor and as the bench call it; Ulysses' meshes have one name in both."""
+CLEAR = 1.15  # times as long: to be told apart
+
+
+class Case(NamedTuple):
+    world: int
+    batch: int
+    kv_heads: int
+    rate: int  # bytes per second of a link
+    lengths: tuple[int, ...]
+    first: str  # at the shortest of them
+    last: str = ""  # the first at the longest
+
+
+CASES = (
+    Case(2, 2, 4, 40 << 20, (512, 1024, 2048, 8192), "Ulysses 2 x ring 1", RING),
+    Case(4, 4, 4, 20 << 20, (256, 512, 1024, 2048), "Ulysses 4 x ring 1"),
+    Case(4, 4, 1, 20 << 20, (256, 512, 1024, 2048), RING),
+)
+
+
+def measured(case: Case, target: Path) -> dict[int, dict[str, float]]:
+    """Seconds by tokens in all and candidate."""
+    flags = f"--world {case.world} --batch {case.batch} --heads {HEADS} --kv-heads {case.kv_heads} --repeats 3"
+    flags += f" --head-dim {HEAD_DIM} --by {OURS},{ULYSSES} --bytes-per-second {case.rate} --device cpu"
+    lengths = ",".join(map(str, case.lengths))
+    ended = CliRunner().invoke(
+        app, ["bench", "ring", *flags.split(), "--seqlen", lengths, "--json", str(target)], catch_exceptions=False
+    )
+    assert ended.exit_code == 0, ended.output
+    seconds: dict[int, dict[str, float]] = {}
+    for row in read(target).rows:
+        seconds.setdefault(row["tokens"], {})[row["candidate"]] = row["time"] / 1e3
+    return seconds
+
+
+def predicted(case: Case, tokens: int, speed: Speed) -> dict[str, float]:
+    """Seconds by candidate, as the bench calls them."""
+    call = Call(
+        tokens // case.world, case.world, heads=HEADS, kv_heads=case.kv_heads, head_dim=HEAD_DIM, batch=case.batch,
+        dtype="float32",
+    )  # fmt: skip
+    link = Link(case.rate, 0.0)  # a message's latency passes while the link is held back
+    return {way.name.replace(FLAT, RING): way.seconds for way in ways(call, Inputs(speed, Links(link, link)))}
+
+
+def speed_of(case: Case, longest: int, seconds: float) -> Speed:
+    """Of a rank, whose cores others have too, given what one process takes for all."""
+    flops = AttentionConfig(longest, 1, case.batch, HEADS, case.kv_heads, HEAD_DIM).flops * (1 + BACKWARD_FLOPS)
+    rate = flops / seconds * min(1, cores() / case.world)
+    # of a core: one program at a time, and half a millisecond of Python and torch for a launch
+    return Speed("a core", rate, rate, memory=8e9, multiprocessors=1, launch=5e-4, edge=64, beside=0, host=3e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.idle
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("case", CASES, ids=["two", "four", "one-key-head"])
+def test_predict_and_bench_ring_agree_on_the_order(case: Case, tmp_path: Path) -> None:
+    """Whatever one of them tells apart has the same order in the other; short shards are Ulysses' where K/V are as
+    many as queries, long ones and few key heads the ring's."""
+    seconds = measured(case, tmp_path / "ring.json")
+    speed = speed_of(case, max(seconds), seconds[max(seconds)].pop(WHOLE))
+    for tokens, by_bench in seconds.items():
+        by_predictor = predicted(case, tokens, speed)
+        names = [name for name in by_bench if name != WHOLE]
+        assert {*names} <= {*by_predictor} and len(names) == case.world.bit_length()
+        print(tokens, {name: (round(by_predictor[name] * 1e3, 1), round(by_bench[name] * 1e3, 1)) for name in names})
+        for a, b in permutations(names, 2):
+            for times, others in ((by_bench, by_predictor), (by_predictor, by_bench)):
+                if times[a] * CLEAR < times[b]:
+                    assert others[a] < others[b], f"{a} before {b} at {tokens} tokens: {by_predictor}, {by_bench}"
+        if tokens == min(case.lengths):
+            assert min(names, key=by_bench.__getitem__) == case.first
+        if tokens == max(case.lengths) and case.last:
+            assert by_bench[case.last] * CLEAR < max(by_bench[name] for name in names)
