@@ -92,8 +92,8 @@ def test_predict_and_bench_ring_agree_on_the_order(case: Case, tmp_path: Path) -
     for tokens, by_bench in seconds.items():
         by_predictor = predicted(case, tokens, speed)
         names = [name for name in by_bench if name != WHOLE]
+        # the ring, and a mesh for every power of two that divides the ranks
         assert {*names} <= {*by_predictor} and len(names) == case.world.bit_length()
-        print(tokens, {name: (round(by_predictor[name] * 1e3, 1), round(by_bench[name] * 1e3, 1)) for name in names})
         for a, b in permutations(names, 2):
             for times, others in ((by_bench, by_predictor), (by_predictor, by_bench)):
                 if times[a] * CLEAR < times[b]:

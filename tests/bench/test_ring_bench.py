@@ -14,7 +14,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common import memory_table
+from ringattn.bench.common import flags, memory_table
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.launching import Member, spawn
 from ringattn.bench.common.memory_table import ALL_GATHER, BASELINE, LUCIDRAINS, OURS, ULYSSES, WHOLE
@@ -98,7 +98,7 @@ def test_meshes_end_with_their_length() -> None:
 
 
 def test_only_the_cpu_is_slowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.flags, "device_name", lambda name: name)
+    monkeypatch.setattr(flags, "device_name", lambda name: name)
     ran = CliRunner().invoke(cli.app, ["bench", "ring", "--device", "cuda", "--bytes-per-second", "1m"])
     assert ran.exit_code == 2 and "--bytes-per-second" in ran.output
 
