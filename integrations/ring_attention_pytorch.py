@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ring import GroupLike, Layout, ring_attention, single_rank, unshard
+from ..ring import GroupLike, Layout, merge, ring_attention, single_rank, unshard
 from ..ring.mesh import ranks_of
 
 
@@ -125,6 +125,54 @@ def zig_zag_attn(
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     out = ring_attention(grouped, k, v, layout="zigzag", group=group, causal=causal, dropout_p=dropout)
     return _swapped(out, 2, k.shape[2]).transpose(1, 2)
+
+
+@torch.no_grad()
+def tree_attn_decode(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    eps: float = 1e-8,
+    shard_kv_seq: bool = True,
+    use_triton: bool | None = None,
+    *,
+    group: GroupLike = None,
+) -> Tensor:
+    """Decoding: ``[B, H, S, D]``, the same on every rank, over the keys ``[B, H, N, D]`` of all; without a gradient.
+
+    Each rank attends to its own keys, and the ranks exchange results (Tree Attention, arXiv:2408.04093, algorithm 3).
+
+    Args:
+        k, v: with ``shard_kv_seq`` all keys, the same on every rank, which takes its part; else this rank's, None where
+            it has none.
+        eps: least denominator in theirs, whose own is 1 or more: it changes nothing.
+        use_triton: None: the kernels for the device; False: those of a CPU.
+
+    Raises:
+        ValueError: one of k and v is None, or both with ``shard_kv_seq``; other numbers of heads than q's, which theirs
+            refuses too; or as :func:`ringattn.ring_attention`.
+    """
+    if (k is None) != (v is None) or (k is None and shard_kv_seq):
+        raise ValueError(f"k is {type(k).__name__}, v is {type(v).__name__}, with shard_kv_seq={shard_kv_seq}")
+    ranks = ranks_of(group, q.device)
+    keys, values = (q[:, :, :0] if x is None else x for x in (k, v))
+    if keys.shape[1] != q.shape[1]:
+        raise ValueError(f"k has {keys.shape[1]} heads, q has {q.shape[1]}: they must be as many")
+    if shard_kv_seq:
+        keys, values = (x.tensor_split(ranks.size, 2)[ranks.rank] for x in (keys, values))
+    out, lse = ring_attention(
+        *(x.transpose(1, 2) for x in (q, keys, values)),
+        layout=Layout.contiguous(q.shape[2], 1),
+        kv_layout=Layout.contiguous(keys.shape[2], 1),
+        group=single_rank(),
+        return_lse=True,
+        backend={None: "auto", True: "triton", False: "aten"}[use_triton],
+    )
+    outs, lses = (
+        unshard(x, layout="contiguous", group=group, dim=dim, grad="slice").chunk(ranks.size, dim)
+        for x, dim in ((out, 1), (lse, 2))
+    )
+    return merge(outs, lses)[0].transpose(1, 2)
 
 
 def _members(ring_size: int | None, group: GroupLike, device: torch.device) -> GroupLike:

@@ -25,9 +25,14 @@ OTHER_ATTENTION: dict[str, str] = {
     "_varlen_attn": "call ringattn.ring_attention with cu_seqlens",  # the ops of torch.nn.attention.varlen
     "_varlen_attn_out": "call ringattn.ring_attention with cu_seqlens",
     "scaled_dot_product_attention": "call the function of torch.nn.functional",  # the op of torch.ops.aten
-    "_native_multi_head_attention": "call scaled_dot_product_attention",
-    "_transformer_encoder_layer_fwd": "call scaled_dot_product_attention",
 }
+"""What else would be attention of this rank's tokens alone, and what to call in its place."""
+KERNELS = (
+    "_scaled_dot_product_", "_flash_attention_", "_efficient_attention_", "_cudnn_attention_",
+    "_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_triton_multi_head_attention",
+    "_triton_scaled_dot_attention",
+)  # fmt: skip
+"""How the names begin of those that are reached by ``scaled_dot_product_attention``, of torch and torch.ops.aten."""
 
 
 def _undispatched(function: Any) -> FunctionType:
@@ -96,9 +101,10 @@ class _RingSDPA(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self.attention(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name in OTHER_ATTENTION:
-            raise NotImplementedError(f"{name} inside ring_sdpa: {OTHER_ATTENTION[name]}, or {OUTSIDE}")
+        name = getattr(func, "__name__", "").partition(".")[0]  # without the overload of an op
+        if name in OTHER_ATTENTION or name.startswith(KERNELS):
+            instead = OTHER_ATTENTION.get(name, "call scaled_dot_product_attention")
+            raise NotImplementedError(f"{name} inside ring_sdpa: {instead}, or {OUTSIDE}")
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
             raise NotImplementedError(
                 "need_weights is True inside ring_sdpa: a ring never holds the attention weights; pass "

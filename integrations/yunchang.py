@@ -16,6 +16,10 @@ holds by ``ring_impl_type``:
 ``attn_type`` chooses between kernels of one result in theirs, and there is one here: it takes those that are exact, and
 refuses those that quantise or leave blocks out (``sage_*``, ``sparse_sage``). Windows, ALiBi and dropout hold over the
 whole sequence, zigzag and stripes without ``causal`` too, and ``deterministic`` may be either: the backward is.
+
+Not offered: the functions of ``yunchang.ring`` by themselves. Those of ``ringattn.integrations.ring_flash_attn`` are
+the same but for ``softcap``, which they take by keyword only, and ``attn_type`` and ``attn_processor``, which they have
+not.
 """
 
 from __future__ import annotations
@@ -122,6 +126,9 @@ def _extract(
 
 EXTRACT_FUNC_DICT: dict[str, Callable[..., Tensor]] = {name: partial(_extract, name) for name in RULES}
 """By ``ring_impl_type``: ``extract(value, rank, world_size, rd, ud)``."""
+basic_extract_local = EXTRACT_FUNC_DICT["basic"]
+zigzag_extract_local = EXTRACT_FUNC_DICT["zigzag"]
+stripe_extract_local = EXTRACT_FUNC_DICT["strip"]
 
 
 def _mesh_of(group: GroupLike) -> tuple[GroupLike, Rings]:
@@ -252,3 +259,52 @@ class LongContextAttentionQKVPacked(LongContextAttention):
             raise ValueError(f"qkv is {list(qkv.shape)}: it must be [B, S, 3, H, D]")
         q, k, v = qkv.unbind(2)
         return super().forward(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+
+
+class AsyncLongContextAttention(LongContextAttention):
+    """The same by this name, of grouped heads too, and with gradients, of which theirs has none."""
+
+    def __init__(
+        self, scatter_idx: int = 2, gather_idx: int = 1, ring_impl_type: str = "basic", *, group: GroupLike = None
+    ) -> None:
+        super().__init__(scatter_idx, gather_idx, ring_impl_type, group=group)
+
+
+class UlyssesAttention(LongContextAttention):
+    """The same without a ring: rank u of ``sequence_process_group`` holds run u of as many equal ones.
+
+    ``sequence_process_group`` is the default group where it is None, and may be a mesh whose ring has one rank.
+    """
+
+    def __init__(
+        self,
+        sequence_process_group: GroupLike = None,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        use_sync: bool = False,
+        attn_type: object = "fa",
+    ) -> None:
+        mesh = _without_ring(sequence_process_group)
+        super().__init__(scatter_idx, gather_idx, "basic", False, use_sync, attn_type, group=mesh)
+        if self.degrees[0] > 1:
+            raise ValueError(
+                f"sequence_process_group is a mesh of {self.degrees[0]} x {self.degrees[1]} ranks: here the ring has "
+                "one rank; LongContextAttention takes more"
+            )
+
+
+def _without_ring(group: GroupLike) -> GroupLike:
+    """A mesh of one ring rank; a mesh as it is."""
+    ranks = ranks_of(group, torch.device("cpu"))
+    if isinstance(ranks, Rings):
+        return group
+    members = ranks.group
+    return _one_row(members) if isinstance(members, dist.ProcessGroup) else members.mesh(1, members.size())
+
+
+@lru_cache
+def _one_row(group: dist.ProcessGroup) -> DeviceMesh:
+    """Made once for a group."""
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    device, row = "cuda" if torch.cuda.is_available() else "cpu", [dist.get_process_group_ranks(group)]
+    return DeviceMesh.from_group([alone, group], device, row, mesh_dim_names=("ring", "ulysses"))

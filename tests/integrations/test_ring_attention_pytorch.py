@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ringattn import Layout
 from ringattn.integrations import ring_attention_pytorch as ours
@@ -117,6 +118,23 @@ def test_zig_zag() -> None:
     compare(expected(case), Results(out[:, :, by_key], None, dq[:, :, by_key], dk, dv))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("tokens", [31, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_tree_attn_decode(dtype: torch.dtype, tokens: int) -> None:
+    """Its assert script's sizes; and keys of each rank, of which the last has none."""
+    q, k, v = (torch.randn(2, 8, n, 64).to(dtype) for n in (1, tokens, tokens))
+
+    def of_rank(group: Any) -> tuple[Tensor, Tensor]:
+        own: Any = [x.chunk(3, 2)[group.rank()] for x in (k, v)] if group.rank() < 3 else [None, None]
+        whole = ours.tree_attn_decode(q, k, v, group=group)
+        return whole, ours.tree_attn_decode(q, own[0], own[1], shard_kv_seq=False, group=group)
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    right = [sdpa(q, k, v), sdpa(q.double(), k.double(), v.double())]
+    for rank in run_ranks(4, of_rank):
+        compare_with_theirs("whole sharded", [*rank], [right[0]] * 2, [right[1]] * 2)
+
+
 Q = torch.randn(1, 8, 4, 16)
 
 
@@ -128,6 +146,8 @@ Q = torch.randn(1, 8, 4, 16)
         (lambda: ours.ring_flash_attn(Q, Q, Q, bucket_size=3, striped_ring_attn=True), "bucket_size is 3"),
         (lambda: ours.ring_flash_attn(Q, Q, Q, ring_reduce_col=True, ring_size=2), "must divide the 1 ranks"),
         (lambda: ours.ring_flash_attn(Q, Q[:, :, :3], Q[:, :, :3]), "4"),
+        (lambda: ours.tree_attn_decode(Q), "k is NoneType, v is NoneType, with shard_kv_seq=True"),
+        (lambda: ours.tree_attn_decode(Q, Q[:, :4], Q[:, :4]), "k has 4 heads, q has 8"),
         (lambda: ours.zig_zag_attn(Q, Q, Q, attn_mask=Q), "attn_mask is given: pass causal=True"),
     ],
 )  # fmt: skip
@@ -148,7 +168,12 @@ def theirs() -> Any:
 @pytest.mark.nightly
 def test_names_and_arguments_are_theirs() -> None:
     package = theirs()
-    homes = {"ring_flash_attn": package, "ring_flash_attn_cuda": package, "zig_zag_attn": package.zig_zag_attention}
+    homes = {
+        "tree_attn_decode": package,
+        "ring_flash_attn": package,
+        "ring_flash_attn_cuda": package,
+        "zig_zag_attn": package.zig_zag_attention,
+    }
     for name, home in homes.items():
         kept = [x for x in inspect.signature(getattr(ours, name)).parameters.values() if x.kind is not x.KEYWORD_ONLY]
         other = inspect.signature(inspect.unwrap(getattr(home, name))).parameters.values()
@@ -233,3 +258,94 @@ def test_assert_attn() -> None:
     for rank in results(4, modules, patience=170):
         for made in rank:
             compare_with_theirs("out dx dqkv dout", *made)
+
+
+def of_transformer(model: Any, dtype: torch.dtype, ids: Tensor) -> list[Tensor]:
+    """Logits, and what DDP makes of all ranks' gradients, as its assert script wraps the model."""
+    wrapped: Any = DistributedDataParallel(copy.deepcopy(model).to(dtype))
+    logits = wrapped(ids)
+    (logits * torch.arange(logits.shape[-1])).sum().backward()
+    return [logits.detach(), torch.cat([x.grad.flatten() for x in wrapped.parameters()])]
+
+
+def transformers(rank: int) -> list[list[list[Tensor]]]:
+    """Their transformer on our attention, and alone on their plain one in fp32 and float64."""
+    package = theirs()
+    package.ring_attention.ring_flash_attn = ours.ring_flash_attn
+    package.distributed.AllGatherFunction.backward = staticmethod(repaired)
+    made = []
+    for case, (causal, striped, more) in enumerate([(False, False, 0), (True, False, 1), (True, True, 1)]):
+        torch.manual_seed(case)
+        settings = {"num_tokens": 32, "dim": 8, "dim_head": 8, "depth": 2, "causal": causal, "use_cuda_kernel": False}
+        ring = package.RingTransformer(
+            **settings,
+            num_grouped_query_heads=2,
+            ring_attn=True,
+            striped_ring_attn=striped,
+            ring_seq_size=8,
+            bucket_size=4,
+        )
+        plain = package.RingTransformer(**settings, num_grouped_query_heads=2, force_regular_attn=True)
+        plain.load_state_dict(ring.state_dict())
+        torch.manual_seed(100 * case + rank)
+        ids = torch.randint(0, 32, (2 + more * rank, 31))
+        runs = ((ring, torch.float32), (plain, torch.float32), (plain, torch.float64))
+        made.append([of_transformer(model, dtype, ids) for model, dtype in runs])
+    return made
+
+
+@pytest.mark.nightly
+def test_assert() -> None:
+    """``RingTransformer`` in ``DistributedDataParallel``; every rank has a batch of its own, of other lengths too."""
+    for rank in results(4, transformers, patience=170):
+        for made in rank:
+            compare_with_theirs("logits gradients", *made)
+
+
+def of_zig_zag(module: Any, x: Tensor, dout: Tensor) -> list[Tensor]:
+    """Their module's parts around ``zig_zag_attn``: output, and the gradient of the input."""
+    package, leaf = theirs().zig_zag_attention, x.clone().requires_grad_()
+    padded, remove_pad = package.zig_zag_pad_seq(leaf)
+    sharded, gather = package.zig_zag_shard(padded, all_gather_batch=True)
+    qkv = module.to_qkv(sharded.local_sequence).unflatten(-1, (-1, module.dim_head)).transpose(1, 2)
+    out = ours.zig_zag_attn(*qkv.split(module.qkv_head_breakdown, 1), causal=True)
+    whole = remove_pad(gather(module.to_out(out.transpose(1, 2).flatten(2))))
+    return [whole.detach(), *torch.autograd.grad(whole, [leaf], dout)]
+
+
+def zig_zag(rank: int) -> list[list[Tensor]]:
+    package = theirs()
+    package.distributed.AllGatherFunction.backward = staticmethod(repaired)
+    torch.manual_seed(0)
+    module = package.RingAttention(
+        dim=8, dim_head=16, num_grouped_query_heads=2, causal=True, force_regular_attn=True, use_cuda_kernel=False
+    )
+    torch.manual_seed(rank)
+    x, dout = torch.randn(2, 2 + rank, 31, 8)
+    made = [of_zig_zag(module, x, dout)]
+    for dtype in (torch.float32, torch.float64):
+        leaf = x.to(dtype).requires_grad_()
+        out = copy.deepcopy(module).to(dtype)(leaf)
+        made.append([out.detach(), *torch.autograd.grad(out, [leaf], dout.to(dtype))])
+    return made
+
+
+@pytest.mark.nightly
+def test_assert_zig_zag() -> None:
+    """Which calls theirs without a mask, of queries that would see what comes after them."""
+    for made in results(4, zig_zag, patience=170):
+        compare_with_theirs("out dx", *made)
+
+
+def tree(rank: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 8, n, 64) for n in (1, 31, 31))
+    single = theirs().default_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    exact = theirs().default_attention(*(x.double().transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    return [ours.tree_attn_decode(q, k, v), theirs().tree_attn_decode(q, k, v), single, exact]
+
+
+@pytest.mark.nightly
+def test_assert_tree_attn() -> None:
+    for mine, decoded, single, exact in results(4, tree, patience=170):
+        compare_with_theirs("ours theirs", [mine, decoded], [single] * 2, [exact] * 2)

@@ -235,6 +235,8 @@ ENDS = torch.tensor([0, 8])
         (lambda q: flex_attention(q, q, q), "flex_attention inside ring_sdpa"),
         (lambda q: varlen_attn(q[0], q[0], q[0], ENDS, ENDS, 8, 8), "varlen_attn inside ring"),
         (lambda q: torch.ops.aten.scaled_dot_product_attention(q, q, q), "scaled_dot_product_attention inside ring"),
+        (lambda q: torch._scaled_dot_product_flash_attention_for_cpu(q, q, q), "attention_for_cpu inside ring"),
+        (lambda q: torch._scaled_dot_product_attention_math(q, q, q), "attention_math inside ring"),
         (lambda q: nn.MultiheadAttention(32, 4)(q[0], q[0], q[0]), "need_weights is True.*need_weights=False"),
     ],
 )
@@ -242,3 +244,15 @@ def test_refused_by_name(call: Callable[[Tensor], object], words: str) -> None:
     (q, *_) = tensors(8)
     with ring_sdpa("contiguous"), pytest.raises((NotImplementedError, ValueError, RuntimeError), match=words):
         call(q)
+
+
+def test_no_attention_of_aten_is_of_this_rank_alone() -> None:
+    """Kernels and their backwards, with and without an overload; a mode sees them before their arguments are read."""
+    of_torch = (schema.name.partition("::") for schema in torch._C._jit_get_all_schemas())
+    ops = {name for space, _, name in of_torch if space == "aten" and ("attention" in name or "_dot_product" in name)}
+    assert len(ops) > 20
+    for name in ops:
+        packet = getattr(torch.ops.aten, name)
+        for op in (packet, *(getattr(packet, overload) for overload in packet.overloads())):
+            with ring_sdpa("contiguous"), pytest.raises(NotImplementedError, match=f"^{name} inside ring_sdpa"):
+                op()

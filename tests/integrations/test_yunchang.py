@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ringattn import Layout
 from ringattn.comm import GroupLike, LocalGroup
+from ringattn.integrations import ring_flash_attn
 from ringattn.integrations import yunchang as ours
 
 from ..support.baselines import Results
@@ -31,26 +32,31 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
 def of_rank(
-    kind: str, whole: dict[str, Tensor], group: GroupLike, rank: int, rd: int, ud: int, **options: Any
-) -> list[Tensor]:
-    """Output and the gradients of q, k and v of one rank."""
+    kind: str, whole: dict[str, Tensor], group: GroupLike, rank: int, rd: int, ud: int,
+    make: Callable[[Any], torch.nn.Module] | None = None, **options: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Output and the gradients of q, k and v of one rank, by a module that ``make`` may make of the mesh."""
     extract, size = ours.EXTRACT_FUNC_DICT[kind], (rank, rd * ud, rd, ud)
     q, k, v, dout = (extract(whole[name], *size, group=group).detach() for name in ("q", "k", "v", "dout"))
-    if k.shape == q.shape:
+    if make is None and k.shape == q.shape:
         leaves = [torch.stack([q, k, v], 2).requires_grad_()]
         out = ours.LongContextAttentionQKVPacked(ring_impl_type=kind, group=group)(*leaves, **options)
     else:
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = ours.LongContextAttention(ring_impl_type=kind, group=group)(*leaves, **options)
+        module = make(group) if make else ours.LongContextAttention(ring_impl_type=kind, group=group)
+        out = module(*leaves, **options)
     grads = torch.autograd.grad(out, leaves, dout)
     return [out.detach(), *(grads if len(grads) == 3 else grads[0].unbind(2))]
 
 
-def check(kind: str, whole: dict[str, Tensor], rd: int, ud: int, parts: Any = None, **options: Any) -> None:
+def check(
+    kind: str, whole: dict[str, Tensor], rd: int, ud: int, parts: Any = None,
+    make: Callable[[Any], torch.nn.Module] | None = None, **options: Any,
+) -> None:  # fmt: skip
     """Of all ranks together, in the order of the mesh, against float64."""
 
     def virtual(group: LocalGroup) -> list[Tensor]:
-        return of_rank(kind, whole, group.mesh(rd, ud), group.rank(), rd, ud, **options)
+        return of_rank(kind, whole, group.mesh(rd, ud), group.rank(), rd, ud, make, **options)
 
     order = torch.cat([held(kind, rank, rd, ud) for rank in range(rd * ud)]).argsort()
     columns = zip(*(parts or run_ranks(rd * ud, virtual)), strict=True)
@@ -97,6 +103,60 @@ def test_what_theirs_refuses_or_gets_wrong(options: dict[str, Any], kv_heads: in
     check("zigzag", cut(kv_heads), 2, 2, **options)
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kind", ["basic", "zigzag", "strip"])
+def test_async(kind: str, kv_heads: int) -> None:
+    make = lambda mesh: ours.AsyncLongContextAttention(ring_impl_type=kind, group=mesh)  # noqa: E731
+    check(kind, cut(kv_heads), 2, 2, make=make, causal=True)
+
+
+@pytest.mark.parametrize("ud", [2, 4])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (9, 3), "alibi_slopes": SLOPES}])
+def test_ulysses_alone(options: dict[str, Any], kv_heads: int, ud: int) -> None:
+    """In a mesh and in a group."""
+    whole = cut(kv_heads)
+
+    def in_a_group(group: LocalGroup) -> list[Tensor]:
+        make = lambda _: ours.UlyssesAttention(group)  # noqa: E731
+        return of_rank("basic", whole, group.mesh(1, ud), group.rank(), 1, ud, make, **options)
+
+    check("basic", whole, 1, ud, make=ours.UlyssesAttention, **options)
+    check("basic", whole, 1, ud, run_ranks(ud, in_a_group), **options)
+
+
+def ulysses_in_process(rank: int) -> list[Any]:
+    """In the default group, and two by two; theirs in float64 beside it, on an attention that a CPU has."""
+    import yunchang
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, **_: Any) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+    def theirs(group: Any) -> Any:
+        module = yunchang.UlyssesAttention(group, attn_type=yunchang.kernels.AttnType.TORCH_MATH)
+        module.attn_fn = plain
+        return module
+
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    made: list[Any] = []
+    for size, group in ((4, None), (2, pairs[rank // 2])):
+        ours.set_seq_parallel_pg(size, 1, rank, 4)
+        exact = {name: x.double() for name, x in cut(4).items()}
+        for make, whole in ((ours.UlyssesAttention, cut(4)), (theirs, exact)):
+            made.append(of_rank("basic", whole, None, rank % size, 1, size, lambda _: make(group), causal=True))  # noqa: B023
+    return made
+
+
+@pytest.mark.nightly
+def test_ulysses_in_processes() -> None:
+    ranks = results(4, ulysses_in_process)
+    for size, at in ((4, 0), (2, 2)):
+        check("basic", cut(4), 1, size, [rank[at] for rank in ranks[-size:]], causal=True)
+    for rank in ranks:
+        torch.testing.assert_close(rank[0::2], [[x.float() for x in made] for made in rank[1::2]])
+
+
 def in_process(rank: int) -> list[Any]:
     """By ``set_seq_parallel_pg``, the ring low in the second call; where the rank is in the mesh, and its part."""
     made: list[Any] = []
@@ -125,6 +185,8 @@ def test_processes() -> None:
         (lambda mesh: ours.LongContextAttention(ring_impl_type="ring", group=mesh), "ring_impl_type is 'ring'"),
         (lambda mesh: ours.LongContextAttentionQKVPacked(group=mesh)(torch.randn(1, 8, 2, 16)), "qkv is"),
         (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8), 0, 2, 2, 1, group=mesh), "this is rank 0"),
+        (lambda mesh: ours.UlyssesAttention(mesh, use_sync=True), "use_sync is True"),
+        (lambda mesh: ours.UlyssesAttention(mesh, 1, 2), r"are \(1, 2\)"),
         (lambda mesh: ours.set_seq_parallel_pg(2, 2, 0, 1), "their product must divide world_size, 1"),
         (lambda mesh: ours.set_seq_parallel_pg(1, 1, 0, 2), "process group has not been initialized"),
     ],
@@ -134,9 +196,15 @@ def test_refusals(call: Callable[[GroupLike], object], message: str) -> None:
         run_ranks(1, lambda group: call(group.mesh(1, 1)))
 
 
+def test_a_ring_where_ulysses_is_alone() -> None:
+    with pytest.raises(ValueError, match="a mesh of 2 x 1 ranks"):
+        run_ranks(2, lambda group: ours.UlyssesAttention(group.mesh(2, 1)))
+
+
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_names_and_arguments_are_theirs() -> None:
+    """All public names but those of ``yunchang.ring``, which are ring_flash_attn's with three more arguments."""
     import yunchang
     from yunchang.kernels import AttnType
 
@@ -144,14 +212,29 @@ def test_names_and_arguments_are_theirs() -> None:
     assert {*yunchang.EXTRACT_FUNC_DICT} == {*ours.EXTRACT_FUNC_DICT}
     values = [one.value for one in AttnType]
     assert {*values} - {*ours.EXACT} == {one for one in values if "sage" in one}
-    for name in ("set_seq_parallel_pg", "LongContextAttention", "LongContextAttentionQKVPacked"):
+    homes = yunchang, yunchang.hybrid, yunchang.ulysses, yunchang.ring
+    public = {name for home in homes for name, x in vars(home).items() if name[0] != "_" and not inspect.ismodule(x)}
+    functions = {name for name in public if name.endswith("_func")}
+    assert public - {*dir(ours)} == functions | {"RING_IMPL_QKVPACKED_DICT"}
+    of_a_kernel = {name for name in functions if "pytorch" in name or "flashinfer" in name or "npu" in name}
+    for name in functions - of_a_kernel:
+        kept, named = by_position(getattr(ring_flash_attn, name)), by_position(getattr(yunchang, name))
+        assert [x for x in named if x not in ("softcap", "attn_type", "attn_processor")] == [*kept]
+    for name in sorted(public - functions - {"RING_IMPL_QKVPACKED_DICT", "EXTRACT_FUNC_DICT"}):
         mine, theirs = getattr(ours, name), getattr(yunchang, name)
-        pairs = [(mine, theirs)] if "set" in name else [(mine, theirs), (mine.forward, theirs.forward)]
+        pairs = [(mine, theirs), (mine.forward, theirs.forward)] if "Attention" in name else [(mine, theirs)]
         for one, other in pairs:
-            positional = [x for x in inspect.signature(one).parameters.values() if x.kind is not x.KEYWORD_ONLY]
-            named = [x for x in inspect.signature(other).parameters.values() if x.kind is not x.VAR_POSITIONAL]
-            assert [x.name for x in positional] == [x.name for x in named]
-            assert [getattr(x.default, "value", x.default) for x in named] == [x.default for x in positional]
+            kept, named = by_position(one), by_position(other)
+            if name.endswith("_extract_local"):  # theirs take any number of arguments, and one of them ``dim``
+                assert [*kept][: len(named)] == [*named][: len(kept)]
+            else:
+                assert [*kept.items()] == [*named.items()]
+
+
+def by_position(function: Callable[..., object]) -> dict[str, object]:
+    """Names and defaults of arguments, of enumerations the values."""
+    every = inspect.signature(function).parameters.values()
+    return {x.name: getattr(x.default, "value", x.default) for x in every if x.kind is x.POSITIONAL_OR_KEYWORD}
 
 
 def their_tokens(rank: int) -> list[Tensor]:

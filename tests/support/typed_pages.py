@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 q = k = v = torch.empty(1, 8, 2, 16)
 accelerator: Any
 batch: Any
+cu_seqlens: Any
 group: Any
 model: Any
 name: Any

@@ -1,0 +1,113 @@
+"""ring_flash_attn's adapter for transformers: models on packed documents, as its users cut them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from importlib.metadata import files
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from ringattn import Layout
+from ringattn.integrations import ring_flash_attn_adapters as ours
+from ringattn.integrations.transformers import shard_batch
+
+from ..support.hf_models import DOCUMENTS, TOKENS, Result, check, ids_of, model_of
+from ..support.nightly import rest_nightly
+from ..support.ring_cases import run_ranks
+
+INTERFACES = transformers.AttentionInterface, transformers.AttentionMaskInterface
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Of a whole process: what transformers calls ``flash_attention_2``."""
+    functions = [interface()["flash_attention_2"] for interface in INTERFACES]
+    yield
+    for interface, function in zip(INTERFACES, functions, strict=True):
+        interface.register("flash_attention_2", function)
+
+
+def update(group: Any, *boundaries: int) -> Any:
+    ours.update_ring_flash_attn_params(torch.tensor(boundaries or DOCUMENTS, dtype=torch.int32), group)
+
+
+def forward(model: Any, group: Any, layout: Layout, **more: Any) -> Any:
+    """Of one rank, with its run of the ids and of the positions within documents."""
+    update(group)
+    positions = torch.cat([torch.arange(end - start) for start, end in pairwise(DOCUMENTS)])[None]
+    batch = shard_batch({"input_ids": ids_of(), "labels": ids_of()}, layout, group, cu_seqlens=DOCUMENTS)
+    cut = {name: layout.shard(x, group.rank()) for name, x in (("input_ids", ids_of()), ("position_ids", positions))}
+    return model(**batch | cut | more)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "implementation"),
+    rest_nightly(
+        product(("llama", "gemma2"), (2, 4), ("ringattn", "flash_attention_2")),
+        ("llama", 4, "ringattn"),
+        ("gemma2", 2, "flash_attention_2"),
+    ),
+)
+def test_packed_documents(name: str, world: int, implementation: str) -> None:
+    """Two forwards; a model that was made with flash-attn's attention, which is not installed, is ringattn's, too."""
+    models, layout = [model_of(name) for _ in range(world)], Layout.contiguous(TOKENS, world)
+
+    def rank(group: Any) -> tuple[Tensor, Tensor]:
+        model = models[group.rank()]
+        assert ours.substitute_hf_flash_attn(group, 1) == "ringattn"
+        model.config._attn_implementation = implementation
+        forward(model, group, layout)
+        out = forward(model, group, layout)
+        out.loss.backward()
+        return out.logits.detach(), out.loss.detach()
+
+    logits, losses = zip(*run_ranks(world, rank), strict=True)
+    parameters = [dict(model.named_parameters()) for model in models]
+    grads = {key: torch.stack([x[key].grad for x in parameters]).double().sum(0).float() for key in parameters[0]}
+    check(name, Result(layout.unshard(logits), torch.stack(losses).sum(), grads), DOCUMENTS)
+
+
+def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
+    ours.substitute_hf_flash_attn(group, 1)
+    return forward(model_of("llama", attention), group, Layout.contiguous(TOKENS, group.size()), **more)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda group: ours.substitute_hf_flash_attn(group, 0), "heads_k_stride is 0"),
+        (lambda group: update(group), "call substitute_hf_flash_attn"),
+        (lambda group: (one(group), update(None)), "process_group is another"),
+        (lambda group: (one(group), update(group, 0, 4, 2)), "must not descend"),
+        (lambda group: (one(group, "sdpa"), update(group)), "no attention since the last"),
+        (lambda group: one(group, position_ids=torch.arange(22 - group.rank())[None]), "position_ids start with"),
+        (lambda group: one(group, input_ids=ids_of()[:, :5]), "tokens, got 5"),
+        (lambda group: (ours.substitute_hf_flash_attn(group, 1), model_of("llama")(ids_of())), "2 ranks and no layout"),
+    ],
+)
+def test_refusals(call: Any, message: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        run_ranks(2, call)
+
+
+@pytest.mark.nightly
+def test_names_and_arguments_are_theirs() -> None:
+    """All names that their package exports from the adapter, read: its import needs flash_attn."""
+    sources = {path.as_posix(): path.read_text() for path in files("ring-flash-attn") or [] if path.suffix == ".py"}
+    (exports,) = ast.parse(sources["ring_flash_attn/adapters/__init__.py"]).body
+    functions = {
+        node.name: node
+        for node in ast.parse(sources["ring_flash_attn/adapters/hf_adapter.py"]).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert isinstance(exports, ast.ImportFrom) and exports.module == "hf_adapter"
+    for alias in exports.names:
+        arguments = [one.arg for one in functions[alias.name].args.args]
+        assert [*inspect.signature(getattr(ours, alias.name)).parameters] == arguments
