@@ -24,7 +24,8 @@ OTHER_ATTENTION: dict[str, str] = {
     "flex_attention": "call ringattn.ring_attention for windows, documents and block masks",
     "_varlen_attn": "call ringattn.ring_attention with cu_seqlens",  # the ops of torch.nn.attention.varlen
     "_varlen_attn_out": "call ringattn.ring_attention with cu_seqlens",
-    "scaled_dot_product_attention": "call the function of torch.nn.functional",  # the op of torch.ops.aten
+    # the op of torch.ops.aten, and those of its kernels, _scaled_dot_product_...
+    "scaled_dot_product_attention": "call the function of torch.nn.functional",
     "_native_multi_head_attention": "call scaled_dot_product_attention",
     "_transformer_encoder_layer_fwd": "call scaled_dot_product_attention",
 }
@@ -96,9 +97,10 @@ class _RingSDPA(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self.attention(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name in OTHER_ATTENTION:
-            raise NotImplementedError(f"{name} inside ring_sdpa: {OTHER_ATTENTION[name]}, or {OUTSIDE}")
+        name = getattr(func, "__name__", "").partition(".")[0]  # without the overload of an op
+        kernel = "scaled_dot_product_attention" if name.startswith("_scaled_dot_product_") else name
+        if kernel in OTHER_ATTENTION:
+            raise NotImplementedError(f"{name} inside ring_sdpa: {OTHER_ATTENTION[kernel]}, or {OUTSIDE}")
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
             raise NotImplementedError(
                 "need_weights is True inside ring_sdpa: a ring never holds the attention weights; pass "
@@ -140,7 +142,7 @@ class _RingSDPA(TorchFunctionMode):
                 f"key has {key.shape[2]} tokens, query has {query.shape[2]}: pass kv_layout to ring_sdpa where the "
                 f"keys are another sequence, sharded too, or {OUTSIDE}"
             )
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = ((x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in (query, key, value))
         out = ring_attention(
             q,
             k,
@@ -170,11 +172,11 @@ def layout_of(load_balancer: Any, world: int) -> Layout:
     """
     generate: Callable[[], Any] | None = getattr(load_balancer, "_generate_indices", None)
     indices = generate() if generate else load_balancer
-    if not isinstance(indices, torch.Tensor) or indices.dim() not in (1, 2) or indices.is_floating_point():
-        raise ValueError(
-            f"load_balancer is a {type(load_balancer).__name__}: it must be a load balancer of PyTorch's or its "
-            "indices [S] or [batch, S]; without one the shards are layout='contiguous'"
-        )
+    if not isinstance(indices, torch.Tensor):
+        raise _no_balancer(type(load_balancer).__name__)
+    is_integer = not indices.is_floating_point() and indices.dtype != torch.bool
+    if indices.dim() not in (1, 2) or not indices.numel() or not is_integer:
+        raise _no_balancer(f"{indices.dtype} Tensor {list(indices.shape)}")
     rows = indices.reshape(-1, indices.shape[-1]).cpu()
     seqlen = rows.shape[1]
     if not rows.eq(rows[:1]).all():
@@ -192,3 +194,10 @@ def layout_of(load_balancer: Any, world: int) -> Layout:
             )
         spans.append(spans_of(positions))
     return Layout(spans)
+
+
+def _no_balancer(kind: str) -> ValueError:
+    return ValueError(
+        f"load_balancer is a {kind}: it must be a load balancer of PyTorch's or its indices [S] or [batch, S]; without "
+        "one the shards are layout='contiguous'"
+    )
