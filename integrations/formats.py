@@ -220,10 +220,10 @@ def _behind(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.d
 
 
 def _window_of(window_size: tuple[int, int] | None, name: str, causal: bool) -> tuple[int, int]:
-    ends = (-1, -1) if window_size is None else window_size
-    if not isinstance(ends, (tuple, list)) or [type(end) for end in ends] != [int, int]:
+    window = (-1, -1) if window_size is None else window_size
+    if not isinstance(window, (tuple, list)) or [type(end) for end in window] != [int, int]:
         raise ValueError(f"window_size is {window_size!r}: it must be (left, right), whole numbers")
-    left, right = ends
+    left, right = window
     if right > 0 if causal else (left < 0) != (right < 0):
         ends = "(left, 0), or (-1, 0)" if causal else "(left, right), both at least 0, or (-1, -1)"
         raise ValueError(f"window_size is {(left, right)} with attn_mask_type {name!r}: it must be {ends}")
