@@ -118,6 +118,7 @@ def attend(
 
 
 def _batch_first(x: Tensor, qkv_format: str) -> Tensor:
+    x = x if x.stride(-1) == 1 else x.contiguous()
     return x[None] if qkv_format == "thd" else x.transpose(0, 1) if qkv_format == "sbhd" else x
 
 
@@ -125,7 +126,9 @@ def _on_host(boundaries: Boundaries) -> Host:
     """All in one copy, those of the queries for those of the keys where both are one tensor."""
     named = {f"cu_seqlens_{name}": x for name, x in boundaries._asdict().items() if x is not None}
     for name, x in named.items():
-        if x.dim() != 1 or x.is_floating_point():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}: it must be a tensor, integers [documents + 1]")
+        if x.dim() != 1 or not len(x) or x.is_floating_point() or x.dtype == torch.bool:
             raise ValueError(f"{name} is {x.dtype} {list(x.shape)}: it must be integers [documents + 1]")
     once = {id(x): x for x in named.values()}
     numbers = iter(torch.cat([*once.values()]).tolist() if once else [])
@@ -140,6 +143,8 @@ def _packing_of(host: Host, world: int, contiguous: bool, rows: int, key_rows: i
     padded = host.get("cu_seqlens_q_padded", real)
     if host.get("cu_seqlens_kv", real) != real or host.get("cu_seqlens_kv_padded", padded) != padded:
         raise NotImplementedError("cu_seqlens_kv differs from cu_seqlens_q: packed cross-attention is not supported")
+    if real != padded and "cu_seqlens_kv" in host and "cu_seqlens_kv_padded" not in host:
+        raise ValueError("cu_seqlens_kv_padded is None with cu_seqlens_q_padded: pass both, keys have the same padding")
     packing = _packing(real, padded, world, contiguous)
     if not rows == key_rows >= packing.layout.lengths[0]:
         raise ValueError(
@@ -187,7 +192,9 @@ def _row_lengths(host: Host, mask_type: MaskType, name: str, batch: int) -> tupl
     if host.keys() & {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}:
         raise ValueError("cu_seqlens_q_padded is given: rows of one length have their padding behind them")
     if host.get("cu_seqlens_kv", host["cu_seqlens_q"]) != host["cu_seqlens_q"]:
-        raise NotImplementedError("cu_seqlens_kv differs from cu_seqlens_q: padding of cross-attention")
+        raise NotImplementedError(
+            "cu_seqlens_kv differs from cu_seqlens_q: padding of cross-attention is not supported"
+        )
     lengths = tuple(end - start for start, end in pairwise(host["cu_seqlens_q"]))
     if len(lengths) != batch:
         raise ValueError(f"cu_seqlens_q has {len(lengths)} lengths: it must have {batch}, one per batch row")
@@ -213,7 +220,10 @@ def _behind(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.d
 
 
 def _window_of(window_size: tuple[int, int] | None, name: str, causal: bool) -> tuple[int, int]:
-    left, right = (-1, -1) if window_size is None else window_size
+    window = (-1, -1) if window_size is None else window_size
+    if not isinstance(window, (tuple, list)) or [type(end) for end in window] != [int, int]:
+        raise ValueError(f"window_size is {window_size!r}: it must be (left, right), whole numbers")
+    left, right = window
     if right > 0 if causal else (left < 0) != (right < 0):
         ends = "(left, 0), or (-1, 0)" if causal else "(left, right), both at least 0, or (-1, -1)"
         raise ValueError(f"window_size is {(left, right)} with attn_mask_type {name!r}: it must be {ends}")

@@ -75,9 +75,15 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.config, self.layer_number = config, max(1, layer_number)
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
-        self.tp_group = pg_collection.tp  # also of `sharded_state_dict`
+        self.tp_group = _member_of(pg_collection, "tp")  # also of `sharded_state_dict`
         # a group may be there for other modules of the model
-        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        cp_size = config.context_parallel_size
+        self.cp_group = _member_of(pg_collection, "cp") if cp_size > 1 else None
+        if self.cp_group is not None and self.cp_group.size() != cp_size:
+            raise ValueError(
+                f"context_parallel_size of the config is {cp_size}: the cp group of pg_collection has "
+                f"{self.cp_group.size()} ranks"
+            )
         key_dim = config.kv_channels if k_channels is None else k_channels
         self.head_dims = (key_dim, config.kv_channels if v_channels is None else v_channels)
         self.softmax_scale = key_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -145,6 +151,13 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         )
 
     sharded_state_dict = DotProductAttention.sharded_state_dict
+
+
+def _member_of(pg_collection: ProcessGroupCollection, name: str) -> Any:
+    group = getattr(pg_collection, name, None)
+    if not hasattr(group, "rank"):
+        raise ValueError(f"pg_collection has no {name} group, but {group!r}: initialise parallel_state, or pass one")
+    return group
 
 
 def _group_of(packed: PackedSeqParams, group: Any) -> Any:

@@ -146,7 +146,7 @@ class _RingSDPA(TorchFunctionMode):
                 f"key has {key.shape[2]} tokens, query has {query.shape[2]}: pass kv_layout to ring_sdpa where the "
                 f"keys are another sequence, sharded too, or {OUTSIDE}"
             )
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = ((x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in (query, key, value))
         out = ring_attention(
             q,
             k,
@@ -176,11 +176,11 @@ def layout_of(load_balancer: Any, world: int) -> Layout:
     """
     generate: Callable[[], Any] | None = getattr(load_balancer, "_generate_indices", None)
     indices = generate() if generate else load_balancer
-    if not isinstance(indices, torch.Tensor) or indices.dim() not in (1, 2) or indices.is_floating_point():
-        raise ValueError(
-            f"load_balancer is a {type(load_balancer).__name__}: it must be a load balancer of PyTorch's or its "
-            "indices [S] or [batch, S]; without one the shards are layout='contiguous'"
-        )
+    if not isinstance(indices, torch.Tensor):
+        raise _no_balancer(type(load_balancer).__name__)
+    is_integer = not indices.is_floating_point() and indices.dtype != torch.bool
+    if indices.dim() not in (1, 2) or not indices.numel() or not is_integer:
+        raise _no_balancer(f"{indices.dtype} Tensor {list(indices.shape)}")
     rows = indices.reshape(-1, indices.shape[-1]).cpu()
     seqlen = rows.shape[1]
     if not rows.eq(rows[:1]).all():
@@ -198,3 +198,10 @@ def layout_of(load_balancer: Any, world: int) -> Layout:
             )
         spans.append(spans_of(positions))
     return Layout(spans)
+
+
+def _no_balancer(kind: str) -> ValueError:
+    return ValueError(
+        f"load_balancer is a {kind}: it must be a load balancer of PyTorch's or its indices [S] or [batch, S]; without "
+        "one the shards are layout='contiguous'"
+    )

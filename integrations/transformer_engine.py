@@ -21,6 +21,8 @@ from .formats import Boundaries, attend, check_comm_type, check_softmax_type, si
 STRATEGIES = {"DUAL_CHUNK_SWAP": False, "NO_LOAD_BALANCE": True}
 """Names of ``CPLoadBalancingStrategy``: whether each rank holds one run of tokens."""
 
+ONE_NAME = {"causal_padding": "padding_causal"}  # of a mask with two
+
 
 class DotProductAttention(nn.Module):
     """``softmax(scale * q k^T) v`` over the tokens of all ranks of ``cp_group``.
@@ -69,18 +71,25 @@ class DotProductAttention(nn.Module):
             raise ValueError(f"attention_type is {attention_type!r}: it must be 'self' or 'cross'")
         if return_max_logit:
             raise NotImplementedError("return_max_logit is True: the largest score is not kept; pass False")
-        if num_attention_heads % (groups := num_gqa_groups or num_attention_heads):
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        self.kv_channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        self.tp_size = tp_size
+        self.set_tensor_parallel_group(tp_group)
+        sizes = {"num_attention_heads": num_attention_heads, "num_gqa_groups": groups, "tp_size": self.tp_size}
+        for argument, size in (*sizes.items(), *(("kv_channels", dim) for dim in self.kv_channels)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{argument} is {size!r}: it must be a whole number, at least 1")
+        if groups % self.tp_size:
+            raise ValueError(f"num_gqa_groups is {groups}: it must be a multiple of tp_size, {self.tp_size}")
+        if num_attention_heads % groups:
             raise ValueError(
                 f"num_gqa_groups is {groups}: num_attention_heads, {num_attention_heads}, must be a multiple"
             )
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
-        self.kv_channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
         self.window_size, self.bottom_right_diagonal, self.softcap = window_size, bottom_right_diagonal, softcap
         self.attention_type, self.layer_number, self.name = attention_type, layer_number, name
         self.softmax_scale = self.kv_channels[0] ** -0.5 if softmax_scale is None else softmax_scale
-        self.tp_size = tp_size
-        self.set_tensor_parallel_group(tp_group)
         self.softmax_type = check_softmax_type(softmax_type)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         offset = torch.zeros(num_attention_heads // self.tp_size, device=device)
@@ -104,6 +113,11 @@ class DotProductAttention(nn.Module):
         check_comm_type(cp_comm_type)
         if isinstance(cp_group, (list, tuple)):
             raise NotImplementedError("cp_group is a list, for 'a2a+p2p': pass one group")
+        if cp_group is not None and not hasattr(cp_group, "rank"):
+            raise ValueError(
+                f"cp_group is a {type(cp_group).__name__}: it must be a ProcessGroup (of a DeviceMesh, get_group()), a "
+                "LocalWorld member or None"
+            )
         ranks = dist.get_process_group_ranks(cp_group) if isinstance(cp_group, dist.ProcessGroup) else None
         if cp_global_ranks is not None and ranks is not None and list(cp_global_ranks) != ranks:
             raise ValueError(f"cp_global_ranks is {cp_global_ranks}: cp_group has {ranks}")
@@ -176,11 +190,12 @@ class DotProductAttention(nn.Module):
             raise ValueError("pad_between_seqs is False with cu_seqlens_q_padded: leave one of them out")
         query, key, value = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         self._check_heads(query, key, value)
+        mask_type = (attn_mask_type or self.attn_mask_type).replace(",", "_")
         attended = partial(
             attend,
             group=single_rank() if self.cp_group is None else self.cp_group,
             qkv_format=qkv_format or self.qkv_format,
-            attn_mask_type=(attn_mask_type or self.attn_mask_type).replace(",", "_"),
+            attn_mask_type=ONE_NAME.get(mask_type, mask_type),
             window_size=self.window_size if window_size is None else window_size,
             attention_mask=attention_mask,
             boundaries=Boundaries(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),

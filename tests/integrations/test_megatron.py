@@ -235,6 +235,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"config": {"log_max_attention_logit": True}}, {}, "log_max_attention_logit"),
     ({"config": {"flash_decode": True}}, {}, "flash_decode"),
     ({"k_channels": 8}, {}, "k_channels"),
+    ({"config": {"context_parallel_size": 2}}, {}, "context_parallel_size of the config is 2: .*has 1"),
+    ({"config": {"context_parallel_size": 2}, "cp": None}, {}, "no cp group"),
+    ({"tp": None}, {}, "no tp group"),
     ({}, {"attention_bias": torch.zeros(1)}, "attention_bias"),
     ({}, {"attention_mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool)}, "attention_mask"),
     ({}, {"attn_mask_type": "padding"}, "padding"),
@@ -249,7 +252,7 @@ def test_what_is_refused_by_name(made: dict[str, Any], called: dict[str, Any], n
     with on_the_cpu() as core, pytest.raises((ValueError, NotImplementedError), match=named):
         fields = {**made}
         config = config_of(core, **fields.pop("config", {}))
-        groups = SimpleNamespace(tp=ALONE, cp=ALONE)
+        groups = SimpleNamespace(tp=fields.pop("tp", ALONE), cp=fields.pop("cp", ALONE))
         module = core.RingCoreAttention(config, 1, core.AttnMaskType.causal, "self", pg_collection=groups, **fields)
         q, k, v, _ = draw((8, 1))
         call: dict[str, Any] = {"query": q, "key": k, "value": v, "attention_mask": None} | called

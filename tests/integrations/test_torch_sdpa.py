@@ -136,6 +136,20 @@ def test_keys_of_another_number(queries: int, keys: int, causal: bool) -> None:
     check(on_ranks(layout, whole, SDPA, kv_layout, is_causal=causal), whole, is_causal=causal)
 
 
+def test_strides_of_any_kind() -> None:
+    """As in PyTorch: channels before tokens, as convolutions leave them, and tensors that are expanded."""
+    whole = tensors(16)
+
+    def channels_first(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+        return SDPA(*(x.mT.contiguous().mT for x in (q, k, v)), **call)
+
+    check(on_ranks(Layout.zigzag(16, 2), whole, channels_first, is_causal=True), whole, is_causal=True)
+    ones = torch.ones(()).expand(2, 8, 16, 32)
+    with ring_sdpa("contiguous"):
+        assert SDPA(ones, ones, ones).equal(ones)
+        assert ring_attention(*(x.transpose(1, 2) for x in whole)).transpose(1, 2).equal(SDPA(*whole))
+
+
 def test_scale_and_dropout() -> None:
     whole = tensors(32)
 
@@ -215,6 +229,8 @@ def test_layouts_of_load_balancers() -> None:
         (torch.arange(6), 4, "6 tokens for 4 ranks"),
         (torch.tensor([0, 1, 1, 3]), 2, "no permutation of 0 to 3"),
         (None, 2, "a NoneType.*layout='contiguous'"),
+        (torch.tensor([False, True]), 2, r"a torch\.bool Tensor \[2\].*indices \[S\]"),
+        (torch.empty(0, 8, dtype=torch.int64), 2, r"a torch\.int64 Tensor \[0, 8\].*indices \[S\]"),
     ],
 )
 def test_refused_load_balancers(balancer: Any, world: int, words: str) -> None:
@@ -237,6 +253,7 @@ ENDS = torch.tensor([0, 8])
         (lambda q: torch.ops.aten.scaled_dot_product_attention(q, q, q), "scaled_dot_product_attention inside ring"),
         (lambda q: torch._scaled_dot_product_flash_attention_for_cpu(q, q, q), "attention_for_cpu inside ring"),
         (lambda q: torch._scaled_dot_product_attention_math(q, q, q), "attention_math inside ring"),
+        (lambda q: torch.ops.aten.scaled_dot_product_attention.default(q, q, q), "dot_product_attention inside ring"),
         (lambda q: nn.MultiheadAttention(32, 4)(q[0], q[0], q[0]), "need_weights is True.*need_weights=False"),
     ],
 )

@@ -210,6 +210,16 @@ def test_more_keys_than_queries(mask_type: str, diagonal: int) -> None:
     assert_as_exact_as_pytorch("out", out, theirs, truth)
 
 
+def test_strides_and_names_of_masks() -> None:
+    """Head dims that are not next to each other, and the other order of a name."""
+    q, k, v = (x.detach() for x in heads())
+    lengths = torch.tensor([0, 6])
+    module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd", attn_mask_type="padding,causal")
+    out = module(q, k, v, cu_seqlens_q=lengths)
+    spread = [x.mT.contiguous().mT for x in (q, k, v)]
+    assert module(*spread, cu_seqlens_q=lengths, attn_mask_type="causal,padding").equal(out)
+
+
 def test_dropout_in_training_alone() -> None:
     whole = inputs(24, (HEADS, GROUPS), batch=1)
     module = DotProductAttention(HEADS, DIM, GROUPS, 0.3, qkv_format="bshd")
@@ -246,10 +256,18 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"qkv_format": "bhsd"}, {}, "qkv_format"),
     ({"attention_dropout": 0.1, "tp_size": 2, "num_attention_heads": 8, "num_gqa_groups": 4}, {}, "tp_group"),
     ({"kv_channels": 8}, {}, "head dims"),
+    ({"num_attention_heads": 0, "num_gqa_groups": None}, {}, "num_attention_heads is 0"),
+    ({"tp_size": 0}, {}, "tp_size is 0"),
+    ({"tp_size": 4}, {}, "num_gqa_groups is 2"),
+    ({"kv_channels": (DIM, 0)}, {}, "kv_channels is 0"),
+    ({"cp_group": "cp"}, {}, "cp_group is a str"),
+    ({"window_size": 4}, {}, "window_size is 4"),
     ({}, {"attn_mask_type": "arbitrary"}, "attn_mask_type"),
     ({}, {"attn_mask_type": "padding_causal"}, "without cu_seqlens_q"),
     ({}, {"cu_seqlens_q": torch.tensor([0, 8])}, "cu_seqlens_q"),
     ({}, {"window_size": (4, 2)}, "window_size"),
+    ({}, {"window_size": (4,)}, "window_size is"),
+    ({}, {"window_size": ("4", 0)}, "window_size is"),
     ({}, {"attn_mask_type": "no_mask", "window_size": (4, -1)}, "window_size"),
     ({}, {"attention_mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool)}, "attention_mask"),
     ({}, {"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias_type"),
@@ -273,6 +291,9 @@ def test_what_is_refused_by_name(made: dict[str, Any], called: dict[str, Any], n
         DotProductAttention(**arguments | {"qkv_format": "bshd"} | made)(*heads(), **called)
 
 
+ENDS = torch.tensor([0, 8])
+
+
 @pytest.mark.parametrize(
     ("boundaries", "tokens", "message"),
     [
@@ -283,6 +304,10 @@ def test_what_is_refused_by_name(made: dict[str, Any], called: dict[str, Any], n
         (Boundaries(torch.tensor([0, 16]), torch.tensor([0, 8])), 8, "cu_seqlens_kv"),
         (Boundaries(torch.tensor([0, 16])), 7, "query has 7 tokens"),
         (Boundaries(torch.tensor([0.0, 16.0])), 8, "cu_seqlens_q is torch.float32"),
+        (Boundaries(torch.tensor([False, True])), 8, "cu_seqlens_q is torch.bool"),
+        (Boundaries(torch.arange(0)), 8, r"cu_seqlens_q is torch.int64 \[0\]"),
+        (Boundaries([0, 16]), 8, "cu_seqlens_q is a list"),  # type: ignore[arg-type]
+        (Boundaries(ENDS, ENDS, q_padded=2 * ENDS), 8, "cu_seqlens_kv_padded is None with cu_seqlens_q_padded"),
     ],
 )
 def test_boundaries_that_do_not_fit(boundaries: Boundaries, tokens: int, message: str) -> None:
