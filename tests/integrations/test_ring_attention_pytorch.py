@@ -117,7 +117,14 @@ def test_zig_zag() -> None:
     compare(expected(case), Results(out[:, :, by_key], None, dq[:, :, by_key], dk, dv))  # type: ignore[arg-type]
 
 
+def test_a_last_stride_that_is_not_1() -> None:
+    turned = Q.transpose(-1, -2).contiguous().transpose(-1, -2)
+    for call in (ours.ring_flash_attn, ours.zig_zag_attn):
+        torch.testing.assert_close(call(turned, turned, turned), call(Q, Q, Q))
+
+
 Q = torch.randn(1, 8, 4, 16)
+ODD = Q[:, :, :, :7].transpose(2, 3)  # [B, H, S, D]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +135,12 @@ Q = torch.randn(1, 8, 4, 16)
         (lambda: ours.ring_flash_attn(Q, Q, Q, bucket_size=3, striped_ring_attn=True), "bucket_size is 3"),
         (lambda: ours.ring_flash_attn(Q, Q, Q, ring_reduce_col=True, ring_size=2), "must divide the 1 ranks"),
         (lambda: ours.ring_flash_attn(Q, Q[:, :, :3], Q[:, :, :3]), "4"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, causal=True, max_lookback_seq_len=-1), "max_lookback_seq_len is -1: it"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, bucket_size=None, striped_ring_attn=True), "bucket_size is None"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, softclamp_qk_sim=True, softclamp_value=0), "softclamp_value is 0: with"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, torch.zeros(1, 8)), r"mask is torch.float32 \[1, 8\]: it must be"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, torch.ones(8).bool()), r"mask is torch.bool \[8\]: it must be"),
+        (lambda: run_ranks(2, lambda group: ours.zig_zag_attn(ODD, ODD, ODD, group=group)), "q has 7 tokens: a zigzag"),
         (lambda: ours.zig_zag_attn(Q, Q, Q, attn_mask=Q), "attn_mask is given: pass causal=True"),
     ],
 )  # fmt: skip
