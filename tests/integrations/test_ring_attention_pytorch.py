@@ -136,7 +136,7 @@ ODD = Q[:, :, :, :7].transpose(2, 3)  # [B, H, S, D]
         (lambda: ours.ring_flash_attn(Q, Q, Q, ring_reduce_col=True, ring_size=2), "must divide the 1 ranks"),
         (lambda: ours.ring_flash_attn(Q, Q[:, :, :3], Q[:, :, :3]), "4"),
         (lambda: ours.ring_flash_attn(Q, Q, Q, causal=True, max_lookback_seq_len=-1), "max_lookback_seq_len is -1: it"),
-        (lambda: ours.ring_flash_attn(Q, Q, Q, bucket_size=None, striped_ring_attn=True), "bucket_size is None"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, bucket_size=None, striped_ring_attn=True), "bucket_size is None"),  # type: ignore[arg-type]
         (lambda: ours.ring_flash_attn(Q, Q, Q, softclamp_qk_sim=True, softclamp_value=0), "softclamp_value is 0: with"),
         (lambda: ours.ring_flash_attn(Q, Q, Q, torch.zeros(1, 8)), r"mask is torch.float32 \[1, 8\]: it must be"),
         (lambda: ours.ring_flash_attn(Q, Q, Q, torch.ones(8).bool()), r"mask is torch.bool \[8\]: it must be"),

@@ -204,7 +204,7 @@ def changed(at: int, value: Any) -> tuple[Any, ...]:
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(2, 4), causal=True), "max_seqlen_q is 4"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 3), causal=True), "heads_k_stride is 3"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, None), causal=True), "heads_k_stride is None"),
-        (lambda: ours.llama3_flash_attn_prepare_cu_seqlens([0, 8], True, 0, 1), r"cu_seqlens is \[0, 8\]: it must"),
+        (lambda: ours.llama3_flash_attn_prepare_cu_seqlens([0, 8], True, 0, 1), r"cu_seqlens is \[0, 8\]: it must"),  # type: ignore[arg-type]
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(5, slice(0, 4)), causal=True), "local_k_slice is"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 1)), "causal is False"),
         (lambda: ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 2]), True, 2, 4), "rank 2 of 4 has no"),
