@@ -110,7 +110,7 @@ def train(
     from ..bench.common.output import prints
     from ..bench.common.result import finish
     from . import compare as comparison
-    from .train import on_all_ranks
+    from .train import check_checkpoint, on_all_ranks
 
     flags.check_needs(context, {"every": "checkpoint"})
     if compare and checkpoint:
@@ -124,6 +124,7 @@ def train(
             checkpoint=str(checkpoint) if checkpoint else None, every=every,
         )  # fmt: skip
         world = resolve_world(world, data, member())
+        check_checkpoint(job)
     except ValueError as error:
         # on every rank: the launcher ends the others when one exits, before rank 0 could have printed
         raise typer.BadParameter(str(error)) from None

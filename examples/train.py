@@ -166,8 +166,7 @@ class Training:
         """What a checkpoint holds; ranks that have all of it write it once."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         losses = torch.tensor([self.run.losses.get(step, 0.0) for step in range(steps)], dtype=torch.float64)
-        same = asdict(replace(self.job, steps=0, data=1, block=0, checkpoint=None, every=0))
-        return {"model": model, "optimizer": optimizer, "losses": losses, "job": json.dumps(same)}
+        return {"model": model, "optimizer": optimizer, "losses": losses, "job": json.dumps(_what_stays(self.job))}
 
     def _save(self, folder: Path) -> None:
         """Write what continues from here bit for bit; a folder is whole once its ``.metadata`` is there."""
@@ -176,21 +175,48 @@ class Training:
 
     def _resume(self, folder: Path) -> None:
         """Go on from the last checkpoint there that every rank sees, on any number of ranks."""
-        latest = max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
-        steps = int(self.part.gather(torch.tensor([latest], device=self.device)).min())
+        steps = int(self.part.gather(torch.tensor([_latest(folder)], device=self.device)).min())
         if not steps:
             return
         state, last, alone = self._state(steps), folder / f"{steps:08}", not self.part.fully_sharded
-        saved = {"job": state["job"]}
-        load(saved, checkpoint_id=last, no_dist=alone)
-        if saved["job"] != state["job"]:
-            raise ValueError(f"--checkpoint {folder} is of {saved['job']}, this is {state['job']}: name another folder")
+        _refuse_another(self.job, last, alone)
         load(state, checkpoint_id=last, no_dist=alone)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.run.losses = dict(enumerate(state["losses"].tolist()))
 
 
 # -- who trains: processes of a mesh, or virtual ranks on one device
+
+
+def check_checkpoint(job: Job) -> None:
+    """Before any rank starts.
+
+    Raises:
+        ValueError: the last checkpoint in the job's folder is of another model or text order; the message says where.
+    """
+    if job.checkpoint and (steps := _latest(Path(job.checkpoint))):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is")
+            _refuse_another(job, Path(job.checkpoint) / f"{steps:08}", True)
+
+
+def _refuse_another(job: Job, last: Path, alone: bool) -> None:
+    saved = {"job": ""}
+    load(saved, checkpoint_id=last, no_dist=alone)
+    theirs, ours = json.loads(saved["job"]), _what_stays(job)
+    other = [f"{name} {theirs.get(name)}, here {value}" for name, value in ours.items() if theirs.get(name) != value]
+    if other:
+        raise ValueError(f"--checkpoint {last.parent} is of another job: {'; '.join(other)}: name another folder")
+
+
+def _what_stays(job: Job) -> dict[str, Any]:
+    """What a run that goes on has in common with the one before."""
+    return asdict(replace(job, steps=0, data=1, block=0, checkpoint=None, every=0))
+
+
+def _latest(folder: Path) -> int:
+    """Steps of the last checkpoint that is whole; 0: there is none."""
+    return max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 from ..ring import GroupLike, Layout, ring_attention, single_rank
 from ..ring.schedule.layout import LayoutLike
+from . import unit_stride
 
 __all__ = ["register"]
 
@@ -97,9 +98,9 @@ def _attention(
         )
     context = None if _parallel_config is None else _parallel_config.context_parallel_config
     results = ring_attention(
-        query,
-        key,
-        value,
+        unit_stride(query),
+        unit_stride(key),
+        unit_stride(value),
         layout=_layout(context, query.shape[1]),
         kv_layout=_layout(context, key.shape[1]),
         group=_group(context),

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..ring import GroupLike, Layout, merge, ring_attention, single_rank, unshard
 from ..ring.mesh import ranks_of
+from . import unit_stride
 
 
 def ring_flash_attn(
@@ -55,10 +56,12 @@ def ring_flash_attn(
         group: the ranks, in place of the default group; of one ring.
 
     Raises:
-        ValueError: ``max_lookback_seq_len`` without ``causal``; stripes that ``bucket_size`` does not divide;
+        ValueError: ``max_lookback_seq_len`` without ``causal`` or below 0; ``softclamp_value`` that is none; a ``mask``
+            that is not bool or not of these keys; stripes that ``bucket_size`` does not divide;
             ``ring_size`` that does not divide the ranks; queries and keys that are not as many, with ``causal`` or over
             a ring; or as :func:`ringattn.ring_attention`.
     """
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     tokens, keys, kv_heads = q.shape[1], k.shape[1], k.shape[2]
     if tokens != keys and (causal or ring_reduce_col):
         raise ValueError(
@@ -67,11 +70,18 @@ def ring_flash_attn(
         )
     if max_lookback_seq_len is not None and not causal:
         raise ValueError(f"max_lookback_seq_len is {max_lookback_seq_len} without causal: it looks behind the query")
+    if max_lookback_seq_len == -1:
+        raise ValueError("max_lookback_seq_len is -1: it must be a whole number from 0, or None: all of them")
+    if softclamp_qk_sim and not softclamp_value:
+        raise ValueError(f"softclamp_value is {softclamp_value}: with softclamp_qk_sim it must be above 0")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != k.shape[:2]):
+        got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask is {got}: it must be torch.bool {list(k.shape[:2])}, True where there is a key")
     members = _members(ring_size, group, q.device) if ring_reduce_col else single_rank()
     world = ranks_of(members, q.device).size
     layout, buckets = Layout.contiguous(world * tokens, world), 1
     if striped_ring_attn:
-        size = min(keys, bucket_size)
+        size = min(keys, bucket_size or 0)
         if size < 1 or keys % size:
             raise ValueError(f"bucket_size is {bucket_size}: with striped_ring_attn it must divide the {keys} tokens")
         buckets = keys // size
@@ -117,10 +127,14 @@ def zig_zag_attn(
     """Of ``[B, H, S, D]`` sharded by ``zig_zag_shard``: runs r and 2P - 1 - r of 2P; keys travel, none are gathered.
 
     Raises:
+        ValueError: an odd number of tokens, which no two equal runs have (``zig_zag_pad_seq`` pads).
         NotImplementedError: ``attn_mask``, in whose place there is ``causal``.
     """
     if attn_mask is not None:
         raise NotImplementedError("attn_mask is given: pass causal=True for the positions of zig_zag_shard")
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    if q.shape[2] % 2 and ranks_of(group, q.device).size > 1:
+        raise ValueError(f"q has {q.shape[2]} tokens: a zigzag has two equal runs of them")
     grouped = _swapped(q.transpose(1, 2), 2, q.shape[1] // max(k.shape[1], 1))
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     out = ring_attention(grouped, k, v, layout="zigzag", group=group, causal=causal, dropout_p=dropout)

@@ -23,7 +23,8 @@ does not depend on the number of ranks, zigzag and stripes without ``causal``. `
 backward is. By keyword, beside their arguments, see :class:`More`.
 
 ``cu_seqlens`` are host data here: a tensor on a GPU is copied, and the host waits for it; in the llama3 functions once,
-in ``llama3_flash_attn_prepare_cu_seqlens``. Documents that do not divide by the ranks: say ``layout=``.
+in ``llama3_flash_attn_prepare_cu_seqlens``. Documents that do not divide by the ranks, and zigzags whose two runs would
+not be equal: say ``layout=``.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..ring import GroupLike, Layout, ring_attention
 from ..ring.mesh import ranks_of
 from ..ring.schedule.layout import Documents
+from . import unit_stride
 
 Attention = Tensor | tuple[Tensor, Tensor, None]
 """``out``, or ``(out, lse, None)`` with ``return_attn_probs``: there are no attention probabilities to return."""
@@ -103,13 +105,15 @@ def _attention(
 
 
 def _dense(rule: str, call: _Call) -> Placed:
+    if rule == "zigzag" and call.layout is None and call.q.ndim == 4:
+        _two_equal_runs("q", call.q.shape[1], call)
     return call.layout or rule, None
 
 
 def _varlen(rule: Callable[[Boundaries, int], Layout], call: _Call, cu_seqlens: Tensor, max_seqlen: int) -> Placed:
     """``cu_seqlens`` are the boundaries in every rank's part: those of the whole sequence over the number of ranks."""
     documents = Documents(_on_host(cu_seqlens)).boundaries
-    if max_seqlen < _longest(documents):
+    if max_seqlen is None or max_seqlen < _longest(documents):
         raise ValueError(f"max_seqlen is {max_seqlen}, the longest document of cu_seqlens is {_longest(documents)}")
     if call.layout is not None:
         return call.layout, documents
@@ -119,8 +123,17 @@ def _varlen(rule: Callable[[Boundaries, int], Layout], call: _Call, cu_seqlens: 
             "part; with layout= those of the whole sequence"
         )
     world = ranks_of(call.group, call.q.device).size
+    if rule is _zigzag_of_documents:
+        for start, stop in pairwise(documents):
+            _two_equal_runs(f"a document of cu_seqlens, {start} to {stop},", stop - start, call)
     documents = tuple(world * boundary for boundary in documents)
     return rule(documents, world), documents
+
+
+def _two_equal_runs(name: str, tokens: int, call: _Call) -> None:
+    """Of an odd number no cut is theirs; alone a rank has them all."""
+    if tokens % 2 and ranks_of(call.group, call.q.device).size > 1:
+        raise ValueError(f"{name} has {tokens} tokens: a zigzag has two equal runs of them, or say which in layout=")
 
 
 @lru_cache
@@ -166,6 +179,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
     Raises:
         ValueError: boundaries that are none, no such rank, or a rank without tokens.
     """
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens is {cu_seqlens!r}: it must be a torch.Tensor")
     documents = Documents(_on_host(cu_seqlens)).boundaries
     spans = Layout.contiguous(documents[-1], world_size).spans(rank)
     if not spans:
@@ -204,7 +219,7 @@ def _llama3(
     for name, value, made in zip(_Prepared._fields, values, prepared, strict=False):
         if value is not made if isinstance(made, Tensor) else value != made:
             raise ValueError(f"{name} is {value}, llama3_flash_attn_prepare_cu_seqlens made cu_seqlens_q with {made}")
-    if heads_k_stride < 1 or call.k.shape[1] % heads_k_stride:
+    if heads_k_stride is None or heads_k_stride < 1 or call.k.shape[1] % heads_k_stride:
         raise ValueError(f"heads_k_stride is {heads_k_stride}: it must divide the {call.k.shape[1]} heads of k")
     documents = prepared.documents
     return call.layout or Layout.contiguous(documents[-1], prepared.world), documents
@@ -246,6 +261,9 @@ def _function(
 
 def _parts(name: str, x: Tensor) -> tuple[Tensor, ...]:
     """The tensors that one holds, a letter of its name for each."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
+    x = unit_stride(x)
     if len(name) > 1 and (x.ndim < 4 or x.shape[-3] != len(name)):
         raise ValueError(f"{name} is {list(x.shape)}: it must be [..., {len(name)}, heads, head dim]")
     return x.unbind(-3) if len(name) > 1 else (x,)

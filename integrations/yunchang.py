@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from ..ring import GroupLike, Layout, ring_attention
 from ..ring.mesh import Rings, ranks_of, spans_of
 from ..ring.schedule.layout import LayoutLike
 from ..ring.shards import resolve_layout
+from . import unit_stride
 
 RULES: dict[str, LayoutLike] = {
     "basic": "contiguous",
@@ -67,6 +69,9 @@ def set_seq_parallel_pg(
     Raises:
         ValueError: the degrees do not divide ``world_size``, or rank and world are not those of ``torch.distributed``.
     """
+    degrees = sp_ulysses_degree, sp_ring_degree
+    if not all(isinstance(degree, Integral) for degree in degrees):
+        raise ValueError(f"sp_ulysses_degree and sp_ring_degree are {degrees}: they must be whole numbers")
     degree = sp_ulysses_degree * sp_ring_degree
     if min(sp_ulysses_degree, sp_ring_degree) < 1 or world_size % degree:
         raise ValueError(
@@ -95,6 +100,8 @@ def layout_of(ring_impl_type: str, seqlen: int, rd: int, ud: int) -> Layout:
     """
     if ring_impl_type not in RULES:
         raise ValueError(f"ring_impl_type is {ring_impl_type!r}: it must be one of {', '.join(RULES)}")
+    if min(rd, ud) < 1:
+        raise ValueError(f"rd is {rd}, ud is {ud}: there is at least one rank of each")
     if seqlen % (rd * ud):
         raise ValueError(f"{seqlen} tokens are not divisible by the {rd * ud} ranks that share them")
     whole = resolve_layout(RULES[ring_impl_type], seqlen, rd)
@@ -102,10 +109,18 @@ def layout_of(ring_impl_type: str, seqlen: int, rd: int, ud: int) -> Layout:
 
 
 def _extract(
-    ring_impl_type: str, value: Tensor, rank: int, world_size: int, rd: int, ud: int, *, group: GroupLike = None
+    ring_impl_type: str,
+    value: Tensor,
+    rank: int,
+    world_size: int,
+    rd: int | None = None,
+    ud: int | None = None,
+    *,
+    group: GroupLike = None,
 ) -> Tensor:
     """This rank's tokens of ``value`` ``[B, S, ...]``, of which every rank has the same; a copy.
 
+    ``rd`` and ``ud`` are by default those of the mesh; yunchang's ``basic`` does without them, too.
     ``group`` is a mesh of ring x ulysses in place of that of ``set_seq_parallel_pg``. Where that has the ring low, the
     tokens are those that the ring needs, which yunchang's ``basic`` and ``strip`` do not look at.
 
@@ -113,6 +128,9 @@ def _extract(
         ValueError: the degrees, ``rank`` or ``world_size`` are not those of the mesh, or as :func:`layout_of`.
     """
     mesh, rings = _mesh_of(group)
+    rd, ud = rings.ring.size if rd is None else rd, rings.ulysses.size if ud is None else ud
+    if value.ndim < 2:
+        raise ValueError(f"value is {list(value.shape)}: it must be [B, S, ...]")
     size, degrees = rings.size, (rings.ring.size, rings.ulysses.size)
     # its number in torch.distributed is another one where the ring is low
     process = mesh.get_rank() % size if isinstance(mesh, DeviceMesh) else rings.rank
@@ -211,9 +229,9 @@ class LongContextAttention(torch.nn.Module):
         """
         rd, ud = self.degrees
         return ring_attention(
-            query,
-            key,
-            value,
+            unit_stride(query),
+            unit_stride(key),
+            unit_stride(value),
             layout=layout_of(self.ring_impl_type, query.shape[1] * rd * ud, rd, ud),
             group=self.mesh,
             dropout_p=dropout_p,

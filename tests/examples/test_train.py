@@ -15,7 +15,7 @@ from ringattn.examples import demo
 from ringattn.examples.compare import Kept, alone, pytorch_attention, spent
 from ringattn.examples.demo import Job
 from ringattn.examples.model import Decoder
-from ringattn.examples.train import Run, as_virtual_ranks, on_mesh
+from ringattn.examples.train import Run, as_virtual_ranks, check_checkpoint, on_mesh
 
 from ..support.forked import results
 from ..support.tolerance import assert_as_exact_as_pytorch
@@ -90,8 +90,12 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     again = as_virtual_ranks(replace(job, steps=6), demo.text(), 1)  # nothing is left to do
     assert again.losses == whole.losses and again.seconds == []
     assert spent("sharded", job, again).startswith("sharded: no step was left to do")
-    with pytest.raises(ValueError, match=r'"layers": 2.*, this is .*"layers": 1.*: name another folder'):
+    other = r"is of another job: layers 2, here 1: name another folder"
+    with pytest.raises(ValueError, match=other):
         as_virtual_ranks(replace(job, layers=1), demo.text(), 1)
+    with pytest.raises(ValueError, match=other):  # the command's refusal, before any rank starts
+        check_checkpoint(replace(job, layers=1))
+    check_checkpoint(replace(job, steps=9, data=2, block=0))
 
 
 def test_a_folder_that_was_not_finished_is_left_alone(tmp_path: Path) -> None:

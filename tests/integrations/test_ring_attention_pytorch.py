@@ -135,7 +135,14 @@ def test_tree_attn_decode(dtype: torch.dtype, tokens: int) -> None:
         compare_with_theirs("whole sharded", [*rank], [right[0]] * 2, [right[1]] * 2)
 
 
+def test_a_last_stride_that_is_not_1() -> None:
+    turned = Q.transpose(-1, -2).contiguous().transpose(-1, -2)
+    for call in (ours.ring_flash_attn, ours.zig_zag_attn):
+        torch.testing.assert_close(call(turned, turned, turned), call(Q, Q, Q))
+
+
 Q = torch.randn(1, 8, 4, 16)
+ODD = Q[:, :, :, :7].transpose(2, 3)  # [B, H, S, D]
 
 
 @pytest.mark.parametrize(
@@ -148,6 +155,12 @@ Q = torch.randn(1, 8, 4, 16)
         (lambda: ours.ring_flash_attn(Q, Q[:, :, :3], Q[:, :, :3]), "4"),
         (lambda: ours.tree_attn_decode(Q), "k is NoneType, v is NoneType, with shard_kv_seq=True"),
         (lambda: ours.tree_attn_decode(Q, Q[:, :4], Q[:, :4]), "k has 4 heads, q has 8"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, causal=True, max_lookback_seq_len=-1), "max_lookback_seq_len is -1: it"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, bucket_size=None, striped_ring_attn=True), "bucket_size is None"),  # type: ignore[arg-type]
+        (lambda: ours.ring_flash_attn(Q, Q, Q, softclamp_qk_sim=True, softclamp_value=0), "softclamp_value is 0: with"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, torch.zeros(1, 8)), r"mask is torch.float32 \[1, 8\]: it must be"),
+        (lambda: ours.ring_flash_attn(Q, Q, Q, torch.ones(8).bool()), r"mask is torch.bool \[8\]: it must be"),
+        (lambda: run_ranks(2, lambda group: ours.zig_zag_attn(ODD, ODD, ODD, group=group)), "q has 7 tokens: a zigzag"),
         (lambda: ours.zig_zag_attn(Q, Q, Q, attn_mask=Q), "attn_mask is given: pass causal=True"),
     ],
 )  # fmt: skip

@@ -158,6 +158,29 @@ def test_without_lse_the_output_alone() -> None:
     assert isinstance(out, Tensor) and out.shape == q.shape
 
 
+def test_a_last_stride_that_is_not_1() -> None:
+    """As flash-attn's ``maybe_contiguous``."""
+    q, qkv = torch.randn(1, 8, 2, 16), torch.randn(1, 8, 3, 2, 16)
+    turned, packed = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, qkv))
+    torch.testing.assert_close(
+        ours.zigzag_ring_flash_attn_func(turned, turned, turned), ours.zigzag_ring_flash_attn_func(q, q, q)
+    )
+    torch.testing.assert_close(
+        ours.ring_flash_attn_qkvpacked_func(packed), ours.ring_flash_attn_qkvpacked_func(qkv.clone())
+    )
+
+
+def test_zigzags_without_two_equal_runs() -> None:
+    """None of theirs is such a cut; alone a rank holds all tokens."""
+    q = torch.randn(7, 2, 16)
+    with pytest.raises(ValueError, match=r"q has 7 tokens: a zigzag has two equal runs of them, or say"):
+        run_ranks(2, lambda group: ours.zigzag_ring_flash_attn_func(q[None], q[None], q[None], group=group))
+    documents = torch.tensor([0, 3, 6])
+    with pytest.raises(ValueError, match="a document of cu_seqlens, 0 to 3, has 3 tokens"):
+        run_ranks(2, lambda group: ours.zigzag_ring_flash_attn_varlen_func(*[q[:6]] * 3, documents, 3, group=group))
+    assert isinstance(ours.zigzag_ring_flash_attn_func(q[None], q[None], q[None]), Tensor)
+
+
 Q = torch.randn(8, 2, 16)
 PREPARED = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), True, 0, 1)
 LLAMA = (*PREPARED[:4], 1, PREPARED[4])
@@ -174,10 +197,14 @@ def changed(at: int, value: Any) -> tuple[Any, ...]:
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 9]), 6), "ends at 9, q has 8 tokens"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 8]), 4), "max_seqlen is 4, the longest"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 9, 8]), 9), "it must not descend"),
+        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 8]), None), "max_seqlen is None, the"),
+        (lambda: ours.ring_flash_attn_qkvpacked_func([Q, Q, Q]), "qkv is a list: it must be a torch.Tensor"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(0, PREPARED[0].clone())), "cu_seqlens_q is not a tensor"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(1, PREPARED[0])), "cu_seqlens_k is"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(2, 4), causal=True), "max_seqlen_q is 4"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 3), causal=True), "heads_k_stride is 3"),
+        (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, None), causal=True), "heads_k_stride is None"),
+        (lambda: ours.llama3_flash_attn_prepare_cu_seqlens([0, 8], True, 0, 1), r"cu_seqlens is \[0, 8\]: it must"),  # type: ignore[arg-type]
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(5, slice(0, 4)), causal=True), "local_k_slice is"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 1)), "causal is False"),
         (lambda: ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 2]), True, 2, 4), "rank 2 of 4 has no"),

@@ -174,6 +174,22 @@ def test_processes() -> None:
         check("zigzag", cut(2), 2, 2, parts, causal=True)
 
 
+def test_extraction_without_degrees_and_a_last_stride_that_is_not_1() -> None:
+    """``basic`` of theirs takes no degrees, and the exchange any strides."""
+    x = torch.randn(1, 8, 2, 16)
+    turned = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    def of_rank(group: Any) -> None:
+        mesh = group.mesh(2, 1)
+        part = ours.EXTRACT_FUNC_DICT["basic"](turned, group.rank(), 2, group=mesh)
+        assert torch.equal(part, x.chunk(2, 1)[group.rank()])
+        attend = ours.LongContextAttention(group=mesh)
+        q, right = turned.chunk(2, 1)[group.rank()], x.chunk(2, 1)[group.rank()]
+        torch.testing.assert_close(attend(q, q, q), attend(right, right, right))
+
+    run_ranks(2, of_rank)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -187,6 +203,9 @@ def test_processes() -> None:
         (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8), 0, 2, 2, 1, group=mesh), "this is rank 0"),
         (lambda mesh: ours.UlyssesAttention(mesh, use_sync=True), "use_sync is True"),
         (lambda mesh: ours.UlyssesAttention(mesh, 1, 2), r"are \(1, 2\)"),
+        (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(8), 0, 1, group=mesh), r"value is \[8\]: it must be"),
+        (lambda mesh: ours.layout_of("basic", 8, 0, 1), "rd is 0, ud is 1"),
+        (lambda mesh: ours.set_seq_parallel_pg(2, None, 0, 1), r"are \(2, None\): they must be whole numbers"),  # type: ignore[arg-type]
         (lambda mesh: ours.set_seq_parallel_pg(2, 2, 0, 1), "their product must divide world_size, 1"),
         (lambda mesh: ours.set_seq_parallel_pg(1, 1, 0, 2), "process group has not been initialized"),
     ],
