@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 ADAM_BETAS = (0.9, 0.95)  # a second moment that follows within a dozen steps
 LINES = 20  # of progress, whatever the steps
+SLOTS = 2  # of the ring, for K/V that are computed with and K/V that arrive: one more is more memory, and no faster
 
 
 @dataclass
@@ -256,7 +257,7 @@ def on_mesh(job: Job, text: bytes, device: torch.device, kept: Kept | None = Non
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
     each = job.batch // job.data
     first = mesh.get_local_rank("data") * each
-    with ring_of(Ring(mesh["context"]), job) as (layout, attend):
+    with ring_of(Ring(mesh["context"], slots=SLOTS), job) as (layout, attend):
         positions = layout.positions(mesh.get_local_rank("context"))
         part = Part(dist.get_rank(), slice(first, first + each), positions, attend, gather, fully_sharded=True)
         return Training(job, text, device, part).fit(kept)
@@ -274,7 +275,7 @@ def as_virtual_ranks(job: Job, text: bytes, world: int, kept: Kept | None = None
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def as_virtual_rank(group: LocalGroup) -> Run:
-        ring = Ring(group)
+        ring = Ring(group, slots=SLOTS)
 
         def gather(x: Tensor) -> Tensor:
             return torch.stack(exchange(ring, [x] * ring.size, [x.shape] * ring.size))

@@ -78,7 +78,8 @@ def _resident(field: str) -> int:
 def freed_at_once(device: torch.device) -> Iterator[None]:
     """On the CPU glibc maps every large block by itself inside, so that what is resident is what is in use.
 
-    By default it keeps freed blocks for later, and does so again afterwards: mapping makes allocations slow.
+    By default it keeps freed blocks for later, and does so again afterwards: mapping makes allocations slow. What it
+    has kept by then is cut up for later blocks all the same, and stays: a warm-up belongs inside.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library: the figures are upper bounds
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES if device.type == "cpu" else KEPT_BYTES)
