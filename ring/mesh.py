@@ -43,7 +43,12 @@ class Rings(NamedTuple):
     def _entered(self, device: torch.device) -> Iterator[None]:
         """One call of both; what ends it early reaches the ranks of both dimensions."""
         with self.ulysses._entered(device), self.ring._entered(device):
-            yield
+            try:
+                yield
+            except ValueError:
+                self.ring._share(self.ulysses)
+                self.ulysses._share(self.ring)
+                raise
 
     def _agree(
         self,

@@ -11,8 +11,8 @@ op, too: how many tokens they bring depends on the spans of a layout, which a gr
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -30,6 +30,7 @@ from . import loop
 from .args import AttentionArgs, PreparedCall, prepare_call
 from .backends import backward_backends, forward_backends, joined, row_delta
 from .checked import sides_of
+from .mesh import Rings
 from .ring import Ring, resolve_ring
 from .rows import Boundaries, is_by_row
 from .schedule.layout import Layout
@@ -254,13 +255,11 @@ def mesh_of_call(packed: Any) -> tuple[Any, Ring | None] | None:
     return (_group(packed.member, packed.group), ulysses), _kept("ring", packed.ring)
 
 
-@contextmanager
-def entered(packed: Any, ring: Ring, device: torch.device) -> Iterator[None]:
+def entered(packed: Any, ring: Ring, device: torch.device) -> AbstractContextManager[None]:
     """One forward or backward, whose errors reach the other ranks."""
     call: Any = of_handle(packed.call)
-    around = None if call is None else call.around
-    with nullcontext() if around is None else around._entered(device), ring._entered(device):
-        yield
+    rings: Ring | Rings = ring if call is None or call.rings is None else call.rings
+    return rings._entered(device)
 
 
 # --- the ops --------------------------------------------------------------------------------------------------------
@@ -274,8 +273,8 @@ class EagerCall:
     ring: Ring
     has_backward: bool
     prepared: PreparedCall | None = None
-    around: Ring | None = None
-    """Of the other dimension of a mesh, whose ranks hear of an error, too."""
+    rings: Rings | None = None
+    """Both of a mesh, all of whose ranks hear of an error."""
 
 
 def traced(

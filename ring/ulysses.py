@@ -157,7 +157,7 @@ def attention_over_mesh(
             inner = inner._replace(dropout_seed=rings._draw_seed(inner.dropout_seed))
         shares = [of_queries, of_keys, of_keys]
         q, k, v = _Exchange.apply(heads_for_tokens, rings, shares, number, q, k, v)  # type: ignore[no-untyped-call]
-    call = EagerCall(inner, ring, has_backward, around=ulysses)
+    call = EagerCall(inner, ring, has_backward, rings=rings)
     out, lse, _ = RingAttention.apply(None, q, k, v, *packed_call(call))  # type: ignore[no-untyped-call]
     # 0: checkpointing has kept the ring's results
     numbers = inner.dropout_seed or 0, 0 if call.prepared is None else call.prepared.number, number
@@ -198,7 +198,7 @@ def gradients_over_mesh(
         shares = [of_queries, of_keys, of_keys, *[of_queries] * (len(tensors) - 3)]
         q_in, k_in, v_in, out, dout, *lses = heads_for_tokens(ulysses, shares, tensors)
         prepared, _ = prepare_call(q_in, k_in, v_in, inner, ring, number=number)
-    call = EagerCall(inner, ring, True, prepared, around=ulysses)
+    call = EagerCall(inner, ring, True, prepared, rings)
     its_lse, its_dlse = from_rows(lses[0]), None if dlse is None else from_rows(lses[1])
     numbers = torch.empty(0)  # a call that is prepared has them
     *grads, its_dsink = gradients(dout, its_dlse, q_in, k_in, v_in, out, its_lse, numbers, *packed_call(call))
