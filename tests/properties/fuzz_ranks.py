@@ -187,9 +187,7 @@ def play(calls: list[tuple[Literals, Case]], rank: int, group: Any, rings: dict[
             now = number
             time.sleep(0.02 * (call["late"] == rank))
             if call["unshard"]:
-                there_and_back(
-                    call, case.layout, rank, group if call["mesh"] is None else mesh_of(group, *call["mesh"])
-                )
+                there_and_back(call, case.layout, rank, mesh_of(group, call["mesh"]))
                 made[now] = []
             elif call["spoil"]:
                 try:
