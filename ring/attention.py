@@ -181,8 +181,8 @@ def ring_attention(
         return (out, lse) if return_lse else out
     mesh = resolve_mesh(group)
     if mesh is not None:
-        out, lse, _ = attention_over_mesh(q, k, v, args, mesh, ring, return_lse=return_lse)
-        return out if lse is None else (out, lse)
+        out, maybe_lse, _ = attention_over_mesh(q, k, v, args, mesh, ring, return_lse=return_lse)
+        return out if maybe_lse is None else (out, maybe_lse)
     device = device_of(q, k, v)
     used = resolve_ring(ring, group, device)
     with used._entered(device):

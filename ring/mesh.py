@@ -66,9 +66,9 @@ class Rings(NamedTuple):
             self.ulysses._call_off(self.ring)
             raise
 
-    def _draw_seed(self) -> int:
-        """The first rank's, on every rank."""
-        return self.ulysses._draw_seed(self.ring._draw_seed())
+    def _draw_seed(self, drawn: int | None = None) -> int:
+        """The first rank's, on every rank; ``drawn``: already, by every rank for itself."""
+        return self.ulysses._draw_seed(self.ring._draw_seed(drawn))
 
 
 def rings_of(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Rings:

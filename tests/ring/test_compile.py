@@ -120,14 +120,15 @@ def test_compiled_equals_eager_bitwise(name: str) -> None:
     assert_same(run(compiled(), tensors, **CALLS[name]), run(block, tensors, **CALLS[name]))
 
 
-def test_drawn_seeds_are_those_of_eager() -> None:
+@pytest.mark.parametrize("group", [None, single_rank().mesh(1, 1)], ids=["ring", "mesh"])
+def test_drawn_seeds_are_those_of_eager(group: GroupLike) -> None:
     tensors = inputs()
     torch.manual_seed(5)
-    expected = [run(block, tensors, dropout_p=0.4) for _ in range(2)]
+    expected = [run(block, tensors, dropout_p=0.4, group=group) for _ in range(2)]
     torch.manual_seed(5)
     function = compiled()
     for eager_result in expected:
-        assert_same(run(function, tensors, dropout_p=0.4), eager_result)
+        assert_same(run(function, tensors, dropout_p=0.4, group=group), eager_result)
     assert not torch.equal(expected[0][0], expected[1][0])
 
 
@@ -219,16 +220,18 @@ def test_a_mesh(name: str, mesh: tuple[int, int]) -> None:
     assert made[1] == made[0] and made[-1] == made[2 % len(made)]
 
 
-def test_rank_0s_seed_is_used() -> None:
+@pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
+def test_rank_0s_seed_is_used(mesh: tuple[int, int] | None) -> None:
     whole, layout, seeds = inputs(), Layout.contiguous(ROWS, 2), torch.tensor([12345, 1])
 
     def draws(q: Tensor, k: Tensor, v: Tensor, *, group: Any, layout: Layout) -> Tensor:
-        packed = packed_call(group=group, layout=layout, dropout_p=0.5)._replace(dropout_seed=seeds[group.rank()])
+        rank = group.rank() if mesh is None else max(group.ring.rank(), group.ulysses.rank())
+        packed = packed_call(group=group, layout=layout, dropout_p=0.5)._replace(dropout_seed=seeds[rank])
         out: Tensor = torch.ops.ringattn.ring_attention(q * 2, k, v, *packed)[0]
         return out.sin()
 
-    got = in_world(layout, draws, whole)
-    for mine, theirs in zip(got, in_world(layout, block, whole, dropout_p=0.5, dropout_seed=12345), strict=True):
+    got = in_world(layout, draws, whole, mesh)
+    for mine, theirs in zip(got, in_world(layout, block, whole, mesh, dropout_p=0.5, dropout_seed=12345), strict=True):
         assert_same(mine, theirs)
 
 
