@@ -188,6 +188,12 @@ def resolve_mesh(group: GroupLike) -> tuple[Group, Group] | None:
     Raises:
         ValueError: the dimensions have other names, so that neither is known to be a ring.
     """
+    dims = dims_of(group)
+    return None if dims is None else (resolve_group(dims[0]), resolve_group(dims[1]))
+
+
+def dims_of(group: GroupLike) -> tuple[Group, Group] | None:
+    """The same where torch.compile reads it."""
     if isinstance(group, LocalMesh):
         return group.ring, group.ulysses
     if not isinstance(group, DeviceMesh) or group.ndim != len(MESH_DIMS):
@@ -197,7 +203,7 @@ def resolve_mesh(group: GroupLike) -> tuple[Group, Group] | None:
             f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}: two are taken where they are "
             f"{MESH_DIMS} or have no names; of a mesh that has more, pass those of the sequence, as {_example(group)}"
         )
-    return resolve_group(group.get_group(0)), resolve_group(group.get_group(1))
+    return group.get_group(0), group.get_group(1)
 
 
 def group_rank_size(group: GroupLike = None) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Literal, Unpack, overload
 
@@ -17,7 +16,7 @@ from .ops import EagerCall, RingAttention, packed_call, traced
 from .ring import Ring, device_of, resolve_ring
 from .schedule.layout import LayoutLike
 from .schedule.mask import BlockMask, Longformer
-from .ulysses import attention_over_mesh, outside_of_graphs
+from .ulysses import attention_over_mesh
 
 
 @overload
@@ -107,7 +106,7 @@ def ring_attention(
             the group's store.
         first_head: number of this rank's first query head among those of the layer, 0 to 2^31 - 1, where heads are
             sharded (tensor parallelism): dropout counts them all, and with one seed no two shards drop alike. The same
-            on all ranks of the group.
+            on all ranks of the group; in a mesh with ``H`` more at most 2^31.
         cu_seqlens: boundaries ``[0, ..., seqlen]`` of documents packed into the sequence, over global positions: a
             query sees keys of its own document only. A list or a CPU tensor; they need not divide by anything. Or such
             a list for each batch row (``[B][documents + 1]``, also of different lengths), or a CPU tensor ``[B, n]``.
@@ -148,10 +147,9 @@ def ring_attention(
 
     Raises:
         ValueError: an argument does not fit, before anything is sent; the message names it, what it got and what it
-            takes. Where the ranks disagree, every rank raises it; in a mesh a rank may hear of it by a TransportError
-            that quotes it.
+            takes. Where the ranks disagree, every rank raises it.
         NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter, or with bfloat16, which that
-            takes for integers; a transform of ``torch.func``; ``group`` of two dimensions in a graph of torch.compile.
+            takes for integers; a transform of ``torch.func``.
     """
     args = AttentionArgs(
         layout=layout,
@@ -176,11 +174,6 @@ def ring_attention(
         config=config,
     )
     if torch.compiler.is_compiling():
-        if resolve_mesh(group) is not None:
-            raise NotImplementedError(
-                "group is a mesh of two dimensions under torch.compile: its exchanges are no ops yet. Leave the "
-                "call out of the graph by torch.compiler.disable, or pass a group of one dimension"
-            )
         for name, value in (("q", q), ("k", k), ("v", v), *args._asdict().items()):
             check_local(name, value)
         q, k, v = autocast(q, k, v)
@@ -188,9 +181,8 @@ def ring_attention(
         return (out, lse) if return_lse else out
     mesh = resolve_mesh(group)
     if mesh is not None:
-        over_mesh = outside_of_graphs if "torch._dynamo" in sys.modules else attention_over_mesh
-        results: tuple[torch.Tensor, torch.Tensor | None] = over_mesh(q, k, v, args, mesh, ring, return_lse=return_lse)
-        return results[0] if results[1] is None else (results[0], results[1])
+        out, maybe_lse, _ = attention_over_mesh(q, k, v, args, mesh, ring, return_lse=return_lse)
+        return out if maybe_lse is None else (out, maybe_lse)
     device = device_of(q, k, v)
     used = resolve_ring(ring, group, device)
     with used._entered(device):

@@ -17,6 +17,7 @@ from ..kernels.scores import SEEDS
 MOST_POSITIONS = (1 << 62) - 1  # so that a position and a side of a window add up in 64 bits
 MOST_SLOTS = 1 << 16
 MOST_DIMS = 64  # that a tensor has
+FIRST_HEADS = 1 << 31  # numbers that the first head may have
 
 POSITIONS = whole(0, MOST_POSITIONS)
 INTEGERS = whole(-MOST_POSITIONS, MOST_POSITIONS)
@@ -42,7 +43,7 @@ ARGUMENTS = {
     "softcap": Kind(_CAP.takes, lambda cap: 0.0 if cap is None else _CAP.read(cap)),
     "dropout_p": number("a number of at least 0 and below 1", lambda value: 0 <= value < 1),
     "dropout_seed": optional(whole(0, SEEDS - 1)),
-    "first_head": whole(0, (1 << 31) - 1),
+    "first_head": whole(0, FIRST_HEADS - 1),
     "prefix_length": optional(POSITIONS),
     "align": optional(one_of("top-left", "bottom-right")),
     "return_lse": FLAG,

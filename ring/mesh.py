@@ -43,7 +43,12 @@ class Rings(NamedTuple):
     def _entered(self, device: torch.device) -> Iterator[None]:
         """One call of both; what ends it early reaches the ranks of both dimensions."""
         with self.ulysses._entered(device), self.ring._entered(device):
-            yield
+            try:
+                yield
+            except ValueError:
+                self.ring._share(self.ulysses)
+                self.ulysses._share(self.ring)
+                raise
 
     def _agree(
         self,
@@ -61,9 +66,9 @@ class Rings(NamedTuple):
             self.ulysses._call_off(self.ring)
             raise
 
-    def _draw_seed(self) -> int:
-        """The first rank's, on every rank."""
-        return self.ulysses._draw_seed(self.ring._draw_seed())
+    def _draw_seed(self, drawn: int | None = None) -> int:
+        """The first rank's, on every rank; ``drawn``: already, by every rank for itself."""
+        return self.ulysses._draw_seed(self.ring._draw_seed(drawn))
 
 
 def rings_of(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Rings:

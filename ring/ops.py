@@ -4,14 +4,15 @@ A call of eager is an object, and the ops take its handle. In a graph of torch.c
 planned and sent is so when the graph runs, not when it is made, and an op takes tensors, numbers and text. What changes
 from call to call travels as values: spans of a layout, boundaries of documents and blocks of a mask as CPU tensors, so
 that other ones, and other numbers of them, are no new graph. A ring or a member of a ``LocalWorld``, which is no value,
-is named by a number, a process group by its name. The rest is a graph's constants.
+is named by a number, a process group by its name. The rest is a graph's constants. Over a mesh the exchanges are in the
+op, too: how many tokens they bring depends on the spans of a layout, which a graph does not know.
 """
 
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import LocalGroup
+from ..comm import LocalGroup, dims_of
 from ..comm.kept import handle_of, of_handle
 from ..kernels.ops import NO_SLOPE, pack_config, unpack_config
 from ..kernels.scores import SEEDS
@@ -29,6 +30,7 @@ from . import loop
 from .args import AttentionArgs, PreparedCall, prepare_call
 from .backends import backward_backends, forward_backends, joined, row_delta
 from .checked import sides_of
+from .mesh import Rings
 from .ring import Ring, resolve_ring
 from .rows import Boundaries, is_by_row
 from .schedule.layout import Layout
@@ -177,21 +179,20 @@ OP_ARGUMENTS: dict[str, OpArgument] = {
 }
 """Of every field of :class:`AttentionArgs`."""
 
-SCHEMA = ", ".join(
-    [*(argument.schema for argument in OP_ARGUMENTS.values()), "SymInt ring, SymInt member, str group, SymInt call"]
-)
+_WHERE = "SymInt ring, SymInt member, str group, SymInt ulysses_member, str ulysses_group, SymInt call"
+SCHEMA = ", ".join([*(argument.schema for argument in OP_ARGUMENTS.values()), _WHERE])
 _made: Any = namedtuple  # of names that no type checker knows
 Packed = _made("Packed", [one.split()[-1] for one in SCHEMA.split(", ")])
 
 
 def pack_args(args: AttentionArgs, ring: Ring | None, group: Any) -> Any:
     """A call besides q, k and v as the arguments of an op, a ``Packed``."""
-    is_local = isinstance(group, LocalGroup)
+    along_ring, along_ulysses = dims_of(group) or (group, None)
     packed = Packed(
         *(part for name, argument in OP_ARGUMENTS.items() for part in argument.pack(getattr(args, name))),
-        ring=0 if ring is None else ring.number,
-        member=group.number if is_local else 0,
-        group="" if group is None or is_local else _name_of(group),
+        0 if ring is None else ring.number,
+        *_names_of(along_ring),
+        *_names_of(along_ulysses),
         call=0,
     )
     if not args.dropout_p or args.dropout_seed is not None:
@@ -201,12 +202,15 @@ def pack_args(args: AttentionArgs, ring: Ring | None, group: Any) -> Any:
     return packed._replace(dropout_seed=drawn, drawn=True)
 
 
-_NOTHING = pack_args(AttentionArgs(), None, None)
-
-
-def _name_of(group: Any) -> str:
+def _names_of(group: Any) -> tuple[int, str]:
+    """The number of a virtual rank, the name of processes."""
+    if group is None or isinstance(group, LocalGroup):
+        return 0 if group is None else group.number, ""
     whole = group if isinstance(group, dist.ProcessGroup) else group.get_group()  # of a one-dimensional DeviceMesh
-    return str(whole.group_name)
+    return 0, str(whole.group_name)
+
+
+_NOTHING = pack_args(AttentionArgs(), None, None)
 
 
 def unpack_args(packed: Any) -> AttentionArgs:
@@ -228,24 +232,34 @@ def ring_of_call(packed: Any, device: torch.device) -> Ring:
     if call is not None:
         made: Ring = call.ring
         return made
-    for what, number in (("ring", packed.ring), ("group", packed.member)):
-        if number and of_handle(number) is None:
-            raise RuntimeError(f"the {what} of a compiled call is gone: keep it until its backward is done")
-    group: Any = of_handle(packed.member)
-    if packed.group:
-        c10d: Any = dist.distributed_c10d  # what functional collectives find a group by
-        group = c10d._resolve_process_group(packed.group)
-    ring: Any = of_handle(packed.ring)
-    return resolve_ring(ring, group, device)
+    return resolve_ring(_kept("ring", packed.ring), _group(packed.member, packed.group), device)
 
 
-@contextmanager
-def entered(packed: Any, ring: Ring, device: torch.device) -> Iterator[None]:
+def _kept(what: str, number: int) -> Any:
+    thing: Any = of_handle(number)
+    if number and thing is None:
+        raise RuntimeError(f"the {what} of a compiled call is gone: keep it until its backward is done")
+    return thing
+
+
+def _group(member: int, name: str) -> Any:
+    c10d: Any = dist.distributed_c10d  # what functional collectives find a group by
+    return c10d._resolve_process_group(name) if name else _kept("group", member)
+
+
+def mesh_of_call(packed: Any) -> tuple[Any, Ring | None] | None:
+    """The mesh that a call of a graph names, and the ring beside it; None: the call is of one dimension."""
+    ulysses = _group(packed.ulysses_member, packed.ulysses_group)
+    if ulysses is None:
+        return None
+    return (_group(packed.member, packed.group), ulysses), _kept("ring", packed.ring)
+
+
+def entered(packed: Any, ring: Ring, device: torch.device) -> AbstractContextManager[None]:
     """One forward or backward, whose errors reach the other ranks."""
     call: Any = of_handle(packed.call)
-    around = None if call is None else call.around
-    with nullcontext() if around is None else around._entered(device), ring._entered(device):
-        yield
+    rings: Ring | Rings = ring if call is None or call.rings is None else call.rings
+    return rings._entered(device)
 
 
 # --- the ops --------------------------------------------------------------------------------------------------------
@@ -259,8 +273,8 @@ class EagerCall:
     ring: Ring
     has_backward: bool
     prepared: PreparedCall | None = None
-    around: Ring | None = None
-    """Of the other dimension of a mesh, whose ranks hear of an error, too."""
+    rings: Rings | None = None
+    """Both of a mesh, all of whose ranks hear of an error."""
 
 
 def traced(
@@ -279,8 +293,18 @@ def packed_call(call: EagerCall) -> Any:
 
 
 def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``out``, ``lse``, and what a graph's backward must have: the seed of dropout, and the number of the forward."""
+    """``out``, ``lse``, and what a graph's backward must have: the seed of dropout, and the numbers of the forward."""
     packed = Packed(*args)
+    mesh = mesh_of_call(packed)
+    if mesh is not None:
+        from . import ulysses  # here: it calls this op for its ring
+
+        with torch.no_grad():
+            out, lse, numbers = ulysses.attention_over_mesh(
+                q, k, v, unpack_args(packed), *mesh, return_lse=True, drawn=packed.drawn
+            )
+        assert lse is not None
+        return out, lse, _numbers(*numbers)
     ring = ring_of_call(packed, q.device)
     with entered(packed, ring, q.device):
         call, sink = prepare_packed(packed, q, k, v, ring)
@@ -301,11 +325,21 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
         out, lse = joined(outs, 2).contiguous(), joined(lses, 1).contiguous()
         if rows is not None:
             out, lse = rows.unpack(out), rows.unpack_lse(lse)
-    numbers = () if packed.call else (_signed(call.scores.dropout_seed), call.number)
-    return out, lse, torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return out, lse, _numbers(call.scores.dropout_seed, call.number)
 
 
-def _gradients(
+def _numbers(seed: int, number: int, in_ulysses: int = 0) -> Tensor:
+    """Of a graph's forward, for its backward."""
+    return torch.tensor([_signed(seed), number, in_ulysses], dtype=torch.int64, device="cpu")
+
+
+def _of_forward(packed: Any, numbers: Tensor) -> tuple[AttentionArgs, int, int]:
+    """The arguments with the seed that the forward took, and its numbers."""
+    args, (seed, number, in_ulysses) = unpack_args(packed), numbers.tolist()
+    return args._replace(dropout_seed=seed % SEEDS if args.dropout_p else None), number, in_ulysses
+
+
+def gradients(
     dout: Tensor | None,
     dlse: Tensor | None,
     q: Tensor,
@@ -322,6 +356,12 @@ def _gradients(
         ValueError: another rank is at the backward of another forward.
     """
     packed = Packed(*args)
+    mesh = mesh_of_call(packed)
+    if mesh is not None:
+        from . import ulysses  # as in the forward
+
+        call_args, *calls = _of_forward(packed, numbers)
+        return ulysses.gradients_over_mesh(dout, dlse, q, k, v, out, lse, call_args, *mesh, *calls)
     ring = ring_of_call(packed, q.device)
     with entered(packed, ring, q.device):
         call, sink = prepare_packed(packed, q, k, v, ring, numbers)
@@ -354,10 +394,7 @@ def prepare_packed(
     """The call of an op and its sink; ``numbers`` are those of the forward whose backward this is."""
     call: Any = of_handle(packed.call)
     if call is None:
-        args, number = unpack_args(packed), None
-        if numbers is not None:
-            seed, number = numbers.tolist()
-            args = args._replace(dropout_seed=seed % SEEDS if args.dropout_p else None)
+        args, number = (unpack_args(packed), None) if numbers is None else _of_forward(packed, numbers)[:2]
         return prepare_call(q, k, v, args, ring, number=number, drawn=packed.drawn)
     if numbers is None:
         call.prepared, _ = prepare_call(q, k, v, call.args, ring, has_backward=call.has_backward)
@@ -369,7 +406,7 @@ def _fake_ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[T
         return _ring_attention(q, k, v, *args)
     batch, rows, heads, _dim = q.shape
     out, lse = q.new_empty(batch, rows, heads, v.shape[3]), q.new_empty(batch, heads, rows, dtype=torch.float32)
-    return out, lse, torch.empty(2, dtype=torch.int64, device="cpu")
+    return out, lse, torch.empty(3, dtype=torch.int64, device="cpu")
 
 
 def _fake_gradients(
@@ -443,7 +480,7 @@ def _defined(name: str, function: Any, tensors: str, returns: str, fake: Any) ->
 
 _GRADIENTS = _defined(
     "ring_attention_backward",
-    _gradients,
+    gradients,
     "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor numbers",
     "(Tensor, Tensor, Tensor, Tensor)",
     _fake_gradients,

@@ -328,6 +328,11 @@ class Ring:
         if self._watch is not None and other._watch is not None and other._watch.stopped() is None:
             self._watch.call_off()
 
+    def _share(self, other: Ring) -> None:
+        """Tell this ring's ranks, too, that those of another one of this rank's disagree."""
+        if self._watch is not None and other._watch is not None:
+            self._watch.share(other._watch)
+
     def _draw_seed(self, drawn: int | None = None) -> int:
         """A seed of 63 bits from rank 0's torch generator, the same on every rank; one round trip through the store.
 

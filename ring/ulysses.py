@@ -25,12 +25,13 @@ from .args import (
     compared,
     layouts_of,
     mask_of,
+    prepare_call,
     scores_of,
     sink_of,
 )
-from .checked import checked
+from .checked import FIRST_HEADS, checked
 from .mesh import Mesh, Rings, joined, rings_of, shared
-from .ops import EagerCall, RingAttention, packed_call
+from .ops import EagerCall, RingAttention, gradients, packed_call
 from .ring import Ring, device_of
 from .schedule.layout import Layout
 from .shards import exchange_all
@@ -125,9 +126,21 @@ class _Exchange(torch.autograd.Function):
 
 
 def attention_over_mesh(
-    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mesh: Mesh, ring: Ring | None, *, return_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """``ring_attention`` of all ranks of a mesh; ``lse`` is None where it is not to be returned."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: AttentionArgs,
+    mesh: Mesh,
+    ring: Ring | None,
+    *,
+    return_lse: bool,
+    drawn: bool = False,
+) -> tuple[Tensor, Tensor | None, tuple[int, int, int]]:
+    """``ring_attention`` of all ranks of a mesh; ``lse`` is None where it is not to be returned.
+
+    ``drawn``: every rank has drawn ``dropout_seed``, and rank 0's counts. Last the seed, and the numbers of the call in
+    the ring and in Ulysses' dimension.
+    """
     device = device_of(q, k, v)
     rings = rings_of(mesh, device, ring)
     ring, ulysses = rings
@@ -138,30 +151,81 @@ def attention_over_mesh(
         has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         sink = args.learnable_sink
         has_backward = has_gradient or (torch.is_grad_enabled() and isinstance(sink, Tensor) and sink.requires_grad)
-        inner, of_queries, of_keys, fields, values = prepare(q, k, v, args, rings)
+        inner, of_queries, of_keys, fields, values = prepare(q, k, v, args, rings, drawn=drawn)
         fields |= {"gradient": (has_gradient, has_backward), "return_lse": return_lse}
         _, number = rings._agree(fields, device, values)
-        if inner.dropout_p and inner.dropout_seed is None:  # one for all ranks: that of the first of both dimensions
-            inner = inner._replace(dropout_seed=rings._draw_seed())
+        if inner.dropout_p and (drawn or inner.dropout_seed is None):  # one for all: that of the first of both
+            inner = inner._replace(dropout_seed=rings._draw_seed(inner.dropout_seed))
         shares = [of_queries, of_keys, of_keys]
         q, k, v = _Exchange.apply(heads_for_tokens, rings, shares, number, q, k, v)  # type: ignore[no-untyped-call]
-    call = EagerCall(inner, ring, has_backward, around=ulysses)
+    call = EagerCall(inner, ring, has_backward, rings=rings)
     out, lse, _ = RingAttention.apply(None, q, k, v, *packed_call(call))  # type: ignore[no-untyped-call]
-    results = (out, lse.transpose(1, 2).unsqueeze(3)) if return_lse else (out,)
+    # 0: checkpointing has kept the ring's results
+    numbers = inner.dropout_seed or 0, 0 if call.prepared is None else call.prepared.number, number
+    results = (out, in_rows(lse)) if return_lse else (out,)
     with rings._entered(device):
         number = ulysses._agree({"call": "tokens for heads"}, device)
         shares = [of_queries] * len(results)
         results = _Exchange.apply(tokens_for_heads, rings, shares, number, *results)  # type: ignore[no-untyped-call]
-    return results[0], results[1].squeeze(3).transpose(1, 2).contiguous() if return_lse else None
+    return results[0], from_rows(results[1]) if return_lse else None, numbers
 
 
-_torch: Any = torch
-outside_of_graphs: Any = _torch._disable_dynamo(attention_over_mesh)
-"""The same where dynamo is there, which must not trace it; its first call imports dynamo, which takes seconds."""
+def gradients_over_mesh(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    args: AttentionArgs,
+    mesh: Mesh,
+    ring: Ring | None,
+    number: int,
+    in_ulysses: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The backward in a graph, which has kept what the ranks hold: q, k, v and the result are exchanged once more.
+
+    dq, dk, dv and this rank's part of that of the sink; the numbers are those of the forward.
+    """
+    rings, device = rings_of(mesh, q.device, ring), q.device
+    ring, ulysses = rings
+    with rings._entered(device):
+        inner, of_queries, of_keys, *_ = prepare(q, k, v, args, rings)
+        fields = {"call": "backward in a graph", "gradient of lse": dlse is not None}
+        ulysses._agree(fields, device, of=in_ulysses)
+        dout = torch.zeros_like(out) if dout is None else dout
+        tensors = [q, k, v, out, dout, in_rows(lse), *([] if dlse is None else [in_rows(dlse)])]
+        shares = [of_queries, of_keys, of_keys, *[of_queries] * (len(tensors) - 3)]
+        q_in, k_in, v_in, out, dout, *lses = heads_for_tokens(ulysses, shares, tensors)
+        prepared, _ = prepare_call(q_in, k_in, v_in, inner, ring, number=number)
+    call = EagerCall(inner, ring, True, prepared, rings)
+    its_lse, its_dlse = from_rows(lses[0]), None if dlse is None else from_rows(lses[1])
+    numbers = torch.empty(0)  # a call that is prepared has them
+    *grads, its_dsink = gradients(dout, its_dlse, q_in, k_in, v_in, out, its_lse, numbers, *packed_call(call))
+    with rings._entered(device):
+        ulysses._agree({"call": "gradients of a graph"}, device, of=in_ulysses)
+        dq, dk, dv = tokens_for_heads(ulysses, shares[:3], grads)
+    sink, dsink = args.learnable_sink, its_dsink
+    if sink is not None:
+        dsink = sink.new_zeros(sink.shape)
+        dsink[of_queries.heads[ulysses.rank]] = its_dsink
+    dk, dv = (torch.empty_like(like).copy_(grad) for like, grad in ((k, dk), (v, dv)))  # with their strides
+    return dq, dk, dv, dsink
+
+
+def in_rows(lse: Tensor) -> Tensor:
+    """``[B, H, S]`` as what is exchanged, ``[B, S, H, 1]``."""
+    return lse.transpose(1, 2).unsqueeze(3)
+
+
+def from_rows(x: Tensor) -> Tensor:
+    """The inverse."""
+    return x.squeeze(3).transpose(1, 2).contiguous()
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, rings: Rings
+    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, rings: Rings, *, drawn: bool = False
 ) -> tuple[AttentionArgs, Shares, Shares, dict[str, Any], dict[str, Any]]:
     """The arguments of the ring's call, who has what of q and of k and v, and what all ranks must have in common.
 
@@ -181,8 +245,12 @@ def prepare(
     mask = mask_of(layouts, q.shape[0], **same._asdict())
     sink, scores = sink_of(q, args.learnable_sink), scores_of(q, args, layouts)
     check_tiles(mask, scores, backend, args.config, q, v)
-    fields, values = compared(q, k, v, same, layouts, mask, scores, scale, backend, drawn=False, has_backward=None)
-    checked(first_head=scores.first_head + q.shape[2] - 1)  # some rank's may be as large
+    fields, values = compared(q, k, v, same, layouts, mask, scores, scale, backend, drawn=drawn, has_backward=None)
+    if scores.first_head > FIRST_HEADS - q.shape[2]:  # some rank's may be as large
+        raise ValueError(
+            f"first_head is {scores.first_head}: with {q.shape[2]} heads of q over a mesh it must be 0 to "
+            f"{FIRST_HEADS - q.shape[2]}, since every rank counts from the first of its own"
+        )
     slopes = args.alibi_slopes
     inner = args._replace(
         layout=joined(layouts.queries, ulysses.size),

@@ -162,6 +162,12 @@ class Watch:
         """No rank makes the call that was agreed on: another ring of theirs has refused it."""
         self._number = None
 
+    def share(self, other: Watch) -> None:
+        """Another ring of this rank may have ended because its ranks disagree: those of this one hear of that, too."""
+        failure = other._failure
+        if self.size > 1 and failure is not None and failure.kind == "ValueError":
+            self._fail(failure._replace(rank=self.rank))
+
     def begin(self, phase: str) -> None:
         """The loop of a call begins."""
         self._calls += 1

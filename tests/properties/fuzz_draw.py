@@ -6,6 +6,7 @@ literals, and what BASE has a comment for.
 
 from __future__ import annotations
 
+import math
 from random import Random
 from typing import Any
 
@@ -30,6 +31,9 @@ BASE: Literals = {
     "causal": False,
     "named": False,  # the layout by its name, where shards are equal
     "ring": {},
+    "mesh": None,  # ranks of a ring, and of Ulysses' dimension
+    "align": None,  # where layouts count from 0, of queries and of other keys
+    "key_tokens": None,  # there, of a layout that does not say it itself
     "kept": False,  # on the ring that calls with group= share
     "late": -1,  # this rank comes 20 ms after the others
     "wait": 0,  # how many calls later its backward runs
@@ -87,7 +91,7 @@ def draw_next(rng: Random, run: str, world: int, rings: list[Literals], calls: l
     """Another call, or the last one again, which the ranks have agreed on, with other numbers or another mask."""
     draw = draw_unshard if run != "kernels" and rng.random() < 0.12 else draw_call
     call = draw(rng, run, world, rng.choice(rings))
-    if calls and not {"unshard", "rows"} & {*calls[-1]} and rng.random() < 0.4:
+    if calls and not {"unshard", "rows", "align"} & {*calls[-1]} and rng.random() < 0.4:
         call = calls[-1] | rng.choice([{}, draw_mask(rng, calls[-1])]) | {"seed": rng.randrange(1000)}
     return call | {"wait": rng.choice([0, 0, 1, 2]), "late": rng.choice([-1] * 4 + [rng.randrange(world)])}
 
@@ -212,7 +216,39 @@ def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
     if rng.random() < 0.25:
         call |= {"kv_layout": draw_layout(rng, tokens, world), "later": rng.choice([0, 1, 2])}
     call |= draw_mask(rng, call)
+    if run in ("threads", "processes") and rng.random() < 0.2:
+        call |= draw_mesh(rng, world)
+    if run != "kernels" and block == 1 and not pattern and rng.random() < 0.15:
+        return call | draw_align(rng, call, world)
     return call | (draw_rows(rng, call) if run != "kernels" and rng.random() < 0.2 else {})
+
+
+def draw_mesh(rng: Random, world: int) -> Literals:
+    """A mesh of all ranks, and heads that it takes; its rings have no settings."""
+    ulysses = rng.choice([size for size in range(1, world + 1) if world % size == 0])
+    kv_heads = rng.choice([1, ulysses, 2 * ulysses])
+    heads = math.lcm(kv_heads, ulysses) * rng.choice([1, 1, 2])
+    return {
+        "mesh": [world // ulysses, ulysses],
+        "heads": [heads, kv_heads],
+        "first_head": rng.choice([None, 1, 2**31 - heads]),
+        "ring": {},
+        "kept": False,
+    }
+
+
+def draw_align(rng: Random, call: Literals, world: int) -> Literals:
+    """More keys or fewer than queries; without what speaks of positions."""
+    align, tokens = rng.choice(["top-left", "bottom-right"]), call["tokens"]
+    key_tokens = rng.choice([tokens, rng.randint(1, 2 * tokens)])
+    return {
+        "align": align,
+        "layout": draw_layout(rng, tokens, world, holes=False),
+        "kv_layout": draw_layout(rng, key_tokens, world, holes=False),
+        "key_tokens": key_tokens,
+        "later": 0,
+        **(dict.fromkeys(["cu_seqlens", "seqused_k", "prefix_length"]) if align == "bottom-right" else {}),
+    }
 
 
 def draw_rows(rng: Random, call: Literals) -> Literals:
@@ -243,6 +279,7 @@ def draw_unshard(rng: Random, run: str, world: int, ring: Literals) -> Literals:
         "layout": draw_layout(rng, tokens, world, holes=False),
         "dtype": rng.choice(["float32", "float16", "bfloat16", "float64"]),
         "named": rng.random() < 0.3,
+        "mesh": draw_mesh(rng, world)["mesh"] if run in ("threads", "processes") and rng.random() < 0.3 else None,
     }
 
 

@@ -9,14 +9,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringattn import Layout, LocalWorld, Ring, shard, unshard
+from ringattn.comm import LocalGroup
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import Scores, attention_backward, attention_delta, attention_forward
 from ringattn.ring.args import Layouts, mask_of
@@ -69,10 +72,15 @@ def case_of(call: Literals, world: int) -> Case:
     torch.manual_seed(call["seed"])
     batch, block, (heads, _) = call["batch"], call["block"], call["heads"]
     queries = layout_of(call["layout"], call["tokens"], world)
-    keys = queries if call.get("kv_layout") is None else layout_of(call["kv_layout"], call["tokens"], world)
+    keys = (
+        queries
+        if call.get("kv_layout") is None
+        else layout_of(call["kv_layout"], call["key_tokens"] or call["tokens"], world)
+    )
     later = 0 if keys is queries else call["later"]
-    layout = in_blocks(queries, block, queries.reach * block - call["short"], later)
-    kv_layout = in_blocks(keys, block, keys.reach * block - call["short"])
+    more = keys.seqlen - queries.seqlen if call["align"] == "bottom-right" else 0
+    layout = in_blocks(queries, block, queries.reach * block - call["short"], later + max(more, 0))
+    kv_layout = in_blocks(keys, block, keys.reach * block - call["short"], max(-more, 0))
     reach = max(layout.reach, kv_layout.reach)
     whole = inputs(reach, tuple(call["heads"]), tuple(call["dims"]), getattr(torch, call["dtype"]), batch)
     plain = ("causal", "backend", "softmax_scale", "softcap", "dropout_p", "dropout_seed", "first_head")
@@ -142,8 +150,17 @@ def change_of(call: Literals, rank: int) -> Callable[[dict[str, Any]], None]:
     """What a rank passes instead: a layout by its name, and what is wrong."""
 
     def change(arguments: dict[str, Any]) -> None:
-        if call["named"] and call["layout"][0] in NAMES and call["block"] == 1 and not call["later"]:
+        if (
+            call["named"]
+            and call["layout"][0] in NAMES
+            and call["block"] == 1
+            and not call["later"] | bool(call["align"])
+        ):
             arguments["layout"] = by_name(call, arguments["layout"])
+        if call["align"]:  # which says itself what the positions of the case are
+            tokens, world = {"layout": call["tokens"], "kv_layout": call["key_tokens"]}, arguments["kv_layout"].world
+            aligned = {side: layout_of(call[side], count, world) for side, count in tokens.items()}
+            arguments |= aligned | {"align": call["align"]}
         name, value, where = call["spoil"] or ("", "", -2)
         if where in (-1, rank):
             before = arguments.get(name)
@@ -170,7 +187,7 @@ def play(calls: list[tuple[Literals, Case]], rank: int, group: Any, rings: dict[
             now = number
             time.sleep(0.02 * (call["late"] == rank))
             if call["unshard"]:
-                there_and_back(call, case.layout, rank, group)
+                there_and_back(call, case.layout, rank, mesh_of(group, call["mesh"]))
                 made[now] = []
             elif call["spoil"]:
                 try:
@@ -194,6 +211,8 @@ def told(error: Exception) -> str:
 
 def where(call: Literals, group: Any, rings: dict[str, Ring]) -> dict[str, Any]:
     """The ring that calls with ``group=`` share, or one of its own settings, kept from line to line."""
+    if call["mesh"] is not None:
+        return {"group": mesh_of(group, call["mesh"])}
     if call["kept"] or (call["spoil"] and call["spoil"][0] in ("ring", "group")):
         return {"group": group}
     name, settings = repr(sorted(call["ring"].items())), dict(call["ring"])
@@ -204,6 +223,18 @@ def where(call: Literals, group: Any, rings: dict[str, Ring]) -> dict[str, Any]:
     # the last used is the last to go: its backward may be due
     rings[name] = rings.pop(name) if name in rings else Ring(group, deadline=PATIENCE / 2, **settings)
     return {"ring": rings[name]}
+
+
+def mesh_of(group: Any, shape: list[int] | None) -> Any:
+    """All ranks of a world in two dimensions; None: as they are."""
+    if shape is None:
+        return group
+    return group.mesh(*shape) if isinstance(group, LocalGroup) else device_mesh(*shape)
+
+
+@cache
+def device_mesh(ring: int, ulysses: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
 
 
 def there_and_back(call: Literals, layout: Layout, rank: int, group: Any) -> None:

@@ -40,7 +40,7 @@ FEATURES = (
         "lse",
     ),
     *("softmax_scale", "softcap", "alibi_slopes", "dropout_p", "first_head", "config"),
-    *("named", "late", "wait", "unshard"),
+    *("named", "late", "wait", "unshard", "mesh", "align"),
 )
 
 

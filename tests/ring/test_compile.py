@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, ring_attention
+from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, ring_attention, single_rank
 from ringattn.comm import GroupLike
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, longformer
@@ -107,6 +107,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "blocks of one size": {"block_mask": BlockMask(torch.ones(2, 2, dtype=torch.bool).tril(), 48)},
     "longformer": {"block_mask": longformer(8, [(0, 3), (20, 24)])},
     "batch rows, dropout": hiding(1) | {"causal": True, "dropout_p": 0.3, "dropout_seed": 5},
+    "mesh": hiding(1) | {
+        "group": single_rank().mesh(1, 1), "learnable_sink": torch.ones(HEADS, requires_grad=True), "return_lse": True,
+    },
     "triton": {"backend": "triton", "config": TILES, "causal": True},
 }  # fmt: skip
 
@@ -117,14 +120,15 @@ def test_compiled_equals_eager_bitwise(name: str) -> None:
     assert_same(run(compiled(), tensors, **CALLS[name]), run(block, tensors, **CALLS[name]))
 
 
-def test_drawn_seeds_are_those_of_eager() -> None:
+@pytest.mark.parametrize("group", [None, single_rank().mesh(1, 1)], ids=["ring", "mesh"])
+def test_drawn_seeds_are_those_of_eager(group: GroupLike) -> None:
     tensors = inputs()
     torch.manual_seed(5)
-    expected = [run(block, tensors, dropout_p=0.4) for _ in range(2)]
+    expected = [run(block, tensors, dropout_p=0.4, group=group) for _ in range(2)]
     torch.manual_seed(5)
     function = compiled()
     for eager_result in expected:
-        assert_same(run(function, tensors, dropout_p=0.4), eager_result)
+        assert_same(run(function, tensors, dropout_p=0.4, group=group), eager_result)
     assert not torch.equal(expected[0][0], expected[1][0])
 
 
@@ -165,12 +169,20 @@ def test_no_new_graph(name: str) -> None:
     assert counter.frame_count <= MOST
 
 
-def in_world(layout: Layout, function: Callable[..., Tensor], whole: list[Tensor], **call: Any) -> list[list[Tensor]]:
+def in_world(
+    whole_layout: Layout,
+    function: Callable[..., Tensor],
+    whole: list[Tensor],
+    mesh: tuple[int, int] | None = None,
+    **call: Any,
+) -> list[list[Tensor]]:
     def rank(group: Any) -> list[Tensor]:
-        shards = [layout.shard(x, group.rank()).detach().requires_grad_() for x in whole]
-        return run(function, shards, layout=layout, group=group, **call)
+        shards = [whole_layout.shard(x, group.rank()).detach().requires_grad_() for x in whole]
+        own = {name: x.detach().requires_grad_(x.requires_grad) for name, x in call.items() if name == "learnable_sink"}
+        where = group if mesh is None else group.mesh(*mesh)
+        return run(function, shards, **{"layout": whole_layout} | call | own, group=where)
 
-    with LocalWorld(layout.world) as world:
+    with LocalWorld(whole_layout.world) as world:
         return world.run(rank)
 
 
@@ -185,16 +197,41 @@ def test_virtual_ranks() -> None:
     assert counter.frame_count <= MOST
 
 
-def test_rank_0s_seed_is_used() -> None:
+MESH_CALLS: dict[str, dict[str, Any]] = {
+    "sink, documents, lse": {
+        "learnable_sink": torch.linspace(-1, 2, HEADS).requires_grad_(), "cu_seqlens": DOCUMENTS, "return_lse": True,
+    },
+    "name, dropout, first head": {"layout": "zigzag", "dropout_p": 0.4, "dropout_seed": 2**64 - 5, "first_head": 7},
+    "batch rows": hiding(1) | {"causal": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh"), [*zip(MESH_CALLS, [(2, 2), (1, 2), (2, 1)], strict=True)])
+def test_a_mesh(name: str, mesh: tuple[int, int]) -> None:
+    """A graph for the first numbers and one for any, by as many threads as come to it at once."""
+    counter = CompileCounterWithBackend("aot_eager")
+    function, call, made = compiled(backend=counter), MESH_CALLS[name], []
+    for rows in (ROWS, ROWS, *((80, 96) if name == "name, dropout, first head" else ())):
+        layout, whole = Layout.zigzag(rows, mesh[0] * mesh[1]), inputs_of(call, rows)
+        got, expected = (in_world(layout, called, whole, mesh, **call) for called in (function, block))
+        for mine, theirs in zip(got, expected, strict=True):
+            assert_same(mine, theirs)
+        made.append(counter.frame_count)
+    assert made[1] == made[0] and made[-1] == made[2 % len(made)]
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
+def test_rank_0s_seed_is_used(mesh: tuple[int, int] | None) -> None:
     whole, layout, seeds = inputs(), Layout.contiguous(ROWS, 2), torch.tensor([12345, 1])
 
     def draws(q: Tensor, k: Tensor, v: Tensor, *, group: Any, layout: Layout) -> Tensor:
-        packed = packed_call(group=group, layout=layout, dropout_p=0.5)._replace(dropout_seed=seeds[group.rank()])
+        rank = group.rank() if mesh is None else max(group.ring.rank(), group.ulysses.rank())
+        packed = packed_call(group=group, layout=layout, dropout_p=0.5)._replace(dropout_seed=seeds[rank])
         out: Tensor = torch.ops.ringattn.ring_attention(q * 2, k, v, *packed)[0]
         return out.sin()
 
-    got = in_world(layout, draws, whole)
-    for mine, theirs in zip(got, in_world(layout, block, whole, dropout_p=0.5, dropout_seed=12345), strict=True):
+    got = in_world(layout, draws, whole, mesh)
+    for mine, theirs in zip(got, in_world(layout, block, whole, mesh, dropout_p=0.5, dropout_seed=12345), strict=True):
         assert_same(mine, theirs)
 
 
@@ -207,6 +244,10 @@ def processes(rank: int) -> None:
     for group in (None, dist.group.WORLD, init_device_mesh("cpu", (world,))):
         got = run(compiled(), shards, layout="zigzag", group=group, causal=True)
         assert_same(got, expected)
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("ring", "ulysses"))
+    for ring in (None, Ring(mesh["ring"], slots=3)):
+        call: dict[str, Any] = {"layout": "zigzag", "group": mesh, "ring": ring, "causal": True}
+        assert_same(run(compiled(), shards, **call), run(block, shards, **call))
 
 
 def test_processes() -> None:
@@ -243,7 +284,23 @@ def test_checkpointing_repeats_what_dropout_dropped() -> None:
         assert_same(result, results[0])
 
 
-@pytest.mark.parametrize("call", [{}, hiding(1)], ids=["plain", "batch rows"])
+CONTEXTS = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+
+
+def test_selective_checkpointing_in_a_graph(forward_rings: list[object]) -> None:
+    def saving(*tensors: Tensor, **call: Any) -> Tensor:
+        out: Tensor = checkpoint(block, *tensors, use_reentrant=False, context_fn=CONTEXTS, **call)
+        return out
+
+    whole, layout, mesh = inputs(), Layout.zigzag(ROWS, 2), (1, 2)
+    expected = in_world(layout, block, whole, mesh, causal=True)
+    forward_rings.clear()
+    for got, want in zip(in_world(layout, compiled(saving), whole, mesh, causal=True), expected, strict=True):
+        assert_same(got, want)
+    assert len(forward_rings) == 2
+
+
+@pytest.mark.parametrize("call", [{}, hiding(1), {"mesh": (1, 2)}], ids=["plain", "batch rows", "mesh"])
 def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object], call: dict[str, Any]) -> None:
     """What is around it runs twice, and the gradients are those without checkpointing."""
     layers: list[object] = []
@@ -254,8 +311,7 @@ def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object],
         return block(q, k, v, causal=True, dropout_p=0.4, dropout_seed=3, **call).cos()
 
     def saving(*tensors: Tensor, **call: Any) -> Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
-        out: Tensor = checkpoint(layer, *tensors, use_reentrant=False, context_fn=contexts, **call)
+        out: Tensor = checkpoint(layer, *tensors, use_reentrant=False, context_fn=CONTEXTS, **call)
         return out
 
     expected = in_world(layout, layer, whole, **call)
@@ -266,7 +322,9 @@ def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object],
     assert (len(forward_rings), len(layers)) == (2, 4)
 
 
-@pytest.mark.parametrize("name", ["layout, documents", "ring, prefix, sink", "blocks, dropout", "batch rows, dropout"])
+@pytest.mark.parametrize(
+    "name", ["layout, documents", "ring, prefix, sink", "blocks, dropout", "batch rows, dropout", "mesh"]
+)
 def test_opcheck(name: str) -> None:
     q, k, v = inputs_of(CALLS[name])
     packed = packed_call(**{argument: value for argument, value in CALLS[name].items() if argument != "return_lse"})
