@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..ring import Layout, ring_attention
+from . import unit_stride
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 FORMATS = ("sbhd", "bshd", "thd")
@@ -118,7 +119,7 @@ def attend(
 
 
 def _batch_first(x: Tensor, qkv_format: str) -> Tensor:
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = unit_stride(x)
     return x[None] if qkv_format == "thd" else x.transpose(0, 1) if qkv_format == "sbhd" else x
 
 

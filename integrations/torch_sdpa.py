@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..ring import GroupLike, Layout, ring_attention
 from ..ring.mesh import spans_of
 from ..ring.schedule.layout import LayoutLike
+from . import unit_stride
 
 __all__ = ["layout_of", "ring_sdpa"]
 
@@ -146,7 +147,7 @@ class _RingSDPA(TorchFunctionMode):
                 f"key has {key.shape[2]} tokens, query has {query.shape[2]}: pass kv_layout to ring_sdpa where the "
                 f"keys are another sequence, sharded too, or {OUTSIDE}"
             )
-        q, k, v = ((x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in (query, key, value))
+        q, k, v = (unit_stride(x).transpose(1, 2) for x in (query, key, value))
         out = ring_attention(
             q,
             k,
