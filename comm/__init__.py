@@ -1,15 +1,6 @@
 """Moves bytes between ranks and says when a buffer may be touched; knows nothing of attention."""
 
-from .groups import (
-    Group,
-    GroupLike,
-    dims_of,
-    group_rank_size,
-    open_transport,
-    open_transports,
-    resolve_group,
-    resolve_mesh,
-)
+from .groups import Group, GroupLike, group_rank_size, open_transport, open_transports, resolve_group, resolve_mesh
 from .limits import Limits
 from .slots import Slots, slot_nbytes
 from .topology.topology import Topology
@@ -37,7 +28,6 @@ __all__ = [
     "Transport",
     "TransportError",
     "WorldAborted",
-    "dims_of",
     "group_rank_size",
     "open_transport",
     "open_transports",

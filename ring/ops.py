@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import LocalGroup, dims_of
+from ..comm import LocalGroup
+from ..comm.groups import dims_of
 from ..comm.kept import handle_of, of_handle
 from ..kernels.ops import NO_SLOPE, pack_config, unpack_config
 from ..kernels.scores import SEEDS
