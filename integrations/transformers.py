@@ -13,8 +13,7 @@ model's mask shows is read from transformers' own mask functions, so that window
 model; sinks, softcap, scale and dropout come with each call of attention.
 
 What comes with a batch is checked once per forward and kind of mask: that ``attention_mask`` hides nothing, where the
-packed documents and the tokens are. On a GPU the host waits for each of these, so that no CUDA graph can be captured of
-a forward.
+packed documents and the tokens are. On a GPU the host waits for each of these: no CUDA graph can capture a forward.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -129,8 +128,8 @@ class Mask:
         documents = self.sharding.cu_seqlens
         if self.chunk_size is None:
             return documents
-        chunked = (range(start, end, self.chunk_size) for start, end in pairwise(documents or (0, seqlen)))
-        return [*chain.from_iterable(chunked), seqlen]
+        ends = pairwise(documents or (0, seqlen))
+        return [*(chunk for start, end in ends for chunk in range(start, end, self.chunk_size)), seqlen]
 
 
 _sharding: ContextVar[Sharding] = ContextVar("ringattn_sharding")

@@ -191,14 +191,14 @@ def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: 
     run_ranks(2, forward)
 
 
-def attention_without_a_mask(config: Any) -> None:
+def attention_without_a_mask(config: Any, **given: Any) -> None:
     """A call without a mask, of a model that makes none."""
     module, patches = torch.nn.Module(), torch.zeros(1, 4, 10, 8)
     module.config = config
 
     def call(group: Any) -> None:
         with sharded("contiguous", group):
-            integration.attend(module, patches, patches, patches, None, is_causal=False)
+            integration.attend(module, patches, patches, patches, None, is_causal=False, **given)
 
     run_ranks(2, call)
 
@@ -290,6 +290,10 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "the first token": (
         NotImplementedError, "pooler_output of NomicBertModel",
         lambda: on_two_shards("NomicBertForSequenceClassification"),
+    ),
+    "positions of images": (
+        NotImplementedError, "does not hand position_ids .B, S.",
+        lambda: attention_without_a_mask(transformers.LlamaConfig(), position_ids=torch.zeros(3, 1, 10)),
     ),
     "no names": (
         NotImplementedError, "return_dict=False of Llama", lambda: on_two_shards(given={"return_dict": False})
