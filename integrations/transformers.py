@@ -13,8 +13,7 @@ model's mask shows is read from transformers' own mask functions, so that window
 model; sinks, softcap, scale and dropout come with each call of attention.
 
 What comes with a batch is checked once per forward and kind of mask: that ``attention_mask`` hides nothing, where the
-packed documents and the tokens are. On a GPU the host waits for each of these, so that no CUDA graph can be captured of
-a forward.
+packed documents and the tokens are. On a GPU the host waits for each of these: no CUDA graph can capture a forward.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
+from torch.nn.modules.module import register_module_forward_hook
 
 from ..ring import GroupLike, Layout, Ring, ring_attention
 from ..ring.ring import device_of, resolve_ring
@@ -55,8 +55,8 @@ HARMLESS = (
 """What models hand on to attention and its result does not depend on; key and value are what a cache returned."""
 
 HARMLESS_OF_MASKS = (
-    "allow_is_bidirectional_skip", "allow_is_causal_skip", "allow_torch_fix", "batch_size", "dtype", "local_size",
-    "use_vmap",
+    "allow_is_bidirectional_skip", "allow_is_causal_skip", "allow_torch_fix", "batch_size", "config", "dtype",
+    "local_size", "use_vmap",
 )  # fmt: skip
 """What the makers of masks hand on for dense ones: sizes, dtypes, and when there need be none."""
 
@@ -69,7 +69,7 @@ class Sharding:
     group: GroupLike = None
     ring: Ring | None = None
     cu_seqlens: tuple[int, ...] | None = None
-    used: bool = False  # by a call of attention
+    tokens: int = 0  # of this rank in the last call of attention, where there are several ranks
 
     def of(self, tokens: int, device: torch.device) -> tuple[Ring, Layout]:
         """The ring, and the layout of the whole sequence, of which this rank has ``tokens``; ValueError where not."""
@@ -115,8 +115,6 @@ class Mask:
 
     def check_positions(self, position_ids: torch.Tensor, tokens: int) -> None:
         """Rotary embedding must know where the tokens are: ValueError if it does not. Once per forward."""
-        if self.positions_checked or position_ids.dim() != 2:  # of images there are several per token
-            return
         expected = self.sharding.positions(tokens, position_ids.device)
         if not (position_ids == expected).all():
             raise ValueError(
@@ -130,8 +128,8 @@ class Mask:
         documents = self.sharding.cu_seqlens
         if self.chunk_size is None:
             return documents
-        starts = [range(start, end, self.chunk_size) for start, end in pairwise(documents or (0, seqlen))]
-        return [*chain.from_iterable(starts), seqlen]
+        ends = pairwise(documents or (0, seqlen))
+        return [*(chunk for start, end in ends for chunk in range(start, end, self.chunk_size)), seqlen]
 
 
 _sharding: ContextVar[Sharding] = ContextVar("ringattn_sharding")
@@ -163,10 +161,30 @@ def sharded(
         yield
     finally:
         _sharding.reset(token)
-    if not sharding.used and resolve_ring(ring, group, device_of()).size > 1:
+    if not sharding.tokens and resolve_ring(ring, group, device_of()).size > 1:
         raise RuntimeError(
-            'no attention inside sharded() was ringattn\'s: make the model with attn_implementation="ringattn"; one '
-            "whose code has an attention of its own cannot be sharded"
+            'no attention inside sharded() was ringattn\'s: attn_implementation="ringattn", or a model that allows it'
+        )
+
+
+def _check_output(module: torch.nn.Module, args: Any, inputs: dict[str, Any], output: Any) -> None:
+    """A hook of all modules: refuse what a model inside ``sharded`` made of one rank's tokens in place of all."""
+    if not isinstance(module, transformers.PreTrainedModel) or module.main_input_name != "input_ids":
+        return
+    tokens, model = _sharding.get(Sharding()).tokens, type(module).__name__
+    if not tokens:
+        return
+    named = output if isinstance(output, Mapping) else {"return_dict=False": output}
+    local = {*named} & {"aux_loss", "pooler_output", "return_dict=False"}
+    if "loss" in named and inputs.get("shift_labels") is None:
+        local.add("loss without shift_labels")
+    logits = named.get("logits")
+    if logits is not None and (logits.dim() < 3 or logits.shape[1] != tokens):
+        local.add(f"logits {list(logits.shape)}")
+    if local:
+        raise NotImplementedError(
+            f"{', '.join(sorted(local))} of {model}: of this rank's tokens only; give labels to shard_batch, leave out "
+            "logits_to_keep and output_router_logits, and pool last_hidden_state over the ranks"
         )
 
 
@@ -181,13 +199,15 @@ def register() -> str:
         raise ImportError(f"transformers is {version}: ringattn needs {OLDEST} or newer")
     try:
         _check_masks()
-        interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
+        if NAME not in transformers.AttentionInterface().valid_keys():
+            # for good: if a hook came and went, compiled models would be compiled again
+            register_module_forward_hook(_check_output, with_kwargs=True)
+        transformers.AttentionInterface.register(NAME, attend)
+        transformers.AttentionMaskInterface.register(NAME, mask_of)
     except (AttributeError, KeyError, NotImplementedError, TypeError) as error:
         raise ImportError(
             f"transformers is {version}, and its masks are not what ringattn reads ({error}): install 5.22 or 5.23"
         ) from error
-    for interface, function in zip(interfaces, (attend, mask_of), strict=True):
-        interface.register(NAME, function)
     return NAME
 
 
@@ -248,7 +268,6 @@ def mask_of(
     kv_offset: int = 0,
     mask_function: Callable[..., Any],
     attention_mask: torch.Tensor | None = None,
-    config: Any = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Mask:
@@ -268,8 +287,6 @@ def mask_of(
         )
     sharding, device = _sharding.get(Sharding()), torch.device(device)
     fields = shown(mask_function)
-    if sharding.of(q_length, device)[0].size > 1:
-        _check_config(config)
     packed = fields.pop("packed", None)  # made of position_ids that are not consecutive: a shard's, or of documents
     if packed is not None and not (packed.diff() == (sharding.positions(q_length, device).diff() != 1)).all():
         raise ValueError(
@@ -282,26 +299,19 @@ def mask_of(
 def _check_config(config: Any) -> None:
     """Refuse what would take a shard for the sequence: NotImplementedError."""
     config = config.get_text_config(decoder=True) if isinstance(config, transformers.PreTrainedConfig) else config
-    name, rope = type(config).__name__, getattr(config, "rope_parameters", None) or {}
-    kind = getattr(config, "model_type", None)
-    if not rope and kind not in LEARNED_POSITIONS:
-        raise NotImplementedError(
-            f"positions of {kind}: over several ranks ringattn takes models with rotary embedding, and of others "
-            f"{', '.join(LEARNED_POSITIONS)}; more may count tokens from the shard's start, or not from 0"
-        )
+    kind, rope = getattr(config, "model_type", None), getattr(config, "rope_parameters", None) or {}
+    rope_types = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     layers = {*(getattr(config, "layer_types", None) or ())} - {*ATTENTION_LAYERS}
-    if layers:
-        raise NotImplementedError(
-            f"layer_types {sorted(layers)} of {name}: their tokens meet outside of attention, in this rank's shard only"
-        )
-    dynamic = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    if dynamic & {"dynamic", "longrope"}:
-        raise NotImplementedError(
-            f"rope_type dynamic or longrope of {name}: frequencies by the last position, another on each rank; take "
-            "yarn, linear or llama3"
-        )
-    if getattr(config, "attn_temperature_tuning", False):
-        raise NotImplementedError(f"attn_temperature_tuning of {name}: it counts positions from the shard's start")
+    reasons = {
+        f"positions: ringattn takes rotary embedding, and {', '.join(LEARNED_POSITIONS)}; others may count tokens from "
+        "the shard's start, or not from 0": not rope and kind not in LEARNED_POSITIONS,
+        f"layer_types {sorted(layers)}: their tokens meet outside of attention, in this rank's shard only": layers,
+        "rope_type dynamic or longrope: frequencies by the last position, another on each rank; take yarn, linear or "
+        "llama3": rope_types & {"dynamic", "longrope"},
+        "attn_temperature_tuning: positions from the shard's start": getattr(config, "attn_temperature_tuning", False),
+    }
+    for reason in filter(reasons.get, reasons):
+        raise NotImplementedError(f"{kind} over several ranks, {reason}")
 
 
 def attend(
@@ -344,19 +354,15 @@ def attend(
         raise NotImplementedError(f"{key.shape[2]} keys for {tokens} queries in {model}: no cache, no cross-attention")
     ring, layout = sharding.of(tokens, query.device)
     if ring.size > 1 and hasattr(module, "config"):
-        _check_config(module.config)  # a model that makes no mask has passed no other check
-    if ring.size > 1 and kwargs.get("output_router_logits"):
-        raise NotImplementedError(
-            f"output_router_logits in {model}: the balance of experts over this rank's tokens only"
-        )
-    if position_ids is not None:
+        _check_config(module.config)
+    if position_ids is not None and position_ids.dim() == 2 and not attention_mask.positions_checked:
         attention_mask.check_positions(position_ids, tokens)
     elif ring.size > 1 and not attention_mask.positions_checked:
         raise NotImplementedError(
-            f"{model} does not hand position_ids to attention: over several ranks ringattn takes models that do, since "
-            "others may count tokens from the shard's start"
+            f"{model} does not hand position_ids [B, S] to attention: over several ranks ringattn takes those that do, "
+            "since others may count from the shard's start"
         )
-    sharding.used = True
+    sharding.tokens = tokens if ring.size > 1 else 0
     out = ring_attention(
         *(x.transpose(1, 2) for x in (query, key, value)),
         layout=layout,

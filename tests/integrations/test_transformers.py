@@ -191,38 +191,40 @@ def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: 
     run_ranks(2, forward)
 
 
-def attention_without_a_mask(config: Any) -> None:
+def attention_without_a_mask(config: Any, **given: Any) -> None:
     """A call without a mask, of a model that makes none."""
     module, patches = torch.nn.Module(), torch.zeros(1, 4, 10, 8)
     module.config = config
 
     def call(group: Any) -> None:
         with sharded("contiguous", group):
-            integration.attend(module, patches, patches, patches, None, is_causal=False)
+            integration.attend(module, patches, patches, patches, None, is_causal=False, **given)
 
     run_ranks(2, call)
-
-
-def masked_on_two_ranks(config: Any) -> None:
-    def make(group: Any) -> None:
-        with sharded("contiguous", group):
-            mask(config=config)
-
-    run_ranks(2, make)
 
 
 def llama(**given: Any) -> None:
     model_of("llama")(**{"input_ids": ids_of()} | given)
 
 
-def others_on_two_ranks(model: str, config: str, **options: Any) -> None:
-    """A model that counts positions its own way, with what shard_batch makes."""
-    made = getattr(transformers, config)(**SIZES | options, attn_implementation="ringattn")
-    whole = getattr(transformers, model)(made).eval()
+def on_two_shards(model: str = "LlamaForCausalLM", given: Any = None, **options: Any) -> None:
+    """With what shard_batch makes, and what is given beside it."""
+    cls = getattr(transformers, model)
+    whole = cls(cls.config_class(**SIZES | options, attn_implementation="ringattn")).eval()
 
     def forward(group: Any) -> None:
         with sharded("contiguous", group):
-            whole(**shard_batch({"input_ids": ids_of()[:, :20]}, "contiguous", group))
+            whole(**shard_batch({"input_ids": ids_of()[:, :40]}, "contiguous", group) | (given or {}))
+
+    run_ranks(2, forward)
+
+
+def generate() -> None:
+    model = model_of("llama").eval()
+
+    def forward(group: Any) -> None:
+        with sharded("contiguous", group):
+            model.generate(ids_of()[:, :20], max_new_tokens=2, do_sample=False)
 
     run_ranks(2, forward)
 
@@ -272,39 +274,63 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         lambda: integration.mask_of(q_length=1, kv_length=1, mask_function=masking.causal_mask_function, sinks=4),
     ),
     "balance of experts": (
-        NotImplementedError, "output_router_logits", lambda: on_two_ranks(name="gpt-oss", output_router_logits=True)
+        NotImplementedError, "aux_loss of GptOssForCausalLM",
+        lambda: on_two_shards("GptOssForCausalLM", {"output_router_logits": True}, num_local_experts=4),
     ),
+    "last logits": (
+        NotImplementedError, "logits .2, 1, 37. of LlamaForCausalLM", lambda: on_two_shards(given={"logits_to_keep": 1})
+    ),
+    "labels that the model shifts": (
+        NotImplementedError, "loss without shift_labels of LlamaForCausalLM",
+        lambda: on_two_shards(given={"labels": ids_of()[:, :20]}),
+    ),
+    "a class of the sequence": (
+        NotImplementedError, "logits .2, 2. of Gemma2", lambda: on_two_shards("Gemma2ForSequenceClassification")
+    ),
+    "the first token": (
+        NotImplementedError, "pooler_output of NomicBertModel",
+        lambda: on_two_shards("NomicBertForSequenceClassification"),
+    ),
+    "positions of images": (
+        NotImplementedError, "does not hand position_ids .B, S.",
+        lambda: attention_without_a_mask(transformers.LlamaConfig(), position_ids=torch.zeros(3, 1, 10)),
+    ),
+    "no names": (
+        NotImplementedError, "return_dict=False of Llama", lambda: on_two_shards(given={"return_dict": False})
+    ),
+    "generation": (ValueError, "position_ids start with", generate),
     "no layout": (ValueError, "2 ranks and no layout.*sharded", lambda: on_two_ranks(None)),
     "positions of another shard": (ValueError, "position_ids start with .0, 1, 2, 3.*20, 21", on_two_ranks),
     "another length": (ValueError, "gives rank . 15 tokens, got 20", lambda: on_two_ranks(Layout.zigzag(30, 2))),
     "another attention": (RuntimeError, "attn_implementation", lambda: on_two_ranks(attention="sdpa")),
     "recurrent layers": (
-        NotImplementedError, "linear_attention.*Qwen3NextConfig",
-        lambda: masked_on_two_ranks(transformers.Qwen3NextConfig()),
+        NotImplementedError, "qwen3_next .*linear_attention",
+        lambda: attention_without_a_mask(transformers.Qwen3NextConfig()),
     ),
     "rotary by length": (
         NotImplementedError, "rope_type",
-        lambda: masked_on_two_ranks(
+        lambda: attention_without_a_mask(
             transformers.LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
         ),
     ),
     "temperature": (
-        NotImplementedError, "attn_temperature_tuning", lambda: masked_on_two_ranks(transformers.Llama4TextConfig())
+        NotImplementedError, "attn_temperature_tuning",
+        lambda: attention_without_a_mask(transformers.Llama4TextConfig()),
     ),
     "positions after the padding's": (
-        NotImplementedError, "positions of roberta", lambda: others_on_two_ranks("RobertaModel", "RobertaConfig")
+        NotImplementedError, "roberta .*, positions", lambda: on_two_shards("RobertaModel")
     ),
     "positions from 0 on every rank": (
-        NotImplementedError, "positions of bart",
-        lambda: others_on_two_ranks("BartForCausalLM", "BartConfig", d_model=32, decoder_attention_heads=4),
+        NotImplementedError, "bart .*, positions",
+        lambda: on_two_shards("BartForCausalLM", d_model=32, decoder_attention_heads=4),
     ),
     "images": (
-        NotImplementedError, "positions of clip_vision_model",
+        NotImplementedError, "clip_vision_model .*, positions",
         lambda: attention_without_a_mask(transformers.CLIPVisionConfig(hidden_size=32, num_attention_heads=4)),
     ),
     "positions that attention is not told": (
         NotImplementedError, "PersimmonAttention does not hand position_ids",
-        lambda: others_on_two_ranks("PersimmonForCausalLM", "PersimmonConfig"),
+        lambda: on_two_shards("PersimmonForCausalLM"),
     ),
     "a mask of its own making": (
         NotImplementedError, "ringattn makes no tensor.*scores", lambda: torch.zeros(1, 1, 2, 2) + mask()
