@@ -154,7 +154,7 @@ def error_of(problem: AttentionConfig, ring: Ring, device: torch.device, judge: 
 
 def candidate_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:
     """``ring_attention`` through one of the rings."""
-    return ours(problem.layout, Setting(problem, (problem.layout,), device, lambda: ring))
+    return ours(problem.layout, Setting(problem, (problem.layout,), device, lambda _: ring))
 
 
 def entry_of(point: RingPoint, found: Measured[RingSetting], transport: str) -> RingEntry:

@@ -56,7 +56,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: GroupLike) 
     if last is None or last.group is not process_group:
         raise ValueError("process_group is another one: call substitute_hf_flash_attn(process_group, ...) first")
     world = ranks_of(process_group, device_of()).size
-    if last.layout is not None and not last.used and world > 1:
+    if last.layout is not None and not last.tokens and world > 1:
         raise RuntimeError(
             "no attention since the last update_ring_flash_attn_params was ringattn's: make the model with "
             f"attn_implementation={register()!r}, or leave the update out where there is no forward"

@@ -106,7 +106,7 @@ def warm_up(config: RingConfig, device: torch.device) -> None:
     """Connections, thread pools, modules that load on first use: there once, and in nobody's memory."""
     small = replace(config.problems[0], seqlen=WARM_TOKENS * config.problems[0].world)
     with Ring(transport=small.transport) as ring:
-        candidate = ours(config.layouts[0], Setting(small, config.layouts, device, lambda group: ring))
+        candidate = ours(config.layouts[0], Setting(small, config.layouts, device, lambda _: ring))
         candidate.run(candidate.shards(small.tensors(), device))
 
 

@@ -88,7 +88,7 @@ def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
         (lambda group: (one(group), update(group, 0, 4, 2)), "must not descend"),
         (lambda group: (one(group, "sdpa"), update(group)), "no attention since the last"),
         (lambda group: one(group, position_ids=torch.arange(22 - group.rank())[None]), "position_ids start with"),
-        (lambda group: one(group, input_ids=ids_of()[:, :5]), "tokens, got 5"),
+        (lambda group: one(group, input_ids=ids_of()[:, :5], position_ids=torch.arange(5)[None]), "tokens, got 5"),
         (lambda group: (ours.substitute_hf_flash_attn(group, 1), model_of("llama")(ids_of())), "2 ranks and no layout"),
     ],
 )
