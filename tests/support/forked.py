@@ -97,7 +97,7 @@ def results(size: int, body: Callable[[int], Any], *, ends: int | None = None, p
         failed = [text for text, _ in received if text]
         assert not failed, "\n".join(failed)
         for rank, process in enumerate(ranks.processes):
-            process.join(10)
+            process.join(patience)
             assert process.exitcode == 0 or rank == ends
         return [result for _, result in received]
 
