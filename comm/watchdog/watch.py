@@ -361,6 +361,8 @@ class Watch:
 EXIT_CODE = 75
 # A pipe that nobody reads must not keep the process.
 FLUSH_SECONDS = 1.0
+# What the end of a process grants a tick that is under way.
+FAREWELL_SECONDS = 1.0
 
 
 class Watchdog:
@@ -385,7 +387,7 @@ class Watchdog:
         self._end.set()
         thread = self._thread
         if thread is not None:
-            thread.join(1.0)
+            thread.join(FAREWELL_SECONDS)
 
     def _run(self) -> None:
         while not self._end.wait(TICK_SECONDS):
