@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time

@@ -117,7 +117,7 @@ def an_abort_frees_a_waiting_stream(transport: Transport, device: torch.device) 
         begun = time.monotonic()
         transport.abort("it took too long")
         until(fence.done)
-        assert time.monotonic() - begun < BUSY_SECONDS
+        assert time.monotonic() - begun < BUSY_SECONDS / 2
     transport.close()
 
 

@@ -32,7 +32,7 @@ CASES: dict[str, Case] = {}
 HOST_CASES: dict[str, Case] = {}
 
 CPU = torch.device("cpu")
-# Seconds after which a wait that ends at once, where all is well, is taken for a hang: far more than a busy machine needs.
+# Seconds after which a wait that is short where all is well is taken for a hang: far more than a busy machine needs.
 HANGS = 60.0
 # More than any backend buffers on its own: a send of this size is only over once its receiver takes it.
 LARGE = 1 << 20

@@ -117,7 +117,9 @@ class Aborted:
 class Ranks:
     """Watches of all ranks of a ring, ticked by the test."""
 
-    def __init__(self, size: int, *, deadline: float | None = 3.0, patience: float = HANGS, fatal: bool = False) -> None:
+    def __init__(
+        self, size: int, *, deadline: float | None = 3.0, patience: float = HANGS, fatal: bool = False
+    ) -> None:
         self.transports = [Aborted() for _ in range(size)]
         self.ended: list[tuple[int, str]] = []
         self.controls = controls(size, patience)
