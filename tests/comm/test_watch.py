@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import threading
@@ -115,6 +116,19 @@ def test_a_lost_store_is_reported_and_the_deadline_holds(clock: Clock) -> None:
         assert text.startswith(f"rank {rank}: forward hop 1: K/V (")
         assert all(f"rank {other}: agreed on a call (" in text for other in range(3) if other != rank)
         assert text.endswith(". the store of the group is gone: Connection reset by peer")
+
+
+def test_a_store_that_was_silent_for_a_moment_carries_a_failure(clock: Clock) -> None:
+    """Rank 0 tells it, and rank 1 hears it soon: both had found the store silent."""
+    ranks, fences = running(2)
+    for rank, problem in itertools.product(range(2), ("the store of the group has not answered for 1 s", None)):
+        ranks.connection(rank).problem = problem
+        ranks.watches[rank].tick() if problem else None
+    fences[0].finish("receive from rank 1 failed: Connection reset by peer")
+    ranks.watches[0].tick()
+    clock.now += 2.0
+    ranks.watches[1].tick()
+    assert ["Rank 0 found: rank 0: " in reason for reason in ranks.transports[1].reasons] == [True]
 
 
 def test_a_hanging_abort_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
