@@ -102,8 +102,8 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
 
 def free_port() -> int:
     """One that the system gives to nobody who does not name it, and of this process alone."""
-    first = launching.PORTS[os.getpid() % len(launching.PORTS)]
-    for port in (*range(first, launching.PORTS.stop), *launching.PORTS):
+    ports: range = launching.PORTS
+    for port in (*ports[os.getpid() % len(ports) :], *ports):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise OSError("no port is free")

@@ -58,6 +58,7 @@ class Interrupted(list[int]):
 
     def __iter__(self) -> Any:
         time.sleep(0.5)  # the others wait
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell started it in the background
         signal.raise_signal(signal.SIGINT)
         return super().__iter__()
 
