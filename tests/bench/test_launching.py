@@ -102,8 +102,9 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
 
 def free_port() -> int:
     """One that the system gives to nobody who does not name it, and of this process alone."""
-    ports: range = launching.PORTS
-    for port in [*ports[os.getpid() % len(ports) :], *ports]:
+    ports: list[int] = [*launching.PORTS]
+    first = os.getpid() % len(ports)
+    for port in ports[first:] + ports[:first]:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise OSError("no port is free")
