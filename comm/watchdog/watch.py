@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 # A store that does not answer must not hold up the deadlines.
 STORE_SECONDS = 1.0
-# Then it is left alone for this long.
-SILENT_STORE_SECONDS = 10.0
+# Then it is left alone for this long, the next time for twice as long, up to the second: the machine that serves it may
+# only have stood still for a moment.
+SILENT_STORE_SECONDS, MOST_SILENT_SECONDS = 2.0, 16.0
 # A communicator whose peers died may not come back from its abort.
 ABORT_SECONDS = 2.0
 # Two ticks that are so far apart mean that the process was stopped: a signal, a debugger, a machine that swaps.
@@ -98,6 +99,7 @@ class Watch:
         self._answered = -NEVER
         self._store_problem: str | None = None
         self._ask_again = -NEVER
+        self._silence = SILENT_STORE_SECONDS
         self.closed = False
 
     # -- the thread that computes ------------------------------------------------------------------------------------
@@ -272,16 +274,21 @@ class Watch:
         if publish or table:
             self._exchange({**publish, **table})
 
-    def _exchange(self, publish: Mapping[str, object] | None = None, look: Sequence[str] = ()) -> dict[str, Any] | None:
-        """None where the store does not answer; it is then left alone for a while."""
-        if time.monotonic() < self._ask_again:
+    def _exchange(
+        self, publish: Mapping[str, object] | None = None, look: Sequence[str] = (), *, at_once: bool = False
+    ) -> dict[str, Any] | None:
+        """None where the store does not answer; it is then left alone for a while, unless it is asked `at_once`."""
+        if time.monotonic() < self._ask_again and not at_once:
             return None
         try:
-            return self._control.exchange(publish, look, STORE_SECONDS)
+            published = self._control.exchange(publish, look, STORE_SECONDS)
+            self._silence = SILENT_STORE_SECONDS
+            return published
         except TransportError as error:
             if self._store_problem is None:
                 logger.info("rank %d: %s", self.rank, error)
-            self._store_problem, self._ask_again = str(error), time.monotonic() + SILENT_STORE_SECONDS
+            self._store_problem, self._ask_again = str(error), time.monotonic() + self._silence
+            self._silence = min(2 * self._silence, MOST_SILENT_SECONDS)
             return None
 
     # -- what went wrong ---------------------------------------------------------------------------------------------
@@ -320,7 +327,7 @@ class Watch:
                 return
             if tell:
                 # with a look, for a TCPStore confirms only what it is asked
-                self._exchange({"failure": tuple(failure)}, look=["failure"])
+                self._exchange({"failure": tuple(failure)}, look=["failure"], at_once=True)
             self._failure = failure
         logger.error("%s", failure.text)
         within(ABORT_SECONDS, lambda: self._abort(failure.text), self.device, "abort")
@@ -367,6 +374,8 @@ class Watch:
 EXIT_CODE = 75
 # A pipe that nobody reads must not keep the process.
 FLUSH_SECONDS = 1.0
+# What the end of a process grants a tick that is under way.
+FAREWELL_SECONDS = 1.0
 
 
 class Watchdog:
@@ -391,7 +400,7 @@ class Watchdog:
         self._end.set()
         thread = self._thread
         if thread is not None:
-            thread.join(1.0)
+            thread.join(FAREWELL_SECONDS)
 
     def _run(self) -> None:
         while not self._end.wait(TICK_SECONDS):

@@ -104,7 +104,7 @@ def test_a_launcher_decides_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_two_processes_choose_the_same_setting(tmp_path: Path) -> None:
     """Really: two processes over gloo, checked, timed in turns, one choice, in a table that is read back."""
-    flags = "--heads 2 --kv-heads 2 --head-dim 16 --dtype fp32 --seqlen 64 --budget 60 --device cpu --ring"
+    flags = "--heads 2 --kv-heads 2 --head-dim 16 --dtype fp32 --seqlen 64 --budget 600 --device cpu --ring"
     report = tmp_path / "told.json"
     done = CliRunner().invoke(
         app, [*flags.split(), "--save-dir", str(tmp_path), "--json", str(report)], env={"COLUMNS": "300"}

@@ -111,7 +111,7 @@ def test_only_rank_0_reports_an_interruption(demo: list[object], monkeypatch: py
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     plain = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"} | {"TERM": "dumb"}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=plain)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, env=plain)
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -166,11 +166,11 @@ def test_an_interruption_ends_ranks_and_command() -> None:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and len(children(process.pid)) < 2:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    out, _ = process.communicate(timeout=20)  # torch's agent would give its ranks 30 seconds
+    out, _ = process.communicate(timeout=28)  # torch's agent would give its ranks 30 seconds
     assert (process.returncode, out) == (130, "interrupted\n")
 
 

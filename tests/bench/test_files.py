@@ -25,8 +25,6 @@ from ringattn.kernels.files import read_object
 from ..support import report_cases
 from ..support.nightly import rest_nightly
 
-pytestmark = pytest.mark.timeout(60)  # what waits for a FIFO's other end does not end by itself
-
 WIDE = {"COLUMNS": "400", "TERMINAL_WIDTH": "400"}
 SOUND = "memory per rank differs"  # on the page of report_cases.memory()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,13 +122,17 @@ def test_transport_that_does_not_open_is_named_once(must_open: bool) -> None:
 
 
 class Slow:
-    """A transport whose posts take a while, one after the other, in a thread."""
+    """A transport whose posts take a while, one after the other, by a clock that compute moves, too."""
 
     name, rank, size = "slow", 0, 1
 
     def __init__(self, seconds: float) -> None:
+        self.now = 0.0
         self._seconds = seconds
         self._ends = 0.0
+
+    def compute(self) -> None:
+        self.now += 0.02
 
     def mark(self) -> Fence:
         return DONE
@@ -138,18 +141,22 @@ class Slow:
         return [value]
 
     def post(self, *, sends: object, receives: object, after: object = ()) -> Fence:
-        self._ends = max(self._ends, time.perf_counter()) + self._seconds
-        over = threading.Event()
-        threading.Timer(self._ends - time.perf_counter(), over.set).start()
-        return SimpleNamespace(wait=over.wait, done=over.is_set)
+        ends = self._ends = max(self._ends, self.now) + self._seconds
+
+        def wait() -> None:
+            self.now = max(self.now, ends)
+
+        return SimpleNamespace(wait=wait, done=lambda: self.now >= ends)
 
 
 def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "step_of", lambda kind, device: lambda: time.sleep(0.02))
+    transport = Slow(0.1)
+    monkeypatch.setattr(runs, "step_of", lambda kind, device: transport.compute)
+    monkeypatch.setattr(time, "perf_counter", lambda: transport.now)
     config = LinksConfig((), sizes=(8,), beside="matmul")
-    columns = runs.beside(Slow(0.1), ways(1)[0], config, CPU)  # type: ignore[arg-type]
-    assert columns["compute alone"] >= 20
-    assert 0.3 < columns["compute slowed"] < 3 and 0.5 < columns["transfer slowed"] < 3
+    columns = runs.beside(transport, ways(1)[0], config, CPU)  # type: ignore[arg-type]
+    assert columns["compute alone"] == pytest.approx(20)
+    assert columns["compute slowed"] == pytest.approx(1) and columns["transfer slowed"] == pytest.approx(1, rel=0.1)
 
 
 # flags

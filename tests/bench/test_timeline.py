@@ -97,7 +97,7 @@ def test_clock_of_another_machine_is_brought_to_rank_0_within_its_error() -> Non
         offsets = world.run(of_a_rank)
     assert offsets[0] == offsets[2] == Offset(0, 0) and runs.clock_name() == runs.clock_name()
     for rank in (1, 3):
-        assert 0 < offsets[rank].error < 0.5
+        assert 0 < offsets[rank].error < 30
         assert abs(offsets[rank].seconds + ahead[rank]) <= offsets[rank].error + 1e-6
 
 

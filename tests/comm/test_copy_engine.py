@@ -32,7 +32,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
 
 
 def opened(group: LocalGroup, **more: Any) -> CopyEngineTransport:
-    options = {"device": CPU, "timeout": 5.0, **more}
+    options = {"device": CPU, "timeout": 60.0, **more}
     return CopyEngineTransport(rank=group.rank(), size=group.size(), control=control_of(group), **options)
 
 
@@ -269,7 +269,7 @@ def test_members_of_two_nodes(workers: Workers) -> None:
         transport.close()
 
     on_ranks(4, fn)
-    with LocalWorld(2, device="cpu", timeout=10) as world, pytest.raises(ValueError, match=r"members is \(1,\)"):
+    with LocalWorld(2, device="cpu", timeout=60) as world, pytest.raises(ValueError, match=r"members is \(1,\)"):
         world.run(lambda group: opened(group, members=[1]))
 
 

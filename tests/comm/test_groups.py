@@ -186,7 +186,7 @@ def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Pat
         dist.destroy_process_group()
     assert held._thread is not None
     until(lambda: gc.collect() >= 0 and group() is None)  # its thread lets go once it has ended the last transfer
-    held._thread.join(10)
+    held._thread.join(60)
     assert not held._thread.is_alive(), "the thread of a transport that nobody holds"
 
 

@@ -15,7 +15,7 @@ from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, Trans
 CPU = torch.device("cpu")
 
 
-def world_of(size: int, timeout: float = 10) -> LocalWorld:
+def world_of(size: int, timeout: float = 60) -> LocalWorld:
     return LocalWorld(size, device="cpu", timeout=timeout)
 
 
@@ -106,7 +106,7 @@ def test_keyboard_interrupt_unblocks_the_ranks(monkeypatch: pytest.MonkeyPatch) 
 
     def interrupted(futures: object) -> None:
         monkeypatch.setattr("ringattn.comm.transports.local.wait", wait)
-        assert waiting.wait(5)
+        assert waiting.wait(60)
         time.sleep(0.05)
         raise KeyboardInterrupt
 
@@ -144,7 +144,7 @@ Body = Callable[[LocalGroup], object]
     ],
 )
 def test_deadlocked_waits_raise(first: Body, second: Body, match: str) -> None:
-    with world_of(2, timeout=0.5 if first is receive else 10) as world, pytest.raises(TransportError, match=match):
+    with world_of(2, timeout=0.5 if first is receive else 60) as world, pytest.raises(TransportError, match=match):
         world.run(lambda group: second(group) if group.rank() else first(group))
 
 

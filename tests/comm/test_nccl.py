@@ -182,13 +182,13 @@ def device(fabric: Fabric) -> Device:
     return fabric.device
 
 
-def open_alone(timeout: float = 5.0, limits: Limits = NO_LIMITS, device: torch.device = CPU) -> NcclTransport:
+def open_alone(timeout: float = 60.0, limits: Limits = NO_LIMITS, device: torch.device = CPU) -> NcclTransport:
     control = control_of(single_rank())
     return NcclTransport(rank=0, size=1, device=device, control=control, timeout=timeout, limits=limits)
 
 
 def opened(group: LocalGroup) -> NcclTransport:
-    return NcclTransport(rank=group.rank(), size=group.size(), device=CPU, control=control_of(group), timeout=5)
+    return NcclTransport(rank=group.rank(), size=group.size(), device=CPU, control=control_of(group), timeout=60)
 
 
 def kinds(ops: list[Op]) -> list[str]:
@@ -207,7 +207,7 @@ def test_conformance(name: str, world_size: int, fabric: Fabric) -> None:
 
 
 def through(nodes: tuple[tuple[int, ...], ...], group: LocalGroup) -> ByNodeTransport:
-    more: Any = {"device": CPU, "control": control_of(group), "timeout": 5}
+    more: Any = {"device": CPU, "control": control_of(group), "timeout": 60}
     return ByNodeTransport(rank=group.rank(), size=group.size(), nodes=nodes, **more)
 
 
@@ -239,24 +239,24 @@ def test_an_abort_ends_a_call_that_blocks_and_frees_behind_it(
     returns: bool, fabric: Fabric, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A first transfer blocks while it connects: a flag ends it, and on its way out it uses the communicator."""
-    monkeypatch.setattr(nccl, "CALL_SECONDS", 5.0 if returns else 0.05)
+    monkeypatch.setattr(nccl, "CALL_SECONDS", 60.0 if returns else 0.05)
     transport, messages = open_alone(), [Message(0, filled(1, 4, CPU))]
     aborting = threading.Thread(target=transport.abort, args=["hop 3 is 20 s late"])
 
     def blocked() -> None:
         aborting.start()
-        assert fabric.abort_called.wait(5)
+        assert fabric.abort_called.wait(60)
         if returns:
             time.sleep(0.02)
         else:
-            aborting.join(5)  # it has given up, and the call is still there
+            aborting.join(60)  # it has given up, and the call is still there
         device.add("left")
         raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
 
     fabric.before_end = blocked
     with pytest.raises(TransportError, match="the nccl transport of rank 0 was aborted: hop 3 is 20 s late"):
         transport.post(sends=messages, receives=messages)
-    aborting.join(5)
+    aborting.join(60)
     assert ends(device) == ["abort", "left", *(["free"] if returns else [])]
 
 
@@ -272,7 +272,7 @@ def test_a_communicator_is_not_given_back_under_a_call(fabric: Fabric, device: D
 
     fabric.before_end = slow
     transport.post(sends=messages, receives=messages)
-    closing.join(5)
+    closing.join(60)
     assert ends(device) == ["left", "destroy"]
 
 
@@ -331,16 +331,17 @@ def test_nccl_async_errors_abort_the_ring(fabric: Fabric, device: Device) -> Non
 
 
 def test_missing_peers_time_out(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = fabric.NcclCommunicator
+    make, given_up = fabric.NcclCommunicator, threading.Event()
 
     def late(*arguments: Any) -> Any:
-        time.sleep(0.3)
+        assert given_up.wait(60)
         return make(*arguments)
 
     monkeypatch.setattr(fabric, "NcclCommunicator", late)
     with pytest.raises(TransportError, match=r"rank 0: ranks \[0\] did not join in 0\.05 s"):
         open_alone(timeout=0.05)
-    assert fabric.abort_called.wait(5), "a communicator that comes too late is given back"
+    given_up.set()
+    assert fabric.abort_called.wait(60), "a communicator that comes too late is given back"
 
 
 @pytest.mark.parametrize(
@@ -481,7 +482,8 @@ def test_the_communicator_is_given_back_once(fabric: Fabric, device: Device) -> 
     with pytest.raises(TransportError, match="is closed"):
         transport.post(sends=[], receives=[])
 
-    transport = open_alone(timeout=0.05)  # transfers that do not end are aborted
+    transport = open_alone()  # transfers that do not end are aborted
+    transport._timeout = 0.05
     device.pending.add(transport.post(sends=[], receives=[])._event)  # type: ignore[arg-type]
     device.log.clear()
     transport.close()
@@ -489,8 +491,9 @@ def test_the_communicator_is_given_back_once(fabric: Fabric, device: Device) -> 
     assert ends(device) == ["abort", "free"]
 
     # NCCL's destroy blocks while a dead peer is silent
-    transport, peer, over = open_alone(timeout=0.05), threading.Event(), list[bool]()
-    fabric.on_destroy = lambda: over.append(peer.wait(30))
+    transport, peer, over = open_alone(), threading.Event(), list[bool]()
+    transport._timeout = 0.05
+    fabric.on_destroy = lambda: over.append(peer.wait(60))
     transport.close()
     assert not over
     peer.set()
@@ -501,10 +504,13 @@ def test_a_warm_up_has_a_deadline(hangs: bool, fabric: Fabric, device: Device) -
     """A first transfer that cannot connect blocks the host until another thread aborts; or it ends, too late."""
 
     def blocked() -> None:
-        assert fabric.abort_called.wait(5)
-        raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
+        assert fabric.abort_called.wait(60)
+        if hangs:
+            raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
 
-    fabric.before_end = blocked if hangs else lambda: time.sleep(0.3)
+    fabric.before_end = blocked
+    transport = open_alone()
+    transport._timeout = 0.05  # of the warm-up alone
     with pytest.raises(TransportError, match=r"its warm-up took more than 0\.05 s"):
-        open_alone(timeout=0.05).warm_up([(0, 0)])
+        transport.warm_up([(0, 0)])
     until(lambda: kinds(device.log).count("abort") == 1)

@@ -11,13 +11,14 @@ import pytest
 from ringattn.comm import TransportError
 from ringattn.comm.watchdog.preflight import KEPT_CALLS, Preflight, Verdict, difference
 
+from ..support.transport_cases import HANGS
 from ..support.watch_cases import MemoryConnection, controls, on_all
 
 MUST = "all ranks of a ring must pass the same"
 
 
-def preflights(size: int, patience: float = 5.0) -> list[Preflight]:
-    return [Preflight(control) for control in controls(size, patience)]
+def preflights(size: int) -> list[Preflight]:
+    return [Preflight(control) for control in controls(size)]
 
 
 def agree(preflight: Preflight, fields: dict[str, Any], **changing: Any) -> Verdict | None:
@@ -49,7 +50,7 @@ def quiet(preflight: Preflight) -> bool:
 
 def heard(preflight: Preflight) -> Verdict | None:
     """What the watchdog of a rank that went on is told within a while."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANGS
     while time.monotonic() < deadline:
         verdict = tick(preflight)
         if verdict is not None:
@@ -136,6 +137,7 @@ def test_last_words_of_a_rank_that_is_gone_are_waited_for(refuses: bool, monkeyp
         with pytest.raises(TransportError, match="rank 1 is gone"):
             agree(ranks[0], {"heads": 8})
         return
+    monkeypatch.setattr("ringattn.comm.watchdog.preflight.WORD_SECONDS", HANGS)
     last = threading.Timer(0.2, ranks[1].refuse, [ValueError("k has 6 heads")])
     last.start()
     verdict = agree(ranks[0], {"heads": 8})
@@ -195,11 +197,19 @@ def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
 
 
 def test_differing_earlier_calls_are_an_error() -> None:
-    ranks = preflights(2, patience=0.3)
+    ranks = preflights(2)
+
+    def when_both_have_said() -> None:
+        """They wait for no longer than that."""
+        words: list[Any] = [ranks[0]._control.look(f"words/{rank}") for rank in range(2)]
+        if all(said and "3" in said for said in words):
+            for rank in ranks:
+                rank._control.patience = 0.0
+
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
     ranks[0]._count({"heads": "16"}, ("16", ""))
     ranks[1]._count({"heads": "4"}, ("4", ""))
-    outcome = on_all(ranks, lambda rank: agree(rank, {"heads": 2}))
+    outcome = on_all(ranks, lambda rank: rank.agree({"heads": 2}, stop=when_both_have_said))
     assert outcome == [Verdict("the ranks did not make the same calls before call 3", True)] * 2
 
 

@@ -60,18 +60,19 @@ def test_tensors_are_released() -> None:
 def test_process_exit_waits_for_running_work(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[Work] = []
     monkeypatch.setattr(atexit, "register", ends.append)
+    monkeypatch.setattr(process_group, "FAREWELL_SECONDS", 60.0)
     process_group._streams.cache_clear()
     begun, interrupted, returned = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
         begun.set()
-        assert interrupted.wait(10)
+        assert interrupted.wait(60)
         time.sleep(0.1)
         returned.set()
 
     try:
         fence = HostStream("test-end", interrupted.set).submit(work)
-        assert begun.wait(10)
+        assert begun.wait(60)
         (end,) = ends
         end()
         assert returned.is_set()

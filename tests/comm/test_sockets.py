@@ -38,14 +38,14 @@ def test_simultaneous_large_sends_do_not_deadlock(pair: tuple[Sockets, Sockets])
     def talk(rank: int) -> None:
         other = 1 - rank
         for number in range(count):
-            pair[rank].send(other, number.to_bytes(100, "little"), 5.0)
-        got[rank] = [pair[rank].receive(other, "waits", 5.0) for _ in range(count)]
+            pair[rank].send(other, number.to_bytes(100, "little"), 60.0)
+        got[rank] = [pair[rank].receive(other, "waits", 60.0) for _ in range(count)]
 
     threads = [threading.Thread(target=talk, args=[rank]) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     expected = [number.to_bytes(100, "little") for number in range(count)]
     assert got == {0: expected, 1: expected}
 
@@ -135,7 +135,7 @@ def joined(group: LocalGroup, members: list[int] | None = None, missing: str | N
     members = list(range(group.size())) if members is None else members
     device = torch.device("cpu", group.rank())  # a device of its own on the stand-in
     control = control_of(group)
-    return join_node(control, group.rank(), members, device, missing=missing, first=7, timeout=2.0)
+    return join_node(control, group.rank(), members, device, missing=missing, first=7, timeout=60.0)
 
 
 def refused(world_size: int, *arguments: Any) -> str:
@@ -146,7 +146,7 @@ def refused(world_size: int, *arguments: Any) -> str:
             joined(group, *arguments)
         return str(caught.value)
 
-    with LocalWorld(world_size, device="cpu", timeout=10) as world:
+    with LocalWorld(world_size, device="cpu", timeout=60) as world:
         (message,) = set(world.run(fn))
     return message
 

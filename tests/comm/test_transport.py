@@ -14,7 +14,7 @@ from ringattn.comm.transport import PATTERN_BYTES, _pattern
 
 from ..support.forked import Group
 from ..support.group_cases import GROUP_CASES, PATIENCE, group_ranks, run_cases
-from ..support.transport_cases import CASES, HOST_CASES, on_ranks
+from ..support.transport_cases import CASES, HANGS, HOST_CASES, on_ranks
 
 PROCESSES = 4
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def test_local(name: str, world_size: int) -> None:
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Per global rank, what became of the cases that its process ran: "" or a traceback."""
     with Group(PROCESSES, run_cases, tmp_path_factory.mktemp("gloo"), timeout=PATIENCE) as ranks:
-        return [ranks.receive(rank, 90) for rank in range(PROCESSES)]
+        return [ranks.receive(rank, 2 * HANGS) for rank in range(PROCESSES)]
 
 
 def assert_passed(gloo: list[dict[str, str]], ranks: list[int], case: str) -> None:
@@ -61,5 +61,5 @@ def test_patterns_of_two_edges_differ_and_a_shifted_one_is_wrong() -> None:
 def test_what_opening_loads_only_when_it_is_asked_for() -> None:
     late = ("cupy", "cuda", "ringattn.comm.transports.copy_engine.copy_engine")
     program = f"import sys, ringattn.comm; sys.exit(', '.join(name for name in {late} if name in sys.modules) or 0)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr

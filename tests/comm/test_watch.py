@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import threading
@@ -20,10 +21,17 @@ from ringattn.comm.watchdog import watch as module
 from ringattn.comm.watchdog.deadlines import NEVER
 from ringattn.comm.watchdog.watch import Watch, Watchdog, open_watch, ring_control
 
-from ..support.transport_cases import until
+from ..support.transport_cases import HANGS, until
 from ..support.watch_cases import Aborted, Clock, Ranks, Transfer, Unconfirmed, controls, on_all, running
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort, or a last tick, that does not hang is waited for."""
+    for name in ("ABORT_SECONDS", "FAREWELL_SECONDS"):
+        monkeypatch.setattr(module, name, HANGS)
 
 
 @pytest.fixture
@@ -110,11 +118,24 @@ def test_a_lost_store_is_reported_and_the_deadline_holds(clock: Clock) -> None:
         assert text.endswith(". the store of the group is gone: Connection reset by peer")
 
 
+def test_a_store_that_was_silent_for_a_moment_carries_a_failure(clock: Clock) -> None:
+    """Rank 0 tells it, and rank 1 hears it soon: both had found the store silent."""
+    ranks, fences = running(2)
+    for rank, problem in itertools.product(range(2), ("the store of the group has not answered for 1 s", None)):
+        ranks.connection(rank).problem = problem
+        ranks.watches[rank].tick() if problem else None
+    fences[0].finish("receive from rank 1 failed: Connection reset by peer")
+    ranks.watches[0].tick()
+    clock.now += 2.0
+    ranks.watches[1].tick()
+    assert ["Rank 0 found: rank 0: " in reason for reason in ranks.transports[1].reasons] == [True]
+
+
 def test_a_hanging_abort_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringattn.comm.watchdog.watch.ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(module, "ABORT_SECONDS", 0.1)
     ranks, fences = running(2, fatal=True)
     stuck, over = threading.Event(), list[bool]()
-    ranks.transports[0].abort = lambda reason: over.append(stuck.wait(30))  # type: ignore[method-assign]
+    ranks.transports[0].abort = lambda reason: over.append(stuck.wait(HANGS))  # type: ignore[method-assign]
     fences[0].finish("failed")
     ranks.watches[0].failed(TransportError("failed"))
     assert not over
@@ -123,7 +144,7 @@ def test_a_hanging_abort_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyP
 
 
 def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
-    ranks = Ranks(2)
+    ranks = Ranks(2, deadline=HANGS)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
 
     def call(watch: Watch) -> None:
@@ -146,7 +167,7 @@ def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
 @pytest.mark.parametrize("ticks", [0, 1, 2])
 def test_a_connection_that_breaks_because_a_rank_refused_and_left(ticks: int) -> None:
     """A tick reads the question and answers, the next one reads the reason, unless the connection breaks first."""
-    ranks = Ranks(2)
+    ranks = Ranks(2, deadline=HANGS)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
     ranks.watches[1].enter()
     ranks.watches[1].left(ValueError("k has 6 heads"))
@@ -215,7 +236,7 @@ def test_a_forked_child_has_a_thread_of_its_own(fast: Watchdog) -> None:
             watch.tick = ticked.set  # type: ignore[method-assign]
             module._WATCHDOG.add(watch)
         finally:
-            os._exit(0 if ticked.wait(5) else 1)
+            os._exit(0 if ticked.wait(HANGS) else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -240,19 +261,20 @@ def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:
 
 
 def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> None:
-    watches = [watch_of(control) for control in controls(4)]
+    before, watches = {*threading.enumerate()}, [watch_of(control) for control in controls(4)]
     for watch in watches:
         fast.add(watch)
     thread, gone = fast._thread, weakref.ref(watches[0])
     assert thread is not None and thread.daemon
-    assert [thread.name for thread in threading.enumerate()].count("ringattn-watchdog") == 1
+    names = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert names.count("ringattn-watchdog") == 1
     watches[1].close()
     del watches[0], watch
     until(lambda: gc.collect() >= 0 and gone() is None)  # the thread holds nobody
     assert thread.is_alive()
     del watches
     gc.collect()
-    thread.join(5)
+    thread.join(HANGS)
     assert not thread.is_alive()
     again = watch_of(controls(2)[0])
     fast.add(again)  # and begins anew
@@ -264,14 +286,14 @@ def test_stop_waits_for_a_running_tick(fast: Watchdog) -> None:
 
     def tick() -> None:
         begun.set()
-        fast._end.wait(5)
+        fast._end.wait(HANGS)
         time.sleep(0.1)
         over.append(True)
 
     watch = watch_of(controls(2)[0])
     watch.tick = tick  # type: ignore[method-assign]
     fast.add(watch)
-    assert begun.wait(5)
+    assert begun.wait(HANGS)
     fast.stop()
     assert over, "the process would end under the thread"
 

@@ -82,7 +82,7 @@ def test_the_batch_script(tmp_path: Path) -> None:
     """It parses, and starts one torchrun per node, which meet at the first, with a script and flags that exist."""
     bin_folder, script = tmp_path / "bin", EXAMPLES / "slurm.sh"
     bin_folder.mkdir()
-    for name, line in (("scontrol", "echo node7; echo node8"), ("srun", 'echo "$@"')):
+    for name, line in (("scontrol", "echo node7; sleep 0.1; echo node8"), ("srun", 'echo "$@"')):
         (bin_folder / name).write_text(f"#!/bin/bash\n{line}\n")
         (bin_folder / name).chmod(0o755)
     job = {"NODELIST": "node[7-8]", "ID": "12", "NAME": "long"}

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -235,23 +236,25 @@ def test_a_kill_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", GPU_CASES["copy_engine"])
 def test_cases_on_the_stand_in(name: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    with running(monkeypatch) as workers, LocalWorld(world, device="cpu", timeout=10) as ranks:
+    cpu, over = torch.device("cpu"), threading.Event()
+    with running(monkeypatch) as workers, LocalWorld(world, device="cpu", timeout=60) as ranks:
 
         def hold(transport: Transport, seconds: float) -> None:
             assert isinstance(transport, CopyEngineTransport)
             ends = time.monotonic() + seconds
             number = transport._lane.stream.cuda_stream
-            workers.put("hold", number, lambda: workers.block(lambda: time.monotonic() > ends), None)
+            workers.put("hold", number, lambda: workers.block(lambda: over.is_set() or time.monotonic() > ends), None)
 
         def fn(group: LocalGroup) -> None:
             transport = CopyEngineTransport(
-                rank=group.rank(), size=group.size(), device=cpu, control=control_of(group), timeout=5.0
+                rank=group.rank(), size=group.size(), device=cpu, control=control_of(group), timeout=60.0
             )
             GPU_CASES["copy_engine"][name](transport, cpu)
+            if group.rank() == 0:
+                over.set()  # nothing more is held up for long
 
         monkeypatch.setattr(gpu_cases, "hold", hold)
-        monkeypatch.setattr(gpu_cases, "BUSY_SECONDS", 2.0)
+        monkeypatch.setattr(gpu_cases, "BUSY_SECONDS", 40.0)
         monkeypatch.setattr(gpu_cases, "SEGMENT", 1 << 16)
         monkeypatch.setattr(gpu_cases, "LARGE", 1000)
         ranks.run(fn)

@@ -104,7 +104,7 @@ def test_a_million_tokens_over_64_ranks(name: str, mask: str) -> None:
             MASKS[mask],
         )
 
-    planned(1, make, use)
+    planned(5, make, use)
 
 
 def test_spans_with_steps_keep_theirs() -> None:

@@ -442,9 +442,9 @@ def test_a_ring_left_by_an_error_ends_the_transfers_of_the_others() -> None:
             if group.rank() == 0:
                 raise KeyError("out of data")
             transport.post(sends=[], receives=[Message(0, torch.empty(4))])
-        control_of(group).gather(None, what="the test", timeout=5)
+        control_of(group).gather(None, what="the test")
 
-    with LocalWorld(2, timeout=5) as world:
+    with LocalWorld(2) as world:
         world.run(fn)
 
 

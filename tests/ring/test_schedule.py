@@ -339,6 +339,6 @@ def test_large_clusters_are_planned_in_no_time() -> None:
         plan.bytes(1)
 
     topology, layout = Topology.grid(nodes, per_node), Layout.zigzag(2 * world, world)
-    plan = planned(3, lambda: schedule(layout, CAUSAL, topology=topology), use)
+    plan = planned(10, lambda: schedule(layout, CAUSAL, topology=topology), use)
     assert plan.bytes(1, level=0) == (nodes * (per_node - 1) * 2,) * world
     assert plan.bytes(1, level=1) == ((nodes - 1) * 2,) * world  # as in a flat ring, but over every NIC of a node

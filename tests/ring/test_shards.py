@@ -85,7 +85,8 @@ def test_unshard_is_watched() -> None:
         unshard(WHOLE[:, :5], layout=Layout.contiguous(10, 2), group=group, grad="slice")
         watch = ring_of(group, WHOLE.device)._watch
         assert watch is not None
-        watch._posts.poll(time.monotonic())
+        with watch._lock:  # as the watchdog, which may be at it
+            watch._posts.poll(time.monotonic())
         assert watch._posts.nbytes == 2 * WHOLE[:, :5].nbytes
         assert watch._posts.last == "unshard"
 

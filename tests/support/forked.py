@@ -44,7 +44,7 @@ class Ranks:
             process.start()
             there.close()
 
-    def receive(self, rank: int, timeout: float = 60.0) -> Any:
+    def receive(self, rank: int, timeout: float = 120.0) -> Any:
         """What a rank sends next."""
         assert self.ends[rank].poll(max(timeout, 0.0)), f"rank {rank} hangs"
         return self.ends[rank].recv()
@@ -90,14 +90,14 @@ def joined(rank: int, pipe: Connection, size: int, port: int, timeout: timedelta
     work(rank, pipe, *arguments)
 
 
-def results(size: int, body: Callable[[int], Any], *, ends: int | None = None, patience: float = 60) -> list[Any]:
+def results(size: int, body: Callable[[int], Any], *, ends: int | None = None, patience: float = 120) -> list[Any]:
     """What ``body(rank)`` returns in the processes of one group; ``ends`` is a rank that returns nothing."""
     with Group(size, send_result, body, timeout=timedelta(minutes=30)) as ranks:
         received = [ranks.receive(rank, patience) for rank in range(size) if rank != ends]
         failed = [text for text, _ in received if text]
         assert not failed, "\n".join(failed)
         for rank, process in enumerate(ranks.processes):
-            process.join(10)
+            process.join(patience)
             assert process.exitcode == 0 or rank == ends
         return [result for _, result in received]
 

@@ -31,10 +31,12 @@ from ringattn.comm.transport import ring_edges
 from .transport_cases import (
     CASES,
     CPU,
+    HANGS,
     HOST_CASES,
     filled,
     neighbours,
     traceback_of,
+    until,
     values,
 )
 
@@ -42,7 +44,7 @@ from .transport_cases import (
 GROUP_CASES: dict[str, Callable[[dist.ProcessGroup], None]] = {}
 
 # of one rank with another, where something went wrong
-PATIENCE = timedelta(seconds=5)
+PATIENCE = timedelta(seconds=HANGS)
 
 
 def group_case(function: Callable[[dist.ProcessGroup], None]) -> Callable[[dist.ProcessGroup], None]:
@@ -144,8 +146,9 @@ def peers_feel_an_abort(group: dist.ProcessGroup) -> None:
     messages = [Message(onward, filled(0, 1000, CPU)), Message(back, filled(0, 1000, CPU))]
     transport.warm_up(ring_edges(range(transport.size)))
     fence = transport.post(sends=[], receives=messages)
-    time.sleep(0.1)
     if transport.rank == 0:
+        until(lambda: transport._host._running)
+        time.sleep(0.1)  # and the others', which may come later
         transport.abort("it took too long")
     with pytest.raises(TransportError, match="it took too long" if transport.rank == 0 else "failed: .*onnection"):
         fence.wait()
@@ -182,7 +185,7 @@ def run_cases(rank: int, pipe: Connection, folder: Path) -> None:
         (world, name): dist.new_group(group_ranks(world, processes), timeout=PATIENCE)
         for world, name in itertools.product(worlds, ["all", *alone])
     }
-    meeting = dist.new_group(timeout=6 * PATIENCE)
+    meeting = dist.new_group(timeout=2 * PATIENCE)
     try:
         for world in worlds:
             for name in [*CASES, *alone] if rank in group_ranks(world, processes) else []:
@@ -209,10 +212,7 @@ def a_dead_peer(rank: int, processes: int, posted: Path) -> None:
     """The other ranks die, rank 0 waits for bytes of one: an error that says so, and the same one at a second wait."""
     transport = open_transport(device="cpu")
     if rank != 0:
-        deadline = time.monotonic() + 5
-        while not posted.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return
+        return until(posted.exists)
     fence = transport.post(sends=[], receives=[Message(processes - 1, torch.zeros(6))])
     posted.touch()
     for _ in range(2):

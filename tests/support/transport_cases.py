@@ -32,6 +32,8 @@ CASES: dict[str, Case] = {}
 HOST_CASES: dict[str, Case] = {}
 
 CPU = torch.device("cpu")
+# Seconds after which a wait that is short where all is well is taken for a hang: far more than a busy machine needs.
+HANGS = 60.0
 # More than any backend buffers on its own: a send of this size is only over once its receiver takes it.
 LARGE = 1 << 20
 
@@ -63,13 +65,13 @@ class Calling:
 
 def on_ranks(size: int, fn: Callable[[LocalGroup], T]) -> list[T]:
     """What `fn` returns on each of so many virtual ranks."""
-    with LocalWorld(size, device="cpu", timeout=20) as world:
+    with LocalWorld(size, device="cpu", timeout=HANGS) as world:
         return world.run(fn)
 
 
 def until(condition: Callable[[], object], what: str = "it never came to that") -> None:
     """Wait for a state, as long as a busy machine may take to get there."""
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + HANGS
     while not condition():
         assert time.monotonic() < ends, what
         time.sleep(0.001)

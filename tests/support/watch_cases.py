@@ -16,6 +16,8 @@ from ringattn.comm import DONE, TransportError
 from ringattn.comm.control import Control, Scope
 from ringattn.comm.watchdog.watch import Watch
 
+from .transport_cases import HANGS
+
 T = TypeVar("T")
 
 
@@ -62,7 +64,7 @@ class Unconfirmed:
         return getattr(self._store, name)
 
 
-def controls(size: int, patience: float = 5.0) -> list[Control]:
+def controls(size: int, patience: float = HANGS) -> list[Control]:
     store = HashStore()
     return [Control(MemoryConnection(store), rank, size, "test/", patience) for rank in range(size)]
 
@@ -115,7 +117,9 @@ class Aborted:
 class Ranks:
     """Watches of all ranks of a ring, ticked by the test."""
 
-    def __init__(self, size: int, *, deadline: float | None = 3.0, patience: float = 5.0, fatal: bool = False) -> None:
+    def __init__(
+        self, size: int, *, deadline: float | None = 3.0, patience: float = HANGS, fatal: bool = False
+    ) -> None:
         self.transports = [Aborted() for _ in range(size)]
         self.ended: list[tuple[int, str]] = []
         self.controls = controls(size, patience)

@@ -23,7 +23,7 @@ import torch
 
 from ringattn.comm import cuda_threads
 
-PATIENCE = 10.0  # seconds until a wait of the host is called a deadlock
+PATIENCE = 60.0  # seconds until a wait of the host is called a deadlock
 GLOBAL, THREAD_LOCAL = 0, 1  # cudaStreamCaptureMode
 WORD = 1 << 32
 SITED = ("wait", "record", "synchronize", "synchronize event", "write", "await")

@@ -20,7 +20,7 @@ from ringattn.comm.transports import nccl
 from ringattn.comm.transports.lanes import StreamLane
 
 from ..transport_cases import filled
-from .device import THREAD_LOCAL, Device, Event
+from .device import PATIENCE, THREAD_LOCAL, Device, Event
 
 Wire = tuple[bytes, int, int]
 """Communicator, source and destination."""
@@ -85,7 +85,7 @@ class Fabric:
             if not self.open_group.given_up:
                 self.before_end()
             for pointer, count, wire in receives if self.moves and receives is not None else ():
-                data = self.spoil(self.wire(wire).get(timeout=5))
+                data = self.spoil(self.wire(wire).get(timeout=PATIENCE))
                 assert len(data) == count
                 ctypes.memmove(pointer, data, count)
         finally:
