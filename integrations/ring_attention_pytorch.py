@@ -175,7 +175,7 @@ def tree_attn_decode(
     if shard_kv_seq:
         keys, values = (x.tensor_split(ranks.size, 2)[ranks.rank] for x in (keys, values))
     out, lse = ring_attention(
-        *(x.transpose(1, 2) for x in (q, keys, values)),
+        *(unit_stride(x).transpose(1, 2) for x in (q, keys, values)),
         layout=Layout.contiguous(q.shape[2], 1),
         kv_layout=Layout.contiguous(keys.shape[2], 1),
         group=single_rank(),
