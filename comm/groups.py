@@ -193,7 +193,7 @@ def resolve_mesh(group: GroupLike) -> tuple[Group, Group] | None:
 
 
 def dims_of(group: GroupLike) -> tuple[Group, Group] | None:
-    """The same where torch.compile reads it."""
+    """Both dimensions as the mesh has them, which torch.compile can trace; raises the same."""
     if isinstance(group, LocalMesh):
         return group.ring, group.ulysses
     if not isinstance(group, DeviceMesh) or group.ndim != len(MESH_DIMS):

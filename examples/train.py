@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 ADAM_BETAS = (0.9, 0.95)  # a second moment that follows within a dozen steps
 LINES = 20  # of progress, whatever the steps
-SLOTS = 2  # of the ring, for K/V that are computed with and K/V that arrive: one more is more memory, and no faster
+SLOTS = 2  # of the ring, one for K/V that are computed with, one for those that arrive; `predict` has 3 no faster
 
 
 @dataclass

@@ -56,10 +56,10 @@ def ring_flash_attn(
         group: the ranks, in place of the default group; of one ring.
 
     Raises:
-        ValueError: ``max_lookback_seq_len`` without ``causal`` or below 0; ``softclamp_value`` that is none; a ``mask``
-            that is not bool or not of these keys; stripes that ``bucket_size`` does not divide;
-            ``ring_size`` that does not divide the ranks; queries and keys that are not as many, with ``causal`` or over
-            a ring; or as :func:`ringattn.ring_attention`.
+        ValueError: ``max_lookback_seq_len`` without ``causal`` or below 0; ``softclamp_qk_sim`` and no
+            ``softclamp_value``; a ``mask`` that is not bool or not of these keys; stripes that ``bucket_size`` does not
+            divide; ``ring_size`` that does not divide the ranks; queries and keys that are not as many, with ``causal``
+            or over a ring; or as :func:`ringattn.ring_attention`.
     """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     tokens, keys, kv_heads = q.shape[1], k.shape[1], k.shape[2]
@@ -167,7 +167,8 @@ def tree_attn_decode(
             refuses too; or as :func:`ringattn.ring_attention`.
     """
     if (k is None) != (v is None) or (k is None and shard_kv_seq):
-        raise ValueError(f"k is {type(k).__name__}, v is {type(v).__name__}, with shard_kv_seq={shard_kv_seq}")
+        kinds = f"k is {type(k).__name__}, v is {type(v).__name__}, with shard_kv_seq={shard_kv_seq}"
+        raise ValueError(f"{kinds}: pass both, or neither with shard_kv_seq=False")
     ranks = ranks_of(group, q.device)
     keys, values = (q[:, :, :0] if x is None else x for x in (k, v))
     if keys.shape[1] != q.shape[1]:
@@ -175,7 +176,7 @@ def tree_attn_decode(
     if shard_kv_seq:
         keys, values = (x.tensor_split(ranks.size, 2)[ranks.rank] for x in (keys, values))
     out, lse = ring_attention(
-        *(x.transpose(1, 2) for x in (q, keys, values)),
+        *(unit_stride(x).transpose(1, 2) for x in (q, keys, values)),
         layout=Layout.contiguous(q.shape[2], 1),
         kv_layout=Layout.contiguous(keys.shape[2], 1),
         group=single_rank(),

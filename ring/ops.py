@@ -374,7 +374,7 @@ def gradients(
             dout, q, out, lse = rows.pack(dout), rows.pack(q), rows.pack(out), rows.pack_lse(lse)
             dlse = None if dlse is None else rows.pack_lse(dlse)
             k, v = rows.pack_keys(k), rows.pack_keys(v)
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         with ring.call(call.plan, "backward", q, k, call.scores) as running:
             given = (dout, q, out, lse, dlse)
             scale, config = call.softmax_scale, call.config
@@ -415,7 +415,7 @@ def _fake_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sink = Packed(*rest[1:]).learnable_sink
     dsink = lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
-    return q.new_empty(q.shape), torch.empty_like(k), torch.empty_like(v), dsink
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
 
 
 class RingAttention(torch.autograd.Function):

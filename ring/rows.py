@@ -65,11 +65,10 @@ class PackedRows(NamedTuple):
         return lse.view(lse.shape[1], self.batch, lse.shape[2] // self.batch).transpose(0, 1).contiguous()
 
     def unpack_keys(self, grad: Tensor, like: Tensor) -> Tensor:
-        """The gradient of keys as that of ``like``, with its strides; 0 for those that are hidden."""
+        """The gradient of keys as that of ``like``; 0 for those that are hidden."""
         if self.kept is not None:
             grad = grad.new_zeros(like.shape).flatten(0, 1).index_copy_(0, self.kept, grad[0])
-        grad = grad.view(like.shape)
-        return grad if like.is_contiguous() else torch.empty_like(like).copy_(grad)
+        return grad.view(like.shape)
 
 
 def is_by_row(cu_seqlens: Boundaries | None) -> bool:

@@ -91,9 +91,10 @@ def heads_for_tokens(ring: Ring, shares: Sequence[Shares], tensors: Sequence[Ten
 def tokens_for_heads(ring: Ring, shares: Sequence[Shares], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The inverse; of a head with which several ranks computed the sum."""
     each, ranks = [*zip(shares, tensors, strict=True)], range(ring.size)
-    outgoing = [tuple(share.tokens.shard(x, rank) for share, x in each) for rank in ranks]
     shapes = [[share.sizes(x, ring.rank, rank) for share, x in each] for rank in ranks]
-    incoming = zip(*exchange_all(ring, outgoing, shapes, "tokens for heads"), strict=True)
+    # not kept: these copies are gone before the results are joined
+    pieces = (tuple(share.tokens.shard(x, rank) for share, x in each) for rank in ranks)
+    incoming = zip(*exchange_all(ring, [*pieces], shapes, "tokens for heads"), strict=True)
     return tuple(_together(share, parts) for share, parts in zip(shares, incoming, strict=True))
 
 
@@ -160,6 +161,7 @@ def attention_over_mesh(
         q, k, v = _Exchange.apply(heads_for_tokens, rings, shares, number, q, k, v)  # type: ignore[no-untyped-call]
     call = EagerCall(inner, ring, has_backward, rings=rings)
     out, lse, _ = RingAttention.apply(None, q, k, v, *packed_call(call))  # type: ignore[no-untyped-call]
+    del q, k, v  # the exchange needs memory of its own
     # 0: checkpointing has kept the ring's results
     numbers = inner.dropout_seed or 0, 0 if call.prepared is None else call.prepared.number, number
     results = (out, in_rows(lse)) if return_lse else (out,)
@@ -203,6 +205,7 @@ def gradients_over_mesh(
     its_lse, its_dlse = from_rows(lses[0]), None if dlse is None else from_rows(lses[1])
     numbers = torch.empty(0)  # a call that is prepared has them
     *grads, its_dsink = gradients(dout, its_dlse, q_in, k_in, v_in, out, its_lse, numbers, *packed_call(call))
+    del q_in, k_in, v_in, out, dout, lses  # as in the forward
     with rings._entered(device):
         ulysses._agree({"call": "gradients of a graph"}, device, of=in_ulysses)
         dq, dk, dv = tokens_for_heads(ulysses, shares[:3], grads)
@@ -210,7 +213,6 @@ def gradients_over_mesh(
     if sink is not None:
         dsink = sink.new_zeros(sink.shape)
         dsink[of_queries.heads[ulysses.rank]] = its_dsink
-    dk, dv = (torch.empty_like(like).copy_(grad) for like, grad in ((k, dk), (v, dv)))  # with their strides
     return dq, dk, dv, dsink
 
 

@@ -12,14 +12,7 @@ import numpy as np
 
 from ...ring.ulysses import heads_fit
 from ..common.flags import human
-from ..common.memory_table import (
-    ALL_GATHER,
-    BASELINE,
-    FP32,
-    candidate_bytes,
-    exchanged_name,
-    mesh_bytes,
-)
+from ..common.memory_table import ALL_GATHER, BASELINE, FP32, candidate_bytes, exchanged_name, mesh_bytes
 from .baseline import HOST_ATTENTION, HOST_COLLECTIVE, baseline
 from .call import Call
 from .inputs import Inputs

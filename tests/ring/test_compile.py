@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, ring_attention, single_rank
 from ringattn.comm import GroupLike
 from ringattn.kernels import KernelConfig, Tile
-from ringattn.ring import BlockMask, bigbird, longformer
+from ringattn.ring import BlockMask, bigbird, longformer, ulysses
 from ringattn.ring.args import AttentionArgs
 from ringattn.ring.ops import pack_args
 
@@ -218,6 +219,27 @@ def test_a_mesh(name: str, mesh: tuple[int, int]) -> None:
             assert_same(mine, theirs)
         made.append(counter.frame_count)
     assert made[1] == made[0] and made[-1] == made[2 % len(made)]
+
+
+def test_a_mesh_holds_nothing_through_its_last_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the exchange before has brought is gone, forward and backward: the last one needs memory of its own."""
+    there, back = ulysses.heads_for_tokens, ulysses.tokens_for_heads
+    arrived: list[weakref.ref[Tensor]] = []
+    counts: list[int] = []
+
+    def brought(*args: Any) -> tuple[Tensor, ...]:
+        tensors = there(*args)
+        arrived[:] = map(weakref.ref, tensors)
+        return tensors
+
+    def last(*args: Any) -> tuple[Tensor, ...]:
+        counts.extend([len(arrived), sum(one() is not None for one in arrived)])
+        return back(*args)
+
+    monkeypatch.setattr(ulysses, "heads_for_tokens", brought)
+    monkeypatch.setattr(ulysses, "tokens_for_heads", last)
+    run(compiled(), inputs(), group=single_rank().mesh(1, 1))
+    assert counts == [3, 0, 6, 0]
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
