@@ -118,11 +118,16 @@ class Mask:
         if self.positions_checked or position_ids.dim() != 2:  # of images there are several per token
             return
         expected = self.sharding.positions(tokens, position_ids.device)
-        if not (position_ids == expected).all():
-            raise ValueError(
-                f"position_ids start with {position_ids[0, :4].tolist()}, the positions of this rank's tokens with "
-                f"{expected[:4].tolist()}: pass what shard_batch makes, and cu_seqlens of packed documents to both"
-            )
+        differ = position_ids != expected
+        if differ.any():
+            row, first = differ.nonzero()[0].tolist()
+            ring, _ = self.sharding.of(tokens, position_ids.device)
+            with ring._entered(position_ids.device):  # the other ranks hear why this one does not come
+                raise ValueError(
+                    f"position_ids of token {first} on are {position_ids[row, first : first + 4].tolist()}, the "
+                    f"positions of this rank's tokens {expected[first : first + 4].tolist()}: pass what shard_batch "
+                    "makes, and cu_seqlens of packed documents to both"
+                )
         self.positions_checked = True
 
     def boundaries(self, seqlen: int) -> Iterable[int] | None:
