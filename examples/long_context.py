@@ -79,7 +79,7 @@ def by_ranks(model: Any, ids: Tensor, group: GroupLike = None) -> list[Tensor]:
     from ..integrations.transformers import shard_batch, sharded
 
     labels = shard(ids.roll(-1, dims=1), layout=LAYOUT, group=group)
-    with sharded(LAYOUT, group):
+    with sharded(model, LAYOUT, group):
         results = judged(model, labels, **shard_batch({"input_ids": ids}, LAYOUT, group))
     return [unshard(x, layout=LAYOUT, group=group, grad="slice") for x in results]
 

@@ -29,11 +29,11 @@ def substitute_hf_flash_attn(process_group: GroupLike, heads_k_stride: int) -> s
         heads_k_stride: how many heads of the keys theirs gathers at once. Here keys travel, and it changes nothing.
 
     Raises:
-        ValueError: ``heads_k_stride`` is below 1.
+        ValueError: ``heads_k_stride`` is no whole number of 1 or more.
         ImportError: as :func:`ringattn.integrations.transformers.register`.
     """
-    if heads_k_stride < 1:
-        raise ValueError(f"heads_k_stride is {heads_k_stride}: it must be 1 or more heads of the keys")
+    if not isinstance(heads_k_stride, int) or isinstance(heads_k_stride, bool) or heads_k_stride < 1:
+        raise ValueError(f"heads_k_stride is {heads_k_stride!r}: it must be 1 or more heads of the keys")
     name = register()
     transformers.AttentionInterface.register("flash_attention_2", attend)
     transformers.AttentionMaskInterface.register("flash_attention_2", mask_of)
@@ -45,7 +45,8 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: GroupLike) 
     """Before each forward, in its thread: where the documents of the packed sequence end.
 
     Rank r of P gives the model run r of P of the sequence (``Layout.contiguous``), ``position_ids`` counted from 0 in
-    each document, and no ``attention_mask``. The forward refuses other lengths and positions.
+    each document, and no ``attention_mask``. The forward refuses other lengths and positions. As with theirs, a loss of
+    the model must be given ``shift_labels``: ``labels`` would be shifted within a rank's run.
 
     Raises:
         ValueError: ``process_group`` is not that of ``substitute_hf_flash_attn``, or ``cu_seqlens`` are no boundaries.

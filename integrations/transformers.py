@@ -4,7 +4,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=register())
     batch = shard_batch(batch, "zigzag", group)
-    with sharded("zigzag", group):
+    with sharded(model, "zigzag", group):
         loss = model(**batch).loss  # this rank's part: the loss of the batch is the sum over the ranks
     loss.backward()  # gradients are parts too: sum them over the group
 
@@ -25,11 +25,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import transformers
 from packaging.version import Version
-from torch.nn.modules.module import register_module_forward_hook
 
 from ..ring import GroupLike, Layout, Ring, ring_attention
 from ..ring.ring import device_of, resolve_ring
@@ -76,8 +76,8 @@ class Sharding:
         ring = resolve_ring(self.ring, self.group, device)
         if self.layout is None and ring.size > 1:
             raise ValueError(
-                f'{ring.size} ranks and no layout: run the model inside `with sharded("zigzag", group):`, whose group '
-                "is the ranks that share a sequence, and give it what shard_batch makes"
+                f'{ring.size} ranks and no layout: run the model inside `with sharded(model, "zigzag", group):`, '
+                "whose group is the ranks that share a sequence, and give it what shard_batch makes"
             )
         total = self.layout.seqlen if isinstance(self.layout, Layout) else tokens * ring.size
         layout = resolve_layout(self.layout, total, ring.size)
@@ -116,11 +116,16 @@ class Mask:
     def check_positions(self, position_ids: torch.Tensor, tokens: int) -> None:
         """Rotary embedding must know where the tokens are: ValueError if it does not. Once per forward."""
         expected = self.sharding.positions(tokens, position_ids.device)
-        if not (position_ids == expected).all():
-            raise ValueError(
-                f"position_ids start with {position_ids[0, :4].tolist()}, the positions of this rank's tokens with "
-                f"{expected[:4].tolist()}: pass what shard_batch makes, and cu_seqlens of packed documents to both"
-            )
+        differ = position_ids != expected
+        if differ.any():
+            row, first = differ.nonzero()[0].tolist()
+            ring, _ = self.sharding.of(tokens, position_ids.device)
+            with ring._entered(position_ids.device):  # the other ranks hear why this one does not come
+                raise ValueError(
+                    f"position_ids of token {first} on are {position_ids[row, first : first + 4].tolist()}, the "
+                    f"positions of this rank's tokens {expected[first : first + 4].tolist()}: pass what shard_batch "
+                    "makes, and cu_seqlens of packed documents to both"
+                )
         self.positions_checked = True
 
     def boundaries(self, seqlen: int) -> Iterable[int] | None:
@@ -133,10 +138,12 @@ class Mask:
 
 
 _sharding: ContextVar[Sharding] = ContextVar("ringattn_sharding")
+_checked: WeakSet[torch.nn.Module] = WeakSet()  # models whose outputs are
 
 
 @contextmanager
 def sharded(
+    model: torch.nn.Module,
     layout: LayoutLike,
     group: GroupLike = None,
     *,
@@ -145,7 +152,11 @@ def sharded(
 ) -> Iterator[None]:
     """Around a forward: what the model gets is this rank's shard of a sequence. The backward may run outside of it.
 
+    With several ranks the model's forward raises NotImplementedError for what it would make of this rank's tokens in
+    place of all: a loss without ``shift_labels``, ``logits_to_keep``, a pooled output, the balance of experts.
+
     Args:
+        model: of transformers, or what holds one; a hook that checks its outputs stays.
         layout: who holds which tokens, as in :func:`ringattn.ring_attention`.
         group: the ranks that share the sequence.
         cu_seqlens: boundaries of documents packed into the whole sequence; a list or a CPU tensor.
@@ -156,6 +167,11 @@ def sharded(
         RuntimeError: at the end, with several ranks, if no attention was ringattn's: each rank saw its shard alone.
     """
     sharding = Sharding(layout, group, ring, None if cu_seqlens is None else Documents(cu_seqlens).boundaries)
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel) and module not in _checked:
+            # for good: if a hook came and went, a compiled model would be compiled again
+            module.register_forward_hook(_check_output, with_kwargs=True)
+            _checked.add(module)
     token = _sharding.set(sharding)
     try:
         yield
@@ -168,11 +184,9 @@ def sharded(
 
 
 def _check_output(module: torch.nn.Module, args: Any, inputs: dict[str, Any], output: Any) -> None:
-    """A hook of all modules: refuse what a model inside ``sharded`` made of one rank's tokens in place of all."""
-    if not isinstance(module, transformers.PreTrainedModel) or module.main_input_name != "input_ids":
-        return
+    """A hook: refuse what a model inside ``sharded`` made of one rank's tokens in place of all."""
     tokens, model = _sharding.get(Sharding()).tokens, type(module).__name__
-    if not tokens:
+    if not tokens or getattr(module, "main_input_name", "") != "input_ids":
         return
     named = output if isinstance(output, Mapping) else {"return_dict=False": output}
     local = {*named} & {"aux_loss", "pooler_output", "return_dict=False"}
@@ -199,9 +213,6 @@ def register() -> str:
         raise ImportError(f"transformers is {version}: ringattn needs {OLDEST} or newer")
     try:
         _check_masks()
-        if NAME not in transformers.AttentionInterface().valid_keys():
-            # for good: if a hook came and went, compiled models would be compiled again
-            register_module_forward_hook(_check_output, with_kwargs=True)
         transformers.AttentionInterface.register(NAME, attend)
         transformers.AttentionMaskInterface.register(NAME, mask_of)
     except (AttributeError, KeyError, NotImplementedError, TypeError) as error:

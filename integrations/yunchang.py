@@ -228,11 +228,14 @@ class LongContextAttention(torch.nn.Module):
             ValueError: as :func:`ringattn.ring_attention`; heads that Ulysses' degree does not divide are named.
         """
         rd, ud = self.degrees
+        layout = RULES[self.ring_impl_type]
+        if ud > 1 and layout != "contiguous":  # else a name says it, which torch.compile can trace
+            layout = layout_of(self.ring_impl_type, query.shape[1] * rd * ud, rd, ud)
         return ring_attention(
             unit_stride(query),
             unit_stride(key),
             unit_stride(value),
-            layout=layout_of(self.ring_impl_type, query.shape[1] * rd * ud, rd, ud),
+            layout=layout,
             group=self.mesh,
             dropout_p=dropout_p,
             softmax_scale=softmax_scale,

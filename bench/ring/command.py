@@ -81,6 +81,8 @@ def ring(
     flags.check_transport(transport, device, max(worlds))
     if bytes_per_second is not None and device != "cpu":
         raise typer.BadParameter("--bytes-per-second slows transfers of the CPU: --device cpu; a GPU's are as they are")
+    if bytes_per_second is not None and min(worlds) == 1:
+        raise typer.BadParameter("--bytes-per-second slows transfers between processes: --world is 1, which has none")
     prefixes = chosen_prefixes(layout, by, worlds)
     configs = []
     for ranks in worlds:

@@ -103,6 +103,12 @@ def test_only_the_cpu_is_slowed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran.exit_code == 2 and "--bytes-per-second" in ran.output
 
 
+def test_one_process_has_no_links_to_slow() -> None:
+    flags_of_two = ["--device", "cpu", "--seqlen", "16", "--bytes-per-second", "1m", "--world", "1,2"]
+    ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags_of_two])
+    assert ran.exit_code == 2 and "--world is 1" in ran.output
+
+
 @pytest.mark.parametrize("launched", [False, True])
 def test_every_length_has_processes_of_its_own(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Peaks count what an earlier one left in the heap; a launcher's ranks measure all, which the notes say."""

@@ -105,8 +105,9 @@ def run(case: ModelCase, *, dtype: torch.dtype = torch.float32, parallel: bool =
         model.set_attention_backend("ringattn")
         with patch("torch.accelerator.device_count", lambda: 1):  # it divides by that, which is 0 on a CPU
             model.enable_parallelism(config=ContextParallelConfig(**case.config))
-    call = torch.compile(model, fullgraph=True, backend="aot_eager") if parallel and case.compiled else model
-    (out,) = call(**inputs, return_dict=False)
+    if parallel and case.compiled:
+        model.compile(fullgraph=True, backend="aot_eager")
+    (out,) = model(**inputs, return_dict=False)
     names, parameters = zip(*model.named_parameters(), strict=True)
     grads = torch.autograd.grad(out, parameters, dout.to(dtype))
     return {"out": out.detach(), **dict(zip(names, grads, strict=True))}

@@ -18,6 +18,7 @@ from ringattn import Layout
 from ringattn.integrations import ring_flash_attn_adapters as ours
 from ringattn.integrations.transformers import shard_batch
 
+from ..support import forked
 from ..support.hf_models import DOCUMENTS, TOKENS, Result, check, ids_of, model_of
 from ..support.nightly import rest_nightly
 from ..support.ring_cases import run_ranks
@@ -83,11 +84,15 @@ def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
     ("call", "message"),
     [
         (lambda group: ours.substitute_hf_flash_attn(group, 0), "heads_k_stride is 0"),
+        (lambda group: ours.substitute_hf_flash_attn(group, "1"), "heads_k_stride is '1'"),
         (lambda group: update(group), "call substitute_hf_flash_attn"),
         (lambda group: (one(group), update(None)), "process_group is another"),
         (lambda group: (one(group), update(group, 0, 4, 2)), "must not descend"),
         (lambda group: (one(group, "sdpa"), update(group)), "no attention since the last"),
-        (lambda group: one(group, position_ids=torch.arange(22 - group.rank())[None]), "position_ids start with"),
+        (
+            lambda group: one(group, position_ids=torch.arange(22 - group.rank())[None]),
+            "position_ids of token 19 on are",
+        ),
         (lambda group: one(group, input_ids=ids_of()[:, :5], position_ids=torch.arange(5)[None]), "tokens, got 5"),
         (lambda group: (ours.substitute_hf_flash_attn(group, 1), model_of("llama")(ids_of())), "2 ranks and no layout"),
     ],
@@ -95,6 +100,24 @@ def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
 def test_refusals(call: Any, message: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=message):
         run_ranks(2, call)
+
+
+def other_positions_on_rank_0(rank: int) -> forked.Ending:
+    """A forward as it is to be, and one where rank 0's positions are not those of its tokens."""
+    group, model, ids = torch.distributed.group.WORLD, model_of("llama"), ids_of()[:, rank * 2 : rank * 2 + 2]
+    ours.substitute_hf_flash_attn(group, 1)
+
+    def step(positions: list[int]) -> None:
+        update(group, 0, 3, 4)
+        model(ids, position_ids=torch.tensor([positions]))
+
+    step([[0, 1], [2, 0]][rank])
+    return forked.ending(lambda: step([[0, 5], [2, 0]][rank]))
+
+
+def test_positions_that_one_rank_refuses_end_the_forward_of_all() -> None:
+    for kind, text, seconds in forked.results(2, other_positions_on_rank_0):
+        assert kind == "ValueError" and "position_ids of token 1 on are [5]" in text and seconds < 10, (kind, text)
 
 
 @pytest.mark.nightly

@@ -34,7 +34,7 @@ def on_ranks(name: str, layout: Layout, cu_seqlens: Sequence[int] | None = None,
     def step(group: Any) -> tuple[Tensor, Tensor]:
         model = models[group.rank()]
         batch = shard_batch({"input_ids": ids_of(), "labels": ids_of()}, layout, group, cu_seqlens=cu_seqlens)
-        with sharded(layout, group, cu_seqlens=cu_seqlens):
+        with sharded(model, layout, group, cu_seqlens=cu_seqlens):
             out = model(**batch)
         out.loss.backward()
         return out.logits.detach(), out.loss.detach()
@@ -91,7 +91,7 @@ def test_learned_positions(kind: str) -> None:
     model.set_attn_implementation("ringattn")
 
     def forward(group: Any) -> Tensor:
-        with sharded(layout, group):
+        with sharded(model, layout, group):
             logits: Tensor = model(**shard_batch({"input_ids": ids_of()}, layout, group)).logits.detach()
             return logits
 
@@ -170,7 +170,7 @@ def test_a_mask_shows_what_the_dense_one_does(create: str, packed: bool) -> None
 
     def rows(group: Any) -> Tensor:
         here = layout.shard(positions, group.rank())
-        with sharded(layout, group, cu_seqlens=documents):
+        with sharded(torch.nn.Module(), layout, group, cu_seqlens=documents):
             mine = mask(create=create, tokens=here.shape[1], position_ids=here)
             zeros = torch.zeros(1, 1, here.shape[1], 8)
             v = layout.shard(values, group.rank(), 2)
@@ -185,7 +185,7 @@ def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: 
     model = model_of(name, attention)
 
     def forward(group: Any) -> None:
-        with sharded(layout, group):
+        with sharded(model, layout, group):
             model(**{"input_ids": ids_of()[:, :20]} | given)
 
     run_ranks(2, forward)
@@ -197,7 +197,7 @@ def attention_without_a_mask(config: Any, **given: Any) -> None:
     module.config = config
 
     def call(group: Any) -> None:
-        with sharded("contiguous", group):
+        with sharded(module, "contiguous", group):
             integration.attend(module, patches, patches, patches, None, is_causal=False, **given)
 
     run_ranks(2, call)
@@ -213,7 +213,7 @@ def on_two_shards(model: str = "LlamaForCausalLM", given: Any = None, **options:
     whole = cls(cls.config_class(**SIZES | options, attn_implementation="ringattn")).eval()
 
     def forward(group: Any) -> None:
-        with sharded("contiguous", group):
+        with sharded(whole, "contiguous", group):
             whole(**shard_batch({"input_ids": ids_of()[:, :40]}, "contiguous", group) | (given or {}))
 
     run_ranks(2, forward)
@@ -223,7 +223,7 @@ def generate() -> None:
     model = model_of("llama").eval()
 
     def forward(group: Any) -> None:
-        with sharded("contiguous", group):
+        with sharded(model, "contiguous", group):
             model.generate(ids_of()[:, :20], max_new_tokens=2, do_sample=False)
 
     run_ranks(2, forward)
@@ -298,9 +298,9 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "no names": (
         NotImplementedError, "return_dict=False of Llama", lambda: on_two_shards(given={"return_dict": False})
     ),
-    "generation": (ValueError, "position_ids start with", generate),
+    "generation": (ValueError, "position_ids of token", generate),
     "no layout": (ValueError, "2 ranks and no layout.*sharded", lambda: on_two_ranks(None)),
-    "positions of another shard": (ValueError, "position_ids start with .0, 1, 2, 3.*20, 21", on_two_ranks),
+    "positions of another shard": (ValueError, "position_ids of token 0 on are .0, 1, 2, 3.*20, 21", on_two_ranks),
     "another length": (ValueError, "gives rank . 15 tokens, got 20", lambda: on_two_ranks(Layout.zigzag(30, 2))),
     "another attention": (RuntimeError, "attn_implementation", lambda: on_two_ranks(attention="sdpa")),
     "recurrent layers": (
@@ -371,7 +371,7 @@ def fully_sharded(rank: int) -> Result:
     fully_shard(model, mesh=mesh["dp_shard_cp"])
     layout = Layout.zigzag(TOKENS, 2)
     batch = shard_batch({"input_ids": ids_of(), "labels": ids_of()}, layout, group)
-    with sharded(layout, group):
+    with sharded(model, layout, group):
         out = model(**batch)
     (out.loss * group.size()).backward()  # the gradients are averaged over the mesh
     loss, logits = out.loss.detach(), unshard(out.logits.detach(), layout=layout, group=group, grad="slice")

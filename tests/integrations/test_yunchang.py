@@ -125,6 +125,19 @@ def test_ulysses_alone(options: dict[str, Any], kv_heads: int, ud: int) -> None:
     check("basic", whole, 1, ud, run_ranks(ud, in_a_group), **options)
 
 
+@pytest.mark.parametrize(("kind", "rd", "ud"), [("basic", 1, 2), ("basic", 2, 2), ("zigzag", 2, 1)])
+def test_in_a_graph(kind: str, rd: int, ud: int) -> None:
+    """Where a name says the layout: those of several ranks of Ulysses with zigzag and strip are made of tensors."""
+
+    def make(mesh: Any) -> Any:
+        module = ours.LongContextAttention(ring_impl_type=kind, group=mesh)
+        module.compile(fullgraph=True, backend="aot_eager")
+        return module
+
+    check(kind, cut(2), rd, ud, make=make, causal=True)
+    torch._dynamo.reset()
+
+
 def ulysses_in_process(rank: int) -> list[Any]:
     """In the default group, and two by two; theirs in float64 beside it, on an attention that a CPU has."""
     import yunchang
