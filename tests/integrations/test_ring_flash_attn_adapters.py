@@ -84,7 +84,7 @@ def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
     ("call", "message"),
     [
         (lambda group: ours.substitute_hf_flash_attn(group, 0), "heads_k_stride is 0"),
-        (lambda group: ours.substitute_hf_flash_attn(group, "1"), "heads_k_stride is '1'"),
+        (lambda group: ours.substitute_hf_flash_attn(group, "1"), "heads_k_stride is '1'"),  # type: ignore[arg-type]
         (lambda group: update(group), "call substitute_hf_flash_attn"),
         (lambda group: (one(group), update(None)), "process_group is another"),
         (lambda group: (one(group), update(group, 0, 4, 2)), "must not descend"),
