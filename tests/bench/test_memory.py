@@ -179,7 +179,8 @@ def test_memory_of_real_processes(alone: None, tmp_path: Path) -> None:
     (row,) = read(tmp_path / "m.json").rows
     tensor = 1024 * 4 * 64 * 4 / 1e6
     # four inputs, out and three gradients; three slots of K/V and two of accumulators; what the operator returns
-    assert 18 * tensor < row["least rank"] <= row["peak"] < 24 * tensor and row["relative"] == 1
+    # of the least rank: one may touch pages late that are not of the ring (6 MB more were seen once)
+    assert 18 * tensor < row["least rank"] < 24 * tensor and row["least rank"] <= row["peak"] and row["relative"] == 1
     assert row["inputs and results"] == pytest.approx(8 * tensor) and 5 * tensor < row["after forward"] < row["peak"]
 
 
