@@ -83,6 +83,7 @@ def left_open(place: Member, device: torch.device, config: RingConfig) -> Result
     return replace(result, notes=[f"{len(groups)} group, {len(rings)} rings"])
 
 
+@pytest.mark.nightly
 def test_meshes_end_with_their_length() -> None:
     """Of every length a mesh, on slow links; one key head for both ranks, and what a rank sends of it."""
     problems = tuple(AttentionConfig(tokens, 2, heads=4, kv_heads=1, head_dim=16) for tokens in (64, 128))

@@ -115,9 +115,10 @@ def other_positions_on_rank_0(rank: int) -> forked.Ending:
     return forked.ending(lambda: step([[0, 5], [2, 0]][rank]))
 
 
+@pytest.mark.nightly
 def test_positions_that_one_rank_refuses_end_the_forward_of_all() -> None:
     for kind, text, seconds in forked.results(2, other_positions_on_rank_0):
-        assert kind == "ValueError" and "position_ids of token 1 on are [5]" in text and seconds < 10, (kind, text)
+        assert kind == "ValueError" and "position_ids of token 1 on are [5]" in text and seconds < 30, (kind, text)
 
 
 @pytest.mark.nightly

@@ -125,7 +125,9 @@ def test_ulysses_alone(options: dict[str, Any], kv_heads: int, ud: int) -> None:
     check("basic", whole, 1, ud, run_ranks(ud, in_a_group), **options)
 
 
-@pytest.mark.parametrize(("kind", "rd", "ud"), [("basic", 1, 2), ("basic", 2, 2), ("zigzag", 2, 1)])
+@pytest.mark.parametrize(
+    ("kind", "rd", "ud"), rest_nightly([("basic", 1, 2), ("basic", 2, 2), ("zigzag", 2, 1)], ("basic", 2, 2))
+)
 def test_in_a_graph(kind: str, rd: int, ud: int) -> None:
     """Where a name says the layout: those of several ranks of Ulysses with zigzag and strip are made of tensors."""
 

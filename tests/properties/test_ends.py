@@ -28,6 +28,7 @@ from ringattn.comm.watchdog import deadlines, preflight
 from ringattn.comm.watchdog.telemetry import TICK_SECONDS
 
 from ..support.forked import Ending, ending, results
+from ..support.nightly import rest_nightly
 
 CPU = torch.device("cpu")
 SECONDS = 1.0  # a deadline
@@ -70,7 +71,7 @@ def dies(rank: int, *, known: bool) -> Ending:
     return ending(lambda: step(heads=2))
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("known", rest_nightly([False, True], False))
 def test_a_closed_connection_ends_the_wait_for_a_killed_rank(known: bool) -> None:
     for rank, (kind, text, seconds) in zip((0, 2), results(3, partial(dies, known=known), ends=1), strict=True):
         assert kind == TransportError.__name__
@@ -139,7 +140,7 @@ def test_calls_in_forked_processes_raise_at_once() -> None:
 # -- virtual ranks -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("closed", rest_nightly([True, False], False))
 def test_a_world_ends_its_threads_and_its_rings(closed: bool) -> None:
     before = settled()
     world = LocalWorld(3)

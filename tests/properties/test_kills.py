@@ -178,7 +178,7 @@ def test_a_rank_is_killed(seed: int) -> None:
     run(Kill.random(seed))
 
 
-@pytest.mark.parametrize("host", [None, 0, 1])
+@pytest.mark.parametrize("host", rest_nightly([None, 0, 1], 1))
 def test_a_rank_hangs(host: int | None) -> None:
     """No connection breaks: only a deadline can end this, also where the store hangs with the rank."""
     run(Kill(4, victim=1, host=host, at_post=None, after=0.5, chunks=1, how=signal.SIGSTOP))

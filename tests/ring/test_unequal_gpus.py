@@ -91,6 +91,7 @@ def settings(store: str, folder: str) -> dict[str, list[Any]]:
         return {"own": own, "shared": shared, "of two": of_two, "errors": everyone(error)}
 
 
+@pytest.mark.nightly
 def test_what_a_link_shares_is_one_choice_for_all(tmp_path: Path) -> None:
     """Really: processes over gloo; each GPU's table has another setting, and all ranks take the first one's."""
     for gpu, setting in CHOSEN.items():
