@@ -106,6 +106,7 @@ class Mask:
     window_size: tuple[int, int] = (-1, -1)
     chunk_size: int | None = None
     positions_checked: bool = False
+    checked_config: Any = None  # of the layers before
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{NO_TENSOR}, and this model asks its mask for {name}")  # nothing else gets here
@@ -364,8 +365,10 @@ def attend(
     if key.shape[2] != tokens:
         raise NotImplementedError(f"{key.shape[2]} keys for {tokens} queries in {model}: no cache, no cross-attention")
     ring, layout = sharding.of(tokens, query.device)
-    if ring.size > 1 and hasattr(module, "config"):
-        _check_config(module.config)
+    config = getattr(module, "config", None)
+    if ring.size > 1 and config is not attention_mask.checked_config:
+        _check_config(config)
+        attention_mask.checked_config = config
     if position_ids is not None and position_ids.dim() == 2 and not attention_mask.positions_checked:
         attention_mask.check_positions(position_ids, tokens)
     elif ring.size > 1 and not attention_mask.positions_checked:
