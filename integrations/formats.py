@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..ring import Layout, ring_attention
+from ..ring.rows import Shared
 from . import unit_stride
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -205,19 +206,29 @@ def _row_lengths(host: Host, mask_type: MaskType, name: str, batch: int) -> tupl
 # Kept on the device: every layer asks for the same, and the host waits for a copy. Autograd saves them.
 
 
-@lru_cache(maxsize=KEPT)
-@torch.inference_mode(False)
 def _padding(packing: Packing, rank: int, device: torch.device) -> Tensor:
-    """Which of a rank's tokens are padding, bool ``[tokens]``."""
-    after = torch.searchsorted(torch.tensor(packing.cu_seqlens), packing.layout.positions(rank), right=True)
-    return (after % 2 == 0).to(device)
+    """Return which of a rank's tokens are padding, bool ``[tokens]``."""
+    return _shared_padding(packing, rank, device).read()
 
 
 @lru_cache(maxsize=KEPT)
 @torch.inference_mode(False)
+def _shared_padding(packing: Packing, rank: int, device: torch.device) -> Shared[Tensor]:
+    after = torch.searchsorted(torch.tensor(packing.cu_seqlens), packing.layout.positions(rank), right=True)
+    made = (after % 2 == 0).to(device)
+    return Shared(made, (made,))
+
+
 def _behind(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """Which of a rank's tokens are behind the end of each row, bool ``[B, tokens]``."""
-    return (layout.positions(rank) >= torch.tensor(lengths)[:, None]).to(device)
+    """Return which of a rank's tokens are behind the end of each row, bool ``[B, tokens]``."""
+    return _shared_behind(lengths, layout, rank, device).read()
+
+
+@lru_cache(maxsize=KEPT)
+@torch.inference_mode(False)
+def _shared_behind(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device) -> Shared[Tensor]:
+    made = (layout.positions(rank) >= torch.tensor(lengths)[:, None]).to(device)
+    return Shared(made, (made,))
 
 
 def _window_of(window_size: tuple[int, int] | None, name: str, causal: bool) -> tuple[int, int]:

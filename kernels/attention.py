@@ -66,7 +66,7 @@ class Forward(Bound):
         launch(
             forward_kernel, plan.grid, q.device,
             self._queries, strided(k), strided(v), before, self._continued(result), lse,
-            interval(bounds), plan.shape, self._scale, modifiers(scores, q.device),
+            interval(bounds), plan.shape, self._scale, modifiers(scores),
             HAS_STATE=out is not None, IN_PLACE=in_place, **plan.options,
         )  # fmt: skip
         return result, lse
@@ -93,7 +93,7 @@ class Backward(Bound):
         launch(
             dq_kernel, plan.grid, q.device,
             *self._given, strided(k), strided(v), self._lse, self._delta, before, self._continued(out),
-            interval(bounds), plan.shape, self._scale, modifiers(scores, q.device),
+            interval(bounds), plan.shape, self._scale, modifiers(scores),
             **plan.options, HAS_SUM=accum is not None, IN_PLACE=out is accum,
         )  # fmt: skip
 
@@ -112,7 +112,7 @@ class Backward(Bound):
         launch(
             dkdv_kernel, plan.grid, q.device,
             *self._given, strided(k), strided(v), self._lse, self._delta, *read, *written, seen, plan.shape,
-            self._scale, modifiers(scores, q.device, rows_are_keys=True),
+            self._scale, modifiers(scores, rows_are_keys=True),
             **plan.options, HAS_SUM=accum is not None and plan.splits == 1, IN_PLACE=accum is not None and in_place,
         )  # fmt: skip
         if plan.splits > 1:

@@ -10,6 +10,15 @@ from typing import NamedTuple
 import torch
 
 from .checks import check_tensor, is_real
+from .shared import SharedCache
+
+
+class BlockRanges(NamedTuple):
+    """The ranges of keys that blocks of queries see; see :class:`BlockSparseIndex`."""
+
+    offsets: torch.Tensor
+    begins: torch.Tensor
+    ends: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +33,7 @@ class BlockSparseIndex:
     visible: torch.Tensor
     block: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _ranges: SharedCache[BlockRanges] = field(default_factory=SharedCache, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """ValueError: another dtype or shape, or no positive block."""
@@ -34,21 +44,25 @@ class BlockSparseIndex:
         if not is_real(self.block, Integral) or self.block < 1:
             raise ValueError(f"block is {self.block!r}: it must be a whole number of at least 1")
 
-    @cached_property
+    @property
+    def ranges(self) -> BlockRanges:
+        """The visible ranges, for work on the current stream; made once."""
+        return self._ranges.get(self.device, self._made_ranges, tuple)
+
+    @property
     def offsets(self) -> torch.Tensor:
         """``[query blocks + 1]``."""
-        counts = (self._steps == 1).sum(1)
-        return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(self.device, torch.int32)
+        return self.ranges.offsets
 
-    @cached_property
+    @property
     def begins(self) -> torch.Tensor:
         """Of all ranges, one query block after the other."""
-        return self._edges(1)
+        return self.ranges.begins
 
-    @cached_property
+    @property
     def ends(self) -> torch.Tensor:
         """Of all ranges; the last one may be past the last key."""
-        return self._edges(-1)
+        return self.ranges.ends
 
     @cached_property
     def transposed(self) -> BlockSparseIndex:
@@ -60,8 +74,11 @@ class BlockSparseIndex:
         """Along the keys: 1 where a range begins, -1 one past its end."""
         return torch.nn.functional.pad(self.visible.to(torch.int8), (1, 1)).diff(dim=1)
 
-    def _edges(self, step: int) -> torch.Tensor:
-        return ((self._steps == step).nonzero()[:, 1] * self.block).to(self.device, torch.int32)
+    def _made_ranges(self) -> BlockRanges:
+        counts = (self._steps == 1).sum(1)
+        edges = ((self._steps == step).nonzero()[:, 1] * self.block for step in (1, -1))
+        made = (torch.cat([counts.new_zeros(1), counts.cumsum(0)]), *edges)
+        return BlockRanges(*(x.to(self.device, torch.int32) for x in made))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +98,8 @@ class Bounds:
     hi: torch.Tensor | None
     seqused_k: torch.Tensor | None = None
     block_sparse: BlockSparseIndex | None = None
-    _transposed: dict[int, Bounds] = field(default_factory=dict, repr=False)
-    _add_orders: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+    _transposed: SharedCache[Bounds] = field(default_factory=SharedCache, init=False, repr=False)
+    _add_orders: SharedCache[torch.Tensor] = field(default_factory=SharedCache, init=False, repr=False)
 
     @property
     def is_full(self) -> bool:
@@ -109,14 +126,15 @@ class Bounds:
         """
         if self.lo is None and self.block_sparse is None:
             return self
-        if seqlen_k not in self._transposed:
-            first = last = None
-            if self.lo is not None and self.hi is not None:
-                keys = torch.arange(seqlen_k, device=self.lo.device, dtype=torch.int32)
-                first, last = (torch.searchsorted(end, keys, right=True, out_int32=True) for end in (self.hi, self.lo))
-            by_key = self.block_sparse and self.block_sparse.transposed
-            self._transposed[seqlen_k] = Bounds(first, last, self.seqused_k, by_key)
-        return self._transposed[seqlen_k]
+        return self._transposed.get(seqlen_k, lambda: self._made_transposed(seqlen_k), lambda made: (made.lo, made.hi))
+
+    def _made_transposed(self, seqlen_k: int) -> Bounds:
+        first = last = None
+        if self.lo is not None and self.hi is not None:
+            keys = torch.arange(seqlen_k, device=self.lo.device, dtype=torch.int32)
+            first, last = (torch.searchsorted(end, keys, right=True, out_int32=True) for end in (self.hi, self.lo))
+        by_key = self.block_sparse and self.block_sparse.transposed
+        return Bounds(first, last, self.seqused_k, by_key)
 
     def to(self, device: torch.device) -> Bounds:
         """These bounds on another device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from .bounds import Bounds
 from .config import LEAST_SIDE, KernelConfig, Tile
-from .device.modify import UNMODIFIED, Modifiers
+from .device.modify import UNMODIFIED, Counter, Modifiers
 from .device.parts import dot
 from .device.tiles import BlockSparseRanges, Interval, Shape, Strided
 from .scores import PLAIN, Scores
@@ -25,6 +25,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 COPY_ENGINE_ARCH = 90
 """The first compute capability with a copy engine that stores and adds tiles in global memory (TMA)."""
+
+HALF = 0xFFFF
+"""The bits of one fp32 number of a ``Counter``."""
 
 ALIGNMENT = 16
 """Bytes of which addresses and strides are multiples (CUDA driver API, cuTensorMapEncodeTiled)."""
@@ -89,11 +92,18 @@ def strided(x: torch.Tensor) -> Strided:
 
 def interval(bounds: Bounds) -> Interval:
     index = bounds.block_sparse
-    ranges = None if index is None else BlockSparseRanges(index.offsets, index.begins, index.ends, index.block)
+    ranges = None if index is None else BlockSparseRanges(*index.ranges, index.block)
     return Interval(bounds.lo, bounds.hi, bounds.seqused_k, ranges)
 
 
-def modifiers(scores: Scores, device: torch.device, *, rows_are_keys: bool = False) -> Modifiers:
+@lru_cache(maxsize=64)  # numbers of the host, which every launch asks for
+def counter_of(seed: int, first_head: int) -> Counter:
+    """Return both numbers in halves of 32 bits; of the head's number only the lowest 32 bits count."""
+    words = (*(seed >> shift & HALF for shift in (0, 16, 32, 48)), first_head & HALF, first_head >> 16 & HALF)
+    return Counter(*map(float, words))
+
+
+def modifiers(scores: Scores, *, rows_are_keys: bool = False) -> Modifiers:
     """Of a launch whose rows are queries, or keys."""
     if scores is PLAIN or scores.is_plain:
         return UNMODIFIED
@@ -107,7 +117,7 @@ def modifiers(scores: Scores, device: torch.device, *, rows_are_keys: bool = Fal
         slopes_stride=None if slopes is None else slopes.shape[-1] * (slopes.dim() - 1),
         rows=rows if scores.by_position else None,
         columns=columns if scores.by_position else None,
-        counter=scores.counter(device) if drops else None,
+        counter=counter_of(scores.dropout_seed, scores.first_head) if drops else None,
         threshold=scores.threshold if drops else None,
         kept=1 / (1 - scores.dropout_p) if drops else None,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from numbers import Integral
 
 import torch
@@ -62,10 +61,6 @@ class Scores:
         slopes = None if self.alibi_slopes is None else self.alibi_slopes[..., heads].contiguous()
         return replace(self, alibi_slopes=slopes, first_head=self.first_head + heads.start)
 
-    def counter(self, device: torch.device) -> torch.Tensor:
-        """``[seed, first head]``, int64, on ``device``: in memory, since Triton compiles anew for some numbers."""
-        return _counter(self.dropout_seed, self.first_head, device)
-
     def check(self, batch: int, heads: int, device: torch.device) -> None:
         """Refuse what does not fit: ValueError."""
         if not is_real(self.softcap) or not (self.softcap == 0 or LEAST_CAP <= self.softcap <= LARGEST):
@@ -108,11 +103,3 @@ class Scores:
 
 PLAIN = Scores()
 """Scores as they are."""
-
-
-@lru_cache(maxsize=64)
-def _counter(seed: int, first_head: int, device: torch.device) -> torch.Tensor:
-    signed = seed - SEEDS if seed >= SEEDS // 2 else seed
-    made = torch.full((2,), signed, dtype=torch.int64, device=device)  # a fill, not a copy that waits for the host
-    made[1:] = first_head
-    return made

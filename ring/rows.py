@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.checks import check_local
+from ..kernels.shared import Shared as Shared  # for integrations, which import nothing of kernels
 from .schedule.layout import Documents, Layout, Span, whole_numbers
 from .schedule.plan import PLANS
 
@@ -153,9 +154,21 @@ def _checked_mask(key_mask: object, batch: int, keys: int) -> Tensor:
     return key_mask
 
 
-@lru_cache(maxsize=PLANS)
 def packed_rows(rows: Rows, queries: Layout, keys: Layout, rank: int, device: torch.device) -> PackedRows:
-    """The layouts and documents of the sequence that all rows make, and this rank's keys in it."""
+    """Return the layouts and documents of the sequence that all rows make, and this rank's keys in it.
+
+    They are made once, and returned for work on the current stream of ``device``.
+    """
+    return _shared_rows(rows, queries, keys, rank, device).read()
+
+
+@lru_cache(maxsize=PLANS)
+def _shared_rows(*given: Any) -> Shared[PackedRows]:
+    made = _make_rows(*given)
+    return Shared(made, (made.kept,))
+
+
+def _make_rows(rows: Rows, queries: Layout, keys: Layout, rank: int, device: torch.device) -> PackedRows:
     whole = Documents([0, rows.length])
     documents, starts = rows.documents or (whole,) * rows.batch, range(0, rows.batch * rows.length, rows.length)
     ends = [start + end for start, row in zip(starts, documents, strict=True) for end in row.boundaries[1:]]

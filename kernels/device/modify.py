@@ -12,6 +12,23 @@ from .tiles import LOG2_E
 SERIES = tl.constexpr(0.25)  # below it tanh is its series, whose first four terms are exact to fp32
 
 
+class Counter(NamedTuple):
+    """Seed of dropout and number of the first head, as fp32 numbers of 16 bits each.
+
+    They are passed by value, so that no stream has to wait for them. They are floats because Triton compiles anew for
+    some integers, but for no float; fp32 holds 16 bits exactly.
+    """
+
+    seed_0: Any
+    """The lowest 16 bits of the seed."""
+    seed_1: Any
+    seed_2: Any
+    seed_3: Any
+    head_0: Any
+    """The lowest 16 bits of the first head's number."""
+    head_1: Any
+
+
 class Modifiers(NamedTuple):
     """What a kernel is told; None where it is off. ``rows`` and ``columns`` as in ``Shape``."""
 
@@ -24,7 +41,7 @@ class Modifiers(NamedTuple):
     """int32 positions."""
     columns: Any
     counter: Any
-    """int64 ``[seed, first head]``."""
+    """A ``Counter``: the key of philox and the first head."""
     threshold: Any
     kept: Any
     """What kept weights are multiplied with."""
@@ -56,9 +73,17 @@ def placed(modifiers, offs, limit, batch, head, heads):
         if modifiers.slopes is not None:
             slope = tl.load(modifiers.slopes + batch * modifiers.slopes_stride + head)
         if modifiers.counter is not None:
-            seed = tl.load(modifiers.counter)
-            number = (tl.load(modifiers.counter + 1) + head).to(tl.int32)
+            counter = modifiers.counter
+            high = joined(counter.seed_2, counter.seed_3).to(tl.int64)
+            seed = (high << 32) | joined(counter.seed_0, counter.seed_1).to(tl.int64)
+            number = (joined(counter.head_0, counter.head_1).to(tl.int64) + head).to(tl.int32)
         return TilePosition(positions, batch.to(tl.int32), number, slope, seed)
+
+
+@triton.jit
+def joined(low, high):
+    """Return the 32 bits whose halves are two fp32 numbers."""
+    return tl.cast(low, tl.uint32) | (tl.cast(high, tl.uint32) << 16)
 
 
 @triton.jit

@@ -129,7 +129,7 @@ class Gradients(Bound):
             *self._given, strided(k), strided(v), *self._rows,
             *(written if in_place else (strided(before[0]), strided(before[1]))), *written,
             self._added, plan.box, turns_of(bounds, q, k, plan.tile, config), interval(bounds.transposed(k.shape[1])),
-            plan.shape, self._scale, modifiers(scores, q.device, rows_are_keys=True),
+            plan.shape, self._scale, modifiers(scores, rows_are_keys=True),
             **plan.options, HAS_SUM=accum is not None, IN_PLACE=accum is not None and in_place,
             RAGGED=bounds.lo is None and bounds.seqused_k is None and k.shape[1] % plan.tile.block_k != 0,
         )  # fmt: skip
@@ -188,11 +188,12 @@ def add_order(
     """
     if bounds.lo is None and bounds.seqused_k is None and bounds.block_sparse is None:
         return None
-    key = (batch, queries, keys, tile.block_q, tile.block_k)
-    if key not in bounds._add_orders:
+
+    def make() -> torch.Tensor:
         visited = key_tile_visits(bounds, queries, keys, tile, device).to(torch.int32)
-        bounds._add_orders[key] = visited.flip(1).cumsum(1, dtype=torch.int32).flip(1) - visited
-    return bounds._add_orders[key]
+        return visited.flip(1).cumsum(1, dtype=torch.int32).flip(1) - visited
+
+    return bounds._add_orders.get((batch, queries, keys, tile.block_q, tile.block_k), make, lambda made: (made,))
 
 
 def key_tile_visits(bounds: Bounds, queries: int, keys: int, tile: Tile, device: torch.device) -> torch.Tensor:

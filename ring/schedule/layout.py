@@ -16,6 +16,7 @@ import torch
 
 from ...comm.checked import listed, number, shown, whole
 from ...kernels.checks import check_local, check_tensor
+from ...kernels.shared import SharedCache
 from ..checked import INTEGERS, MOST_POSITIONS, POSITIONS, checked
 
 
@@ -443,16 +444,17 @@ class Layout:
         return {}
 
     @cached_property
-    def _orders(self) -> dict[torch.device, torch.Tensor]:
-        return {}
+    def _orders(self) -> SharedCache[torch.Tensor]:
+        return SharedCache()
 
     @torch.inference_mode(False)
     def _order(self, device: torch.device) -> torch.Tensor:
         """Where the tokens of the positions 0, 1, 2, ... lie among those of all ranks; the host waits once."""
-        if device not in self._orders:
-            order = torch.cat([self.positions(rank) for rank in range(self.world)]).argsort()
-            self._orders[device] = order.to(device)
-        return self._orders[device]
+
+        def make() -> torch.Tensor:
+            return torch.cat([self.positions(rank) for rank in range(self.world)]).argsort().to(device)
+
+        return self._orders.get(device, make, lambda made: (made,))
 
     @cached_property
     def _hash(self) -> int:

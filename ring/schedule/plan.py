@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
 from ...comm.topology.topology import Topology
 from ...kernels import BlockSparseIndex, Bounds, Scores
+from ...kernels.shared import Shared, SharedCache
 from .active import sent_keys
 from .layout import Layout
 from .mask import Mask, bounds
@@ -47,6 +50,12 @@ class Plan:
     slots: int  # that K/V rotate through
     edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # of all ranks, per level
     dkv_returns: dict[int, Hop]  # after which hop the dK/dV of an outer step's root come back to it
+
+    def device_tensors(self) -> Iterator[torch.Tensor | None]:
+        """Yield the device tensors that were made with the plan."""
+        yield self.send_index
+        for hop_mask in chain.from_iterable(self.hop_masks):
+            yield from (hop_mask.bounds.lo, hop_mask.bounds.hi, hop_mask.bounds.seqused_k)
 
     @property
     def two_level(self) -> bool:
@@ -122,21 +131,19 @@ class Positions:
     sent: Layout  # the keys that leave their rank
     rank: int
     device: torch.device
+    _cache: SharedCache[torch.Tensor] = field(default_factory=SharedCache, init=False, repr=False, compare=False)
 
-    @cached_property
+    @property
     def queries(self) -> torch.Tensor:
-        """Of this rank's queries, ``[S]``."""
-        return self.layout.positions(self.rank).to(self.device, torch.int32)
-
-    @cached_property
-    def _keys(self) -> dict[int, torch.Tensor]:
-        return {}
+        """Of this rank's queries, ``[S]``, for work on the current stream."""
+        return self._cache.get(None, lambda: self._moved(self.layout.positions(self.rank)), lambda made: (made,))
 
     def keys(self, shard: int) -> torch.Tensor:
-        """Of the keys of a shard as this rank has them, ``[Sk]``."""
-        if shard not in self._keys:
-            self._keys[shard] = self.held(shard).positions(shard).to(self.device, torch.int32)
-        return self._keys[shard]
+        """Of the keys of a shard as this rank has them, ``[Sk]``, for work on the current stream."""
+        return self._cache.get(shard, lambda: self._moved(self.held(shard).positions(shard)), lambda made: (made,))
+
+    def _moved(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions.to(self.device, torch.int32)
 
     def held(self, shard: int) -> Layout:
         """The layout that says which keys of a shard this rank has: all of its own."""
@@ -176,7 +183,6 @@ def _send_index(keys: Layout, sent: Layout, rank: int, device: torch.device) -> 
     return torch.searchsorted(keys.positions(rank), sent.positions(rank)).to(device)
 
 
-@lru_cache(maxsize=PLANS)
 def plan(
     layout: Layout,
     mask: Mask,
@@ -187,7 +193,29 @@ def plan(
     slots: int = KV_SLOTS,
     kv_layout: Layout | None = None,
 ) -> Plan:
-    """The plan of ``rank``: a pure function, so that all ranks agree on what moves without talking."""
+    """Return the plan of ``rank``, for work on the current stream of ``device``; made once.
+
+    It is a pure function of its arguments, so that all ranks agree on what moves without talking.
+    """
+    return _shared_plan(layout, mask, rank, direction, device, topology, slots, kv_layout).read()
+
+
+@lru_cache(maxsize=PLANS)
+def _shared_plan(*given: Any) -> Shared[Plan]:
+    made = _make_plan(*given)
+    return Shared(made, made.device_tensors())
+
+
+def _make_plan(
+    layout: Layout,
+    mask: Mask,
+    rank: int,
+    direction: int,
+    device: torch.device,
+    topology: Topology | None,
+    slots: int,
+    kv_layout: Layout | None,
+) -> Plan:
     keys = layout if kv_layout is None else kv_layout
     whole = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
     hops = whole.hops(rank)

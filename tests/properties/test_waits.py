@@ -19,13 +19,14 @@ from ringattn.comm import Slots, Topology
 from ringattn.comm.transport import DONE
 from ringattn.comm.transports.nccl import ByNodeTransport
 from ringattn.kernels.experimental import single_pass
+from ringattn.kernels.shared import Shared
 from ringattn.ring import buffers
 from ringattn.ring.key_values import KeyValues
 
 from ..support.cuda.cases import CASES, CONFIGS, Case, RecordedCall
 from ..support.cuda.implied import IMPLIED
 from ..support.cuda.replay import without
-from ..support.cuda.ring import record
+from ..support.cuda.ring import CACHED_BY, record
 from ..support.layouts import layouts, masks
 from ..support.nightly import rest_nightly
 from .wait_mutants import TARGETS, Counts, counted, verdicts
@@ -94,7 +95,11 @@ def any_case(draw: st.DrawFn) -> Case:
     ring = draw(st.fixed_dictionaries(RINGS)) | {"topology": topology}
     ring["prefetch"] = draw(st.integers(0, ring["slots"] - 1))
     some = layouts(world=topology.world, max_seqlen=24).filter(lambda layout: layout.seqlen > 0)
-    calls = draw(st.lists(st.builds(RecordedCall, some, masks(), st.booleans(), st.just(())), min_size=2, max_size=3))
+    calls = draw(
+        st.lists(
+            st.builds(RecordedCall, some, masks(), st.booleans(), st.just(()), st.booleans()), min_size=2, max_size=3
+        )
+    )
     transport, config = draw(st.sampled_from(list(CASES))), draw(st.sampled_from(CONFIGS))
     return Case(tuple(calls), transport, ring=ring, config=config)
 
@@ -188,6 +193,46 @@ def test_what_is_left_out_is_named(
     monkeypatch.setattr(owner, name, value)
     problems = record(CASES["nccl"][case]).problems()
     assert any(all(word in problem for word in words) for problem in problems), told(problems)
+
+
+MAKERS = {
+    "_shared_plan": "two streams",
+    "_shared_rows": "two streams, keys that a mask hides",
+    "Bounds.transposed": "two streams",
+    "add_order": "two streams, single pass in turn",
+    "BlockSparseIndex.ranges": "two streams, blocks",
+    "Positions.queries": "two streams, dropout",
+    "Positions.keys": "two streams, dropout",
+    "Layout._order": "two streams, unshard",
+}
+"""Who caches device tensors, and a case that reads them on two streams."""
+
+
+@pytest.mark.parametrize(("maker", "case"), MAKERS.items())
+@pytest.mark.parametrize("left_out", ["wait", "record_stream"])
+def test_cached_tensors_are_buffers(maker: str, case: str, left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the wait a stream reads what may not be there yet, without `record_stream` what may be gone."""
+
+    def broken(self: Shared[Any], stream: Any) -> None:
+        if left_out == "wait":
+            for x in self._tensors:
+                x.record_stream(stream)
+        else:
+            stream.wait_event(self._made)
+        self._streams.add(stream.cuda_stream)
+
+    monkeypatch.setattr(Shared, "_admit", broken)
+    problems = record(CASES["local"][case]).problems()
+    words = f"race on {CACHED_BY}{maker}: ", "writes it" if left_out == "wait" else "frees it"
+    assert any(all(word in problem for word in words) for problem in problems), told(problems)
+
+
+def test_every_cache_is_read_on_two_streams_somewhere() -> None:
+    names = set()
+    for case in {*MAKERS.values()}:
+        storages = record(CASES["local"][case]).recorder.memory.storages.values()
+        names |= {storage.name.removeprefix(CACHED_BY) for storage in storages if storage.name.startswith(CACHED_BY)}
+    assert names == {*MAKERS}
 
 
 def test_gates_are_closed_when_a_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from ..support.cuda.cases import CASES
+from ..support.cuda.cases import CACHED, CASES
 from ..support.cuda.ring import Recording, record
 from .mutations import Mutant, apply, mutants
 
@@ -66,11 +66,12 @@ class Target:
     functions: tuple[str, ...]  # a class stands for all of its methods, "" for everything
     transports: tuple[str, ...]
     tests: tuple[str, ...]  # arguments of pytest, one after the other
+    names: tuple[str, ...] = ()  # of the cases; none: those of each transport
 
     @property
     def cases(self) -> list[tuple[str, str]]:
         """Transport and name of the cases of the proof."""
-        return [(by, name) for by in self.transports for name in (NCCL if by == "nccl" else OTHERS)]
+        return [(by, name) for by in self.transports for name in self.names or (NCCL if by == "nccl" else OTHERS)]
 
 
 RING = ("ring/test_loop.py",)
@@ -99,6 +100,7 @@ TARGETS = (
     Target("comm.transports.copy_engine.copy_engine", ENGINE_POST, ("copy_engine",), ENGINE),
     Target("comm.transports.copy_engine.memory", ("Flags.put_up", "Flags.wait_for"), ("copy_engine",), ENGINE),
     Target("comm.transports.local", LOCAL_POST, ("local",), LOCAL),
+    Target("kernels.shared", ("Shared", "SharedCache"), ("local",), ("kernels/test_shared.py",), tuple(CACHED)),
 )
 
 

@@ -30,6 +30,7 @@ class RecordedCall(NamedTuple):
     mask: Mask
     backward: bool = True
     hidden: tuple[int, ...] = ()  # positions without keys: there `key_mask` is False
+    dropout: bool = False  # which asks for positions and a seed; the stand-ins drop nothing
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Case:
     config: KernelConfig | None = None
     unshards: bool = False  # the calls gather q, and sum up the gradients of all ranks, in place of attention
     ulysses: int = 1  # ranks that exchange heads for tokens: the ring is of as many fewer
+    streams: int = 1  # of each rank, that its calls take in turn: nothing orders the calls of two of them
 
     @property
     def world(self) -> int:
@@ -272,7 +274,24 @@ KERNELS = {
     "parts of dK/dV, 2 x 2, two chunks": replace(_two_level(2, 2, chunks=2), config=SPLIT),
 }
 
-NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL | UNEVEN | EXCHANGES | HOLES | KERNELS
+SPARSE = Mask(causal=True, blocks=BlockMask(torch.ones(4, 4, dtype=torch.bool).tril().roll(1, 0), 16))
+
+CACHED = {
+    "two streams": replace(_case("zigzag", 1), streams=2),
+    "two streams, dropout": Case((_call("zigzag", 1)._replace(dropout=True),) * 2, streams=2),
+    "two streams, blocks": Case((RecordedCall(Layout.contiguous(64, 1), SPARSE),) * 2, streams=2),
+    "two streams, single pass in turn": replace(_case("zigzag", 1), config=IN_TURN, streams=2),
+    "two streams, keys that a mask hides": Case((_call("zigzag", 1, FULL)._replace(hidden=(1, 4)),) * 2, streams=2),
+    "two streams, keys that stay": Case((RecordedCall(Layout.contiguous(32, 4), NARROW),) * 2, streams=2),
+    "two streams, unshard": replace(_case("striped", 2), unshards=True, streams=2),
+    "2 x 2 by heads, dropout": Case((_call("zigzag", 4)._replace(dropout=True),) * 2, ulysses=2),
+}
+"""Calls that share what is cached on their device; where they take two streams, it is dropped behind the last call.
+
+A rank alone has no slots, whose waits would order the streams.
+"""
+
+NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL | UNEVEN | EXCHANGES | HOLES | KERNELS | CACHED
 FEW = (
     "world 1", "world 2", "world 4", "contiguous", "contiguous, other direction", "window", "documents",
     "window to both sides", "blocks, two ranks see all", "forward twice", "full, contiguous, full",
@@ -283,6 +302,6 @@ FEW = (
 CASES = {
     "nccl": NCCL,
     "copy_engine": {name: replace(NCCL[name], transport="copy_engine") for name in FEW},
-    "local": {name: replace(NCCL[name], transport="local") for name in FEW},
+    "local": {name: replace(NCCL[name], transport="local") for name in (*FEW, *CACHED)},
 }
 """By transport and name."""

@@ -27,7 +27,7 @@ PATIENCE = 60.0  # seconds until a wait of the host is called a deadlock
 GLOBAL, THREAD_LOCAL = 0, 1  # cudaStreamCaptureMode
 WORD = 1 << 32
 SITED = ("wait", "record", "synchronize", "synchronize event", "write", "await")
-OURS = ("ringattn.comm.", "ringattn.ring.")
+OURS = ("ringattn.comm.", "ringattn.ring.", "ringattn.kernels.shared")
 DEPTH = 40  # frames that are looked at for the place in our code that asked
 MULTIPROCESSORS = 18  # two more than the copy kernel has blocks
 

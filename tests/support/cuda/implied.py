@@ -66,7 +66,7 @@ LOCAL = COMMON | {
     "RingCall.settle waits for _receive of KeyValues._post": (SOMETIMES, SETTLED),
     "RingCall.settle waits for _receive of DkvAccumulators.post": (ALWAYS, SETTLED),
     "RingCall.settle waits for _receive of DkvAccumulators.send_return": (ALWAYS, SETTLED),
-    "KeyValues.arrived waits for _receive of KeyValues._post": (ALWAYS, BOTH),
+    "KeyValues.arrived waits for _receive of KeyValues._post": (SOMETIMES, BOTH),
     "DkvAccumulators.out waits for post of DkvAccumulators.post": (ALWAYS, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.send_return": (SOMETIMES, BOTH),
@@ -84,4 +84,20 @@ LOCAL = COMMON | {
     ),
 }
 
-IMPLIED = {"nccl": COMMON, "copy_engine": COPY_ENGINE, "local": LOCAL}
+LATER = "the same stream waits for something that was cached behind it"
+CACHES = {
+    f"_admit of {place} waits for __init__ of {place}": (SOMETIMES, LATER)
+    for place in ("prepare_call", "RingCall.mask_args", "TritonBackward.dkdv")
+}
+
+NCCL = COMMON | CACHES | {"_admit waits for __init__": (ALWAYS, "the order of an unshard: its slots are waited for")}
+
+LOCAL |= CACHES | {
+    "_admit waits for __init__": (SOMETIMES, "the order of an unshard: its slots are waited for in the second call"),
+    "_receive waits for post": (SOMETIMES, BOTH),
+    "exchange_all waits for _receive": (SOMETIMES, BOTH),
+    "exchange_all of ring_attention waits for _receive of ring_attention": (SOMETIMES, BOTH),
+    "attention_over_mesh of KeyValues.arrived waits for _receive of KeyValues._post": (ALWAYS, BOTH),
+}
+
+IMPLIED = {"nccl": NCCL, "copy_engine": COPY_ENGINE, "local": LOCAL}

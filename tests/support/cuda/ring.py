@@ -5,6 +5,7 @@ All that depends on how the ring and the transports are opened is here.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,9 +25,12 @@ from ringattn.comm import LocalGroup, LocalTransport, Slots, Topology, groups
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports.local import LocalMesh
-from ringattn.ring import Mask, args, buffers, mesh, ops, ulysses
+from ringattn.kernels import shared as shared_module
+from ringattn.kernels.shared import Shared
+from ringattn.ring import Layout, Mask, args, buffers, mesh, ops, ulysses
+from ringattn.ring import rows as rows_module
 from ringattn.ring.buffers import Key
-from ringattn.ring.rows import packed_rows
+from ringattn.ring.schedule import plan as plan_module
 from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.plan import plan
 
@@ -40,6 +44,35 @@ from .recorder import GPU, Recorder, install
 from .replay import Replay
 
 ARRIVES = ("recv", "copy")
+CACHED_BY = "what is cached by "
+
+
+def fresh(layout: Layout) -> Layout:
+    """Return an equal layout, of which nothing is cached."""
+    return Layout(layout.spans_per_rank)
+
+
+def cached_by() -> str:
+    """Return the function of ours that makes or reads a cached value just now."""
+    frame, ours = sys._getframe(1), ("ringattn.kernels.", "ringattn.ring.")
+    while not (name := frame.f_globals["__name__"]).startswith(ours) or name == shared_module.__name__:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return str(frame.f_code.co_qualname)  # type: ignore[attr-defined]
+
+
+def name_cached(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
+    """Name every cached device tensor after the function of ours that made it."""
+    made = Shared.__init__
+
+    def named(self: Shared[Any], value: Any, tensors: Any) -> None:
+        kept = [x for x in tensors if x is not None]
+        made(self, value, kept)
+        for x in kept:
+            if recorder.on_device(x):
+                recorder.name(x, f"{CACHED_BY}{cached_by()}")
+
+    monkeypatch.setattr(Shared, "__init__", named)
 
 
 @dataclass
@@ -170,10 +203,12 @@ class _Session:
         monkeypatch.setattr(ops, "_FORWARD", ops._ring_attention)
         monkeypatch.setattr(ops, "_GRADIENTS", ops.gradients)
         monkeypatch.setattr(mesh, "ring_of", lambda *_: self.exchange)
-        self.plan = self.of_process(plan)
-        monkeypatch.setattr(args, "plan", self.plan)
-        monkeypatch.setattr(args, "packed_rows", self.of_process(packed_rows))
-        monkeypatch.setattr(ulysses, "shared", self.of_process(mesh.shared))
+        self._caches: list[Any] = []
+        for module, name in ((plan_module, "_shared_plan"), (rows_module, "_shared_rows"), (ulysses, "shared")):
+            monkeypatch.setattr(module, name, self.of_process(getattr(module, name)))
+        # of every process its own, as what they cache of the device is
+        self.layouts = [{call.layout: fresh(call.layout) for call in case.calls} for _ in self._processes]
+        name_cached(monkeypatch, self.recorder)
         self._label(monkeypatch)
 
     def run(self) -> Recording:
@@ -189,10 +224,34 @@ class _Session:
         """In the place of what makes one of a call's arguments: the masks of the cases may be of any kind."""
         return self.case.calls[self.calls[self.recorder.thread.rank]].mask
 
+    @property
+    def _processes(self) -> range:
+        """Virtual ranks share one process and one device; other ranks have one each."""
+        return range(1 if self.case.transport == "local" else self.case.world)
+
+    @property
+    def _process(self) -> int:
+        return self.recorder.thread.rank % len(self._processes)
+
     def of_process(self, cached: Any) -> Callable[..., Any]:
-        """What it keeps lies on a rank's own device: of every rank and recorder its own."""
-        kept = [lru_cache(cached.__wrapped__) for _ in range(self.case.world)]
-        return lambda *given, **more: kept[self.recorder.thread.rank](*given, **more)
+        """Return `cached` with a cache of its own for every process of this recording."""
+        caches = [lru_cache(cached.__wrapped__) for _ in self._processes]
+        self._caches += caches
+        return lambda *given, **more: caches[self._process](*given, **more)
+
+    def forget(self) -> None:
+        """Drop everything that is cached, as if many other calls had come."""
+        for cache in self._caches:
+            cache.cache_clear()
+        for layout in (layout for layouts in self.layouts for layout in layouts.values()):
+            layout.__dict__.pop("_orders", None)
+
+    def begin(self) -> None:
+        """Record from here on, and what is cached on a device is made anew."""
+        self.forget()
+        for of_rank in (*self.results, *self.keys):
+            of_rank.clear()
+        self.recorder.begin()
 
     @property
     def exchange(self) -> Ring:
@@ -224,29 +283,42 @@ class _Session:
             ring._trace = _Spans(self.recorder, lambda: self.calls[rank])  # type: ignore[assignment]
             # warmed up here, where bytes still move: they are looked at
             for call in map(self.case.on_ring, self.case.calls):
-                steps = self.plan(call.layout, call.mask, ring.rank, ring.direction, GPU, ring.topology, ring.slots)
+                steps = plan(call.layout, call.mask, ring.rank, ring.direction, GPU, ring.topology, ring.slots)
                 for transport, edges in zip(ring.open(GPU), steps.edges, strict=False):
                     transport.warm_up(edges)
             if self.case.unshards or self.case.ulysses > 1:
                 with self.exchange._exchange("warm-up", GPU):
                     pass
-            tensors = self.given(0, rank)
-            self.together(rank, self.recorder.begin)
+            tensors = [self.given(0, rank)]
+            if self.case.streams > 1:  # new slots would make the host wait behind what is cached
+                self.call(ring, rank, 0, tensors[0])
+            self.together(rank, self.begin)
             self.fabric.moves = False
+            others = [torch.cuda.Stream(GPU) for _ in range(self.case.streams - 1)]
+            streams = [torch.cuda.current_stream(GPU), *others]
             for number in range(len(self.case.calls)):
-                self.call(ring, rank, number, tensors)
-                self.use_again(rank, number, tensors)
+                with torch.cuda.stream(streams[number % len(streams)]):
+                    if number and others:
+                        tensors.append(self.given(number, rank))
+                    self.call(ring, rank, number, tensors[-1])
+                    self.use_again(rank, number, tensors[-1])
+            if others:
+                ring._warm.clear()  # which keeps plans
+                self.together(rank, self.forget)
             self.together(rank, self.recorder.end)
 
     def call(self, ring: Ring, rank: int, number: int, tensors: dict[str, Tensor]) -> None:
         """One forward, with its backward or without."""
         self.calls[rank] = number
-        layout, mask, backward, hidden = self.case.calls[number]
+        layout, mask, backward, hidden, dropout = self.case.calls[number]
+        layout = self.layouts[self._process][layout]
         if self.case.unshards:
-            return self.unshard(ring, rank, number, tensors["q"])
+            return self.unshard(ring, rank, number, layout, tensors["q"])
         more: dict[str, Any] = {}
         if hidden:
             more["key_mask"] = torch.ones(1, layout.seqlen).index_fill(1, torch.tensor(hidden), 0).bool()
+        if dropout:
+            more |= {"dropout_p": 0.5, "dropout_seed": 7 + number}
         if self.case.ulysses > 1:
             more["group"] = self.meshes[rank]
         q, k, v = (tensors[name].detach().requires_grad_(backward) for name in "qkv")
@@ -262,10 +334,10 @@ class _Session:
             for name, grad in zip(("dq", "dk", "dv"), made, strict=True):
                 self.read(rank, f"{name}{number}", grad)
 
-    def unshard(self, ring: Ring, rank: int, number: int, tensors: Tensor) -> None:
+    def unshard(self, ring: Ring, rank: int, number: int, layout: Layout, tensors: Tensor) -> None:
         """The whole of q on every rank; each computes a loss of its own."""
         q = tensors.detach().requires_grad_()
-        whole = unshard(q, layout=self.case.calls[number].layout, group=ring.group, grad="sum")
+        whole = unshard(q, layout=layout, group=ring.group, grad="sum")
         self.read(rank, f"whole{number}", whole)
         made = _engine_run_backward(
             (whole,), (whole.detach() * (rank + 1),), False, False, (q,), True, accumulate_grad=False
@@ -277,7 +349,7 @@ class _Session:
         with self.recorder.labelled("the caller, afterwards"), torch.no_grad():
             for x in tensors.values():
                 x.fill_(float("nan"))
-            if number + 1 == len(self.case.calls):
+            if number + 1 == len(self.case.calls) or self.case.streams > 1:
                 return
             if self.case.calls[number].layout != self.case.calls[number + 1].layout:
                 tensors.clear()
