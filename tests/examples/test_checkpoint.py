@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.examples import demo
-from ringattn.examples.checkpoint import METADATA, find_latest, load_state, read_metadata, save_state
+from ringattn.examples.checkpoint import METADATA, find_latest, load_state, save_state
 from ringattn.examples.compare import alone
 from ringattn.examples.demo import Job
 from ringattn.examples.train import MAY_CHANGE, JobError, as_virtual_ranks, check_checkpoint, on_mesh
@@ -70,9 +70,14 @@ def plant(path: Path) -> None:
     (path / METADATA).write_bytes(pickle.dumps(Command(mark(path))))
 
 
+def torchs_metadata(path: Path) -> Any:
+    """Return the metadata with the very classes that torch wrote, to be written again."""
+    return pickle.loads((path / METADATA).read_bytes())
+
+
 def plant_within(path: Path) -> None:
     """A command inside of metadata that are right otherwise."""
-    metadata = read_metadata(path)
+    metadata = torchs_metadata(path)
     metadata.planner_data = Command(mark(path))
     (path / METADATA).write_bytes(pickle.dumps(metadata))
 
@@ -86,12 +91,11 @@ def plant_for_a_rank(path: Path) -> None:
 
 def plant_entry(path: Path, name: str = LR) -> None:
     """In the place of a number, or of a tensor, for which torch unpickles the entry."""
-    metadata, planted = read_metadata(path), io.BytesIO()
+    metadata, planted = torchs_metadata(path), io.BytesIO()
     torch.save(Command(mark(path)), planted)
     number = next(index for index in metadata.storage_data if index.fqn == LR)
-    entry = metadata.storage_data.pop(number)
-    data = path / entry.relative_path
-    entry.offset, entry.length = data.stat().st_size, len(planted.getvalue())
+    data = path / metadata.storage_data[number].relative_path
+    entry = replace(metadata.storage_data[number], offset=data.stat().st_size, length=len(planted.getvalue()))
     data.write_bytes(data.read_bytes() + planted.getvalue())
     metadata.state_dict_metadata[name] = metadata.state_dict_metadata[LR]
     metadata.storage_data[replace(number, fqn=name)] = entry
@@ -103,7 +107,7 @@ def name_a_class(path: Path) -> None:
 
 
 def name_a_file_outside(path: Path) -> None:
-    metadata = read_metadata(path)
+    metadata = torchs_metadata(path)
     next(iter(metadata.storage_data.values())).relative_path = f"../{path.name}/__0_0.distcp"
     (path / METADATA).write_bytes(pickle.dumps(metadata))
 
@@ -130,6 +134,22 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
+REASONS = {
+    "command": "subprocess.check_call", "command within": "subprocess.check_call",
+    "command as a number": "WeightsUnpickler", "command as a tensor": "WeightsUnpickler",
+    "class": "_io.StringIO", "file outside": "no file of this folder", "no tensors": "no file of this folder",
+}  # fmt: skip
+"""Why a folder is refused; the other damages are found by whatever comes upon them first."""
+
+
+def test_metadata_that_are_written_again_are_accepted(finished: Job, tmp_path: Path) -> None:
+    """So that what is refused below is refused for what it holds."""
+    shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
+    path = tmp_path / "runs" / "00000002"
+    (path / METADATA).write_bytes(pickle.dumps(torchs_metadata(path)))
+    assert len(alone(replace(finished, checkpoint=str(path.parent)), demo.text(), CPU).run.losses) == 2
+
+
 def test_the_command_would_run(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Command(tmp_path / "mark")))
     assert (tmp_path / "mark").exists()
@@ -140,8 +160,9 @@ def test_a_damaged_checkpoint_is_refused(name: str, finished: Job, tmp_path: Pat
     shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
     DAMAGES[name](tmp_path / "runs" / "00000002")
     before = contents(tmp_path)
-    with pytest.raises(JobError, match=f"--checkpoint {tmp_path / 'runs'}"):
+    with pytest.raises(JobError, match=f"--checkpoint {tmp_path / 'runs'}") as refused:
         alone(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")), demo.text(), CPU)
+    assert REASONS.get(name, "") in f"{refused.value} {refused.value.__cause__!r} {refused.value.__cause__.__cause__!r}"
     assert contents(tmp_path) == before  # no mark, and the older checkpoint is there
 
 
