@@ -203,8 +203,12 @@ def test_one_rank_draws_the_seed() -> None:
         seed, state = int(torch.randint(2**63 - 1, (), dtype=torch.int64)), torch.get_rng_state()
         for shape in ((3, 2), (1, 6), (6, 1)):
             torch.manual_seed(5)
-            assert run_ranks(6, lambda group, shape=shape: drawn(group.mesh(*shape))) == [seed] * 6
+            assert run_ranks(6, partial(drawn_over, shape)) == [seed] * 6
             assert torch.equal(torch.get_rng_state(), state)
+
+
+def drawn_over(shape: tuple[int, int], group: LocalGroup) -> int:
+    return drawn(group.mesh(*shape))
 
 
 def drawn(mesh: LocalMesh) -> int:
