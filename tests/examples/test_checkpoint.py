@@ -162,7 +162,9 @@ def test_a_damaged_checkpoint_is_refused(name: str, finished: Job, tmp_path: Pat
     before = contents(tmp_path)
     with pytest.raises(JobError, match=f"--checkpoint {tmp_path / 'runs'}") as refused:
         alone(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")), demo.text(), CPU)
-    assert REASONS.get(name, "") in f"{refused.value} {refused.value.__cause__!r} {refused.value.__cause__.__cause__!r}"
+    cause = refused.value.__cause__
+    assert cause is not None
+    assert REASONS.get(name, "") in f"{refused.value} {cause!r} {cause.__cause__!r}"
     assert contents(tmp_path) == before  # no mark, and the older checkpoint is there
 
 
