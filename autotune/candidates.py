@@ -111,8 +111,8 @@ def compile_jobs(
             results[key] = CompileResult((str(error),))
         if key in results or key in new:
             continue
-        if (known := journal.get(key)) is not None:
-            results[key] = CompileResult(**known | {"problems": tuple(known["problems"])})
+        if (known := journal.get(key, CompileResult)) is not None:
+            results[key] = known
         else:
             new[key] = job
     progress(len(new))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from ..kernels import tables
+from ..kernels.files import converted, parse_object, read_file
 from ..kernels.tables import Entry, Gpu, Table, as_json, file_name, parse, read
 
 PRIVATE = 0o700
+T = TypeVar("T")
 
 
 def private_folder(folder: Path) -> Path:
@@ -81,6 +84,14 @@ def merged(before: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
     return list(made.values())
 
 
+class Line(NamedTuple):
+    """One line of a journal."""
+
+    digest: str
+    key: str
+    value: Mapping[str, Any]
+
+
 class Journal:
     """Values by key in a file of JSON lines, each appended as soon as it is known.
 
@@ -89,23 +100,36 @@ class Journal:
     """
 
     def __init__(self, path: Path, digest: str) -> None:
-        self.path, self._digest = path, digest
-        self._found: dict[str, dict[str, Any]] = {}
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-            try:
-                told = json.loads(line)
-                if told["digest"] == digest:
-                    self._found[str(told["key"])] = dict(told["value"])
-            except (ValueError, TypeError, KeyError, RecursionError):
-                continue
+        """Read what is there.
 
-    def get(self, key: str) -> dict[str, Any] | None:
-        """The last value of a key."""
-        return self._found.get(key)
+        Raises:
+            ValueError: there is something else than a regular file of at most 64 MiB.
+        """
+        self.path, self._digest = path, digest
+        self._values: dict[str, Mapping[str, Any]] = {}
+        try:
+            lines = read_file(path).splitlines() if path.exists() else []
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: {error}; delete it") from None
+        for line in lines:
+            with suppress(ValueError):
+                read: Line = converted(Line, parse_object(line), "line")
+                if read.digest == digest:
+                    self._values[read.key] = read.value
+
+    def get(self, key: str, kind: type[T]) -> T | None:
+        """Return the last value of a key, or None if there is none or one of another kind."""
+        if key not in self._values:
+            return None
+        try:
+            value: T = converted(kind, self._values[key], key)
+        except ValueError:
+            return None
+        return value
 
     def put(self, key: str, value: dict[str, Any]) -> None:
         """Keep a value, also across the end of this process."""
         line = json.dumps({"digest": self._digest, "key": key, "value": value}, allow_nan=False)
         with self.path.open("ab") as file:
             file.write(f"\n{line}\n".encode())  # a line that an interrupted write has begun ends here
-        self._found[key] = value
+        self._values[key] = parse_object(json.dumps(value).encode())  # as it is read

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -218,15 +218,21 @@ def measure_part(
     return answers
 
 
+class BrokenDevice(NamedTuple):
+    """What a tile did to the device."""
+
+    wrong: str
+
+
 def check(trials: Any, point: Point, gpu: Gpu, journal: Journal, tile: Tile) -> str | None:
     """What is wrong with a tile; of one that broke the device, in this run or one before, what the device said."""
     key = f"{gpu.name} {driver()} | {point_text(point)} | {tile_text(tile)}"
-    if (known := journal.get(key)) is not None:
-        return str(known["wrong"])
+    if (broken := journal.get(key, BrokenDevice)) is not None:
+        return broken.wrong
     try:
         problem: str | None = trials.wrong(tile)
     except torch.AcceleratorError as error:  # nothing works on this device any more: the next run leaves the tile out
-        journal.put(key, {"wrong": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
+        journal.put(key, BrokenDevice(f"{type(error).__name__}: {error}".splitlines()[0][:300])._asdict())
         raise
     return problem
 

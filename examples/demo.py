@@ -110,7 +110,7 @@ def train(
     from ..bench.common.output import prints
     from ..bench.common.result import finish
     from . import compare as comparison
-    from .train import check_checkpoint, on_all_ranks
+    from .train import JobError, check_checkpoint, on_all_ranks
 
     flags.check_needs(context, {"every": "checkpoint"})
     if compare and checkpoint:
@@ -124,7 +124,8 @@ def train(
             checkpoint=str(checkpoint) if checkpoint else None, every=every,
         )  # fmt: skip
         world = resolve_world(world, data, member())
-        check_checkpoint(job)
+        if member() is None:  # the ranks of a launcher read it together, so that all of them get the error
+            check_checkpoint(job)
     except ValueError as error:
         # on every rank: the launcher ends the others when one exits, before rank 0 could have printed
         raise typer.BadParameter(str(error)) from None
@@ -134,7 +135,10 @@ def train(
         refuse_too_large("--seqlen", seqlen, needed, device, unit="tokens")
         result = comparison.compared(job, text(), world)
     else:
-        result = comparison.report(job, on_all_ranks(job, text(), world))
+        try:
+            result = comparison.report(job, on_all_ranks(job, text(), world))
+        except JobError as error:
+            raise typer.BadParameter(str(error)) from None
     if result is None:
         return
     if plot and prints():

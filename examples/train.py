@@ -9,13 +9,12 @@ Ranks are a mesh (data, context): each row of ``context`` is a ring over which a
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -33,6 +30,7 @@ from ..bench.common.memory import PeakMemory
 from ..comm import LocalGroup, LocalWorld
 from ..ring import Layout, Ring, ring_attention
 from ..ring.shards import exchange
+from .checkpoint import find_latest, load_state, read_job, read_metadata, save_state
 from .demo import Job
 from .model import Attend, Decoder
 
@@ -41,7 +39,13 @@ if TYPE_CHECKING:
 
 ADAM_BETAS = (0.9, 0.95)  # a second moment that follows within a dozen steps
 LINES = 20  # of progress, whatever the steps
+MAY_CHANGE = {"steps", "data", "block", "checkpoint", "every"}  # in a run that continues: its ranks, end and files
+NO_DIST = "torch.distributed is disabled"  # torch's warning; a rank loads its part of a checkpoint without the others
 SLOTS = 2  # of the ring, one for K/V that are computed with, one for those that arrive; `predict` has 3 no faster
+
+
+class JobError(ValueError):
+    """The ranks have different jobs, or the job's checkpoint cannot be continued."""
 
 
 @dataclass
@@ -82,16 +86,15 @@ class Training:
         """Every rank makes one.
 
         Raises:
-            ValueError: on every rank: not all ranks have the same job and text; or the checkpoint is another job's.
+            JobError: on every rank: not all ranks have the same job, text and checkpoint, or it cannot be continued.
         """
         self._memory = PeakMemory(device)
         self.job, self.device, self.part, self.run = job, device, part, Run()
         self._positions = part.positions.to(device)
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        digest = hashlib.sha256(repr(job).encode() + text).digest()
-        digests = part.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device))
-        if not digests.eq(digests[0]).all():
-            raise ValueError("the job or its text differs between ranks")
+        for name, value in asdict(job).items():
+            self._check_same(f"--{name.replace('_', '-')}", repr(value).encode)
+        self._check_same("the text", lambda: text)
         dims = {"heads": job.heads, "kv_heads": job.kv_heads, "head_dim": job.head_dim}
         with torch.device("meta"):  # nobody holds the whole model
             self.model = Decoder(layers=job.layers, **dims, block=job.block or None)
@@ -163,25 +166,56 @@ class Training:
             gradient.copy_(part.view_as(gradient))
         return total[0].item()
 
+    def _check_same(self, what: str, read: Callable[[], bytes]) -> None:
+        """Raise on all ranks if ``read`` raises ``ValueError`` on one or does not return the same bytes on all.
+
+        Raises:
+            JobError: on every rank.
+        """
+        error = None
+        try:
+            digest = hashlib.sha256(read()).digest()
+        except ValueError as raised:
+            digest, error = bytes(hashlib.sha256().digest_size), raised
+        digests = self.part.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
+        if error is not None:
+            raise JobError(str(error)) from error
+        failed = (digests == 0).all(1).nonzero().flatten().tolist()
+        if failed:
+            raise JobError(f"{what} is refused by rank {failed[0]}, whose error says why")
+        if not digests.eq(digests[0]).all():
+            raise JobError(f"{what} differs between ranks")
+
     def _state(self, steps: int) -> dict[str, Any]:
-        """What a checkpoint holds; ranks that have all of it write it once."""
+        """Return what a checkpoint holds besides the job."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         losses = torch.tensor([self.run.losses.get(step, 0.0) for step in range(steps)], dtype=torch.float64)
-        return {"model": model, "optimizer": optimizer, "losses": losses, "job": json.dumps(_what_stays(self.job))}
+        return {"model": model, "optimizer": optimizer, "losses": losses}
 
     def _save(self, folder: Path) -> None:
-        """Write what continues from here bit for bit; a folder is whole once its ``.metadata`` is there."""
+        """Write what continues from here bit for bit; ranks that have all of it write it once."""
         if self.part.fully_sharded or self.part.rank == 0:
-            save(self._state(len(self.run.losses)), checkpoint_id=folder, no_dist=not self.part.fully_sharded)
+            state = self._state(len(self.run.losses))
+            save_state(folder, state, _what_stays(self.job), no_dist=not self.part.fully_sharded)
 
     def _resume(self, folder: Path) -> None:
-        """Go on from the last checkpoint there that every rank sees, on any number of ranks."""
-        steps = int(self.part.gather(torch.tensor([_latest(folder)], device=self.device)).min())
-        if not steps:
+        """Go on from the last checkpoint in ``folder``, on any number of ranks.
+
+        Raises:
+            JobError: on every rank: not all see the same checkpoint, it is another job's, or it cannot be read.
+        """
+        last = find_latest(folder)
+        seen = f"--checkpoint {folder}, where rank {self.part.rank} sees {last.name if last else 'no checkpoint'},"
+        self._check_same(seen, lambda: b"" if last is None else _read_checked(self.job, last))
+        if last is None:
             return
-        state, last, alone = self._state(steps), folder / f"{steps:08}", not self.part.fully_sharded
-        _refuse_another(self.job, last, alone)
-        load(state, checkpoint_id=last, no_dist=alone)
+        state = self._state(int(last.name))
+
+        def read() -> bytes:
+            load_state(last, state)
+            return b"loaded"
+
+        self._check_same(f"--checkpoint {folder}", read)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.run.losses = dict(enumerate(state["losses"].tolist()))
 
@@ -190,34 +224,32 @@ class Training:
 
 
 def check_checkpoint(job: Job) -> None:
-    """Before any rank starts.
+    """Raise if the last checkpoint in the job's folder cannot be continued; called before any rank starts.
 
     Raises:
-        ValueError: the last checkpoint in the job's folder is of another model or text order; the message says where.
+        ValueError: the checkpoint is another job's, or cannot be read; the message says where.
     """
-    if job.checkpoint and (steps := _latest(Path(job.checkpoint))):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is")
-            _refuse_another(job, Path(job.checkpoint) / f"{steps:08}", True)
+    if job.checkpoint and (last := find_latest(Path(job.checkpoint))):
+        _read_checked(job, last)
 
 
-def _refuse_another(job: Job, last: Path, alone: bool) -> None:
-    saved = {"job": ""}
-    load(saved, checkpoint_id=last, no_dist=alone)
-    theirs, ours = json.loads(saved["job"]), _what_stays(job)
-    other = [f"{name} {theirs.get(name)}, here {value}" for name, value in ours.items() if theirs.get(name) != value]
-    if other:
-        raise ValueError(f"--checkpoint {last.parent} is of another job: {'; '.join(other)}: name another folder")
+def _read_checked(job: Job, last: Path) -> bytes:
+    """Return what identifies a checkpoint that this job may continue from.
+
+    Raises:
+        ValueError: the checkpoint is another job's, or cannot be read.
+    """
+    theirs, ours = read_job(last), _what_stays(job)
+    names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+    if names:
+        other = "; ".join(f"{name} {theirs.get(name)!r:.60}, here {ours.get(name)!r}" for name in names)
+        raise ValueError(f"--checkpoint {last.parent} is of another job: {other}: name another folder")
+    return repr((last.name, read_metadata(last))).encode()
 
 
 def _what_stays(job: Job) -> dict[str, Any]:
-    """What a run that goes on has in common with the one before."""
-    return asdict(replace(job, steps=0, data=1, block=0, checkpoint=None, every=0))
-
-
-def _latest(folder: Path) -> int:
-    """Steps of the last checkpoint that is whole; 0: there is none."""
-    return max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
+    """Return what a run that continues has in common with the one before: all but its ranks, its end and its files."""
+    return {name: value for name, value in asdict(job).items() if name not in MAY_CHANGE}
 
 
 @contextmanager
@@ -260,7 +292,10 @@ def on_mesh(job: Job, text: bytes, device: torch.device, kept: Kept | None = Non
     with ring_of(Ring(mesh["context"], slots=SLOTS), job) as (layout, attend):
         positions = layout.positions(mesh.get_local_rank("context"))
         part = Part(dist.get_rank(), slice(first, first + each), positions, attend, gather, fully_sharded=True)
-        return Training(job, text, device, part).fit(kept)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", NO_DIST)
+            training = Training(job, text, device, part)
+        return training.fit(kept)
 
 
 def gather(x: Tensor) -> Tensor:
@@ -285,7 +320,7 @@ def as_virtual_ranks(job: Job, text: bytes, world: int, kept: Kept | None = None
             return Training(job, text, device, part).fit(kept)
 
     with threads(cores()), LocalWorld(world, device=device) as local, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of checkpoints: they are one rank's
+        warnings.filterwarnings("ignore", NO_DIST)
         run = local.run(as_virtual_rank)[0]
     run.where = f"{world} virtual ranks on {device_name(device, cores())}, memory of all together"
     return run

@@ -17,7 +17,16 @@ MOST_INT, MOST_FLOAT = 1 << 63, 1e300  # what is computed from less overflows no
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object that a regular file of at most 64 MiB holds.
+    """Return the JSON object that a regular file of at most 64 MiB holds.
+
+    Raises:
+        ValueError: it cannot be read, or is something else; the message leaves the path to the caller.
+    """
+    return parse_object(read_file(path))
+
+
+def read_file(path: Path) -> bytes:
+    """Return what a regular file of at most 64 MiB holds.
 
     Raises:
         ValueError: it cannot be read, or is something else; the message leaves the path to the caller.
@@ -27,14 +36,24 @@ def read_object(path: Path) -> dict[str, Any]:
             raise ValueError("it is no regular file")
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+    return data
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Return the object that JSON text in UTF-8 holds.
+
+    Raises:
+        ValueError: the text is something else, has NaN or nests deeply.
+    """
+    try:
         made = json.loads(data.decode(), parse_constant=_no_constant)
         if _depth(made) > MOST_DEPTH:
             raise RecursionError
         json.dumps(made, ensure_ascii=False).encode()  # half of a surrogate pair could not be written again
-    except OSError as error:
-        raise ValueError(error.strerror) from None
     except RecursionError:
         raise ValueError(f"it nests deeper than {MOST_DEPTH}") from None
     if not isinstance(made, dict):

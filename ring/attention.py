@@ -103,7 +103,8 @@ def ring_attention(
             before. Which ones is a function of seed, positions, head and batch row, by Philox4x32-10 (Salmon et al.,
             SC11): the same for every number of ranks, layout and backend.
         dropout_seed: 64 bits; None: rank 0 draws one from torch's generator and tells the others, a round trip through
-            the group's store.
+            the group's store. In a graph every rank draws and rank 0's counts: virtual ranks share a generator, so
+            give them a seed if it must repeat.
         first_head: number of this rank's first query head among those of the layer, 0 to 2^31 - 1, where heads are
             sharded (tensor parallelism): dropout counts them all, and with one seed no two shards drop alike. The same
             on all ranks of the group; in a mesh with ``H`` more at most 2^31.

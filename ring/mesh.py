@@ -67,7 +67,9 @@ class Rings(NamedTuple):
             raise
 
     def _draw_seed(self, drawn: int | None = None) -> int:
-        """The first rank's, on every rank; ``drawn``: already, by every rank for itself."""
+        """Return the first rank's seed on every rank; ``drawn``: already, by every rank for itself."""
+        if self.ulysses.rank:
+            drawn = 0  # nobody takes it; virtual ranks share a generator, of which the first rank needs the next number
         return self.ulysses._draw_seed(self.ring._draw_seed(drawn))
 
 

@@ -326,7 +326,12 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
         out, lse = joined(outs, 2).contiguous(), joined(lses, 1).contiguous()
         if rows is not None:
             out, lse = rows.unpack(out), rows.unpack_lse(lse)
-    return out, lse, _numbers(call.scores.dropout_seed, call.number)
+    return _without_base(out), _without_base(lse), _numbers(call.scores.dropout_seed, call.number)
+
+
+def _without_base(x: Tensor) -> Tensor:
+    """Return ``x`` as no view: autograd refuses to change a view that a function returned in place."""
+    return x.data if x._is_view() else x  # nobody else has the tensor that it is a view of
 
 
 def _numbers(seed: int, number: int, in_ulysses: int = 0) -> Tensor:

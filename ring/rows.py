@@ -12,6 +12,7 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -172,7 +173,9 @@ def _make_rows(rows: Rows, queries: Layout, keys: Layout, rank: int, device: tor
     whole = Documents([0, rows.length])
     documents, starts = rows.documents or (whole,) * rows.batch, range(0, rows.batch * rows.length, rows.length)
     ends = [start + end for start, row in zip(starts, documents, strict=True) for end in row.boundaries[1:]]
-    visible = torch.frombuffer(bytearray(rows.visible), dtype=torch.bool).view(rows.batch, -1)
+    # by numpy, because torch.frombuffer refuses an empty buffer: there may be no keys
+    visible = torch.from_numpy(np.frombuffer(bytearray(rows.visible), np.bool_))
+    visible = visible.view(rows.batch, len(rows.visible) // rows.batch)
     is_visible = visible[:, keys.positions(rank)].flatten()
     return PackedRows(
         rows.batch,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from ringattn.autotune.candidates import CompileResult
 from ringattn.autotune.store import Journal, merged, private_folder, save
 from ringattn.kernels import Tile, tables
+from ringattn.kernels.files import MOST_BYTES
 from ringattn.kernels.tables import RefusedTable, read, tuned
 
 from ..support.tile_tables import H200, POINT, TILE, entry, estimate, folders
@@ -22,12 +25,12 @@ Folders = tuple[Path, Path]
 
 def test_the_journal_is_reused_for_the_same_kernels(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal", "digest")
-    assert journal.get("a") is None
+    assert journal.get("a", dict) is None
     for number in range(3):
         journal.put("a", {"n": number})
     for opened in (journal, Journal(tmp_path / "journal", "digest")):
-        assert opened.get("a") == {"n": 2}
-    assert Journal(tmp_path / "journal", "other kernels").get("a") is None
+        assert opened.get("a", dict) == {"n": 2}
+    assert Journal(tmp_path / "journal", "other kernels").get("a", dict) is None
 
 
 def test_a_truncated_journal_line_is_skipped(tmp_path: Path) -> None:
@@ -36,20 +39,58 @@ def test_a_truncated_journal_line_is_skipped(tmp_path: Path) -> None:
         Journal(path, "digest").put("a", {"n": number})
     path.write_bytes(path.read_bytes()[:-10])
     journal = Journal(path, "digest")
-    assert journal.get("a") == {"n": 0}
+    assert journal.get("a", dict) == {"n": 0}
     journal.put("b", {"n": 2})
     again = Journal(path, "digest")
-    assert (again.get("a"), again.get("b")) == ({"n": 0}, {"n": 2})
+    assert (again.get("a", dict), again.get("b", dict)) == ({"n": 0}, {"n": 2})
+
+
+def line_of(value: str, key: str = '"a"', digest: str = '"digest"', more: str = "") -> str:
+    return f'{{"digest": {digest}, "key": {key}, "value": {value}{more}}}'
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", "null", "[" * 100_000, '{"digest": "digest", "key": 1, "value": 3}', "\xff\x00"]
-)
+    "line",
+    [
+        "{", "[]", "null", "[" * 100_000, "\xff\x00", line_of("3"), line_of("[]"), line_of("{}", key="1"),
+        line_of('{"n": NaN}'), line_of('{"n": 3}', more=', "m": 3'), line_of('{"n": 3}', digest="1"),
+        line_of('{"n": ' + "[" * 40 + "]" * 40 + "}"), line_of('{"n": "\\ud800"}'),
+    ],
+)  # fmt: skip
 def test_invalid_journal_lines_are_skipped(line: str, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_text(line + "\n")
+    assert Journal(path, "digest").get("a", dict) is None
     Journal(path, "digest").put("a", {"n": 1})
-    assert Journal(path, "digest").get("a") == {"n": 1}
+    assert Journal(path, "digest").get("a", dict) == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"problems": "abc"},
+        {"problems": [], "bound": "fast"},
+        {"problems": [], "bound": True},
+        {"problems": [], "a": 1},
+    ],
+)
+def test_values_of_another_kind_are_found_out_again(value: dict[str, object], tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", "digest")
+    journal.put("a", value)
+    for opened in (journal, Journal(tmp_path / "journal", "digest")):
+        assert opened.get("a", CompileResult) is None
+        opened.put("a", asdict(good := CompileResult(("slow",), 1.5, "percent")))
+        assert opened.get("a", CompileResult) == good
+
+
+def test_a_journal_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(b"\n" * (MOST_BYTES + 1))
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    for name in ("large", "fifo", "folder"):
+        with pytest.raises(ValueError, match=f"{tmp_path / name} cannot be read"):
+            Journal(tmp_path / name, "digest")
 
 
 # the tables

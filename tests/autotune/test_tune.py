@@ -332,7 +332,7 @@ def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_compiled_is_of_one_kernel_source(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(folders[0])
     journal_of(config).put("a", {"n": 1})
-    assert journal_of(replace(config, shape=replace(SHAPE, heads=4))).get("a")
-    assert not journal_of(replace(config, gpu=gpu_of_arch("sm_80"))).get("a")
+    assert journal_of(replace(config, shape=replace(SHAPE, heads=4))).get("a", dict)
+    assert not journal_of(replace(config, gpu=gpu_of_arch("sm_80"))).get("a", dict)
     monkeypatch.setattr(tune, "digest", lambda: "other kernels")
-    assert not journal_of(config).get("a")
+    assert not journal_of(config).get("a", dict)

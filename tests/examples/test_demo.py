@@ -107,7 +107,7 @@ def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch)
         return Training(job, bytes([part.rank]) * 300, device, part)
 
     monkeypatch.setattr(train, "Training", made)
-    with pytest.raises(ValueError, match="the job or its text differs between ranks"):
+    with pytest.raises(ValueError, match="text differs between ranks"):
         as_virtual_ranks(TINY, demo.text(), 2)
 
 

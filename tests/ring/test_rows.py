@@ -77,6 +77,30 @@ def test_ranks_without_queries_and_without_keys() -> None:
     check(Case(Layout.uneven([0, 20, 16]), inputs(TOKENS, batch=BATCH), hiding | {"causal": True}, sink=SINK))
 
 
+@pytest.mark.parametrize("backend", ["triton", "aten"])
+def test_no_keys_at_all(backend: str) -> None:
+    tensors = [torch.randn(2, tokens, 2, 8, requires_grad=True) for tokens in (6, 0, 0)]
+    given: dict[str, Any] = {"layout": Layout([[(0, 6)]]), "kv_layout": Layout([[]]), "backend": backend}
+    out, lse = ring_attention(*tensors, cu_seqlens=[[0, 3, 6], [0, 2, 6]], return_lse=True, **given)
+    assert out.count_nonzero() == 0 and torch.equal(lse, torch.full((2, 2, 6), -torch.inf))
+    grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
+    assert [grad.shape for grad in grads] == [x.shape for x in tensors] and grads[0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("backend", ["triton", "aten"])
+@pytest.mark.parametrize("call", [{}, {"key_mask": HOLES}])
+def test_results_may_be_changed_in_place(call: dict[str, Any], backend: str) -> None:
+    """As those of other functions: the backward says which tensor it would have needed."""
+    leaves = [x.requires_grad_() for name, x in inputs(TOKENS, batch=BATCH).items() if name in "qkv"]
+    for number in range(2):
+        result = ring_attention(*leaves, return_lse=True, backend=backend, **call)[number]
+        before = result.detach().clone()
+        result.mul_(2)
+        assert torch.equal(result, 2 * before)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+
+
 def test_in_the_kernels() -> None:
     whole = inputs(TOKENS, (4, 2), batch=BATCH)
     check(Case(Layout.zigzag(TOKENS, 2), whole, HIDING["all"] | {"causal": True, "backend": "triton"}))

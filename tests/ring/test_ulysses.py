@@ -84,6 +84,25 @@ def test_keys_of_their_own(mesh: tuple[int, int], through_lse: bool) -> None:
     check(case_of(mesh, call, queries, kv_layout=keys, through_lse=through_lse, sink=SINK))
 
 
+@pytest.mark.parametrize("backend", ["triton", "aten"])
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 2), None])
+def test_no_batch_rows(mesh: tuple[int, int] | None, backend: str) -> None:
+    """Tensors without elements have any strides, in gradients too."""
+
+    def of_rank(group: LocalGroup) -> list[torch.Size]:
+        ranks = group.size()
+        leaves = [torch.randn(0, TOKENS // ranks, 4, 8, requires_grad=True) for _ in range(3)]
+        out, lse = ring_attention(
+            *leaves, group=group if mesh is None else group.mesh(*mesh), layout="zigzag", return_lse=True,
+            backend=backend,
+        )  # fmt: skip
+        grads = torch.autograd.grad(out.sum() + lse.sum(), leaves)
+        return [x.shape for x in grads] + [x.shape for x in leaves]
+
+    for shapes in run_ranks(2 if mesh is None else mesh[0] * mesh[1], of_rank):
+        assert shapes[:3] == shapes[3:]
+
+
 def test_boundaries_that_are_read_once() -> None:
     def of_rank(group: LocalGroup) -> bool:
         leaves, mesh, documents = qkv(group), group.mesh(2, 2), [0, 5, 24]
@@ -175,6 +194,21 @@ def test_one_seed_for_all_ranks() -> None:
     """Drawn by the first rank of both dimensions, and counted by all its heads."""
     seeds = run_ranks(6, lambda group: drawn(group.mesh(3, 2)))
     assert len({*seeds}) == 1
+
+
+def test_one_rank_draws_the_seed() -> None:
+    """Virtual ranks share torch's generator: a second draw could be the first one's number, by the order of threads."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        seed, state = int(torch.randint(2**63 - 1, (), dtype=torch.int64)), torch.get_rng_state()
+        for shape in ((3, 2), (1, 6), (6, 1)):
+            torch.manual_seed(5)
+            assert run_ranks(6, partial(drawn_over, shape)) == [seed] * 6
+            assert torch.equal(torch.get_rng_state(), state)
+
+
+def drawn_over(shape: tuple[int, int], group: LocalGroup) -> int:
+    return drawn(group.mesh(*shape))
 
 
 def drawn(mesh: LocalMesh) -> int:

@@ -1,0 +1,279 @@
+"""Checkpoints: what a planted, damaged or foreign one does, and which one a run continues from."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ringattn.examples import demo
+from ringattn.examples.checkpoint import METADATA, find_latest, load_state, save_state
+from ringattn.examples.compare import alone
+from ringattn.examples.demo import Job
+from ringattn.examples.train import MAY_CHANGE, JobError, as_virtual_ranks, check_checkpoint, on_mesh
+
+from ..support.forked import Ending, ending, results
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+CPU = torch.device("cpu")
+TINY = Job(seqlen=31, steps=2, layers=1, heads=2, kv_heads=1, head_dim=8, block=0, lr=1e-3, batch=2, every=1)
+LR = "optimizer.param_groups.0.lr"
+
+Damage = Callable[[Path], object]
+
+
+class Command:
+    """An object whose unpickling runs a command, which makes the file ``mark``."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return subprocess.check_call, (["touch", str(self.mark)],)
+
+
+def written(folder: Path, **changed: Any) -> Job:
+    """Return a job that has written its checkpoints in ``folder``, of the steps 1 and 2."""
+    job = replace(TINY, checkpoint=str(folder), **changed)
+    as_virtual_ranks(job, demo.text(), 1)
+    return job
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return written(tmp_path_factory.mktemp("runs"))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# -- ways to damage the checkpoint in a folder; the mark must not appear
+
+
+def mark(path: Path) -> Path:
+    return path.parents[1] / "mark"
+
+
+def plant(path: Path) -> None:
+    (path / METADATA).write_bytes(pickle.dumps(Command(mark(path))))
+
+
+def torchs_metadata(path: Path) -> Any:
+    """Return the metadata with the very classes that torch wrote, to be written again."""
+    return pickle.loads((path / METADATA).read_bytes())
+
+
+def plant_within(path: Path) -> None:
+    """A command inside of metadata that are right otherwise."""
+    metadata = torchs_metadata(path)
+    metadata.planner_data = Command(mark(path))
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def plant_for_a_rank(path: Path) -> None:
+    """In the files that torch reads where it cannot read the other one."""
+    (path / METADATA).write_bytes(b"")
+    for rank in range(2):
+        (path / f"__{rank}{METADATA}").write_bytes(pickle.dumps(Command(mark(path))))
+
+
+def plant_entry(path: Path, name: str = LR) -> None:
+    """In the place of a number, or of a tensor, for which torch unpickles the entry."""
+    metadata, planted = torchs_metadata(path), io.BytesIO()
+    torch.save(Command(mark(path)), planted)
+    number = next(index for index in metadata.storage_data if index.fqn == LR)
+    data = path / metadata.storage_data[number].relative_path
+    entry = replace(metadata.storage_data[number], offset=data.stat().st_size, length=len(planted.getvalue()))
+    data.write_bytes(data.read_bytes() + planted.getvalue())
+    metadata.state_dict_metadata[name] = metadata.state_dict_metadata[LR]
+    metadata.storage_data[replace(number, fqn=name)] = entry
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def name_a_class(path: Path) -> None:
+    (path / METADATA).write_bytes(pickle.dumps([io.StringIO]))
+
+
+def name_a_file_outside(path: Path) -> None:
+    metadata = torchs_metadata(path)
+    next(iter(metadata.storage_data.values())).relative_path = f"../{path.name}/__0_0.distcp"
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def truncate(name: str, path: Path) -> None:
+    file = path / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+DAMAGES: dict[str, Damage] = {
+    "command": plant,
+    "command within": plant_within,
+    "command for a rank": plant_for_a_rank,
+    "command as a number": plant_entry,
+    "command as a tensor": partial(plant_entry, name="model.embed.weight"),
+    "class": name_a_class,
+    "file outside": name_a_file_outside,
+    "no metadata but a list": lambda path: (path / METADATA).write_bytes(pickle.dumps([])),
+    "truncated metadata": partial(truncate, METADATA),
+    "truncated job": partial(truncate, "job.json"),
+    "no job": lambda path: (path / "job.json").unlink(),
+    "truncated tensors": partial(truncate, "__0_0.distcp"),
+    "no tensors": lambda path: (path / "__0_0.distcp").unlink(),
+}
+
+
+REASONS = {
+    "command": "subprocess.check_call", "command within": "subprocess.check_call",
+    "command as a number": "WeightsUnpickler", "command as a tensor": "WeightsUnpickler",
+    "class": "_io.StringIO", "file outside": "no file of this folder", "no tensors": "no file of this folder",
+}  # fmt: skip
+"""Why a folder is refused; the other damages are found by whatever comes upon them first."""
+
+
+def test_metadata_that_are_written_again_are_accepted(finished: Job, tmp_path: Path) -> None:
+    """So that what is refused below is refused for what it holds."""
+    shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
+    path = tmp_path / "runs" / "00000002"
+    (path / METADATA).write_bytes(pickle.dumps(torchs_metadata(path)))
+    assert len(alone(replace(finished, checkpoint=str(path.parent)), demo.text(), CPU).run.losses) == 2
+
+
+def test_the_command_would_run(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Command(tmp_path / "mark")))
+    assert (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_refused(name: str, finished: Job, tmp_path: Path) -> None:
+    shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
+    DAMAGES[name](tmp_path / "runs" / "00000002")
+    before = contents(tmp_path)
+    with pytest.raises(JobError, match=f"--checkpoint {tmp_path / 'runs'}") as refused:
+        alone(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")), demo.text(), CPU)
+    cause = refused.value.__cause__
+    assert cause is not None
+    assert REASONS.get(name, "") in f"{refused.value} {cause!r} {cause.__cause__!r}"
+    assert contents(tmp_path) == before  # no mark, and the older checkpoint is there
+
+
+def test_a_planted_command_is_named_before_any_rank_starts(finished: Job, tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "00000002"
+    shutil.copytree(str(finished.checkpoint), path.parent)
+    plant(path)
+    with pytest.raises(ValueError, match=rf"--checkpoint {path}.*subprocess\.check_call"):
+        check_checkpoint(replace(finished, checkpoint=str(path.parent)))
+    assert not mark(path).exists()
+
+
+def go_on(rank: int, job: Job, places: list[list[Path]]) -> list[Ending]:
+    """Go on where rank 0 or 1 sees a folder ``runs`` of its own, as on machines that do not share one."""
+    ends = []
+    for place in places[rank]:
+        os.chdir(place)
+        ends.append(ending(lambda: on_mesh(job, demo.text(), CPU)))
+    return ends
+
+
+def test_two_ranks_refuse_alike_and_continue_from_the_last(finished: Job, tmp_path: Path) -> None:
+    """Damaged folders, and folders that are not the same on both ranks: an error on each, and nothing hangs."""
+    good, job = tmp_path / "good", replace(finished, steps=3, checkpoint="runs")
+    shutil.copytree(str(finished.checkpoint), good / "runs")
+    others: dict[str, dict[str, Any]] = {"none": {}, "older": {"steps": 1}, "other": {"lr": 1.0}, "same steps": {}}
+    for name, changed in others.items():
+        (tmp_path / name).mkdir()
+        if name != "none":
+            written(tmp_path / name / "runs", **changed)
+    places = [[good, tmp_path / name] for name in others]
+    for name in ("command", "command for a rank", "command as a number", "truncated metadata", "truncated tensors"):
+        shutil.copytree(good, tmp_path / name)
+        DAMAGES[name](tmp_path / name / "runs" / "00000002")
+        places.append([good if name == "truncated tensors" else tmp_path / name, tmp_path / name])
+    places.append([good, good])
+    before = contents(tmp_path)
+    ends = results(2, partial(go_on, job=job, places=[[*column] for column in zip(*places, strict=True)]))
+    *refused, last = zip(*ends, strict=True)
+    for pair, both in zip(places[:-1], refused, strict=True):
+        assert [kind for kind, *_ in both] == ["JobError"] * 2, (pair, both)
+        assert all("--checkpoint runs" in text for _, text, _ in both), (pair, both)
+    assert [text for _, text, _ in last] == ["", ""]
+    after = contents(tmp_path)  # no mark; no checkpoint was lost or written again
+    assert before.items() <= after.items() and {path.parent for path in {*after} - {*before}} == {
+        good / "runs" / "00000003"
+    }
+
+
+def test_a_refused_checkpoint_ends_the_command(finished: Job, tmp_path: Path) -> None:
+    """Tensors are read while the ranks run."""
+    shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
+    DAMAGES["truncated tensors"](tmp_path / "runs" / "00000002")
+    flags = [f"--{name.replace('_', '-')}={getattr(finished, name)}" for name in OTHERS]
+    result = CliRunner().invoke(demo.script, [*flags, "--world=1", "--steps=3", f"--checkpoint={tmp_path / 'runs'}"])
+    assert result.exit_code == 2 and "--checkpoint" in result.output, result.output
+
+
+# -- which job may continue, and from where
+
+
+OTHERS: dict[str, Any] = {
+    "seqlen": 32, "layers": 2, "heads": 1, "kv_heads": 2, "head_dim": 4, "layout": "contiguous", "dtype": "bfloat16",
+    "lr": 2e-3, "seed": 1, "batch": 4,
+}  # fmt: skip
+
+
+def test_every_field_of_a_job_may_change_or_not() -> None:
+    assert {field.name for field in fields(Job)} == MAY_CHANGE | {*OTHERS}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_job_is_refused(name: str, finished: Job) -> None:
+    other = replace(finished, **{name: OTHERS[name]})
+    with pytest.raises(ValueError, match=f"another job: {name} {getattr(finished, name)!r}, here {OTHERS[name]!r}"):
+        check_checkpoint(other)
+    with pytest.raises(JobError, match=f"another job: {name} "):
+        alone(other, demo.text(), CPU)
+
+
+def test_what_may_change_is_accepted(finished: Job) -> None:
+    changes: list[dict[str, Any]] = [{"steps": 9}, {"data": 2}, {"block": 7}, {"every": 5}]
+    for changed in changes:
+        other = replace(finished, **changed)
+        check_checkpoint(other)
+        assert len(alone(other, demo.text(), CPU).run.losses) == finished.steps
+
+
+def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
+    assert find_latest(tmp_path / "none") is find_latest(tmp_path) is None
+    for name in ("00000002", "00000010", "99999999", "100000000", "200", "old", "00000300"):
+        (tmp_path / name).mkdir()
+        if name != "00000300":  # which was not finished
+            (tmp_path / name / METADATA).touch()
+    assert find_latest(tmp_path) == tmp_path / "100000000"
+
+
+def test_a_run_continues_from_the_last_checkpoint(finished: Job, tmp_path: Path) -> None:
+    """With the weights, Adam's state and the losses of that step."""
+    shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
+    whole = as_virtual_ranks(replace(TINY, steps=3), demo.text(), 1)
+    run = as_virtual_ranks(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")), demo.text(), 1)
+    assert len(run.seconds) == 1 and run.losses == whole.losses
+
+
+def test_entries_that_are_no_tensors_are_kept(tmp_path: Path) -> None:
+    """Numbers, text and containers of them, as optimizers have them."""
+    state: dict[str, Any] = {"betas": (0.9, 0.95), "name": "Adam", "step": torch.tensor(3.0), "groups": [{"lr": 0.1}]}
+    save_state(tmp_path / "a", state, {}, no_dist=True)
+    found: dict[str, Any] = {"betas": (0.0, 0.0), "name": "", "step": torch.zeros(()), "groups": [{"lr": 0.0}]}
+    load_state(tmp_path / "a", found)
+    assert found == state
