@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
-import os
 import queue
 import threading
 import time
@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
@@ -24,43 +23,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from .kept import CONNECTION, kept_of
+from .processes import has_ended, own_process, shut_socket
 from .transport import TransportError, decoded, encoded
 from .transports.local import DEFAULT_TIMEOUT, Hub, LocalGroup, WorldAborted
 
-PROC = Path("/proc")
-STATE, START = 0, 19  # fields of /proc/PID/stat behind the name, counted from 0
-ENDED = "ZX"  # states of a process that runs no more, though nobody has asked for its exit code yet
-
-
-def own_process() -> list[str]:
-    """This process by what no other has: machine and process namespace, number and start time."""
-    return [_machine(), str(os.getpid()), _stat(str(os.getpid()))[START]]
-
-
-def has_ended(process: object) -> bool:
-    """Whether the process that told this has ended; False where it runs, or cannot be seen from here."""
-    match process:
-        case [str(machine), str(number), str(start)] if machine and machine == _machine():
-            stat = _stat(number)
-            return stat[STATE] in ENDED or stat[START] != start
-    return False
-
-
-def _machine() -> str:
-    """The same in all processes that see each other's numbers; "" where the system does not tell."""
-    try:
-        return (PROC / "sys/kernel/random/boot_id").read_text().strip() + os.readlink(PROC / "self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _stat(number: str) -> list[str]:
-    try:
-        return (PROC / number / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return [ENDED[-1], *[""] * START]
-
-
+# What a rank that gives up, or leaves, grants the store for its last words.
+LAST_SECONDS = 1.0
+# How often `gather` looks for the others' values: at first so that ranks in step lose nothing, later so that 1,000
+# ranks that wait for one do not keep the store busy.
+FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 2e-4, 2e-2
 # Nobody ever sends with this tag: a receive of it always times out.
 INTERRUPT_TAG = 20000
 
@@ -79,6 +50,20 @@ def connection_closed(group: dist.ProcessGroup, peer: int) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def server_gone(seconds: float) -> str:
+    """Return words for an error about the store if rank 0 of the job is seen to be gone in that time, else ""."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.rank() == 0:
+        return ""
+    begun, pause = time.monotonic(), LONGEST_POLL_SECONDS
+    while not connection_closed(world, 0):  # its connections break one after the other
+        if time.monotonic() - begun >= seconds:
+            return ""
+        time.sleep(pause)
+        pause *= 2
+    return ", and so is rank 0 of the job, which serves it unless the launcher does"
 
 
 def receive_nothing(group: dist.ProcessGroup, peer: int) -> dist.Work:
@@ -123,8 +108,11 @@ class Connection(Protocol):
     def tell(self, do: Callable[[Store], object]) -> None:
         """Have it done soon; nobody waits for it, and a store that fails is no error."""
 
-    def hopeless(self, missing: Sequence[int]) -> TransportError | None:
-        """Why nothing will come from these ranks any more, where that is known; who waits asks again and again."""
+    def hopeless(self, missing: Sequence[int], timeout: float) -> TransportError | None:
+        """Why nothing will come from these ranks any more, where that is known; who waits asks again and again.
+
+        `timeout`: seconds that the look may take.
+        """
 
     def close(self) -> None:
         """End the connection. Idempotent."""
@@ -167,6 +155,7 @@ class StoreConnection(Connection):
         self._gone: str | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         thread = threading.Thread(target=_serve, args=(self._jobs,), name="ringattn-store", daemon=True)
+        _SERVING[thread] = self._jobs
         thread.start()
         self._store = store
         try:
@@ -174,7 +163,8 @@ class StoreConnection(Connection):
         except BaseException:
             self._jobs.put(None)
             raise
-        self._stop = weakref.finalize(self, _end, self._jobs, thread)
+        self._stop = weakref.finalize(self, self._jobs.put, None)
+        self._stop.atexit = False
 
     def ask(self, do: Callable[[Store], T], timeout: float) -> T:
         """See `Connection.ask`. A store that failed once is not asked again: torch prints a stack trace each time."""
@@ -195,9 +185,10 @@ class StoreConnection(Connection):
             return answer.result(timeout)
         except TimeoutError:
             answer.cancel()
-            raise TransportError(f"the store of the group has not answered for {timeout:g} s") from None
+            gone = server_gone(0.0)
+            raise TransportError(f"the store of the group has not answered for {timeout:g} s{gone}") from None
         except dist.DistError as error:
-            self._gone = f"the store of the group is gone: {str(error).splitlines()[0]}"
+            self._gone = f"the store of the group is gone{server_gone(LAST_SECONDS)}: {str(error).splitlines()[0]}"
             raise TransportError(self._gone) from error
 
     def tell(self, do: Callable[[Store], object]) -> None:
@@ -210,7 +201,7 @@ class StoreConnection(Connection):
         if self._gone is None:
             self._jobs.put(job)
 
-    def hopeless(self, missing: Sequence[int]) -> TransportError | None:
+    def hopeless(self, missing: Sequence[int], timeout: float) -> TransportError | None:
         """A rank is seen to be gone by its connection where the group has gloo, by its process on the same machine.
 
         Nothing is known of a rank on another host whose group has NCCL alone, nor of one there that was killed before
@@ -223,7 +214,7 @@ class StoreConnection(Connection):
             if connection_closed(group, rank):
                 return TransportError(f"rank {rank} is gone: its connection to rank {group.rank()} is closed")
             key = f"{self.prefix}process/{rank}"
-            process = self.ask(lambda store, key=key: store.get(key) if store.check([key]) else b"null", ANSWER_SECONDS)  # type: ignore[misc]
+            process = self.ask(lambda store, key=key: store.get(key) if store.check([key]) else b"null", timeout)  # type: ignore[misc]
             if has_ended(decoded(process, key)):
                 return TransportError(f"rank {rank} is gone: its process has ended")
         return None
@@ -276,11 +267,29 @@ def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del job  # it holds the caller's values until the next one comes
 
 
-def _end(jobs: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
-    # Also at exit, before the interpreter is taken down: a thread that returns from C++ after that ends the process.
-    jobs.put(None)
-    if thread is not threading.current_thread():
-        thread.join(1.0)
+# The threads that speak to stores, with their jobs.
+_SERVING: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Callable[[], None] | None]] = (
+    weakref.WeakKeyDictionary()
+)
+# How often the end of the process looks at a thread whose store does not answer.
+SHUT_SECONDS = 0.1
+
+
+@atexit.register
+def _end_all() -> None:
+    """Wait for every thread that speaks to a store: returning into an interpreter that is gone aborts the process.
+
+    A store that does not answer is given up after LAST_SECONDS: its socket is shut, so that the blocked call returns.
+    """
+    serving = [*_SERVING.items()]
+    for _, jobs in serving:
+        jobs.put(None)
+    for thread, _ in serving:
+        thread.join(LAST_SECONDS)
+        while thread.is_alive():
+            if not shut_socket(thread):
+                return thread.join(ANSWER_SECONDS)
+            thread.join(SHUT_SECONDS)
 
 
 class LocalConnection(Connection):
@@ -299,7 +308,7 @@ class LocalConnection(Connection):
     def tell(self, do: Callable[[Store], object]) -> None:
         self.ask(do, 0.0)
 
-    def hopeless(self, missing: Sequence[int]) -> TransportError | None:
+    def hopeless(self, missing: Sequence[int], timeout: float) -> TransportError | None:
         """Another rank raised, or has returned from what the world runs."""
         failure = self._hub.failure
         if failure is not None:
@@ -313,13 +322,6 @@ class LocalConnection(Connection):
 
     def close(self) -> None:
         """Nothing to give back: the store goes with its world."""
-
-
-# What a rank that gives up, or leaves, grants the store for its last words.
-LAST_SECONDS = 1.0
-# How often `gather` looks for the others' values: at first so that ranks in step lose nothing, later so that 1,000
-# ranks that wait for one do not keep the store busy.
-FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 2e-4, 2e-2
 
 
 class Control:
@@ -468,9 +470,13 @@ class Control:
         data_by_key = self._connection.ask(go, self._within(timeout))
         return {key: decoded(data, self._prefix + key) for key, data in data_by_key.items()}
 
-    def hopeless(self, missing: Sequence[int]) -> TransportError | None:
-        """Why nothing will come from these ranks any more, where that is known."""
-        return self._connection.hopeless(missing)
+    def hopeless(self, missing: Sequence[int], timeout: float | None = None) -> TransportError | None:
+        """Why nothing will come from these ranks any more, where that is known.
+
+        Raises:
+            TransportError: the store is gone, or has not answered after `timeout` seconds or `patience`.
+        """
+        return self._connection.hopeless(missing, min(self._within(timeout), ANSWER_SECONDS))
 
     def count(self, key: str, more: int) -> int:
         """Add to a number that all ranks share, at first 0; what it is then. Waits for no other rank.
@@ -545,10 +551,12 @@ class Control:
         begun, pause = time.monotonic(), FIRST_POLL_SECONDS
         missing = list(wanted)
 
+        def left() -> float:
+            return min(max(begun + timeout - time.monotonic(), LAST_SECONDS), ANSWER_SECONDS)
+
         def there(keys: Sequence[str]) -> bool:
             full = [self._prefix + key for key in keys]
-            left = begun + timeout - time.monotonic()
-            return self._connection.ask(lambda store: store.check(full), min(max(left, LAST_SECONDS), ANSWER_SECONDS))
+            return self._connection.ask(lambda store: store.check(full), left())
 
         def all_there(ranks: Sequence[int]) -> bool:
             return there([wanted[rank] for rank in ranks])
@@ -558,7 +566,7 @@ class Control:
             while True:
                 now, reason = time.monotonic(), stop() if stop is not None else None
                 # Before the look: a rank may leave its value and be gone, and that value is still an answer.
-                hopeless = self._connection.hopeless(missing[:1])
+                hopeless = self._connection.hopeless(missing[:1], left())
                 if all_there(missing[:1]):
                     break
                 error = hopeless if reason is None else TransportError(f"{what}: {reason}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -42,14 +44,41 @@ def on_device(device: torch.device) -> Iterator[None]:
             exchange_capture_mode(before)
 
 
+# A call of a GPU's driver may never return: what the end of a process that uses one grants each thread.
+DRIVER_SECONDS = 60.0
+_ENDING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def join_at_exit(thread: threading.Thread) -> None:
+    """Wait for a thread that was told to end, without a limit if the process does not use CUDA.
+
+    A thread that returns from C++ into an interpreter that is being taken down aborts the process.
+    """
+    thread.join(DRIVER_SECONDS if torch.cuda.is_initialized() else None)  # type: ignore[no-untyped-call]
+
+
+def wait_at_exit_for(thread: threading.Thread) -> None:
+    """Let the end of the process wait for a thread that ends by itself."""
+    _ENDING.add(thread)
+
+
+@atexit.register
+def _join_all() -> None:
+    while alive := [thread for thread in list(_ENDING) if thread.is_alive()]:  # one may start another
+        for thread in alive:
+            join_at_exit(thread)
+            _ENDING.discard(thread)
+
+
 def start(do: Callable[[], object], device: torch.device, name: str) -> threading.Thread:
-    """Do something in a thread of its own, on a device; it does not keep the process from ending."""
+    """Do something that ends by itself in a thread of its own, on a device; the end of the process waits for it."""
 
     def run() -> None:
         with on_device(device):
             do()
 
     thread = threading.Thread(target=run, name=f"ringattn-{name}", daemon=True)
+    wait_at_exit_for(thread)
     thread.start()
     return thread
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .cuda_threads import on_device
+from .cuda_threads import on_device, wait_at_exit_for
 
 Edge = tuple[int, int]
 """(source, destination), ranks of the group."""
@@ -279,6 +279,7 @@ class TransportBase(Transport):
         expired = threading.Event()
 
         def expire() -> None:
+            wait_at_exit_for(threading.current_thread())
             expired.set()
             with on_device(self._device):
                 self.abort(late)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..control import INTERRUPT_TAG, Control, control_of, receive_nothing
+from ..cuda_threads import join_at_exit
 from ..limits import NO_LIMITS, Limits
 from ..transport import (
     DONE,
@@ -35,7 +36,7 @@ from .lanes import StreamLane
 # zero would mean the group's own timeout
 AT_ONCE = timedelta(milliseconds=1)
 
-# what the end of a process grants a transfer that has just been interrupted
+# what the end of a process grants a transfer that nothing interrupts
 FAREWELL_SECONDS = 1.0
 
 Work = Callable[[], None]
@@ -75,12 +76,14 @@ class HostStream:
     What fails once has failed for good: what was sent on from a failed transfer would be garbage, so that everything
     submitted later fails with the same words.
 
-    `interrupt` makes the work that runs right now raise; it is called from another thread, at most once.
+    `interrupt` makes the work that runs right now raise, and returns whether it can; it is called from another thread,
+    at most once.
     """
 
-    def __init__(self, name: str, interrupt: Work) -> None:
+    def __init__(self, name: str, interrupt: Callable[[], bool]) -> None:
         self._name = name
         self._interrupt = interrupt
+        self._ends = True  # the thread, once it is told to
         self._queue: queue.SimpleQueue[tuple[Work, HostFence] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting: deque[HostFence] = deque()  # of what runs, and of what is queued
@@ -113,7 +116,7 @@ class HostStream:
             while self._waiting:
                 self._waiting.popleft().finish(self._problem)
         if running:
-            self._interrupt()
+            self._ends = self._interrupt()
 
     def close(self) -> None:
         """End the thread, after what is queued."""
@@ -156,7 +159,10 @@ class HostStream:
         self.abort("the process ends")
         self.close()
         if self._thread is not None:
-            self._thread.join(FAREWELL_SECONDS)
+            if self._ends:
+                join_at_exit(self._thread)
+            else:
+                self._thread.join(FAREWELL_SECONDS)
 
 
 @functools.cache
@@ -180,7 +186,7 @@ TAGS = 8192
 _OPENED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def _interrupt(group: dist.ProcessGroup | None) -> None:
+def _interrupt(group: dist.ProcessGroup | None) -> bool:
     """End every transfer of the group in flight, in both directions; from any thread. The group is of no use then.
 
     A receive that times out closes every connection of its gloo context, and whoever waits for one, in any thread, is
@@ -188,9 +194,14 @@ def _interrupt(group: dist.ProcessGroup | None) -> None:
     timeout on the pending work itself could take the news of its end from the thread that waits for it.
 
     Other host backends have no such thing: nothing happens there.
+
+    Returns:
+        True if no transfer of the group is left in flight.
     """
-    if group is None or "gloo" not in dist.get_backend_config(group):
-        return
+    if group is None:
+        return True
+    if "gloo" not in dist.get_backend_config(group):
+        return False
     for peer in range(group.size()):
         if peer == group.rank():
             continue
@@ -199,7 +210,8 @@ def _interrupt(group: dist.ProcessGroup | None) -> None:
         except RuntimeError as error:
             # Where the connection to this peer is broken already, the receive ends before its time: try the next.
             if "Timed out" in str(error):
-                return
+                break
+    return True
 
 
 class ProcessGroupTransport(TransportBase):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..control import Control, control_of
-from ..cuda_threads import HOST, on_device, within
+from ..cuda_threads import HOST, join_at_exit, on_device, within
 from ..groups import Group
 from ..kept import end_destroyed
 from ..transport import Fence, Transport, TransportError
@@ -374,8 +374,6 @@ class Watch:
 EXIT_CODE = 75
 # A pipe that nobody reads must not keep the process.
 FLUSH_SECONDS = 1.0
-# What the end of a process grants a tick that is under way.
-FAREWELL_SECONDS = 1.0
 
 
 class Watchdog:
@@ -400,7 +398,7 @@ class Watchdog:
         self._end.set()
         thread = self._thread
         if thread is not None:
-            thread.join(FAREWELL_SECONDS)
+            join_at_exit(thread)
 
     def _run(self) -> None:
         while not self._end.wait(TICK_SECONDS):

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from ringattn.comm import LocalGroup, LocalWorld, TransportError
+from ringattn.comm import LocalGroup, LocalWorld, TransportError, processes
 from ringattn.comm import control as control_module
 from ringattn.comm.control import (
     Control,
@@ -28,12 +28,11 @@ from ringattn.comm.control import (
     StoreConnection,
     connect,
     control_of,
-    has_ended,
-    own_process,
 )
+from ringattn.comm.processes import has_ended, own_process
 from ringattn.comm.transports.local import Hub
 
-from ..support.forked import Ranks, serve
+from ..support.forked import Ranks, ending, join, serve
 from ..support.transport_cases import HANGS, until
 from ..support.watch_cases import MemoryConnection
 
@@ -163,7 +162,7 @@ def test_a_process_that_has_ended(asked_for: bool, tmp_path: Path, monkeypatch: 
     assert not has_ended([machine, number, start])
     assert has_ended([machine, number, "1"])  # its number was given to another
     child = subprocess.Popen(["sleep", "60"])
-    who = [machine, str(child.pid), control_module._stat(str(child.pid))[control_module.START]]
+    who = [machine, str(child.pid), processes._stat(str(child.pid))[processes.START]]
     assert not has_ended(who)
     child.kill()
     if asked_for:
@@ -172,7 +171,7 @@ def test_a_process_that_has_ended(asked_for: bool, tmp_path: Path, monkeypatch: 
     child.wait()
     for unknown in (["another machine", *who[1:]], ["", *who[1:]], [*who, 1], "1", None):
         assert not has_ended(unknown)
-    monkeypatch.setattr(control_module, "PROC", tmp_path)  # a system that tells nothing
+    monkeypatch.setattr(processes, "PROC", tmp_path)  # a system that tells nothing
     assert not has_ended(own_process())
 
 
@@ -251,6 +250,76 @@ def test_an_unresponsive_store_blocks_no_rank(host: StoreHost) -> None:
     host.signal(signal.SIGCONT)
     control.patience = HANGS
     assert control.look("x") == 1  # it was only slow: asked again, it answers
+
+
+def test_a_look_for_gone_ranks_takes_no_longer_than_the_wait(host: StoreHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "ANSWER_SECONDS", HANGS)
+    monkeypatch.setattr(control_module, "connection_closed", lambda group, peer: False)
+    connection = of_a_group(host.client())
+    host.stop()
+    with pytest.raises(TransportError, match=r"has not answered for 0\.3 s"):
+        Control(connection, 0, 2, "test/", 0.3).hopeless([1])
+    looks: list[float] = []
+    memory = MemoryConnection(HashStore())
+    monkeypatch.setattr(memory, "hopeless", lambda missing, timeout: looks.append(timeout))
+    with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.2 s"):
+        Control(memory, 0, 2, "test/").gather(0, what="shapes", timeout=0.2)
+    assert looks
+    assert max(looks) <= control_module.LAST_SECONDS
+
+
+def of_a_group(store: Store) -> StoreConnection:
+    """A connection that looks for gone ranks whenever it is asked."""
+    connection = StoreConnection(store, group=Mock(rank=Mock(return_value=0)))
+    connection._looks = Mock(due=Mock(return_value=True))
+    return connection
+
+
+def test_a_rank_whose_process_has_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "connection_closed", lambda group, peer: False)
+    child = subprocess.Popen(["sleep", "60"])
+    machine, _, _ = own = own_process()
+    ended = [machine, str(child.pid), processes._stat(str(child.pid))[processes.START]]
+    child.kill()
+    child.wait()
+    connection = of_a_group(HashStore())
+    control = Control(connection, 0, 4, "", HANGS)
+    control.exchange({"process/1": own, "process/2": ended})  # rank 3 has told nothing
+    assert control.hopeless([1, 3]) is None
+    assert str(control.hopeless([1, 2, 3])) == "rank 2 is gone: its process has ended"
+
+
+def test_what_nobody_waits_for_may_fail() -> None:
+    connection = StoreConnection(HashStore())
+
+    def fail(store: Store) -> None:
+        raise dist.DistError("the store is gone")
+
+    connection.tell(fail)
+    assert connection.ask(lambda store: store.num_keys(), HANGS) == 0
+
+
+def connect_late(rank: int, pipe: Connection) -> None:
+    store = serve() if rank == 0 else pipe.recv()
+    if rank == 0:
+        pipe.send(store.port)
+    join(rank, 2, store)
+    pipe.send("joined")
+    pipe.recv()
+    assert dist.group.WORLD is not None
+    pipe.send(ending(lambda: control_of(dist.group.WORLD, 2.0)))  # type: ignore[arg-type]
+
+
+def test_a_rank_0_that_is_killed_while_others_connect_is_named() -> None:
+    with Ranks(2, connect_late) as ranks:
+        ranks.ends[1].send(ranks.receive(0))
+        assert [ranks.receive(rank) for rank in range(2)] == ["joined"] * 2
+        ranks.processes[0].kill()
+        ranks.processes[0].join()
+        ranks.ends[1].send("connect")
+        kind, text, _ = ranks.receive(1)
+    assert kind == "TransportError"
+    assert "rank 0" in text
 
 
 def test_no_wait_is_longer_than_the_patience_of_a_control() -> None:

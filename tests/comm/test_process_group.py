@@ -19,7 +19,7 @@ from ..support.transport_cases import until
 
 
 def test_work_runs_in_order_and_behind_its_caller() -> None:
-    stream, gate, order = HostStream("test", lambda: None), threading.Event(), []
+    stream, gate, order = HostStream("test", lambda: True), threading.Event(), []
     fences = [stream.submit(gate.wait)]  # type: ignore[arg-type]
     fences += [stream.submit(lambda number=number: order.append(number)) for number in range(20)]  # type: ignore[misc]
     assert not any(fence.done() for fence in fences)
@@ -31,7 +31,7 @@ def test_work_runs_in_order_and_behind_its_caller() -> None:
 
 
 def test_failed_work_stays_failed() -> None:
-    stream, gate = HostStream("test", lambda: None), threading.Event()
+    stream, gate = HostStream("test", lambda: True), threading.Event()
 
     def fail() -> None:
         gate.wait()
@@ -49,7 +49,7 @@ def test_failed_work_stays_failed() -> None:
 
 
 def test_tensors_are_released() -> None:
-    stream, tensor = HostStream("test", lambda: None), torch.zeros(3)
+    stream, tensor = HostStream("test", lambda: True), torch.zeros(3)
     gone = weakref.ref(tensor)
     stream.submit(lambda tensor=tensor: tensor.add_(1)).wait()  # type: ignore[misc]
     del tensor
@@ -60,7 +60,6 @@ def test_tensors_are_released() -> None:
 def test_process_exit_waits_for_running_work(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[Work] = []
     monkeypatch.setattr(atexit, "register", ends.append)
-    monkeypatch.setattr(process_group, "FAREWELL_SECONDS", 60.0)
     process_group._streams.cache_clear()
     begun, interrupted, returned = threading.Event(), threading.Event(), threading.Event()
 
@@ -70,8 +69,12 @@ def test_process_exit_waits_for_running_work(monkeypatch: pytest.MonkeyPatch) ->
         time.sleep(0.1)
         returned.set()
 
+    def interrupt() -> bool:
+        interrupted.set()
+        return True
+
     try:
-        fence = HostStream("test-end", interrupted.set).submit(work)
+        fence = HostStream("test-end", interrupt).submit(work)
         assert begun.wait(60)
         (end,) = ends
         end()

@@ -42,7 +42,7 @@ class MemoryConnection:
     def tell(self, do: Callable[[Any], object]) -> None:
         do(self.store)
 
-    def hopeless(self, missing: Sequence[int]) -> TransportError | None:
+    def hopeless(self, missing: Sequence[int], timeout: float) -> TransportError | None:
         return None
 
     def close(self) -> None:

@@ -1,0 +1,66 @@
+"""What the system tells of processes and threads: who has ended, and which socket a thread is blocked on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+PROC = Path("/proc")
+STATE, START = 0, 19  # fields of /proc/PID/stat behind the name, counted from 0
+ENDED = "ZX"  # states of a process that runs no more, though nobody has asked for its exit code yet
+FIRST_FILE = 3  # behind the standard streams
+
+
+def own_process() -> list[str]:
+    """Identify this process: machine and process namespace, number and start time."""
+    return [_machine(), str(os.getpid()), _stat(str(os.getpid()))[START]]
+
+
+def has_ended(process: object) -> bool:
+    """Return True if the process that `own_process` identified has ended; False if it runs or cannot be seen."""
+    match process:
+        case [str(machine), str(number), str(start)] if machine and machine == _machine():
+            stat = _stat(number)
+            return stat[STATE] in ENDED or stat[START] != start
+    return False
+
+
+def _machine() -> str:
+    """Return the same text in all processes that see each other's numbers; "" if the system does not tell."""
+    try:
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip() + os.readlink(PROC / "self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _stat(number: str) -> list[str]:
+    try:
+        return (PROC / number / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return [ENDED[-1], *[""] * START]
+
+
+def shut_socket(thread: threading.Thread) -> bool:
+    """Shut the socket that a thread of this process is blocked on, so that its call returns with an error.
+
+    Does nothing if the thread is not blocked on a socket right now.
+
+    Returns:
+        False if the system does not tell what the thread is blocked on.
+    """
+    try:
+        call = (PROC / f"self/task/{thread.native_id}/syscall").read_text().split()
+    except OSError:
+        return not thread.is_alive()
+    # The number of the call and its arguments; one word if the thread runs. recv, read and send name the file first.
+    file = int(call[1], 16) if len(call) > 1 else 0
+    if FIRST_FILE <= file < 2**31:
+        with (
+            suppress(OSError),
+            socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=os.dup(file)) as blocking,
+        ):
+            blocking.shutdown(socket.SHUT_RDWR)
+    return True

@@ -1,0 +1,116 @@
+"""A process that ends while threads of ours are inside torch: ``python -m ...exit_cases CODE KIND...``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from ringattn.comm import TransportError
+from ringattn.comm.control import StoreConnection
+from ringattn.comm.cuda_threads import HOST, start
+from ringattn.comm.transports.process_group import HostStream
+from ringattn.comm.watchdog.watch import _WATCHDOG
+
+# Longer than the end of the process ever waited for a thread.
+SECONDS = 2.0
+SERVER = """
+import time
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+class Last:
+    """An object that the interpreter deletes late, and that keeps it there while threads of ours run."""
+
+    def __init__(self) -> None:
+        self.server: subprocess.Popen[str] | None = None
+        self.threads: list[int] = []
+
+    def __del__(self, kill: Any = os.kill, exists: Any = os.path.exists, sleep: Any = time.sleep) -> None:
+        if self.server is not None:
+            kill(self.server.pid, signal.SIGCONT)  # what is blocked gets its answer now
+        for _ in range(1000):
+            if not any(exists(f"/proc/self/task/{thread}") for thread in self.threads):
+                break
+            sleep(0.01)
+        if self.server is not None:
+            kill(self.server.pid, signal.SIGKILL)
+
+
+def stay_in_torch(begun: threading.Event) -> None:
+    begun.set()
+    with suppress(dist.DistError):
+        HashStore().wait(["never"], timedelta(seconds=SECONDS))
+
+
+def help_out(last: Last, stay: Callable[[], None]) -> None:
+    start(stay, HOST, "test")
+
+
+def tick(last: Last, stay: Callable[[], None]) -> None:
+    watch: Any = SimpleWatch(rank=0, device=HOST, closed=False, tick=stay)
+    sys.modules["watch"] = watch  # the watchdog holds none
+    _WATCHDOG.add(watch)
+
+
+def transfer(last: Last, stay: Callable[[], None]) -> None:
+    HostStream("test", lambda: True).submit(stay)
+
+
+def ask_a_stopped_store(last: Last, stay: Callable[[], None]) -> None:
+    """Ask over a connection that is there, and over one that is being made."""
+    last.server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    assert last.server.stdout is not None
+    port = int(last.server.stdout.readline())
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    connection = StoreConnection(store)
+    last.server.send_signal(signal.SIGSTOP)
+    for ask in (lambda: connection.ask(lambda store: store.check(["x"]), 0.1), lambda: StoreConnection(store, 0.1)):
+        try:
+            while True:  # a server that is being stopped may still answer
+                ask()
+        except TransportError:
+            pass
+    stay()
+
+
+class SimpleWatch(SimpleNamespace):
+    """A watch that can be referenced weakly and kept in a set."""
+
+    __hash__ = object.__hash__
+
+
+KINDS = {"helper": help_out, "tick": tick, "transfer": transfer, "store": ask_a_stopped_store}
+
+
+def main(code: str, *kinds: str) -> None:
+    before, last = {*threading.enumerate()}, Last()
+    sys.modules["last"] = last  # type: ignore[assignment]
+    begun = [threading.Event() for _ in kinds]
+    for kind, event in zip(kinds, begun, strict=True):
+        KINDS[kind](last, partial(stay_in_torch, event) if kind != "store" else event.set)
+    for event in begun:
+        event.wait()
+    last.threads = [thread.native_id or 0 for thread in {*threading.enumerate()} - before]
+    assert len(last.threads) >= len(kinds)
+    sys.exit(int(code))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
