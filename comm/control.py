@@ -108,10 +108,10 @@ class Connection(Protocol):
     def tell(self, do: Callable[[Store], object]) -> None:
         """Have it done soon; nobody waits for it, and a store that fails is no error."""
 
-    def hopeless(self, missing: Sequence[int], timeout: float) -> TransportError | None:
+    def hopeless(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
         """Why nothing will come from these ranks any more, where that is known; who waits asks again and again.
 
-        `timeout`: seconds that the look may take.
+        `names` is what errors call each rank; `timeout` is how many seconds the look may take.
         """
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class StoreConnection(Connection):
         if self._gone is None:
             self._jobs.put(job)
 
-    def hopeless(self, missing: Sequence[int], timeout: float) -> TransportError | None:
+    def hopeless(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
         """A rank is seen to be gone by its connection where the group has gloo, by its process on the same machine.
 
         Nothing is known of a rank on another host whose group has NCCL alone, nor of one there that was killed before
@@ -212,11 +212,13 @@ class StoreConnection(Connection):
             return None
         for rank in missing:
             if connection_closed(group, rank):
-                return TransportError(f"rank {rank} is gone: its connection to rank {group.rank()} is closed")
+                return TransportError(
+                    f"rank {names[rank]} is gone: its connection to rank {names[group.rank()]} is closed"
+                )
             key = f"{self.prefix}process/{rank}"
             process = self.ask(lambda store, key=key: store.get(key) if store.check([key]) else b"null", timeout)  # type: ignore[misc]
             if has_ended(decoded(process, key)):
-                return TransportError(f"rank {rank} is gone: its process has ended")
+                return TransportError(f"rank {names[rank]} is gone: its process has ended")
         return None
 
     def close(self) -> None:
@@ -308,7 +310,7 @@ class LocalConnection(Connection):
     def tell(self, do: Callable[[Store], object]) -> None:
         self.ask(do, 0.0)
 
-    def hopeless(self, missing: Sequence[int], timeout: float) -> TransportError | None:
+    def hopeless(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
         """Another rank raised, or has returned from what the world runs."""
         failure = self._hub.failure
         if failure is not None:
@@ -316,7 +318,7 @@ class LocalConnection(Connection):
         gone = self._hub.returned(missing)
         if gone:
             return TransportError(
-                f"{self._group} waits for rank {gone[0]}, which has returned and will never get there"
+                f"{self._group} waits for rank {names[gone[0]]}, which has returned and will never get there"
             )
         return None
 
@@ -342,6 +344,8 @@ class Control:
         self._connection = connection
         self._prefix = prefix
         self._closed = False
+        self.names: Sequence[int] = range(size)
+        """What errors call each rank; shared with the scopes that are made of this one."""
 
     def gather(
         self,
@@ -406,7 +410,9 @@ class Control:
             raise
         except BaseException as error:
             problem = (
-                str(error) if isinstance(error, TransportError) else f"{what}: rank 0: {type(error).__name__}: {error}"
+                str(error)
+                if isinstance(error, TransportError)
+                else f"{what}: rank {self.names[0]}: {type(error).__name__}: {error}"
             )
             with contextlib.suppress(TransportError):
                 self.publish(answer, (problem, None))
@@ -476,7 +482,7 @@ class Control:
         Raises:
             TransportError: the store is gone, or has not answered after `timeout` seconds or `patience`.
         """
-        return self._connection.hopeless(missing, min(self._within(timeout), ANSWER_SECONDS))
+        return self._connection.hopeless(missing, self.names, min(self._within(timeout), ANSWER_SECONDS))
 
     def count(self, key: str, more: int) -> int:
         """Add to a number that all ranks share, at first 0; what it is then. Waits for no other rank.
@@ -504,7 +510,9 @@ class Control:
 
     def scope(self, name: str) -> Control:
         """The same ranks with other keys; the same `name` names the same keys again."""
-        return Control(self._connection, self.rank, self.size, f"{self._prefix}{name}/", self.patience)
+        scope = Control(self._connection, self.rank, self.size, f"{self._prefix}{name}/", self.patience)
+        scope.names = self.names
+        return scope
 
     def fresh_scope(self, name: str) -> Control:
         """Keys that nobody has used: every rank calls it in the same order."""
@@ -566,13 +574,13 @@ class Control:
             while True:
                 now, reason = time.monotonic(), stop() if stop is not None else None
                 # Before the look: a rank may leave its value and be gone, and that value is still an answer.
-                hopeless = self._connection.hopeless(missing[:1], left())
+                hopeless = self._connection.hopeless(missing[:1], self.names, left())
                 if all_there(missing[:1]):
                     break
                 error = hopeless if reason is None else TransportError(f"{what}: {reason}")
                 if error is None and now >= begun + timeout:
                     silent = [rank for rank, key in (said() or wanted).items() if not there([key])] or missing
-                    late = ", ".join(map(str, silent))
+                    late = ", ".join(str(self.names[rank]) for rank in silent)
                     error = TransportError(f"{what}: no answer from rank {late} within {timeout:g} s")
                 if error is not None:
                     raise error

@@ -82,27 +82,29 @@ def choose(control: Control, request: Request, levels: int) -> tuple[list[tuple[
         ValueError: on every rank: some rank cannot open what was asked for, or there is nothing that all can.
         TransportError: on every rank: they do not ask for the same.
     """
-    choice: Any = control.merged(tuple(request), partial(_chosen, levels=levels), what="the choice of a transport")
+    choice: Any = control.merged(
+        tuple(request), partial(_chosen, levels=levels, names=control.names), what="the choice of a transport"
+    )
     kind, choices, passed_over = choice
     if kind:
         raise {"ValueError": ValueError, "TransportError": TransportError}[kind](choices)
     return [tuple(names) for names in choices], passed_over
 
 
-def _chosen(values_of_ranks: list[Any], levels: int) -> tuple[str, object, list[str]]:
+def _chosen(values_of_ranks: list[Any], levels: int, names: Sequence[int]) -> tuple[str, object, list[str]]:
     """What ends the choice of all ranks and its words, or "" and what `choose` returns."""
     requests = [Request(*values) for values in values_of_ranks]
     for field in ("transport", "device", "topology", "limits"):
         values = [getattr(request, field) for request in requests]
         if len(set(values)) > 1:
-            who = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            who = ", ".join(f"rank {rank}: {value}" for rank, value in zip(names, values, strict=True))
             return "TransportError", f"the ranks disagree on {field} ({who})", []
     requested, device = requests[0][:2]
     choices, passed_over = [], []
     for name in PREFERENCE[device] if requested == "auto" else [requested]:
-        names, problem = _per_level(name, requests, levels)
+        choice, problem = _per_level(name, requests, levels, names)
         if problem is None:
-            choices.append(names)
+            choices.append(choice)
         elif requested != "auto":
             return "ValueError", f'transport is "{name}", and {problem}', []
         else:
@@ -112,12 +114,14 @@ def _chosen(values_of_ranks: list[Any], levels: int) -> tuple[str, object, list[
     return "", choices, passed_over
 
 
-def _per_level(name: str, requests: Sequence[Request], levels: int) -> tuple[tuple[str, ...], str | None]:
+def _per_level(
+    name: str, requests: Sequence[Request], levels: int, names: Sequence[int]
+) -> tuple[tuple[str, ...], str | None]:
     """The names for all levels, and why some rank cannot have them."""
-    problem = _first_problem(name, requests)
+    problem = _first_problem(name, requests, names)
     if problem or levels == 1 or name != "copy_engine":
         return (name,) * levels, problem
-    others = {other: _first_problem(other, requests) for other in ("nccl", "process_group")}
+    others = {other: _first_problem(other, requests, names) for other in ("nccl", "process_group")}
     for other, problem in others.items():
         if problem is None:
             return (name, other), None
@@ -125,8 +129,8 @@ def _per_level(name: str, requests: Sequence[Request], levels: int) -> tuple[tup
     return (name, ""), f"there is nothing for the level between the nodes ({problems})"
 
 
-def _first_problem(name: str, requests: Sequence[Request]) -> str | None:
-    problems = ((rank, request.problems[name]) for rank, request in enumerate(requests))
+def _first_problem(name: str, requests: Sequence[Request], names: Sequence[int]) -> str | None:
+    problems = ((rank, request.problems[name]) for rank, request in zip(names, requests, strict=True))
     return next((f"on rank {rank} {problem}" for rank, problem in problems if problem), None)
 
 
@@ -343,9 +347,11 @@ def _open_in_process(wanted: _Wanted, transport: str, control: Control | None) -
             raise ValueError(problem)
         opened: list[Transport] = []
         for level in levels:
-            opened.append(LocalTransport(group, device))
-            opened[-1].warm_up(level.edges)
-            opened[-1].reason = f"{transport} takes local: {'one device alone' if group.size() == 1 else group}"
+            made = LocalTransport(group, device, patience=None if control is None else control.patience)
+            opened.append(made)
+            made.names = made.names if control is None else control.names
+            made.warm_up(level.edges)
+            made.reason = f"{transport} takes local: {'one device alone' if group.size() == 1 else group}"
         return tuple(opened)
     if group.size() > 1:
         raise ValueError(f'transport is {transport!r}, the ranks of a LocalWorld share one process: use "local"')
@@ -389,7 +395,7 @@ def _open(wanted: _Wanted, names: Sequence[str], control: Control, reason: str) 
     except TransportError as error:
         problem = str(error)
     except Exception as error:  # the others must hear of it all the same
-        problem = f"rank {wanted.group.rank()}: {type(error).__name__}: {error}"
+        problem = f"rank {control.names[wanted.group.rank()]}: {type(error).__name__}: {error}"
     problems = [str(text) for text in control.gather(problem, what=f"whether {names[0]} works") if text]
     if problems:
         for transport in opened:

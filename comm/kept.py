@@ -55,7 +55,8 @@ def end_destroyed() -> None:
 def end(kept: Mapping[object, Closes]) -> None:
     """Close everything; the connection first, for a store that may be gone has nothing to be told any more."""
     for key, thing in sorted(kept.items(), key=lambda item: item[0] != CONNECTION):
-        with on_device(key if isinstance(key, torch.device) else HOST):  # a ring is kept by its device
+        device = key[0] if isinstance(key, tuple) else key
+        with on_device(device if isinstance(device, torch.device) else HOST):  # rings are kept by device, and deadline
             thing.close()
 
 

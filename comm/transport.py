@@ -222,6 +222,8 @@ class TransportBase(Transport):
     def __init__(self, rank: int, size: int, device: torch.device, timeout: float = WARM_UP_SECONDS) -> None:
         self.rank = rank
         self.size = size
+        self.names: Sequence[int] = range(size)
+        """What errors call each rank."""
         self.reason = ""
         self._device = device
         self._timeout = timeout
@@ -243,10 +245,10 @@ class TransportBase(Transport):
             with self._deadline(late) as expired:
                 problem = self._exchange_patterns(fresh)
             if problem is None and expired.is_set():  # on the last bytes
-                problem = f"rank {self.rank}: {late}"
+                problem = f"rank {self.names[self.rank]}: {late}"
         # ValueError: a transport over some of the group's ranks refuses a peer that it cannot reach
         except (TransportError, ValueError) as error:
-            problem = f"rank {self.rank}: {error}"
+            problem = f"rank {self.names[self.rank]}: {error}"
         # Also where this rank failed: the others must hear of it instead of waiting.
         problems = [str(text) for text in self.gather(problem) if text]
         if problems:
@@ -270,7 +272,8 @@ class TransportBase(Transport):
         for edge, (peer, arrived) in zip(arriving, receives, strict=True):
             wrong = int((arrived != _pattern(edge, device)).sum())
             if wrong:
-                problems.append(f"rank {rank} got {wrong} wrong bytes of {PATTERN_BYTES} from rank {peer}")
+                who, whom = self.names[rank], self.names[peer]
+                problems.append(f"rank {who} got {wrong} wrong bytes of {PATTERN_BYTES} from rank {whom}")
         return "; ".join(problems) or None
 
     @contextmanager
@@ -294,11 +297,11 @@ class TransportBase(Transport):
 
     def _closed_error(self) -> TransportError:
         """What whoever uses a closed transport is told."""
-        return TransportError(f"the {self.name} transport of rank {self.rank} is closed")
+        return TransportError(f"the {self.name} transport of rank {self.names[self.rank]} is closed")
 
     def _aborted_error(self, reason: str) -> TransportError:
         """What whoever uses an aborted transport, or waits for it, is told."""
-        return TransportError(f"the {self.name} transport of rank {self.rank} was aborted: {reason}")
+        return TransportError(f"the {self.name} transport of rank {self.names[self.rank]} was aborted: {reason}")
 
     def _check_open(self) -> None:
         if not self._open:

@@ -148,7 +148,7 @@ def ring_attention(
 
     Raises:
         ValueError: an argument does not fit, before anything is sent; the message names it, what it got and what it
-            takes. Where the ranks disagree, every rank raises it; in a mesh it counts ranks along one dimension.
+            takes. Where the ranks disagree, every rank raises it.
         NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter, or with bfloat16, which that
             takes for integers; a transform of ``torch.func``.
     """

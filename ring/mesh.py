@@ -43,12 +43,7 @@ class Rings(NamedTuple):
     def _entered(self, device: torch.device) -> Iterator[None]:
         """One call of both; what ends it early reaches the ranks of both dimensions."""
         with self.ulysses._entered(device), self.ring._entered(device):
-            try:
-                yield
-            except ValueError:
-                self.ring._share(self.ulysses)
-                self.ulysses._share(self.ring)
-                raise
+            yield
 
     def _agree(
         self,
@@ -74,17 +69,23 @@ class Rings(NamedTuple):
 
 
 def rings_of(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Rings:
-    """The rings that calls with this mesh share; ``ring`` may be one with settings of its own, of the first dimension.
+    """Return the rings that calls with this mesh share.
+
+    ``ring`` may be one of the first dimension, with settings of its own. The other ring takes its deadline from it, and
+    what ends one of them ends both. Their errors name the ranks of the mesh.
 
     Raises:
         ValueError: it is of another group.
     """
     along_ring, along_ulysses = mesh
-    if ring is None:
-        return Rings(ring_of(along_ring, device), ring_of(along_ulysses, device))
-    if resolve_ring(ring, None, device).group is not along_ring:
+    ring = resolve_ring(ring, along_ring if ring is None else None, device)
+    if ring.group is not along_ring:
         raise ValueError("ring is not of the first dimension of the mesh that group is: pass Ring(mesh['ring'])")
-    return Rings(ring, ring_of(along_ulysses, device))
+    rings = Rings(ring, ring.partner(along_ulysses))
+    ring.name_ranks(range(rings.ulysses.rank, rings.size, rings.ulysses.size))
+    first = ring.rank * rings.ulysses.size
+    rings.ulysses.name_ranks(range(first, first + rings.ulysses.size))
+    return rings
 
 
 def ranks_of(group: GroupLike, device: torch.device) -> Ring | Rings:

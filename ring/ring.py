@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -36,7 +37,7 @@ from ..comm.kept import handle_of, kept_of
 from ..comm.topology.nvml import Reader
 from ..comm.topology.topology import discover
 from ..comm.watchdog.telemetry import Report
-from ..comm.watchdog.watch import ABORT_SECONDS, Watch, open_watch, ring_control
+from ..comm.watchdog.watch import ABORT_SECONDS, FailTogether, Watch, open_watch, ring_control
 from ..kernels import PLAIN, KernelConfig, Scores
 from ..kernels.order import chip_of
 from .buffers import Posted, RingCall, chunks_of
@@ -82,7 +83,10 @@ class Ring:
         deadline: seconds that a transfer may take once what it waits for is done, before the ranks give up with an
             error; None: 100 times the median of the last ones, at least 60 s and 4 times the longest, and 600 s for
             the first of a call and for what this ring has never moved before. Given, it bounds every other wait for
-            ranks too, connecting, opening and warming up among them, whatever the timeout of the group.
+            ranks too, connecting, opening and warming up among them, whatever the timeout of the group. In a mesh of
+            two dimensions it holds for both. Until this ring is closed it also holds for calls without ``ring=`` of
+            the same group, or of a mesh whose first dimension that is, ``shard`` and ``unshard`` among them: the last
+            one given does. The same on all ranks, or none.
 
     The transports open at the first call, on the device of its tensors; every rank makes the same calls in the same
     order, one at a time. A call that another thread makes meanwhile is a RuntimeError, and ends the ring.
@@ -126,6 +130,9 @@ class Ring:
         self.grad_wire_dtype = None if self._grad_wire is None else self._grad_wire.name
         self.limits = limits or Limits()
         self.deadline = deadline
+        self._names = [*range(self.size)]  # what errors call each rank: in a mesh, its rank there
+        self._rings = FailTogether()
+        self._partners: dict[Group, Ring] = {}
         self.number = handle_of(self)  # what names this ring in a graph of torch.compile
         self._transport_name = transport
         self._transports: tuple[Transport, ...] = ()
@@ -145,6 +152,8 @@ class Ring:
         self._closed = False
         self._busy = threading.Lock()  # held by the call in progress
         self._misused: RuntimeError | None = None
+        if deadline is not None and self.size > 1:
+            _DEADLINES[self.group] = _Deadline(self.number, deadline)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -165,6 +174,22 @@ class Ring:
         ring = self.topology
         hops = len(ring.nodes[0]) if ring is not None and ring.two_level else self.size
         self.slots, self.prefetch = depth_of(slots, self._prefetch, hops)
+
+    def partner(self, group: Group) -> Ring:
+        """Return the ring of the other dimension of a mesh, made on first use.
+
+        It has this ring's deadline and otherwise the defaults. One of the two that fails ends the other. It is closed
+        with this ring.
+        """
+        if group not in self._partners:
+            made = _default_ring(group, self.deadline)
+            made._rings = self._rings
+            self._partners.setdefault(group, made)
+        return self._partners[group]
+
+    def name_ranks(self, names: Sequence[int]) -> None:
+        """Set what errors call each rank."""
+        self._names[:] = names
 
     def open(self, device: torch.device) -> tuple[Transport, ...]:
         """The transports for tensors on ``device``, one per level of the ring, opened on first use.
@@ -307,6 +332,8 @@ class Ring:
             except BaseException as error:
                 watch.left(error)
                 raise
+            finally:
+                watch.leave()
         finally:
             self._busy.release()
 
@@ -327,11 +354,6 @@ class Ring:
         """Make nothing of the call that was agreed on, where another ring of these ranks refused it and goes on."""
         if self._watch is not None and other._watch is not None and other._watch.stopped() is None:
             self._watch.call_off()
-
-    def _share(self, other: Ring) -> None:
-        """Tell this ring's ranks, too, that those of another one of this rank's disagree."""
-        if self._watch is not None and other._watch is not None:
-            self._watch.share(other._watch)
 
     def _draw_seed(self, drawn: int | None = None) -> int:
         """A seed of 63 bits from rank 0's torch generator, the same on every rank; one round trip through the store.
@@ -375,6 +397,7 @@ class Ring:
                 control=self._shared(),
                 deadline=self.deadline,
                 transports=self._opened.copy,
+                rings=self._rings,
                 gauges=Reader(device) if device.type == "cuda" else None,
             )
         if self._device != device:
@@ -385,6 +408,7 @@ class Ring:
         """What its ranks exchange on the host; no wait there is longer than the deadline allows."""
         if self._control is None:
             self._control = ring_control(self.group, self.deadline)
+            self._control.names = self._names
         return self._control
 
     def _check_process(self) -> None:
@@ -414,6 +438,8 @@ class Ring:
         if self._closed or os.getpid() != self._process:  # what a forked process has inherited is its parent's
             return
         self._closed = True
+        if self.group in _DEADLINES and _DEADLINES[self.group].ring == self.number:
+            del _DEADLINES[self.group]
         steps: list[Callable[[], object]] = []
         if self._broken:
             reason = f"aborted: its ring was left by {self._broken}"
@@ -422,7 +448,8 @@ class Ring:
             steps += [partial(within, ABORT_SECONDS, abort, device, "abort") for abort in aborts]
         # Under the watch, which ends a transfer that never comes.
         steps += [partial(_drain, slots) for slots in (self._kv, self._dkv) if slots is not None]
-        steps += [thing.close for thing in (self._watch, *self._opened, self._control) if thing is not None]
+        held = (*self._partners.values(), self._watch, *self._opened, self._control)
+        steps += [thing.close for thing in held if thing is not None]
         for step in steps:
             try:
                 step()
@@ -430,6 +457,7 @@ class Ring:
                 logger.warning("rank %d: what a ring held is not all given back: %s", self.rank, error)
         self._kv = self._dkv = self._control = self._seeds = None
         self._opened.clear()
+        self._partners.clear()
         self._transports, self._flat = (), None
 
     def __enter__(self) -> Ring:
@@ -460,13 +488,31 @@ def depth_of(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
     return slots, slots - 1 if prefetch is None else prefetch
 
 
+class _Deadline(NamedTuple):
+    """The deadline that a user gave a ring."""
+
+    ring: int  # its number
+    seconds: float
+
+
+_DEADLINES: MutableMapping[Group, _Deadline] = WeakKeyDictionary()
+"""By group the last one that was given, until that ring is closed."""
+
+
 def ring_of(group: GroupLike, device: torch.device) -> Ring:
-    """The ring that calls without ``ring=`` share: one per group and device, made on first use."""
+    """Return the ring that calls without ``ring=`` share: one per group, device and deadline, made on first use."""
     members = resolve_group(group)
-    kept = kept_of(members)
+    kept, given = kept_of(members), _DEADLINES.get(members)
+    key = device if given is None else (device, given.seconds)
     # in one step: two threads must not make two
-    ring = kept[device] if device in kept else kept.setdefault(device, Ring(members))
+    ring = kept[key] if key in kept else kept.setdefault(key, _default_ring(members, given and given.seconds))
     assert isinstance(ring, Ring)
+    return ring
+
+
+def _default_ring(group: Group, deadline: float | None) -> Ring:
+    ring = Ring(group)
+    ring.deadline = deadline  # not as an argument: calls that name no ring must not take it from here
     return ring
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ..checked import DEVICE, RANKS, SECONDS
 from ..kept import end, handle_of
 from ..transport import (
+    WARM_UP_SECONDS,
     Fence,
     Message,
     TransportBase,
@@ -55,6 +56,7 @@ class Hub:
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
+        self.names: Sequence[int] = range(size)  # of the ranks, in errors
         self.store = dist.HashStore()  # type: ignore[attr-defined]  # for `Control`: small values by name
         self.failure: BaseException | None = None
         self.timeout = timeout
@@ -69,7 +71,7 @@ class Hub:
         with self._changed:
             if (name, ranks) not in self._lines:
                 made = self._lines[name, ranks] = Hub(len(ranks), self.timeout)
-                made.failure = self.failure
+                made.names, made.failure = ranks, self.failure
                 made._returned.update(i for i, rank in enumerate(ranks) if rank in self._returned)
             return self._lines[name, ranks]
 
@@ -79,10 +81,10 @@ class Hub:
             self._boxes.setdefault(box, deque()).append(item)
             self._changed.notify_all()
 
-    def take(self, box: Hashable, peer: int, what: str, channel: int) -> Any:
-        """The next item of a box that `peer` fills on a channel; blocks until there is one."""
+    def take(self, box: Hashable, peer: int, what: str, channel: int, patience: float) -> Any:
+        """Take the next item of a box that `peer` fills on a channel; wait for it `patience` seconds at most."""
         with self._changed:
-            self._wait_until(lambda: box in self._boxes, peer, what, channel)
+            self._wait_until(lambda: box in self._boxes, peer, what, channel, patience)
             item = self._boxes[box].popleft()
             if not self._boxes[box]:
                 del self._boxes[box]
@@ -94,10 +96,10 @@ class Hub:
             parcel.taken, parcel.tensor = taken, None  # the bytes are no longer needed for it
             self._changed.notify_all()
 
-    def taken(self, parcel: Parcel, peer: int, what: str, channel: int) -> Fence:
+    def taken(self, parcel: Parcel, peer: int, what: str, channel: int, patience: float) -> Fence:
         """The point where `peer` has copied the parcel; blocks until it has enqueued that copy."""
         with self._changed:
-            self._wait_until(lambda: parcel.taken is not None, peer, what, channel)
+            self._wait_until(lambda: parcel.taken is not None, peer, what, channel, patience)
         assert parcel.taken is not None
         return parcel.taken
 
@@ -147,19 +149,17 @@ class Hub:
         """Why nothing moves on this channel any more."""
         return self._stopped.get(channel)
 
-    def _wait_until(self, ready: Callable[[], bool], peer: int, what: str, channel: int) -> None:
-        deadline = time.monotonic() + self.timeout
+    def _wait_until(self, ready: Callable[[], bool], peer: int, what: str, channel: int, patience: float) -> None:
+        deadline = time.monotonic() + patience
         while not ready():
             if self.failure is not None:
                 raise WorldAborted(f"{what}: given up, another rank raised {type(self.failure).__name__}")
             if channel in self._stopped:
                 raise TransportError(f"{what}: {self._stopped[channel]}")
             if peer in self._returned:
-                raise TransportError(f"{what}: rank {peer} has returned and will never get there")
+                raise TransportError(f"{what}: rank {self.names[peer]} has returned and will never get there")
             if not self._changed.wait(deadline - time.monotonic()):
-                raise TransportError(
-                    f"{what}: nothing happened for {self.timeout:g} s; do all ranks post in one order?"
-                )
+                raise TransportError(f"{what}: nothing happened for {patience:g} s; do all ranks post in one order?")
 
 
 class LocalGroup:
@@ -230,7 +230,7 @@ class LocalGroup:
             self._thread = None
 
     def __repr__(self) -> str:
-        return f"rank {self._rank} of LocalWorld({self._hub.size})"
+        return f"rank {self._member._rank} of LocalWorld({self._member._hub.size})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,8 +255,11 @@ def single_rank() -> LocalGroup:
 class _LocalFence(StreamOrdered):
     """The receives of a post are over, and every receiver has copied what the post sent."""
 
-    def __init__(self, hub: Hub, channel: int, arrived: Fence, sent: Sequence[tuple[Parcel, int, str]]) -> None:
+    def __init__(
+        self, hub: Hub, channel: int, arrived: Fence, sent: Sequence[tuple[Parcel, int, str]], patience: float
+    ) -> None:
         self._hub = hub
+        self._patience = patience
         self._channel = channel
         self._arrived = arrived
         self._sent = sent
@@ -282,19 +285,25 @@ class _LocalFence(StreamOrdered):
     def _parts(self) -> Iterator[Fence]:
         # Receivers first: waiting for `arrived` lets go of the tensors that they read.
         for parcel, peer, what in self._sent:
-            yield self._hub.taken(parcel, peer, what, self._channel)
+            yield self._hub.taken(parcel, peer, what, self._channel, self._patience)
         yield self._arrived
 
 
 class LocalTransport(TransportBase):
-    """Copies between the virtual ranks of one process, each on its receiver's own transfer stream."""
+    """Copies between the virtual ranks of one process, each on its receiver's own transfer stream.
+
+    `patience` bounds, in seconds, every wait for another rank; None: as long as the world waits.
+    """
 
     name = "local"
 
-    def __init__(self, group: LocalGroup, device: torch.device, *, lane: Lane | None = None) -> None:
-        super().__init__(group.rank(), group.size(), device)
+    def __init__(
+        self, group: LocalGroup, device: torch.device, *, lane: Lane | None = None, patience: float | None = None
+    ) -> None:
         self._group = group
         self._hub = group._hub
+        self._patience = self._hub.timeout if patience is None else min(patience, self._hub.timeout)
+        super().__init__(group.rank(), group.size(), device, min(WARM_UP_SECONDS, self._patience))
         self._lane = lane or (StreamLane(device) if device.type == "cuda" else HostLane())
         self._channel = group.next_channel()
 
@@ -315,7 +324,7 @@ class LocalTransport(TransportBase):
         for message in receives:
             self._receive(message)
         arrived = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
-        return _LocalFence(self._hub, self._channel, arrived, sent)
+        return _LocalFence(self._hub, self._channel, arrived, sent, self._patience)
 
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`. Values are encoded here too: ranks share nothing that processes could not."""
@@ -343,7 +352,8 @@ class LocalTransport(TransportBase):
     def _publish(self, message: Message, ready: Fence) -> tuple[Parcel, int, str]:
         parcel = Parcel(as_bytes(message.tensor), ready)
         self._hub.put(("bytes", self._channel, self.rank, message.peer), parcel)
-        what = f"rank {self.rank} waits until rank {message.peer} takes {message.tensor.nbytes} bytes"
+        who, whom = self.names[self.rank], self.names[message.peer]
+        what = f"rank {who} waits until rank {whom} takes {message.tensor.nbytes} bytes"
         return parcel, message.peer, what
 
     def _receive(self, message: Message) -> None:
@@ -351,16 +361,17 @@ class LocalTransport(TransportBase):
         destination = as_bytes(message.tensor)
         if parcel.tensor.shape != destination.shape:
             raise TransportError(
-                f"rank {self.rank} expects {destination.numel()} bytes from rank {message.peer}, "
-                f"which sent {parcel.tensor.numel()}"
+                f"rank {self.names[self.rank]} expects {destination.numel()} bytes from rank "
+                f"{self.names[message.peer]}, which sent {parcel.tensor.numel()}"
             )
         self._lane.follow([parcel.ready])  # the sender's compute, and what it had to wait for
         self._lane.copy(destination, parcel.tensor)
         self._hub.settle(parcel, self._lane.point())
 
     def _take(self, kind: str, peer: int) -> Any:
-        what = f"rank {self.rank} waits for {kind} from rank {peer}"
-        return self._hub.take((kind, self._channel, peer, self.rank), peer, what, self._channel)
+        what = f"rank {self.names[self.rank]} waits for {kind} from rank {self.names[peer]}"
+        box = kind, self._channel, peer, self.rank
+        return self._hub.take(box, peer, what, self._channel, self._patience)
 
 
 T = TypeVar("T")

@@ -264,7 +264,7 @@ class NcclTransport(TransportBase):
             raise TransportError(f'transport "nccl": {missing}')
         self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
         super().__init__(rank, size, device, timeout)
-        self._control = control.fresh_scope("nccl")
+        self._control, self.names = control.fresh_scope("nccl"), control.names
         self._lane = StreamLane(device) if lane is None else lane
         self._last: StreamFence | None = None
         self._ending = threading.Lock()
@@ -301,7 +301,7 @@ class NcclTransport(TransportBase):
                 for (_, tensor), place in zip(receives, places[len(sends) :], strict=True):
                     comm.recv(tensor.data_ptr(), tensor.nbytes, self._nccl.NCCL_UINT8, place, stream)
         except RuntimeError as error:  # NcclError is one
-            refused = self._ended or f"rank {self.rank}: NCCL refused a group of transfers: {error}"
+            refused = self._ended or f"rank {self.names[self.rank]}: NCCL refused a group of transfers: {error}"
             raise TransportError(refused) from error
         self._last = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
         return self._last
@@ -325,7 +325,7 @@ class NcclTransport(TransportBase):
                 if not self._ended:
                     self._comm.check_async_error()
             except RuntimeError as error:
-                return f"the nccl transport of rank {self.rank}: {error}"
+                return f"the nccl transport of rank {self.names[self.rank]}: {error}"
         return None
 
     def abort(self, reason: str) -> None:
@@ -366,9 +366,11 @@ class NcclTransport(TransportBase):
         if not within(self._timeout, join, self._device, "nccl-join"):
             given_up.set()
             start(partial(_abandon, joined), self._device, "nccl-abandon")
-            raise TransportError(f"rank {self.rank}: ranks {list(self._members)} did not join in {self._timeout:g} s")
+            who, members = self.names[self.rank], [self.names[rank] for rank in self._members]
+            raise TransportError(f"rank {who}: ranks {members} did not join in {self._timeout:g} s")
         if isinstance(joined[0], Exception):
-            raise TransportError(f"rank {self.rank}: NCCL makes no communicator: {joined[0]}") from joined[0]
+            who = self.names[self.rank]
+            raise TransportError(f"rank {who}: NCCL makes no communicator: {joined[0]}") from joined[0]
         return joined[0]
 
     def _shared_id(self) -> Any:
@@ -378,7 +380,8 @@ class NcclTransport(TransportBase):
             drawn = self._nccl.get_unique_id() if self.rank == first else None
             mine: object = None if drawn is None else [isinstance(drawn, bytes), *drawn]  # CuPy 14: bytes, 13: a tuple
         except RuntimeError as error:
-            mine = f"NCCL of rank {first} draws no unique id: {error}"  # in its place, so that no rank waits for it
+            # in its place, so that no rank waits for it
+            mine = f"NCCL of rank {self.names[first]} draws no unique id: {error}"
         ids = self._control.fresh_scope("ids")  # not gathered: each communicator has one, and its members need no other
         if self.rank == first:
             ids.publish(str(first), mine)

@@ -240,6 +240,7 @@ class ProcessGroupTransport(TransportBase):
         super().__init__(group.rank(), group.size(), device, timeout)
         self._group = group
         self._control = (control or control_of(group)).fresh_scope("process_group")
+        self.names = self._control.names
         self._rate = limits.bytes_per_second
         self._tag = FIRST_TAG if self._lane else self._shared_tag()  # what works in stream order has no tags
         # Weakly: the thread must not be the last to hold the group, whose destructor would then run there, perhaps
@@ -320,7 +321,8 @@ class ProcessGroupTransport(TransportBase):
 
     def _start(self, operation: object, peer_keyword: str, what: str, message: Message) -> _Pending:
         tensor = as_bytes(message.tensor)
-        described = f"rank {self.rank}: {what.format(tensor.numel())} rank {message.peer}"
+        who, whom = self.names[self.rank], self.names[message.peer]
+        described = f"rank {who}: {what.format(tensor.numel())} rank {whom}"
         try:
             work = operation(tensor, group=self._group, tag=self._tag, **{peer_keyword: message.peer})  # type: ignore[operator]
         except RuntimeError as error:

@@ -47,14 +47,14 @@ class Post:
         """Bytes of all its messages."""
         return sum(nbytes for _, nbytes in (*self.sent, *self.received))
 
-    def edges(self, rank: int) -> str:
-        """Its messages: `4096 bytes rank 0 -> rank 1, ...`; those of one edge in one."""
+    def edges(self, rank: int, names: Sequence[int]) -> str:
+        """Its messages: `4096 bytes rank 0 -> rank 1, ...`; those of one edge in one. Ranks are called `names`."""
         sizes: dict[tuple[int, int], int] = {}
         for peer, nbytes in self.received:
             sizes[peer, rank] = sizes.get((peer, rank), 0) + nbytes
         for peer, nbytes in self.sent:
             sizes[rank, peer] = sizes.get((rank, peer), 0) + nbytes
-        messages = [f"{nbytes} bytes rank {a} -> rank {b}" for (a, b), nbytes in sizes.items()]
+        messages = [f"{nbytes} bytes rank {names[a]} -> rank {names[b]}" for (a, b), nbytes in sizes.items()]
         return ", ".join(messages) or "no bytes on this rank"
 
 

@@ -221,12 +221,15 @@ class Preflight:
             for rank in range(self._control.size):
                 if (word := _word(published, rank, number)) is not None:
                     said[rank] = word
-            verdict = verdict_of(said)
+            verdict = self._verdict_of(said)
             if verdict is not None and verdict.in_flight:
                 return verdict
             if len(said) == self._control.size:  # all raise for the same reason, or agree
                 self._all_met(number)
         return None
+
+    def _verdict_of(self, said: Mapping[int, Said]) -> Verdict | None:
+        return verdict_of({self._control.names[rank]: word for rank, word in said.items()})
 
     def _meet(self, number: int, fields: Fields, chain: str, stop: Callable[[], str | None]) -> Verdict | None:
         """Wait until all ranks have come to this call; where one is at another, hear what each says of its own."""
@@ -268,7 +271,9 @@ class Preflight:
                 words = {rank: _word(published, rank, number) for rank in some}
                 said |= {rank: word for rank, word in words.items() if word is not None}
             if len(said) == control.size and not all(word == mine for word in said.values()):
-                return verdict_of(said) or Verdict(f"the ranks did not make the same calls before call {number}", True)
+                return self._verdict_of(said) or Verdict(
+                    f"the ranks did not make the same calls before call {number}", True
+                )
             if reason is not None:
                 raise TransportError(f"{what}: {reason}")
             if hopeless is not None and gone is None:  # once: it is not looked for again and again
@@ -276,7 +281,7 @@ class Preflight:
             if gone is not None and (isinstance(gone, WorldAborted) or now > gone_at + WORD_SECONDS):
                 raise gone
             if now - begun >= control.patience:
-                late = ", ".join(str(rank) for rank in range(control.size) if rank not in said)
+                late = ", ".join(str(control.names[rank]) for rank in range(control.size) if rank not in said)
                 if not late:
                     return Verdict(f"the ranks did not make the same calls before call {number}", True)
                 raise TransportError(f"{what}: no answer from rank {late} within {control.patience:g} s")

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,19 @@ class Failure(NamedTuple):
     text: str
 
 
+class FailTogether:
+    """The watches of this process that fail together, such as those of the two rings of a mesh, and their one lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # what one thread finds wrong, another must not find at the same time
+        self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+    def add(self, watch: Watch) -> None:
+        """Count one more watch among them."""
+        with self.lock:
+            self.watches.add(watch)
+
+
 class Watch:
     """What the watchdog does for one ring; see `watchdog.open_watch`.
 
@@ -65,6 +79,7 @@ class Watch:
         fatal: called with the words of a failure after the transports are aborted: a process whose streams wait for
             bytes that never come has to end. None: aborted transports raise in whoever waits.
         together: the ranks end together, whatever ends one of them: virtual ranks of one process.
+        rings: the watches that fail with this one; None: it fails alone.
         gauges: reads clocks and throttle reasons.
     """
 
@@ -77,6 +92,7 @@ class Watch:
         transports: Callable[[], Sequence[Transport]],
         fatal: Callable[[str], None] | None = None,
         together: bool = False,
+        rings: FailTogether | None = None,
         gauges: Gauges | None = None,
     ) -> None:
         self.rank, self.size = control.rank, control.size
@@ -88,7 +104,9 @@ class Watch:
         self._preflight = Preflight(control)
         self._posts = Deadlines(deadline, ask_why=fatal is None and device.type == "cpu")
         self._telemetry = Telemetry(control.rank, control.size, device, gauges)
-        self._lock = threading.RLock()  # what one thread finds wrong, the other must not find at the same time
+        self._names = control.names
+        self._rings = rings or FailTogether()
+        self._lock = self._rings.lock
         self._failure: Failure | None = None
         self._calls = 0
         self._phase: str | None = None
@@ -101,11 +119,16 @@ class Watch:
         self._ask_again = -NEVER
         self._silence = SILENT_STORE_SECONDS
         self.closed = False
+        self._rings.add(self)
 
     # -- the thread that computes ------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """A call comes in at the door: until it is agreed on, what ends it is a refusal of this rank's."""
+        """Mark the start of a call; `leave` marks its end."""
+        self._number = 0
+
+    def leave(self) -> None:
+        """Mark the end of a call, after `left` where an error ended it."""
         self._number = 0
 
     def agree(
@@ -152,23 +175,22 @@ class Watch:
         return self._number
 
     def left(self, error: BaseException) -> None:
-        """A call ended by an error: the others are told, unless they know. Raises nothing."""
+        """Tell the other ranks that an error ended a call, unless they know. Raises nothing.
+
+        An error before the ranks agreed on the call is a refusal: they raise it, too, and may go on with other calls.
+        A `TransportError` is none, because the ring that it came from is lost, nor is anything that ends a call on
+        which a ring of the same mesh has agreed.
+        """
         if self.size == 1 or self._failure is not None or self._number is None:
             return
-        if self._number == 0:
-            self._preflight.refuse(error)
-        else:
+        if isinstance(error, TransportError) or any(watch._number for watch in self._rings.watches):
             self.failed(error)
+        else:
+            self._preflight.refuse(error)
 
     def call_off(self) -> None:
         """No rank makes the call that was agreed on: another ring of theirs has refused it."""
         self._number = None
-
-    def share(self, other: Watch) -> None:
-        """Another ring of this rank may have ended because its ranks disagree: those of this one hear of that, too."""
-        failure = other._failure
-        if self.size > 1 and failure is not None and failure.kind == "ValueError":
-            self._fail(failure._replace(rank=self.rank))
 
     def begin(self, phase: str) -> None:
         """The loop of a call begins."""
@@ -295,14 +317,14 @@ class Watch:
 
     def _find(self, post: Post | None, what: str, theirs: Failure | None = None, *, look_first: bool = True) -> None:
         """This rank found something wrong: say what, unless another rank's find (`theirs`, if known) explains it."""
-        where = f"{post.label} ({post.edges(self.rank)})" if post is not None else self._step()
+        where = f"{post.label} ({post.edges(self.rank, self._names)})" if post is not None else self._step()
         if theirs is None and look_first:
             theirs = self._explained()
         if theirs is not None and theirs.kind == "ValueError":
             return self._fail(theirs, tell=theirs.rank == self.rank)
-        text = f"rank {self.rank}: {where} {what}"
+        text = f"rank {self._names[self.rank]}: {where} {what}"
         if theirs is not None:
-            text = f"{text}. Rank {theirs.rank} found: {theirs.text}"
+            text = f"{text}. Rank {self._names[theirs.rank]} found: {theirs.text}"
             return self._fail(Failure(self.rank, theirs.kind, text), tell=False)
         self._fail(Failure(self.rank, "TransportError", f"{text}. {self._last_steps(post)}"))
 
@@ -321,18 +343,34 @@ class Watch:
         return None
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
-        """Tell the others first: what they see when the transports break must have its reason in the store."""
+        """End this ring, and the rings that fail with it.
+
+        The ranks of all of them are told first: what they see when the transports break must have its reason in the
+        store. The ranks of the other rings hear it from this rank, which `tell` does not concern.
+        """
         with self._lock:
             if self._failure is not None:
                 return
             if tell:
-                # with a look, for a TCPStore confirms only what it is asked
-                self._exchange({"failure": tuple(failure)}, look=["failure"], at_once=True)
+                self._tell(failure)
             self._failure = failure
+            others = [watch for watch in self._rings.watches if watch._is_left()]
+            for watch in others:
+                watch._failure = failure._replace(rank=watch.rank)
+                watch._tell(watch._failure)
         logger.error("%s", failure.text)
-        within(ABORT_SECONDS, lambda: self._abort(failure.text), self.device, "abort")
+        for watch in (self, *others):
+            within(ABORT_SECONDS, partial(watch._abort, failure.text), self.device, "abort")
         if self._fatal is not None:
             self._fatal(failure.text)
+
+    def _is_left(self) -> bool:
+        """Whether this is a ring of several ranks that has not failed."""
+        return self.size > 1 and not self.closed and self._failure is None
+
+    def _tell(self, failure: Failure) -> None:
+        # with a look, for a TCPStore confirms only what it is asked
+        self._exchange({"failure": tuple(failure)}, look=["failure"], at_once=True)
 
     def _abort(self, reason: str) -> None:
         for transport in self._transports():
@@ -345,9 +383,9 @@ class Watch:
         for table in (self._exchange(look=[f"table/{rank}" for rank in others]) or {}).values():
             self._telemetry.table.merge_packed(table)
         known = {report.rank: report for report in self._telemetry.table.reports(time.time())}
-        silent = [str(rank) for rank in others if rank not in known]
+        silent = [str(self._names[rank]) for rank in others if rank not in known]
         reports = [known[rank] for rank in sorted(others) if rank in known]
-        steps = "; ".join(f"rank {rank}: {row.step} ({age:.1f} s ago)" for rank, age, row in reports)
+        steps = "; ".join(f"rank {self._names[rank]}: {row.step} ({age:.1f} s ago)" for rank, age, row in reports)
         text = f"Last reported: {steps or 'nothing'}"
         text += f"; nothing from rank {', '.join(silent)}" if silent else ""
         return text + (f". {self._store_problem}" if self._store_problem else "")
@@ -443,6 +481,7 @@ def open_watch(
     control: Control,
     deadline: float | None,
     transports: Callable[[], Sequence[Transport]],
+    rings: FailTogether | None = None,
     gauges: Gauges | None = None,
 ) -> Watch:
     """Watch over a ring of this group until it is closed; every rank opens its rings in the same order.
@@ -454,6 +493,7 @@ def open_watch(
         deadline: seconds that a transfer may take; None: many times the median hop, and no limit in a `LocalWorld`,
             which has one of its own.
         transports: the transports that are open now; must not hold the ring.
+        rings: the watches that fail with this one; None: it fails alone.
         gauges: reads clocks and throttle reasons of the device.
     """
     local = isinstance(group, LocalGroup)
@@ -464,6 +504,7 @@ def open_watch(
         transports=transports,
         fatal=None if local or device.type == "cpu" else end_process,
         together=local,
+        rings=rings,
         gauges=gauges,
     )
     if watch.size > 1:

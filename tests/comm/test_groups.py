@@ -52,7 +52,7 @@ class Peers:
     """A process group and its control, told what its other ranks bring."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str, size: int = 2) -> None:
-        self.others = size - 1
+        self.names, self.others = range(size), size - 1
         self.change: dict[str, object] = {}  # field of the peers' request, or name of a transport -> its value there
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
 

@@ -132,7 +132,7 @@ def test_a_refusing_rank_is_named_to_waiting_ranks() -> None:
 @pytest.mark.parametrize("refuses", [True, False])
 def test_last_words_of_a_rank_that_is_gone_are_waited_for(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, gone = preflights(2), TransportError("rank 1 is gone")
-    monkeypatch.setattr(ranks[0]._control._connection, "hopeless", lambda missing, timeout: gone)
+    monkeypatch.setattr(ranks[0]._control._connection, "hopeless", lambda missing, names, timeout: gone)
     if not refuses:  # gone for good: long before the patience ends
         with pytest.raises(TransportError, match="rank 1 is gone"):
             agree(ranks[0], {"heads": 8})

@@ -19,7 +19,7 @@ from ringattn.comm import DONE, LocalGroup, LocalWorld, TransportError
 from ringattn.comm.control import Control
 from ringattn.comm.watchdog import watch as module
 from ringattn.comm.watchdog.deadlines import NEVER
-from ringattn.comm.watchdog.watch import Watch, Watchdog, open_watch, ring_control
+from ringattn.comm.watchdog.watch import FailTogether, Watch, Watchdog, open_watch, ring_control
 
 from ..support.transport_cases import HANGS, until
 from ..support.watch_cases import Aborted, Clock, Ranks, Transfer, Unconfirmed, controls, on_all, running
@@ -161,6 +161,99 @@ def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
     text = "heads differs between ranks (rank 0: 4, rank 1: 8): all ranks of a ring must pass the same"
     assert [(type(error), str(error)) for error in on_all(ranks.watches, call)] == [(ValueError, text)] * 2
     assert ranks.transports[0].reasons == ranks.transports[1].reasons == [text]
+
+
+def two_rings(**options: Any) -> tuple[Ranks, Ranks]:
+    """Two rings of a process that is rank 0 of both, as in a mesh; both have agreed on a call that is over."""
+    rings = FailTogether()
+    both = Ranks(2, rings=rings, **options), Ranks(2, rings=rings, **options)
+    for ranks in both:
+        for watch in ranks.watches:
+            watch.enter()
+        on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+        for watch in ranks.watches:
+            watch.leave()
+    return both
+
+
+@pytest.mark.parametrize("kind", ["TransportError", "ValueError"])
+def test_a_failure_reaches_the_ranks_of_the_other_ring(kind: str) -> None:
+    here, there = two_rings()
+    here.controls[1].publish("failure", (1, kind, "a reason"))
+    here.watches[0].tick()
+    there.watches[1].tick()
+    raised = TransportError if kind == "TransportError" else ValueError
+    for watch in (there.watches[0], there.watches[1]):
+        with pytest.raises(raised, match="a reason"):
+            watch.agree({"heads": 8})
+    assert all("a reason" in reason for reason in (*there.transports[0].reasons, *there.transports[1].reasons))
+    assert [len(transport.reasons) for transport in there.transports] == [1, 1]
+
+
+def test_the_ranks_of_the_other_ring_are_told_before_the_process_ends() -> None:
+    here, there = two_rings(fatal=True)
+    told = list[Any]()
+    here.watches[0]._fatal = lambda text: told.append(there.controls[1].look("failure"))
+    here.watches[0].failed(MemoryError("out of memory"))
+    (failure,) = told
+    assert failure[:2] == [0, "TransportError"] and "MemoryError: out of memory" in failure[2]
+
+
+def test_rings_fail_together_only_where_they_are_told_to() -> None:
+    (here, there), alone = two_rings(), Ranks(2)
+    there.watches[0].close()
+    here.watches[0].failed(MemoryError("out of memory"))
+    for ranks in (there, alone):
+        assert ranks.controls[1].look("failure") is None
+        assert not any(transport.reasons for transport in ranks.transports)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_refusal_ends_no_ring(both: bool) -> None:
+    """Nor does it after calls that were agreed on and are over; some calls are of one of the rings alone."""
+    rings = two_rings()
+    called = rings if both else rings[:1]
+    for ranks in called:
+        ranks.watches[0].enter()
+    for ranks in called:
+        ranks.watches[0].left(ValueError("k has 6 heads"))
+    for ranks in called:
+        with pytest.raises(ValueError, match="rank 0 refused this call: ValueError: k has 6 heads"):
+            ranks.watches[1].agree({"heads": 4})
+        assert on_all(ranks.watches, lambda watch: watch.agree({"heads": 4})) == [3, 3]
+        assert ranks.controls[1].look("failure") is None
+
+
+@pytest.mark.parametrize(("error", "agreed"), [(TransportError("rank 1 is gone"), False), (MemoryError("of 0"), True)])
+def test_what_ends_a_mesh_is_no_refusal(error: Exception, agreed: bool) -> None:
+    """Where the other ring was lost, or has agreed on the call."""
+    here, there = two_rings()
+    for ranks in (here, there):
+        ranks.watches[0].enter()
+    if agreed:
+        assert on_all(there.watches, lambda watch: watch.agree({"heads": 8})) == [2, 2]
+    here.watches[0].left(error)
+    for ranks in (here, there):
+        ranks.watches[1].tick()
+        with pytest.raises(TransportError, match=str(error)):
+            ranks.watches[1].agree({"heads": 4})
+
+
+def test_ranks_have_the_numbers_of_the_mesh_in_errors(clock: Clock) -> None:
+    ranks = Ranks(2, names=(1, 3))
+    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+    for watch in ranks.watches:
+        watch.begin("forward")
+    ranks.watches[1].posted("forward hop 1: K/V", Transfer(), [DONE], [(0, 64)], [(0, 64)])
+    for _ in range(2):
+        clock.now += 2.0
+        ranks.watches[1].tick()
+    ranks.watches[0].tick()
+    late = "rank 3: forward hop 1: K/V (64 bytes rank 1 -> rank 3, 64 bytes rank 3 -> rank 1) not over 3 s"
+    assert ranks.transports[1].reasons[0].startswith(late)
+    assert "Last reported: rank 1: agreed on a call" in ranks.transports[1].reasons[0]
+    assert ranks.transports[0].reasons[0].startswith("rank 1: ")
+    assert f"Rank 3 found: {late}" in ranks.transports[0].reasons[0]
 
 
 @pytest.mark.parametrize("ticks", [0, 1, 2])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,13 +15,16 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, positions, ring_attention, shard, unshard
 from ringattn.comm import LocalGroup
-from ringattn.comm.transports.local import DEFAULT_TIMEOUT, LocalMesh
+from ringattn.comm.transports.local import DEFAULT_TIMEOUT, LocalMesh, LocalTransport
 from ringattn.ring.mesh import joined, rings_of, shared, spans_of
+from ringattn.ring.ring import ring_of
 from ringattn.ring.schedule.mask import BlockMask
 
+from ..support.forked import ending
 from ..support.mask_cases import Case, check, in_blocks
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
+from ..support.transport_cases import HANGS
 from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -29,6 +34,7 @@ KV_HEADS = {(2, 2): 2, (1, 4): 2, (4, 1): 3, (2, 3): 3}
 """By mesh: one for each rank, one for two ranks, all, one for each."""
 MESHES = [*KV_HEADS]
 SLOPES = 2.0 ** -torch.arange(1, HEADS + 1)
+SOON = 1.0  # seconds, of a deadline that passes
 SINK = torch.linspace(-2, 3, HEADS).index_fill(0, torch.tensor([1]), -torch.inf)
 
 
@@ -346,3 +352,64 @@ def test_no_second_derivative() -> None:
             dq.sum().backward()  # type: ignore[no-untyped-call]
 
     run_ranks(4, of_rank)
+
+
+def test_the_exchange_takes_the_deadline_of_the_ring() -> None:
+    """Of the ring given, else of the last one that the ranks made with one, until it is closed."""
+
+    def of_rank(group: LocalGroup) -> None:
+        mesh, cpu = group.mesh(2, 2), torch.device("cpu")
+        lines = mesh.ring, mesh.ulysses
+        first, second = Ring(mesh.ring, deadline=50.0), Ring(mesh.ring, deadline=70.0)
+        for ring, others in ((first, rings_of(lines, cpu, first)), (second, rings_of(lines, cpu, second))):
+            assert others.ring is ring and others.ulysses.deadline == ring.deadline
+            assert others == rings_of(lines, cpu, ring)
+        assert [ring.deadline for ring in rings_of(lines, cpu)] == [70.0, 70.0]
+        assert ring_of(mesh.ring, cpu).deadline == 70.0 and ring_of(mesh.ulysses, cpu).deadline is None
+        leaves = qkv(group)
+        out = attend(mesh, *leaves, ring=second)
+        exchange = rings_of(lines, cpu, second).ulysses
+        first.close()  # which is not the last one given
+        assert ring_of(mesh.ring, cpu).deadline == 70.0
+        second.close()
+        assert [ring.deadline for ring in rings_of(lines, cpu)] == [None, None]
+        assert exchange._closed
+        assert out.equal(attend(mesh, *leaves))
+
+    run_ranks(4, of_rank)
+
+
+@pytest.mark.parametrize("moment", ["a new call", "a known call", "shard", "unshard"])
+def test_a_virtual_rank_that_does_not_come(moment: str) -> None:
+    """All others end by the deadline, long before the world's own."""
+    ended = threading.Barrier(4)
+
+    def of_rank(group: LocalGroup) -> str:
+        leaves, mesh = qkv(group), group.mesh(2, 2)
+        lines = mesh.ring, mesh.ulysses
+        ring = Ring(mesh.ring, deadline=HANGS)
+        calls: dict[str, Callable[[], object]] = {
+            "a new call": lambda: attend(mesh, *leaves, ring=ring, causal=True),
+            "a known call": lambda: attend(mesh, *leaves, ring=ring),
+            "shard": lambda: shard(torch.ones(1, 8), layout="contiguous", group=mesh),
+            "unshard": lambda: unshard(leaves[0], layout="contiguous", group=mesh, grad="slice"),
+        }
+        for name in ("a known call", "shard", "unshard", "a known call"):
+            calls[name]()
+        for one in (*rings_of(lines, leaves[0].device, ring), *rings_of(lines, leaves[0].device)):
+            shorten(one)
+        ended.wait(HANGS)
+        end = "" if group.rank() == 1 else ending(calls[moment])[0]
+        ended.wait(HANGS)
+        return end
+
+    assert run_ranks(4, of_rank) == ["TransportError", "", "TransportError", "TransportError"]
+
+
+def shorten(ring: Ring) -> None:
+    """A deadline that passes soon, once nothing else takes time."""
+    assert ring.deadline == HANGS and ring._control is not None
+    ring._control.patience = SOON
+    for transport in ring._opened:
+        assert isinstance(transport, LocalTransport) and transport._patience == HANGS
+        transport._patience = SOON

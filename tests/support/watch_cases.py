@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ringattn.comm import DONE, TransportError
 from ringattn.comm.control import Control, Scope
-from ringattn.comm.watchdog.watch import Watch
+from ringattn.comm.watchdog.watch import FailTogether, Watch
 
 from .transport_cases import HANGS
 
@@ -42,7 +42,7 @@ class MemoryConnection:
     def tell(self, do: Callable[[Any], object]) -> None:
         do(self.store)
 
-    def hopeless(self, missing: Sequence[int], timeout: float) -> TransportError | None:
+    def hopeless(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
         return None
 
     def close(self) -> None:
@@ -115,14 +115,23 @@ class Aborted:
 
 
 class Ranks:
-    """Watches of all ranks of a ring, ticked by the test."""
+    """Watches of all ranks of a ring, ticked by the test; `rings` is what fails with rank 0's."""
 
     def __init__(
-        self, size: int, *, deadline: float | None = 3.0, patience: float = HANGS, fatal: bool = False
+        self,
+        size: int,
+        *,
+        deadline: float | None = 3.0,
+        patience: float = HANGS,
+        fatal: bool = False,
+        rings: FailTogether | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
         self.transports = [Aborted() for _ in range(size)]
         self.ended: list[tuple[int, str]] = []
         self.controls = controls(size, patience)
+        for control in self.controls:
+            control.names = names or control.names
         self.watches = [
             Watch(
                 control,
@@ -130,6 +139,7 @@ class Ranks:
                 device=torch.device("cpu"),
                 transports=lambda transport=transport: [transport],  # type: ignore[misc]
                 fatal=(lambda text, rank=control.rank: self.ended.append((rank, text))) if fatal else None,  # type: ignore[misc]
+                rings=rings if control.rank == 0 else None,
             )
             for control, transport in zip(self.controls, self.transports, strict=True)
         ]

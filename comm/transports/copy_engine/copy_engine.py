@@ -106,7 +106,7 @@ class CopyEngineTransport(TransportBase):
         self._members = tuple(sorted(range(size) if members is None else members))
         if rank not in self._members:
             raise ValueError(f"members is {self._members}: it takes the rank that opens the transport, {rank}, too")
-        self._control = control
+        self._control, self.names = control, control.names
         self._ending = threading.Lock()
         self._releasing: threading.Thread | None = None
         self._posting = False
@@ -249,7 +249,8 @@ class CopyEngineTransport(TransportBase):
         checked(self._driver, result, "cuMemcpyDtoDAsync")
 
     def _next_offer(self, peer: int, nbytes: int) -> Offer:
-        what = f"rank {self.rank} waits until rank {peer} posts the {nbytes} bytes that it is to send"
+        who, whom = self.names[self.rank], self.names[peer]
+        what = f"rank {who} waits until rank {whom} posts the {nbytes} bytes that it is to send"
         while True:
             record = self._sockets.receive(peer, what, self._timeout)
             offer = Offer.unpack(record)
@@ -258,7 +259,7 @@ class CopyEngineTransport(TransportBase):
             self._imports.drop(peer, *RETIRED.unpack(record))
         if offer.nbytes != nbytes:
             raise TransportError(
-                f"rank {self.rank} expects {nbytes} bytes from rank {peer}, which sent {offer.nbytes} (message "
+                f"rank {who} expects {nbytes} bytes from rank {whom}, which sent {offer.nbytes} (message "
                 f"{offer.number} of this pair)"
             )
         return offer
