@@ -261,7 +261,7 @@ def test_a_look_for_gone_ranks_takes_no_longer_than_the_wait(host: StoreHost, mo
         Control(connection, 0, 2, "test/", 0.3).hopeless([1])
     looks: list[float] = []
     memory = MemoryConnection(HashStore())
-    monkeypatch.setattr(memory, "hopeless", lambda missing, timeout: looks.append(timeout))
+    monkeypatch.setattr(memory, "hopeless", lambda missing, names, timeout: looks.append(timeout))
     with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.2 s"):
         Control(memory, 0, 2, "test/").gather(0, what="shapes", timeout=0.2)
     assert looks
