@@ -116,3 +116,48 @@ def evaluated_by_the_loader_of_accelerate(rank: int) -> str:
 def test_other_rows_on_each_rank_are_refused() -> None:
     for text in forked.results(2, evaluated_by_the_loader_of_accelerate, patience=IMPORTS):
         assert "input_ids differs between ranks (rank 0" in text
+
+
+def tokenizer() -> Any:
+    """One token per word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {name: index for index, name in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(2, VOCABULARY))])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+
+
+def texts(count: int, seed: int) -> Any:
+    """Documents of 3 to 20 tokens."""
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 21, (count,), generator=generator).tolist()
+    words = (torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths)
+    return Dataset.from_dict({"text": [" ".join(f"w{word}" for word in each) for each in words]})
+
+
+def fine_tuned(ring: bool, world: int, rank: int, **options: Any) -> dict[str, Any]:
+    """Losses, weights and evaluation of TRL's trainer."""
+    from trl import SFTConfig, SFTTrainer
+
+    environment(rank, world)
+    mine = model("ringattn" if ring else "eager")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(folder, **OPTIONS | {"max_length": TOKENS, "packing": True, "bf16": False} | options)
+        trainer = (ring_trainer(SFTTrainer) if ring else SFTTrainer)(
+            mine, arguments, train_dataset=texts(24, 1), eval_dataset=texts(9, 2), processing_class=tokenizer()
+        )
+        trainer.train()
+        evaluation = trainer.evaluate()["eval_loss"]
+    return {"evaluation": torch.tensor(evaluation), **outcome(trainer, mine)}
+
+
+@pytest.mark.parametrize(("strategy", "rows"), [("wrapped", 1), ("bfd", 2)])
+def test_packing_of_trl_equals_one_process(strategy: str, rows: int) -> None:
+    options = {"packing_strategy": strategy, "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
+    (theirs,) = forked.results(1, partial(fine_tuned, False, 1, **options), patience=IMPORTS)
+    for ours in forked.results(2, partial(fine_tuned, True, 2, **options), patience=IMPORTS):
+        compare(ours, theirs)
