@@ -510,7 +510,9 @@ def _find_documents(
         given["position_ids"] = _boundaries_from_positions(positions, tokens)
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if (boundaries := batch.get(name)) is not None:
-            given[name] = Documents(whole_numbers(name, torch.as_tensor(boundaries).tolist(), "[documents + 1]")).boundaries
+            given[name] = Documents(
+                whole_numbers(name, torch.as_tensor(boundaries).tolist(), "[documents + 1]")
+            ).boundaries
     if (index := batch.get("seq_idx")) is not None:
         if index.shape != (1, tokens):
             raise ValueError(f"seq_idx is {list(index.shape)}: it must be [1, {tokens}]")
