@@ -468,6 +468,8 @@ def shard_batch(
     device = device_of(*map(batch.get, CUT))
     ring = resolve_ring(None, group, device)
     comparing = ring.size > 1 and check is not False
+    if comparing and torch.utils.data.get_worker_info() is not None:  # it shares the connections of its parent
+        raise ValueError(f"check is {check} in a worker process of a data loader: pass check=False there")
     history = _histories.setdefault(ring, BatchHistory())
     if comparing:
         history.calls += 1  # first of all, so that a rank that refuses its batch counts as the others do

@@ -130,6 +130,14 @@ def test_without_a_check_no_rank_waits() -> None:
     assert errors(calls) == [[], [""], []]
 
 
+def test_a_worker_of_a_loader_must_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the connections of the process that it was forked from."""
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "worker 0")
+    shard_batch(text(), "contiguous")
+    for refused, cut_alone in errors(lambda _: [cut(text()), cut(text(), check=False)]):
+        assert "check=False" in refused and not cut_alone
+
+
 def test_a_check_on_some_ranks_is_refused() -> None:
     """As any call that not all ranks make."""
 
