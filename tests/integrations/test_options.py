@@ -89,10 +89,10 @@ def group_of(rank: int, size: int) -> SimpleNamespace:
 
 
 def transformer_engine(call: Call | None = None, *, train: bool = True, keys: int = 8, **made: Any) -> None:
-    made = {"num_attention_heads": 4, "kv_channels": 16, "num_gqa_groups": 2, "qkv_format": "bshd"} | made
-    module = DotProductAttention(**made).train(train)
+    common: Call = {"num_attention_heads": 4, "kv_channels": 16, "num_gqa_groups": 2, "qkv_format": "bshd"}
+    module = DotProductAttention(**common | made).train(train)
     if module.softmax_offset is not None:
-        assert module.softmax_offset.shape == (made["num_attention_heads"] // module.tp_size,)
+        assert module.softmax_offset.shape == SINK.shape  # of the heads of this rank
         module.softmax_offset.data.copy_(SINK)
     k = torch.randn(1, keys, 2, 16)
     module(Q, k, k, **call or {})
@@ -111,7 +111,8 @@ def megatron(
     groups = SimpleNamespace(tp=tp or group_of(0, 1))
     module = integration.RingCoreAttention(config, layer, AttnMaskType.causal, "self", pg_collection=groups, **made)
     if module.softmax_offset is not None:
-        module.softmax_offset.data.copy_(SINK)  # heads of this rank
+        assert module.softmax_offset.shape == SINK.shape
+        module.softmax_offset.data.copy_(SINK)
     call = call or {}
     tensors = (x[0] for x in (Q, K, K)) if "packed_seq_params" in call else (x.transpose(0, 1) for x in (Q, K, K))
     return module.train(train)(*tensors, None, **call)
@@ -170,7 +171,8 @@ def lucidrains_zig_zag(**options: Any) -> None:
 
 
 def lucidrains_tree(**options: Any) -> None:
-    ring_attention_pytorch.tree_attn_decode(*(Q.transpose(1, 2) for _ in range(3)), **options)
+    q = Q.transpose(1, 2)
+    ring_attention_pytorch.tree_attn_decode(q, q, q, **options)
 
 
 Driver = Callable[..., Any]

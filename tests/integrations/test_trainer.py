@@ -91,7 +91,7 @@ def trained(ring: bool, world: int, rank: int, **options: Any) -> dict[str, Any]
 def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, x in ours.items():
-        torch.testing.assert_close(x, theirs[name], rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(x, theirs[name], rtol=1e-4, atol=1e-4, msg=f"{name}: {x}, not {theirs[name]}")
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"average_tokens_across_devices": False}])
@@ -157,7 +157,11 @@ def fine_tuned(ring: bool, world: int, rank: int, **options: Any) -> dict[str, A
 
 @pytest.mark.parametrize(("strategy", "rows"), [("wrapped", 1), ("bfd", 2)])
 def test_packing_of_trl_equals_one_process(strategy: str, rows: int) -> None:
-    options = {"packing_strategy": strategy, "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
+    options: dict[str, Any] = {
+        "packing_strategy": strategy,
+        "per_device_train_batch_size": rows,
+        "per_device_eval_batch_size": rows,
+    }
     (theirs,) = forked.results(1, partial(fine_tuned, False, 1, **options), patience=IMPORTS)
     for ours in forked.results(2, partial(fine_tuned, True, 2, **options), patience=IMPORTS):
         compare(ours, theirs)
