@@ -569,7 +569,7 @@ def _compare_batches(
         contents |= {f"the checksum of {name}": total for name, total in zip(tensors, sums, strict=True)}
         items = batch.get("num_items_in_batch")
         contents["num_items_in_batch"] = items.tolist() if isinstance(items, torch.Tensor) else items
-    call = {"call": "shard_batch", "layout": layout, **shapes, "compares contents": is_due}
+    call = {"call": "shard_batch", "layout": layout, **shapes, "check": is_due}
     ring._agree(call, device, contents, always=True)
     if is_due:
         if len(history.compared_shapes) >= MOST_SHAPES:

@@ -149,6 +149,11 @@ def test_a_check_on_some_ranks_is_refused() -> None:
         run_ranks(3, call)
 
 
+def test_a_check_on_one_rank_alone_is_refused_by_its_name() -> None:
+    for found in errors(lambda rank: [cut(text()), cut(text(), check=True if rank == 0 else None)]):
+        assert not found[0] and "check differs between ranks (rank 0: True, rank 1: False" in found[1]
+
+
 @pytest.mark.parametrize(
     ("entry", "wrong"),
     [
@@ -175,6 +180,13 @@ def test_a_padding_free_batch_that_contradicts_itself(
     found = errors(lambda rank: [cut(padding_free()), cut(bad if rank == 1 else padding_free()), cut(padding_free())])
     for before, refused, after in found:
         assert entry in refused and not before and not after, (before, refused, after)
+
+
+def test_a_batch_that_one_rank_refuses_in_an_expected_call() -> None:
+    """The others wait there too, and so none goes on without it."""
+    bad = {**text(), "attention_mask": torch.zeros(2, TOKENS)}
+    for found in errors(lambda rank: [*[cut(text())] * 6, cut(bad if rank == 1 else text()), cut(text())]):
+        assert [("attention_mask" in one) for one in found] == [False] * 6 + [True, False], found
 
 
 def test_rows_with_other_documents_are_refused() -> None:
