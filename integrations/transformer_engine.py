@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -196,7 +197,7 @@ class DotProductAttention(nn.Module):
             group=single_rank() if self.cp_group is None else self.cp_group,
             qkv_format=qkv_format or self.qkv_format,
             attn_mask_type=ONE_NAME.get(mask_type, mask_type),
-            window_size=self.window_size if window_size is None else window_size,
+            window_size=fit_window(self.window_size if window_size is None else window_size, mask_type),
             attention_mask=attention_mask,
             boundaries=Boundaries(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
             bottom_right=self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
@@ -222,6 +223,19 @@ class DotProductAttention(nn.Module):
                 f"tp_group is None with attention_dropout {self.attention_dropout} and tp_size {self.tp_size}: dropout "
                 "counts the heads of all ranks, pass the group"
             )
+
+
+def fit_window(window_size: Any, mask_type: str) -> Any:
+    """Return a window without the side that a mask does not have, as ``check_set_window_size`` of theirs does."""
+    match window_size:
+        case (int(left), int(right)) if "causal" in mask_type and left >= 0 and right > 0:
+            taken = (left, 0)
+        case (-1, 0) if "causal" not in mask_type:
+            taken = (-1, -1)
+        case _:
+            return window_size
+    warnings.warn(f"window_size is {window_size} with attn_mask_type {mask_type!r}: {taken} is taken", stacklevel=4)
+    return taken
 
 
 def unpacked(

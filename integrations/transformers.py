@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import transformers
@@ -33,7 +33,7 @@ from packaging.version import Version
 
 from ..ring import GroupLike, Layout, Ring, ring_attention
 from ..ring.ring import device_of, resolve_ring
-from ..ring.schedule.layout import Documents, LayoutLike
+from ..ring.schedule.layout import Documents, LayoutLike, whole_numbers
 from ..ring.shards import resolve_layout
 
 NAME = "ringattn"
@@ -392,34 +392,100 @@ def attend(
     return out, None
 
 
+PACKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Entries by which padding-free batches, TRL's for one, say where their documents are."""
+
+CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels")
+"""Entries ``[B, S, ...]`` of a batch that :func:`shard_batch` cuts."""
+
+BATCH = frozenset({*CUT, *PACKED, "attention_mask", "num_items_in_batch"})
+"""Entries that :func:`shard_batch` takes."""
+
+CHECK_EVERY = 100  # calls of shard_batch, of which one compares batches of known shapes
+MOST_SHAPES = 4096  # that are remembered
+
+
+class ShardedBatch(dict[str, Any]):
+    """This rank's part of a batch, as keyword arguments of a model.
+
+    Attributes:
+        cu_seqlens: boundaries of the documents packed into the whole sequence, which :func:`sharded` must be given too;
+            None if there is one document.
+    """
+
+    cu_seqlens: tuple[int, ...] | None = None
+
+
+@dataclass
+class BatchHistory:
+    """Batches that :func:`shard_batch` has seen on one ring; equal on all ranks, which make the same calls."""
+
+    calls: int = 0
+    compared_shapes: set[str] = field(default_factory=set)
+
+
+_histories: WeakKeyDictionary[Ring, BatchHistory] = WeakKeyDictionary()
+
+
 def shard_batch(
     batch: Mapping[str, Any],
     layout: LayoutLike,
     group: GroupLike = None,
     *,
     cu_seqlens: Iterable[int] | torch.Tensor | None = None,
-) -> dict[str, Any]:
-    """This rank's part of a batch of whole sequences, the same on every rank, as arguments of a model.
+    check: bool | None = None,
+) -> ShardedBatch:
+    """Cut this rank's part out of a batch of whole sequences, which is the same on every rank.
+
+    Every rank of the group calls it. They wait for each other and compare shapes and documents, and refuse batches
+    that differ. Contents are compared by checksums, as ``check`` says.
 
     Args:
         batch: ``input_ids [B, S]`` or ``inputs_embeds [B, S, E]``; ``labels [B, S]``, not shifted, or ``shift_labels``;
-            an ``attention_mask`` of ones; ``num_items_in_batch``, where it counts more than this batch.
+            an ``attention_mask`` of ones; ``num_items_in_batch``, where it counts more than this batch. Packed
+            documents may be given by ``position_ids [B, S]`` that count from 0 in each, ``cu_seq_lens_q``,
+            ``cu_seq_lens_k`` and ``seq_idx``, with ``max_length_q`` and ``max_length_k``, as padding-free collators
+            make them.
         layout: as for :func:`sharded`.
         group: the ranks that share the sequence.
         cu_seqlens: boundaries of packed documents, whose first tokens are nobody's label.
+        check: None compares checksums for shapes that are new, and in every 100th call; True in every call. False
+            compares nothing and does not wait for other ranks, as in a worker process of a data loader.
 
     Returns:
         This rank's ids and ``position_ids [1, s]``, within documents. With labels: ``shift_labels``, shifted before the
         split, which transformers' losses take as they are; ``num_items_in_batch``, of all ranks, by which they divide
         their sum; and ``labels`` of -100 only: they ask for a loss, and one that shifts them has none to give.
+        Attribute ``cu_seqlens`` has the boundaries of packed documents, for :func:`sharded`.
 
     Raises:
-        ValueError: padding, an entry that it cannot shard, or arguments that do not fit.
+        ValueError: padding, an entry that it cannot shard, arguments that do not fit, or, on every rank, batches that
+            differ between ranks.
+        TransportError: a rank did not come.
     """
-    known = {"input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "num_items_in_batch"}
-    if unknown := batch.keys() - known:
-        raise ValueError(f"batch has {sorted(unknown)}: shard_batch takes {', '.join(sorted(known))}")
-    padding, labels, shifted = (batch.get(name) for name in ("attention_mask", "labels", "shift_labels"))
+    if check is not None and not isinstance(check, bool):
+        raise ValueError(f"check is {check!r}: it must be True, False or None")
+    device = device_of(*map(batch.get, CUT))
+    ring = resolve_ring(None, group, device)
+    comparing = ring.size > 1 and check is not False
+    if comparing and torch.utils.data.get_worker_info() is not None:  # it shares the connections of its parent
+        raise ValueError(f"check is {check} in a worker process of a data loader: pass check=False there")
+    history = _histories.setdefault(ring, BatchHistory())
+    if comparing:
+        history.calls += 1  # first of all, so that a rank that refuses its batch counts as the others do
+    with ring._entered(device) if comparing else nullcontext():
+        documents = _check_batch(batch, cu_seqlens)
+        layout = resolve_layout(layout, documents.seqlen, ring.size)
+        if comparing:
+            _compare_batches(ring, history, batch, layout, documents, bool(check))
+    return _cut(batch, layout, ring, documents)
+
+
+def _check_batch(batch: Mapping[str, Any], cu_seqlens: Iterable[int] | torch.Tensor | None) -> Documents:
+    """Return the documents of a batch; ValueError if it cannot be sharded."""
+    if unknown := batch.keys() - BATCH:
+        raise ValueError(f"batch has {sorted(unknown)}: shard_batch takes {', '.join(sorted(BATCH))}")
+    padding = batch.get("attention_mask")
     if padding is not None and (padding.dim() != 2 or not padding.all()):
         raise ValueError(
             f"attention_mask {list(padding.shape)} is not [batch, tokens] of ones: instead of padding, pack the "
@@ -429,14 +495,96 @@ def shard_batch(
     if len(inputs) != 1:
         raise ValueError(f"batch has {sorted(inputs)}: it must have input_ids or inputs_embeds")
     ((name, whole),) = inputs.items()
-    tokens, documents = whole.shape[1], Documents([0, whole.shape[1]] if cu_seqlens is None else cu_seqlens)
-    if documents.seqlen != tokens:
-        raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {tokens}, the number of tokens")
-    ring = resolve_ring(None, group, whole.device)
-    layout = resolve_layout(layout, tokens, ring.size)
-    sharding = Sharding(layout, group, cu_seqlens=documents.boundaries)
-    positions = sharding.positions(layout.lengths[ring.rank], whole.device)
-    made = {name: layout.shard(whole, ring.rank), "position_ids": positions[None]}
+    for other in ("labels", "shift_labels"):
+        if (labels := batch.get(other)) is not None and labels.shape != whole.shape[:2]:
+            raise ValueError(f"{other} is {list(labels.shape)}: it must be {list(whole.shape[:2])}, as {name} is")
+    return _find_documents(batch, whole.shape[1], cu_seqlens)
+
+
+def _find_documents(
+    batch: Mapping[str, Any], tokens: int, cu_seqlens: Iterable[int] | torch.Tensor | None
+) -> Documents:
+    """Return the documents that ``cu_seqlens`` and the entries of a padding-free batch agree on."""
+    given: dict[str, tuple[int, ...]] = {}
+    if cu_seqlens is not None:
+        given["cu_seqlens"] = Documents(cu_seqlens).boundaries
+    if (positions := batch.get("position_ids")) is not None:
+        given["position_ids"] = _boundaries_from_positions(positions, tokens)
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if (boundaries := batch.get(name)) is not None:
+            given[name] = Documents(
+                whole_numbers(name, torch.as_tensor(boundaries).tolist(), "[documents + 1]")
+            ).boundaries
+    if (index := batch.get("seq_idx")) is not None:
+        if index.shape != (1, tokens):
+            raise ValueError(f"seq_idx is {list(index.shape)}: it must be [1, {tokens}]")
+        given["seq_idx"] = (0, *(index[0].diff().nonzero()[:, 0] + 1).tolist(), tokens)
+    for name, boundaries in given.items():
+        if boundaries[-1] != tokens:
+            raise ValueError(f"{name} ends at {boundaries[-1]}: it must end at {tokens}, the number of tokens")
+    first, boundaries = next(iter(given.items()), ("", (0, tokens)))
+    for name, others in given.items():
+        if differ := {*boundaries} ^ {*others}:
+            here, there = (name, first) if min(differ) in others else (first, name)
+            raise ValueError(f"{here} begins a document at token {min(differ)}, and {there} does not: they must agree")
+    longest = max((end - start for start, end in pairwise(boundaries)), default=0)
+    for name in ("max_length_q", "max_length_k"):
+        if (most := batch.get(name)) is not None and int(most) < longest:
+            raise ValueError(f"{name} is {int(most)}: the longest document has {longest} tokens")
+    return Documents(boundaries)
+
+
+def _boundaries_from_positions(position_ids: torch.Tensor, tokens: int) -> tuple[int, ...]:
+    """Return where documents begin and end whose tokens count from 0; ValueError if these do not, or rows differ."""
+    if position_ids.dim() != 2 or position_ids.shape[1] != tokens or not len(position_ids):
+        raise ValueError(f"position_ids is {list(position_ids.shape)}: it must be [batch, {tokens}]")
+    rows = position_ids.cpu()
+    boundaries = (0, *((rows[0, 1:] == 0).nonzero()[:, 0] + 1).tolist(), tokens)
+    expected = torch.arange(tokens) - Documents(boundaries).around(torch.arange(tokens))[0]
+    if (differ := rows != expected).any():
+        row, token = differ.nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids of row {row} is {int(rows[row, token])} at token {token}, where {int(expected[token])} was "
+            "expected: it must count from 0 in every document, and have the same documents in every row"
+        )
+    return boundaries
+
+
+def _compare_batches(
+    ring: Ring,
+    history: BatchHistory,
+    batch: Mapping[str, Any],
+    layout: Layout,
+    documents: Documents,
+    always: bool,
+) -> None:
+    """Raise ValueError on every rank if the batches differ between ranks."""
+    tensors = {name: batch[name] for name in CUT if batch.get(name) is not None}
+    device = device_of(*tensors.values())
+    shapes = {f"the shape of {name}": (list(x.shape), x.dtype) for name, x in tensors.items()}
+    is_due = always or repr(shapes) not in history.compared_shapes or history.calls % CHECK_EVERY == 0
+    contents: dict[str, object] = {"cu_seqlens": documents}
+    if is_due:
+        sums = torch.stack([checksum(x).to(device) for x in tensors.values()]).tolist()
+        contents |= {f"the checksum of {name}": total for name, total in zip(tensors, sums, strict=True)}
+        items = batch.get("num_items_in_batch")
+        contents["num_items_in_batch"] = items.tolist() if isinstance(items, torch.Tensor) else items
+    call = {"call": "shard_batch", "layout": layout, **shapes, "check": is_due}
+    ring._agree(call, device, contents, always=True)
+    if is_due:
+        if len(history.compared_shapes) >= MOST_SHAPES:
+            history.compared_shapes.clear()
+        history.compared_shapes.add(repr(shapes))
+
+
+def _cut(batch: Mapping[str, Any], layout: Layout, ring: Ring, documents: Documents) -> ShardedBatch:
+    """Return one rank's part of a batch that was checked."""
+    name = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
+    sharding = Sharding(layout, ring=ring, cu_seqlens=documents.boundaries)
+    positions = sharding.positions(layout.lengths[ring.rank], batch[name].device)
+    made = ShardedBatch({name: layout.shard(batch[name], ring.rank), "position_ids": positions[None]})
+    made.cu_seqlens = documents.boundaries if len(documents.boundaries) > 2 else None
+    labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if shifted is None and labels is not None:
         shifted = labels.roll(-1, 1)
         shifted[:, [end - 1 for end in documents.boundaries if end]] = IGNORE_INDEX
@@ -446,3 +594,29 @@ def shard_batch(
         made["labels"] = torch.full_like(made["shift_labels"], IGNORE_INDEX)
         made["num_items_in_batch"] = (shifted != IGNORE_INDEX).sum() if items is None else items
     return made
+
+
+def checksum(x: torch.Tensor) -> torch.Tensor:
+    """Return one integer, int64 on the device of ``x``, that depends on every element's bits and on its place.
+
+    Each element is added to a multiple of its index and mixed as in SplitMix64 (Steele, Lea and Flood, 2014); the sum
+    is taken modulo 2^64. Another value of one element always gives another sum.
+    """
+    bits = x.detach().contiguous().flatten().view(WORDS[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, len(bits), CHECKSUM_CHUNK):
+        mixed = bits[start : start + CHECKSUM_CHUNK].to(torch.int64, copy=True)
+        mixed += torch.arange(start, start + len(mixed), device=x.device) * GOLDEN_GAMMA
+        for shift, factor in MIXES:
+            mixed ^= (mixed >> shift) & ((1 << 64 - shift) - 1)  # a shift without the sign
+            mixed *= factor
+        mixed ^= (mixed >> 31) & ((1 << 33) - 1)
+        total += mixed.sum()
+    return total
+
+
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by bytes of an element."""
+CHECKSUM_CHUNK = 1 << 20  # elements at a time, so that the memory for them stays small
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+MIXES = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))

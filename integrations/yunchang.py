@@ -17,9 +17,9 @@ holds by ``ring_impl_type``:
 refuses those that quantise or leave blocks out (``sage_*``, ``sparse_sage``). Windows, ALiBi and dropout hold over the
 whole sequence, zigzag and stripes without ``causal`` too, and ``deterministic`` may be either: the backward is.
 
-Not offered: the functions of ``yunchang.ring`` by themselves. Those of ``ringattn.integrations.ring_flash_attn`` are
-the same but for ``softcap``, which they take by keyword only, and ``attn_type`` and ``attn_processor``, which they have
-not.
+``RING_IMPL_QKVPACKED_DICT`` has attention over a ring alone. Not offered: the other functions of ``yunchang.ring``.
+Those of ``ringattn.integrations.ring_flash_attn`` are the same but for ``softcap``, which they take by keyword only,
+and ``attn_type`` and ``attn_processor``, which they have not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..ring import GroupLike, Layout, ring_attention
 from ..ring.mesh import Rings, ranks_of, spans_of
 from ..ring.schedule.layout import LayoutLike
 from ..ring.shards import resolve_layout
-from . import unit_stride
+from . import ring_flash_attn, unit_stride
 
 RULES: dict[str, LayoutLike] = {
     "basic": "contiguous",
@@ -157,6 +157,43 @@ def _mesh_of(group: GroupLike) -> tuple[GroupLike, Rings]:
     return mesh, rings
 
 
+def _check_attn_type(attn_type: object) -> None:
+    """Raise NotImplementedError for kernels that are not exact."""
+    if getattr(attn_type, "value", attn_type) not in EXACT:
+        raise NotImplementedError(
+            f"attn_type is {attn_type}: attention is exact here; it must be one of {', '.join(EXACT)}"
+        )
+
+
+def _ring_qkvpacked(
+    function: Callable[..., ring_flash_attn.Attention],
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: GroupLike = None,
+    attn_type: object = "fa",
+) -> ring_flash_attn.Attention:
+    """Compute attention of ``qkv`` ``[B, S, 3, H, D]`` over the ranks of a ring, by the arguments of yunchang.ring."""
+    _check_attn_type(attn_type)
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+    return function(qkv, *options, softcap=softcap)
+
+
+RING_IMPL_QKVPACKED_DICT: dict[str, Callable[..., ring_flash_attn.Attention]] = {
+    "basic": partial(_ring_qkvpacked, ring_flash_attn.ring_flash_attn_qkvpacked_func),
+    "zigzag": partial(_ring_qkvpacked, ring_flash_attn.zigzag_ring_flash_attn_qkvpacked_func),
+    "strip": partial(_ring_qkvpacked, ring_flash_attn.stripe_flash_attn_qkvpacked_func),
+    "basic_flashinfer": partial(_ring_qkvpacked, ring_flash_attn.ring_flash_attn_qkvpacked_func),
+}
+"""By ``ring_impl_type`` the attention over one ring, without Ulysses: ``attend(qkv, ..., group=, attn_type=)``."""
+
+
 class LongContextAttention(torch.nn.Module):
     """Attention of this rank's tokens over those of all ranks, as a module without parameters.
 
@@ -192,10 +229,7 @@ class LongContextAttention(torch.nn.Module):
             raise ValueError(f"scatter_idx and gather_idx are {indices}: heads and tokens are dimensions {dims}")
         if use_sync:
             raise NotImplementedError("use_sync is True: the exchange waits by events, in stream order; leave it False")
-        if getattr(attn_type, "value", attn_type) not in EXACT:
-            raise NotImplementedError(
-                f"attn_type is {attn_type}: attention is exact here; it must be one of {', '.join(EXACT)}"
-            )
+        _check_attn_type(attn_type)
         if attn_processor is not None:
             raise NotImplementedError(
                 "attn_processor is given: attention is exact here; for sparse patterns see block_mask of ring_attention"

@@ -210,6 +210,23 @@ def test_more_keys_than_queries(mask_type: str, diagonal: int) -> None:
     assert_as_exact_as_pytorch("out", out, theirs, truth)
 
 
+@pytest.mark.parametrize(
+    ("mask_type", "given", "taken"),
+    [("causal", (4, 2), (4, 0)), ("causal_bottom_right", (0, 9), (0, 0)), ("no_mask", (-1, 0), (-1, -1))],
+)
+def test_windows_that_do_not_fit_the_mask_are_set_as_theirs(
+    mask_type: str, given: tuple[int, int], taken: tuple[int, int]
+) -> None:
+    """``check_set_window_size`` of their attention, with its warning; of the module and of a call."""
+    q, k, v = (x.detach() for x in heads())
+    options: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": mask_type}
+    right = DotProductAttention(HEADS, DIM, GROUPS, window_size=taken, **options)(q, k, v)
+    module = DotProductAttention(HEADS, DIM, GROUPS, window_size=given, **options)
+    for call in ({}, {"window_size": given}):
+        with pytest.warns(UserWarning, match=rf"window_size is \({given[0]}, {given[1]}\)"):
+            assert module(q, k, v, **call).equal(right)
+
+
 def test_strides_and_names_of_masks() -> None:
     """Head dims that are not next to each other, and the other order of a name."""
     q, k, v = (x.detach() for x in heads())
@@ -265,7 +282,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"attn_mask_type": "arbitrary"}, "attn_mask_type"),
     ({}, {"attn_mask_type": "padding_causal"}, "without cu_seqlens_q"),
     ({}, {"cu_seqlens_q": torch.tensor([0, 8])}, "cu_seqlens_q"),
-    ({}, {"window_size": (4, 2)}, "window_size"),
+    ({}, {"window_size": (-1, 2)}, "window_size"),
     ({}, {"window_size": (4,)}, "window_size is"),
     ({}, {"window_size": ("4", 0)}, "window_size is"),
     ({}, {"attn_mask_type": "no_mask", "window_size": (4, -1)}, "window_size"),

@@ -140,6 +140,28 @@ def test_in_a_graph(kind: str, rd: int, ud: int) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("kind", ours.RING_IMPL_QKVPACKED_DICT)
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True, "window_size": (9, 0), "softcap": 2.0}, {"softmax_scale": 0.5, "alibi_slopes": SLOPES}],
+)
+def test_a_ring_of_packed_tensors(options: dict[str, Any], kind: str) -> None:
+    """Without Ulysses; arguments by position, in the order of theirs."""
+    whole, defaults = cut(4), {"causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None}
+    rule = ours.RULES[kind]
+
+    def part(group: LocalGroup) -> list[Tensor]:
+        layout = getattr(Layout, str(rule))(TOKENS, 2)
+        q, k, v, dout = (layout.shard(whole[name], group.rank()).detach() for name in ("q", "k", "v", "dout"))
+        qkv = torch.stack([q, k, v], 2).requires_grad_()
+        scale, rest = options.get("softmax_scale"), ({**defaults, **options}[name] for name in defaults)
+        out, _, probabilities = ours.RING_IMPL_QKVPACKED_DICT[kind](qkv, 0.0, scale, *rest, True, True, group, "fa")
+        assert probabilities is None
+        return [out.detach(), *torch.autograd.grad(out, qkv, dout)[0].unbind(2)]
+
+    check(kind, whole, 2, 1, run_ranks(2, part), **options)
+
+
 def ulysses_in_process(rank: int) -> list[Any]:
     """In the default group, and two by two; theirs in float64 beside it, on an attention that a CPU has."""
     import yunchang
@@ -214,6 +236,10 @@ def test_extraction_without_degrees_and_a_last_stride_that_is_not_1() -> None:
         (lambda mesh: ours.LongContextAttention(attn_type="sage_fp8", group=mesh), "attn_type is sage_fp8"),
         (lambda mesh: ours.LongContextAttention(attn_processor=torch.nn.Identity(), group=mesh), "attn_processor is"),
         (lambda mesh: ours.LongContextAttention(ring_impl_type="ring", group=mesh), "ring_impl_type is 'ring'"),
+        (
+            lambda mesh: ours.RING_IMPL_QKVPACKED_DICT["basic"](torch.randn(1, 8, 3, 2, 16), attn_type="sage_fp8"),
+            "attn_type is sage_fp8",
+        ),
         (lambda mesh: ours.LongContextAttentionQKVPacked(group=mesh)(torch.randn(1, 8, 2, 16)), "qkv is"),
         (lambda mesh: ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8), 0, 2, 2, 1, group=mesh), "this is rank 0"),
         (lambda mesh: ours.UlyssesAttention(mesh, use_sync=True), "use_sync is True"),
@@ -249,7 +275,11 @@ def test_names_and_arguments_are_theirs() -> None:
     homes = yunchang, yunchang.hybrid, yunchang.ulysses, yunchang.ring
     public = {name for home in homes for name, x in vars(home).items() if name[0] != "_" and not inspect.ismodule(x)}
     functions = {name for name in public if name.endswith("_func")}
-    assert public - {*dir(ours)} == functions | {"RING_IMPL_QKVPACKED_DICT"}
+    assert public - {*dir(ours)} == functions
+    assert yunchang.hybrid.RING_IMPL_QKVPACKED_DICT.keys() == ours.RING_IMPL_QKVPACKED_DICT.keys()
+    for name, theirs in yunchang.hybrid.RING_IMPL_QKVPACKED_DICT.items():
+        named = by_position(theirs)
+        assert [*by_position(ours.RING_IMPL_QKVPACKED_DICT[name])] == [*named] and named.pop("attn_type") in ours.EXACT
     of_a_kernel = {name for name in functions if "pytorch" in name or "flashinfer" in name or "npu" in name}
     for name in functions - of_a_kernel:
         kept, named = by_position(getattr(ring_flash_attn, name)), by_position(getattr(yunchang, name))

@@ -1,0 +1,426 @@
+"""Every option of every integration reaches ``ring_attention``: its value, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from enum import Enum
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import masking_utils as masking
+
+from ringattn.integrations import ring_attention_pytorch, ring_flash_attn, torch_sdpa, transformers, yunchang
+from ringattn.integrations.transformer_engine import DotProductAttention
+
+from ..support.ring_cases import run_ranks
+
+Call = dict[str, Any]
+Q, K = torch.randn(1, 8, 4, 16), torch.randn(1, 8, 2, 16)
+HEAD_FIRST = Q.transpose(1, 2), K.transpose(1, 2), K.transpose(1, 2)
+SINK, SLOPES = torch.randn(4), torch.tensor([0.5, 0.25, 0.125, 0.0625])
+MASK = torch.arange(8)[None] < 6
+
+NEUTRAL: Call = {
+    "causal": False, "window_size": (-1, -1), "softmax_scale": None, "softcap": 0.0, "learnable_sink": None,
+    "alibi_slopes": None, "dropout_p": 0.0, "dropout_seed": None, "first_head": 0, "cu_seqlens": None,
+    "seqused_k": None, "key_mask": None, "prefix_length": None, "align": None, "backend": "auto", "return_lse": False,
+}  # fmt: skip
+"""Options of ``ring_attention`` that an integration passes, where its framework's option is not given."""
+STRUCTURE = {"layout", "kv_layout", "group", "ring"}
+"""Arguments that say where tokens are, which the tests of each integration compare with its framework's rules."""
+
+# Frameworks that are not installed beside these tests, or take long to import: what the integration imports of them.
+
+
+class MegatronModule(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+
+class AttnMaskType(Enum):
+    padding, causal, no_mask = range(3)
+
+
+def is_layer_window_attention(window: Any, skip: int | None, layer: int) -> bool:
+    return window is not None and (skip is None or layer % skip != 0)
+
+
+STAND_INS: dict[str, dict[str, Any]] = {
+    "megatron.core.packed_seq_params": {"PackedSeqParams": SimpleNamespace},
+    "megatron.core.process_groups_config": {"ProcessGroupCollection": SimpleNamespace},
+    "megatron.core.transformer.dot_product_attention": {
+        "DotProductAttention": SimpleNamespace(sharded_state_dict=None)
+    },
+    "megatron.core.transformer.enums": {"AttnMaskType": AttnMaskType},
+    "megatron.core.transformer.module": {"MegatronModule": MegatronModule},
+    "megatron.core.transformer.transformer_config": {"TransformerConfig": SimpleNamespace},
+    "megatron.core.transformer.utils": {"is_layer_window_attention": is_layer_window_attention},
+    "diffusers.models._modeling_parallel": {"gather_size_by_comm": None},
+    "diffusers.models.attention_dispatch": {"AttentionBackendName": None, "_AttentionBackendRegistry": None},
+}
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Packages in the place of Megatron-core and diffusers, for integrations that are imported anew."""
+    for name, members in STAND_INS.items():
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    ours = ["ringattn.integrations.megatron", "ringattn.integrations.diffusers"]
+    before = {name: sys.modules.pop(name, None) for name in ours}
+    yield
+    for name, module_before in before.items():
+        sys.modules.pop(name, None)
+        if module_before is not None:
+            sys.modules[name] = module_before
+
+
+def group_of(rank: int, size: int) -> SimpleNamespace:
+    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+
+def transformer_engine(call: Call | None = None, *, train: bool = True, keys: int = 8, **made: Any) -> None:
+    common: Call = {"num_attention_heads": 4, "kv_channels": 16, "num_gqa_groups": 2, "qkv_format": "bshd"}
+    module = DotProductAttention(**common | made).train(train)
+    if module.softmax_offset is not None:
+        assert module.softmax_offset.shape == SINK.shape  # of the heads of this rank
+        module.softmax_offset.data.copy_(SINK)
+    k = torch.randn(1, keys, 2, 16)
+    module(Q, k, k, **call or {})
+
+
+def megatron(
+    call: Call | None = None, *, train: bool = True, tp: Any = None, layer: int = 1, heads: int = 4, **made: Any
+) -> Any:
+    integration = import_module("ringattn.integrations.megatron")
+    fields = {
+        "context_parallel_size": 1, "kv_channels": 16, "attention_dropout": 0.0, "window_size": None,
+        "window_attn_skip_freq": None, "softmax_type": "vanilla", "use_cpu_initialization": True,
+        "num_attention_heads": heads, "params_dtype": torch.float32, "perform_initialization": False,
+    }  # fmt: skip
+    config = SimpleNamespace(**fields | {name: made.pop(name) for name in [*made] if name in fields})
+    groups = SimpleNamespace(tp=tp or group_of(0, 1))
+    module = integration.RingCoreAttention(config, layer, AttnMaskType.causal, "self", pg_collection=groups, **made)
+    if module.softmax_offset is not None:
+        assert module.softmax_offset.shape == SINK.shape
+        module.softmax_offset.data.copy_(SINK)
+    call = call or {}
+    tensors = (x[0] for x in (Q, K, K)) if "packed_seq_params" in call else (x.transpose(0, 1) for x in (Q, K, K))
+    return module.train(train)(*tensors, None, **call)
+
+
+def attend(mask_function: Any = None, cu_seqlens: Any = None, is_causal: bool | None = True, **options: Any) -> None:
+    """transformers' attention interface, with the mask of its mask interface."""
+    mask = None
+    with transformers.sharded(nn.Module(), None, cu_seqlens=cu_seqlens):
+        if mask_function is not None:
+            mask = transformers.mask_of(q_length=8, kv_length=8, mask_function=mask_function)
+        transformers.attend(nn.Module(), *HEAD_FIRST, mask, is_causal=is_causal, **options)
+
+
+def long_context(made: Callable[..., Any], *tensors: Tensor, train: bool, **options: Any) -> None:
+    """A module of yunchang's on a mesh of one rank."""
+    run_ranks(1, lambda group: made(group=group.mesh(1, 1)).train(train)(*tensors, **options))
+
+
+def usp(*, train: bool = True, **options: Any) -> None:
+    long_context(yunchang.LongContextAttention, Q, K, K, train=train, **options)
+
+
+def usp_packed(*, train: bool = True, **options: Any) -> None:
+    long_context(yunchang.LongContextAttentionQKVPacked, torch.stack([Q] * 3, 2), train=train, **options)
+
+
+def sdpa(**options: Any) -> None:
+    with torch_sdpa.ring_sdpa("contiguous"):
+        nn.functional.scaled_dot_product_attention(*HEAD_FIRST, enable_gqa=True, **options)
+
+
+def diffusers(**options: Any) -> None:
+    import_module("ringattn.integrations.diffusers")._attention(Q, K, K, enable_gqa=True, **options)
+
+
+def ring_dense(**options: Any) -> None:
+    ring_flash_attn.zigzag_ring_flash_attn_func(Q, K, K, **options)
+
+
+def ring_varlen(**options: Any) -> None:
+    edges = torch.tensor([0, 4, 8])
+    ring_flash_attn.ring_flash_attn_varlen_func(Q[0], K[0], K[0], edges, 4, **options)
+
+
+def ring_packed(**options: Any) -> None:
+    ring_flash_attn.stripe_flash_attn_qkvpacked_func(torch.stack([Q] * 3, 2), **options)
+
+
+def lucidrains(**options: Any) -> None:
+    ring_attention_pytorch.ring_flash_attn(Q, K, K, ring_reduce_col=True, **options)
+
+
+def lucidrains_zig_zag(**options: Any) -> None:
+    ring_attention_pytorch.zig_zag_attn(*HEAD_FIRST, **options)
+
+
+def lucidrains_tree(**options: Any) -> None:
+    q = Q.transpose(1, 2)
+    ring_attention_pytorch.tree_attn_decode(q, q, q, **options)
+
+
+Driver = Callable[..., Any]
+HOMES: dict[Driver, str] = {
+    transformer_engine: "formats", megatron: "formats", attend: "transformers", usp: "yunchang",
+    usp_packed: "yunchang", sdpa: "torch_sdpa", diffusers: "diffusers", ring_dense: "ring_flash_attn",
+    ring_varlen: "ring_flash_attn", ring_packed: "ring_flash_attn", lucidrains: "ring_attention_pytorch",
+    lucidrains_zig_zag: "ring_attention_pytorch", lucidrains_tree: "ring_attention_pytorch",
+}  # fmt: skip
+"""The module whose ``ring_attention`` each one calls."""
+
+BASES: dict[Driver, Call] = {
+    transformer_engine: {"causal": True, "softmax_scale": 0.25}, megatron: {"causal": True, "softmax_scale": 0.25},
+    attend: {"causal": True}, ring_dense: {"return_lse": True}, ring_packed: {"return_lse": True},
+    ring_varlen: {"return_lse": True, "cu_seqlens": (0, 4, 8)}, lucidrains_tree: {"return_lse": True},
+}  # fmt: skip
+"""What is passed without any option."""
+
+FLASH: list[tuple[Call, Call]] = [
+    ({"causal": True}, {"causal": True}),
+    ({"window_size": (3, 2)}, {"window_size": (3, 2)}),
+    ({"softmax_scale": 0.5}, {"softmax_scale": 0.5}),
+    ({"alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES}),
+    ({"dropout_p": 0.3}, {"dropout_p": 0.3}),
+    ({"softcap": 3.0}, {"softcap": 3.0}),
+    ({}, {}),
+]
+"""Arguments of flash-attention's name, given and passed on."""
+IN_EVAL = ({"dropout_p": 0.3, "train": False}, {"dropout_p": 0.3})  # as in theirs: the caller says when
+MORE: list[tuple[Call, Call]] = [
+    ({"learnable_sink": SINK}, {"learnable_sink": SINK}),
+    ({"dropout_seed": 3}, {"dropout_seed": 3}),
+    ({"prefix_length": 5}, {"prefix_length": 5}),
+]
+CASES: dict[Driver, list[tuple[Call, Call]]] = {
+    transformer_engine: [
+        ({}, {}),
+        ({"softmax_scale": 0.5}, {"softmax_scale": 0.5}),
+        ({"softcap": 3.0}, {"softcap": 3.0}),
+        ({"softcap": 3.0, "call": {"softcap": 2.0}}, {"softcap": 2.0}),
+        ({"softcap": 3.0, "call": {"softcap": 0.0}}, {}),
+        ({"window_size": (3, 0)}, {"window_size": (3, 0)}),
+        ({"window_size": (3, 0), "call": {"window_size": (2, 0)}}, {"window_size": (2, 0)}),
+        ({"attn_mask_type": "no_mask"}, {"causal": False}),
+        ({"call": {"attn_mask_type": "no_mask"}}, {"causal": False}),
+        ({"call": {"core_attention_bias_type": "alibi", "alibi_slopes": SLOPES}}, {"alibi_slopes": SLOPES}),
+        ({"softmax_type": "learnable"}, {"learnable_sink": SINK}),
+        ({"softmax_type": "off-by-one"}, {"learnable_sink": torch.zeros(4)}),
+        ({"attention_dropout": 0.3}, {"dropout_p": 0.3}),
+        ({"attention_dropout": 0.3, "train": False}, {}),
+        ({"num_attention_heads": 12, "num_gqa_groups": 6, "tp_group": group_of(2, 3)}, {"first_head": 8}),
+        (
+            {
+                "num_attention_heads": 8, "num_gqa_groups": 4, "tp_group": group_of(1, 2),
+                "softmax_type": "learnable",
+            },
+            {"first_head": 4, "learnable_sink": SINK},
+        ),
+        (
+            {
+                "attn_mask_type": "padding", "call": {"cu_seqlens_q": torch.tensor([0, 6])},
+            },
+            {"causal": False, "seqused_k": (6,)},
+        ),
+        *(
+            ({"keys": 12, "attention_type": "cross", "attn_mask_type": mask, **made, "call": call}, expected)
+            for mask, made, call, expected in (
+                ("no_mask", {}, {}, {"causal": False, "align": "bottom-right"}),
+                ("no_mask", {"bottom_right_diagonal": False}, {}, {"causal": False, "align": "top-left"}),
+                ("no_mask", {}, {"bottom_right_diagonal": False}, {"causal": False, "align": "top-left"}),
+                (
+                    "no_mask", {"bottom_right_diagonal": False}, {"bottom_right_diagonal": True},
+                    {"causal": False, "align": "bottom-right"},
+                ),
+                ("causal", {}, {"bottom_right_diagonal": True}, {"align": "top-left"}),
+                ("causal_bottom_right", {}, {"bottom_right_diagonal": False}, {"align": "bottom-right"}),
+            )
+        ),
+    ],
+    megatron: [
+        ({}, {}),
+        ({"softmax_scale": 0.5}, {"softmax_scale": 0.5}),
+        ({"window_size": (3, 0)}, {"window_size": (3, 0)}),
+        ({"window_size": (3, 0), "window_attn_skip_freq": 2, "layer": 2}, {}),
+        ({"call": {"attn_mask_type": AttnMaskType.no_mask}}, {"causal": False}),
+        ({"softmax_type": "learnable"}, {"learnable_sink": SINK}),
+        ({"softmax_type": "learnable", "heads": 8, "tp": group_of(1, 2)}, {"learnable_sink": SINK, "first_head": 4}),
+        ({"softmax_type": "off-by-one", "heads": 8, "tp": group_of(0, 2)}, {"learnable_sink": torch.zeros(4)}),
+        ({"attention_dropout": 0.3}, {"dropout_p": 0.3}),
+        ({"attention_dropout": 0.3, "train": False}, {}),
+        ({"heads": 12, "tp": group_of(2, 3)}, {"first_head": 8}),
+    ],
+    attend: [
+        ({}, {}),
+        ({"scaling": 0.5}, {"softmax_scale": 0.5}),
+        ({"softcap": 3.0}, {"softcap": 3.0}),
+        ({"s_aux": SINK}, {"learnable_sink": SINK}),
+        ({"dropout": 0.3}, {"dropout_p": 0.3}),
+        ({"is_causal": False}, {"causal": False}),
+        ({"mask_function": masking.bidirectional_mask_function}, {"causal": False}),
+        ({"mask_function": masking.sliding_window_causal_mask_function(4)}, {"window_size": (3, -1)}),
+        (
+            {"mask_function": masking.sliding_window_bidirectional_mask_function(4), "sliding_window": 4},
+            {"causal": False, "window_size": (4, 4)},
+        ),
+        ({"mask_function": masking.chunked_causal_mask_function(5, torch.zeros(1))}, {"cu_seqlens": [0, 5, 8]}),
+        ({"cu_seqlens": [0, 3, 8]}, {"cu_seqlens": (0, 3, 8)}),
+        (
+            {"mask_function": masking.chunked_causal_mask_function(2, torch.zeros(1)), "cu_seqlens": [0, 3, 8]},
+            {"cu_seqlens": [0, 2, 3, 5, 7, 8]},
+        ),
+    ],
+    usp: [*FLASH, IN_EVAL],
+    usp_packed: [*FLASH, IN_EVAL],
+    ring_dense: [*FLASH, *MORE],
+    ring_varlen: [*FLASH, *MORE],
+    ring_packed: [*FLASH, *MORE],
+    sdpa: [
+        ({}, {}),
+        ({"is_causal": True}, {"causal": True}),
+        ({"scale": 0.5}, {"softmax_scale": 0.5}),
+        ({"dropout_p": 0.3}, {"dropout_p": 0.3}),
+    ],
+    diffusers: [
+        ({}, {}),
+        ({"is_causal": True}, {"causal": True}),
+        ({"scale": 0.5}, {"softmax_scale": 0.5}),
+        ({"dropout_p": 0.3}, {"dropout_p": 0.3}),
+        ({"window_size": (3, 2)}, {"window_size": (3, 2)}),
+        ({"softcap": 3.0}, {"softcap": 3.0}),
+        ({"learnable_sink": SINK}, {"learnable_sink": SINK}),
+        ({"return_lse": True}, {"return_lse": True}),
+    ],
+    lucidrains: [
+        ({}, {}),
+        ({"causal": True}, {"causal": True}),
+        ({"causal": True, "max_lookback_seq_len": 3}, {"causal": True, "window_size": (3, -1)}),
+        ({"causal": True, "max_lookback_seq_len": 0}, {"causal": True, "window_size": (0, -1)}),
+        ({"softclamp_qk_sim": True, "softclamp_value": 3.0}, {"softcap": 3.0}),
+        ({"softclamp_qk_sim": True}, {"softcap": 50.0}),
+        ({"softclamp_value": 3.0}, {}),
+        ({"mask": MASK}, {"key_mask": MASK}),
+    ],
+    lucidrains_zig_zag: [
+        ({}, {}),
+        ({"causal": True}, {"causal": True}),
+        ({"dropout": 0.3}, {"dropout_p": 0.3}),
+    ],
+    lucidrains_tree: [
+        ({}, {}),
+        ({"use_triton": True}, {"backend": "triton"}),
+        ({"use_triton": False}, {"backend": "aten"}),
+    ],
+}  # fmt: skip
+ROWS = [
+    pytest.param(driver, *case, id=f"{driver.__name__}-{index}")
+    for driver, cases in CASES.items()
+    for index, case in enumerate(cases)
+]
+
+
+def record(monkeypatch: pytest.MonkeyPatch, driver: Driver, given: Call) -> tuple[Call, Any]:
+    """The options with which ``ring_attention`` is called, and what the integration makes of ones."""
+    calls: list[Call] = []
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **call: Any) -> Any:
+        calls.append(call | {"return_lse": return_lse})
+        out = torch.ones(*q.shape[:-1], v.shape[-1])
+        return (out, torch.zeros(q.shape[0], q.shape[2], q.shape[1])) if return_lse else out
+
+    home = import_module(f"ringattn.integrations.{HOMES[driver]}")
+    monkeypatch.setattr(home, "ring_attention", recording)
+    result = driver(**given)
+    (call,) = calls
+    return {name: value for name, value in call.items() if name not in STRUCTURE}, result
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("driver", "given", "expected"), ROWS)
+def test_an_option_reaches_the_call(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver, given: Call, expected: Call
+) -> None:
+    call, _ = record(monkeypatch, driver, given)
+    right = NEUTRAL | BASES.get(driver, {}) | expected
+    for name, value in (NEUTRAL | call).items():
+        other = right[name]
+        if isinstance(other, Tensor):
+            assert isinstance(value, Tensor) and torch.equal(value, other), name
+        elif name == "cu_seqlens" and value is not None and other is not None:
+            assert list(value) == list(other)
+        else:
+            assert value == other, f"{name} is {value}, not {other}"
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("home", sorted({*HOMES.values()}))
+def test_every_option_that_an_integration_passes_has_a_case(monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    drivers = [driver for driver, name in HOMES.items() if name == home]
+    passed = {name for driver in drivers for name in record(monkeypatch, driver, {})[0]}
+    tested = {name for driver in drivers for _, expected in CASES[driver] for name in expected}
+    always = {name for driver in drivers for name in BASES.get(driver, {})} | {"return_lse"}
+    assert passed - tested - always == set()
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_padding_between_documents() -> None:
+    """Of Megatron: padding is no document's, and its rows are 0."""
+    real, padded = torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])
+    packed = SimpleNamespace(
+        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        call, out = record(patch, megatron, {"call": {"packed_seq_params": packed}})
+    assert call["causal"] and list(call["cu_seqlens"]) == [0, 3, 4, 6, 8]
+    assert out.any(-1).tolist() == [True, True, True, False, True, True, False, False]
+
+
+def test_a_window_without_a_mask_is_refused() -> None:
+    with pytest.raises(ValueError, match="sliding_window is 4"):
+        attend(sliding_window=4)
+
+
+@pytest.mark.parametrize("argument", ["q_offset", "kv_offset"])
+def test_a_mask_from_another_place_is_refused(argument: str) -> None:
+    with pytest.raises(NotImplementedError, match="8 keys from"):
+        options: Call = {argument: 1}
+        transformers.mask_of(q_length=8, kv_length=8, mask_function=masking.causal_mask_function, **options)
+
+
+@pytest.mark.parametrize("items", [None, 5, torch.tensor(7)])
+def test_the_number_of_items_is_the_one_given_or_counted(items: Any) -> None:
+    """Over all ranks, without labels that count for nothing."""
+    labels = torch.tensor([[1, 2, -100, 3, 4, 5], [-100, -100, 1, 2, 3, 4]])
+    batch = {"input_ids": labels.abs(), "labels": labels, "num_items_in_batch": items}
+    right = 6 if items is None else int(items)
+
+    def part(group: Any) -> int:
+        return int(transformers.shard_batch(batch, "contiguous", group, cu_seqlens=[0, 4, 6])["num_items_in_batch"])
+
+    assert run_ranks(2, part) == [right, right]
+
+
+def test_the_hook_of_sharded_is_added_once() -> None:
+    """It stays, so that a model within a model has one too."""
+    from ..support.hf_models import model_of
+
+    model = model_of("llama")
+    for _ in range(3):
+        with transformers.sharded(model, None):
+            pass
+    assert [len(part._forward_hooks) for part in (model, model.model)] == [1, 1]

@@ -1,0 +1,265 @@
+"""``shard_batch`` compares batches between ranks, and reads the documents of padding-free ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn import Layout
+from ringattn.integrations import transformers as integration
+from ringattn.integrations.transformers import checksum, shard_batch, sharded
+
+from ..support.hf_models import DOCUMENTS, TOKENS, ids_of, model_of
+from ..support.ring_cases import run_ranks
+
+Batch = dict[str, Any]
+LAYOUT = Layout.zigzag(TOKENS, 3)
+
+
+def changed(x: Tensor, place: tuple[int, ...] = (1, 5)) -> Tensor:
+    """A copy in which one element is another one."""
+    x = x.clone()
+    x[place] = x[place] + 1
+    return x
+
+
+def embedded() -> Batch:
+    values = torch.randn(2, TOKENS, 4, generator=torch.Generator().manual_seed(2)).bfloat16()
+    return {"inputs_embeds": values, "labels": ids_of()}
+
+
+def text() -> Batch:
+    return {"input_ids": ids_of(), "labels": ids_of()}
+
+
+def padding_free(documents: list[int] = DOCUMENTS) -> Batch:
+    """What TRL's collator makes."""
+    lengths = [end - start for start, end in pairwise(documents)]
+    boundaries = torch.tensor(documents, dtype=torch.int32)
+    return {
+        "input_ids": ids_of()[:1],
+        "labels": ids_of()[:1],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "seq_idx": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].int(),
+    }
+
+
+def errors(calls: Callable[[int], list[Callable[[Any], object]]], world: int = 3) -> list[list[str]]:
+    """What each call raises on each rank, "" if nothing; ``calls(rank)`` are made one after the other."""
+
+    def one_rank(group: Any) -> list[str]:
+        found = []
+        for call in calls(group.rank()):
+            try:
+                call(group)
+                found.append("")
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+    return run_ranks(world, one_rank)
+
+
+def cut(batch: Batch, layout: Any = LAYOUT, **options: Any) -> Callable[[Any], object]:
+    return lambda group: shard_batch(batch, layout, group, **options)
+
+
+DIFFERENT: dict[str, tuple[str, Batch, Batch]] = {
+    "one label": ("labels", text(), {**text(), "labels": changed(ids_of())}),
+    "the first label": ("labels", text(), {**text(), "labels": changed(ids_of(), (0, 0))}),
+    "two tokens swapped": ("input_ids", text(), {**text(), "input_ids": ids_of()[:, [1, 0, *range(2, TOKENS)]]}),
+    "rows swapped": ("input_ids", text(), {**text(), "input_ids": ids_of().flip(0)}),
+    "an embedding": (
+        "inputs_embeds", embedded(), {**embedded(), "inputs_embeds": changed(embedded()["inputs_embeds"], (1, 5, 3))}
+    ),
+    "shifted labels": ("shift_labels", {**text(), "shift_labels": ids_of()}, {**text(), "shift_labels": -ids_of()}),
+    "no labels": ("labels", text(), {"input_ids": ids_of()}),
+    "items": ("num_items_in_batch", {**text(), "num_items_in_batch": 80}, {**text(), "num_items_in_batch": 81}),
+    "dtype": ("labels", text(), {**text(), "labels": ids_of().int()}),
+    "rows": ("input_ids", text(), {"input_ids": ids_of()[:1], "labels": ids_of()[:1]}),
+    "documents": ("cu_seqlens", padding_free(), padding_free([0, 19, 23, TOKENS])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_different_batch_is_refused_on_every_rank(name: str) -> None:
+    """By the entry and the rank; the ring goes on."""
+    entry, batch, other = DIFFERENT[name]
+    for found, later in errors(lambda rank: [cut(other if rank == 1 else batch), cut(text())]):
+        assert entry in found and not later, (found, later)
+        values = dict(part.split(": ", 1) for part in found.split("(", 1)[1].split(", rank "))
+        assert [*values] == ["rank 0", "1", "2"]
+
+
+def test_contents_of_known_shapes_are_compared_in_every_100th_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration, "CHECK_EVERY", 4)
+    other = {**text(), "labels": changed(ids_of())}
+
+    def calls(rank: int) -> list[Callable[[Any], object]]:
+        differs = other if rank == 2 else text()
+        return [cut(batch) for batch in (text(), differs, differs, differs, differs)] + [cut(differs, check=True)]
+
+    for found in errors(calls):
+        assert ["labels" in text for text in found] == [False, False, False, True, False, True]
+
+
+def test_a_shape_that_is_new_to_one_rank_is_refused_on_all() -> None:
+    """That rank compares contents, for which the others have no reason."""
+    short = {name: x[:, :40] for name, x in text().items()}
+
+    def calls(rank: int) -> list[Callable[[Any], object]]:
+        return [cut(text()), cut(short if rank == 0 else text(), Layout.zigzag(40 if rank == 0 else TOKENS, 3))]
+
+    for first, second in errors(calls):
+        assert not first and "layout" in second
+
+
+def test_without_a_check_no_rank_waits() -> None:
+    def calls(rank: int) -> list[Callable[[Any], object]]:
+        return [cut({**text(), "labels": changed(ids_of())}, check=False)] if rank == 1 else []
+
+    assert errors(calls) == [[], [""], []]
+
+
+def test_a_worker_of_a_loader_must_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the connections of the process that it was forked from."""
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "worker 0")
+    shard_batch(text(), "contiguous")
+    for refused, cut_alone in errors(lambda _: [cut(text()), cut(text(), check=False)]):
+        assert "check=False" in refused and not cut_alone
+
+
+def test_a_check_on_some_ranks_is_refused() -> None:
+    """As any call that not all ranks make."""
+
+    def call(group: Any) -> None:
+        shard_batch(text(), LAYOUT, group, check=None if group.rank() else False)
+        shard_batch({"input_ids": ids_of()}, LAYOUT, group)
+
+    with pytest.raises(ValueError, match="labels"):
+        run_ranks(3, call)
+
+
+def test_a_check_on_one_rank_alone_is_refused_by_its_name() -> None:
+    for found in errors(lambda rank: [cut(text()), cut(text(), check=True if rank == 0 else None)]):
+        assert not found[0] and "check differs between ranks (rank 0: True, rank 1: False" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("entry", "wrong"),
+    [
+        ("cu_seq_lens_q", {"cu_seq_lens_q": torch.tensor([0, 19, 23, TOKENS])}),
+        ("cu_seq_lens_k", {"cu_seq_lens_k": torch.tensor([0, 19, TOKENS])}),
+        ("cu_seq_lens_q", {"cu_seq_lens_q": torch.tensor([0, 19, 22, 40])}),
+        ("cu_seq_lens_q", {"cu_seq_lens_q": torch.tensor([0.0, 19.0, 22.0, 43.0])}),
+        ("seq_idx", {"seq_idx": torch.zeros(1, TOKENS, dtype=torch.int32)}),
+        ("seq_idx", {"seq_idx": torch.zeros(TOKENS, dtype=torch.int32)}),
+        ("max_length_q", {"max_length_q": 20}),
+        ("max_length_k", {"max_length_k": torch.tensor(20)}),
+        ("position_ids", {"position_ids": torch.arange(TOKENS)[None] + 1}),
+        ("position_ids", {"position_ids": 2 * torch.arange(TOKENS)[None]}),
+        ("position_ids", {"position_ids": torch.arange(TOKENS).expand(3, 1, -1)}),
+        ("position_ids", {"position_ids": torch.arange(TOKENS)[None]}),
+    ],
+)
+def test_a_padding_free_batch_that_contradicts_itself(
+    monkeypatch: pytest.MonkeyPatch, entry: str, wrong: Batch
+) -> None:
+    """On one rank: every rank has the error, and the ring goes on with the next batch, whose contents are compared."""
+    monkeypatch.setattr(integration, "CHECK_EVERY", 3)
+    bad = {**padding_free(), **wrong}
+    found = errors(lambda rank: [cut(padding_free()), cut(bad if rank == 1 else padding_free()), cut(padding_free())])
+    for before, refused, after in found:
+        assert entry in refused and not before and not after, (before, refused, after)
+
+
+def test_a_batch_that_one_rank_refuses_in_an_expected_call() -> None:
+    """The others wait there too, and so none goes on without it."""
+    bad = {**text(), "attention_mask": torch.zeros(2, TOKENS)}
+    for found in errors(lambda rank: [*[cut(text())] * 6, cut(bad if rank == 1 else text()), cut(text())]):
+        assert [("attention_mask" in one) for one in found] == [False] * 6 + [True, False], found
+
+
+def test_rows_with_other_documents_are_refused() -> None:
+    rows = torch.stack([torch.arange(TOKENS), torch.arange(TOKENS) % 20])
+    with pytest.raises(ValueError, match=r"position_ids of row 1 is 0 at token 20"):
+        shard_batch({**text(), "position_ids": rows}, "contiguous")
+
+
+def test_cu_seqlens_of_the_call_must_agree_with_the_batch() -> None:
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        shard_batch(padding_free(), "contiguous", cu_seqlens=[0, 20, TOKENS])
+
+
+@pytest.mark.parametrize("entries", [("position_ids",), ("cu_seq_lens_q",), ("seq_idx",), integration.PACKED])
+def test_a_padding_free_batch_is_cut_as_cu_seqlens_say(entries: tuple[str, ...]) -> None:
+    whole = padding_free()
+    batch = {name: whole[name] for name in ("input_ids", "labels", *entries)}
+    plain = {name: whole[name] for name in ("input_ids", "labels")}
+
+    def one_rank(group: Any) -> None:
+        ours, right = shard_batch(batch, LAYOUT, group), shard_batch(plain, LAYOUT, group, cu_seqlens=DOCUMENTS)
+        assert ours.cu_seqlens == right.cu_seqlens == tuple(DOCUMENTS)
+        assert ours.keys() == right.keys() and all(torch.equal(x, right[name]) for name, x in ours.items())
+
+    run_ranks(3, one_rank)
+
+
+def test_one_document_needs_no_boundaries() -> None:
+    made = shard_batch({**text(), "position_ids": torch.arange(TOKENS)[None]}, "contiguous")
+    assert made.cu_seqlens is None and made["position_ids"].equal(torch.arange(TOKENS)[None])
+
+
+def test_a_model_on_a_padding_free_batch() -> None:
+    """Logits are those of each document by itself; no document sees the one before."""
+    model, batch = model_of("llama").eval(), padding_free()
+
+    def one_rank(group: Any) -> Tensor:
+        mine = shard_batch(batch, LAYOUT, group)
+        with sharded(model, LAYOUT, group, cu_seqlens=mine.cu_seqlens):
+            logits: Tensor = model(**mine).logits.detach()
+            return logits
+
+    alone = [model(batch["input_ids"][:, start:end]).logits for start, end in pairwise(DOCUMENTS)]
+    torch.testing.assert_close(LAYOUT.unshard(run_ranks(3, one_rank)), torch.cat(alone, 1))
+
+
+def test_the_checksum_depends_on_every_bit_and_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration, "CHECKSUM_CHUNK", 7)
+    x = torch.randint(-100, 50000, (3, 11))
+    others = [changed(x, (row, column)) for row in range(3) for column in range(11)]
+    others += [~x, x.flip(1), x.flip(0), x[:, :10], x.new_zeros(3, 11), x.new_zeros(3, 12)]
+    sums = [int(checksum(one)) for one in (x, *others)]
+    assert len({*sums}) == len(sums) and int(checksum(x.T.contiguous().T)) == sums[0]
+    for dtype in (torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.int8):
+        values = torch.arange(6).remainder(2).to(dtype)
+        assert int(checksum(values)) == int(checksum(values.clone())) != int(checksum(values.flip(0)))
+
+
+def test_the_checksum_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randint(50000, (40,))
+    whole = int(checksum(x))
+    monkeypatch.setattr(integration, "CHECKSUM_CHUNK", 7)
+    assert int(checksum(x)) == whole
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "entry"),
+    [
+        (text(), {"check": 1}, "check is 1"),
+        ({**text(), "labels": ids_of()[:, :9]}, {}, "labels is"),
+        ({**text(), "shift_labels": ids_of()[:1]}, {}, "shift_labels is"),
+    ],
+)
+def test_arguments_that_do_not_fit(batch: Batch, options: Mapping[str, Any], entry: str) -> None:
+    with pytest.raises(ValueError, match=entry):
+        shard_batch(batch, "contiguous", **options)
