@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from ringattn.comm import (
 from ringattn.comm.groups import Request, choose, request_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports.copy_engine import copy_engine
+from ringattn.comm.transports.process_group import _Pending
 
 from ..support.cuda.device import install_streams
 from ..support.cuda.nccl import Fabric, install_nccl
@@ -188,6 +191,22 @@ def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Pat
     until(lambda: gc.collect() >= 0 and group() is None)  # its thread lets go once it has ended the last transfer
     held._thread.join(60)
     assert not held._thread.is_alive(), "the thread of a transport that nobody holds"
+
+
+@pytest.mark.parametrize(("sent", "received"), [(400, 400), (100, 400), (400, 100)])
+def test_a_throttled_link_moves_both_directions_at_once(
+    sent: int, received: int, gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the time of the busier one, not of both after each other."""
+    transport = ProcessGroupTransport(gloo, CPU, limits=Limits(bytes_per_second=100.0))
+    waits: list[float] = []
+    monkeypatch.setattr(time, "monotonic", lambda: 7.0)
+    monkeypatch.setattr(transport._host.stopped, "wait", waits.append)
+    over: Any = _Pending(SimpleNamespace(wait=bool), torch.empty(0), "")  # type: ignore[arg-type]
+    monkeypatch.setattr(transport, "_start", lambda *_: over)
+    transport._transfer([Message(0, torch.empty(sent // 4))], [Message(0, torch.empty(received // 4))], [], [])
+    transport.close()
+    assert waits == [4.0]
 
 
 def test_a_failure_before_the_choice_is_propagated_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

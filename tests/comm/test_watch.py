@@ -186,6 +186,21 @@ def test_a_connection_that_breaks_because_a_rank_refused_and_left(ticks: int) ->
     assert "2" in words
 
 
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_rank_that_computes_something_else_for_long_answers(answered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last call is long over, and another rank waits at another one; it looks for questions once in a while."""
+    ranks = Ranks(2, deadline=HANGS)
+    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+    ranks.watches[1].agree({"heads": 8})
+    monkeypatch.setattr(module, "GRACE_SECONDS", -NEVER)
+    monkeypatch.setattr(module, "IDLE_SECONDS", NEVER if answered else 0.0)
+    ranks.controls[0].publish("asked", 2)
+    asked = ranks.connection(1).asked
+    ranks.watches[1].tick()
+    words: Any = ranks.controls[0].look("words/1") or {}
+    assert ("2" in words, ranks.connection(1).asked > asked) == (not answered, not answered)
+
+
 def test_a_process_that_was_stopped_starts_its_clocks_again(clock: Clock) -> None:
     ranks, _ = running(2)  # a deadline of 3 s
     ranks.tick()

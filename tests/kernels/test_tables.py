@@ -204,3 +204,16 @@ def test_the_tables_that_ship_are_good() -> None:
         assert path.name == file_name(shipped.gpu, shipped.triton)
         assert all(entry.estimated and entry.bound for entry in shipped.entries)
         assert not any(options_of(entry.tile) for entry in shipped.entries), "an estimate that serves nobody"
+
+
+@pytest.mark.parametrize(("capability", "arch"), [((8, 0), 80), ((8, 6), 86), ((12, 1), 121)])
+def test_the_gpu_of_a_device(capability: tuple[int, int], arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of one generation differ in shared memory, and so in the tiles that fit."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    tables._gpu_of.cache_clear()
+    try:
+        assert tables.gpu_of(torch.device("cuda", 1)) == Gpu("GPU 1", arch)
+    finally:
+        tables._gpu_of.cache_clear()
+    assert tables.gpu_of(torch.device("cpu")) is None
