@@ -125,6 +125,11 @@ def test_the_nearest_length_serves(folders: Folders) -> None:
     for length in (0, 1, 1000, 2895, 2897, 8192, 16383, 16385, 10**9):
         nearest = min(tiles, key=lambda known: abs(math.log((length or 0.5) / known)))
         assert found(length) == tiles[nearest], length
+    wide = (*KEY[:3], 64, *KEY[4:])
+    assert tuned(H200).tile(wide, 8192) is None, "of values of another head dim"
+    save(folders[1], entry(POINT._replace(head_dim_v=64), OTHER))
+    tables.forget()
+    assert tuned(H200).tile(wide, 8192) == OTHER and found(8192) == tiles[8192]
     for field in range(len(KEY)):  # nothing was tuned for any other kernel, dtype, head dim, group or mask
         assert tuned(H200).tile((*KEY[:field], None, *KEY[field + 1 :]), 8192) is None  # type: ignore[arg-type]
 
