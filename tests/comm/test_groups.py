@@ -30,9 +30,11 @@ from ringattn.comm import (
     open_transports,
     resolve_group,
 )
+from ringattn.comm.control import control_of
 from ringattn.comm.groups import Request, choose, request_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports.copy_engine import copy_engine
+from ringattn.comm.transports.local import single_rank
 from ringattn.comm.transports.process_group import _Pending
 
 from ..support.cuda.device import install_streams
@@ -191,6 +193,23 @@ def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Pat
     until(lambda: gc.collect() >= 0 and group() is None)  # its thread lets go once it has ended the last transfer
     held._thread.join(60)
     assert not held._thread.is_alive(), "the thread of a transport that nobody holds"
+
+
+def test_transports_that_cannot_be_opened_together_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two levels the first opened, and nobody else would give it back."""
+    closed: list[str] = []
+
+    def make(wanted: object, name: str, *_: object) -> Any:
+        if name == "process_group":
+            raise TransportError("no level between the nodes")
+        return SimpleNamespace(warm_up=lambda edges: None, close=lambda: closed.append(name))
+
+    monkeypatch.setattr(groups, "_make", make)
+    levels = groups._levels(0, Topology.grid(2, 2))
+    wanted = groups._Wanted(single_rank(), CPU, levels, NO_LIMITS)
+    with pytest.raises(TransportError, match="no level between the nodes"):
+        groups._open(wanted, ["nccl", "process_group"], control_of(single_rank()), "")
+    assert closed == ["nccl"]
 
 
 @pytest.mark.parametrize(("sent", "received"), [(400, 400), (100, 400), (400, 100)])
