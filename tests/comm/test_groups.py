@@ -33,6 +33,7 @@ from ringattn.comm import (
 from ringattn.comm.control import control_of
 from ringattn.comm.groups import Request, choose, request_of
 from ringattn.comm.limits import NO_LIMITS
+from ringattn.comm.transport import WARM_UP_SECONDS
 from ringattn.comm.transports.copy_engine import copy_engine
 from ringattn.comm.transports.local import single_rank
 from ringattn.comm.transports.process_group import _Pending
@@ -197,19 +198,30 @@ def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Pat
 
 def test_transports_that_cannot_be_opened_together_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two levels the first opened, and nobody else would give it back."""
-    closed: list[str] = []
+    closed, warm = list[str](), list[Any]()
 
     def make(wanted: object, name: str, *_: object) -> Any:
         if name == "process_group":
             raise TransportError("no level between the nodes")
-        return SimpleNamespace(warm_up=lambda edges: None, close=lambda: closed.append(name))
+        return SimpleNamespace(warm_up=warm.append, close=lambda: closed.append(name))
 
     monkeypatch.setattr(groups, "_make", make)
     levels = groups._levels(0, Topology.grid(2, 2))
     wanted = groups._Wanted(single_rank(), CPU, levels, NO_LIMITS)
     with pytest.raises(TransportError, match="no level between the nodes"):
         groups._open(wanted, ["nccl", "process_group"], control_of(single_rank()), "")
-    assert closed == ["nccl"]
+    assert closed == ["nccl"] and warm == [levels[0].edges]
+
+
+def test_warm_ups_end_while_others_still_wait_for_them(gloo: dist.ProcessGroup) -> None:
+    """Half of the patience: who waits for what the others say of a warm-up has had one of its own."""
+    level = groups._levels(0, Topology.flat(1))
+    for patience, timeout in ((4.0, 2.0), (1e6, WARM_UP_SECONDS)):
+        control = control_of(gloo, patience).fresh_scope("test")
+        control.patience = patience
+        made: Any = groups._make(groups._Wanted(gloo, CPU, level, NO_LIMITS), "process_group", level[0], control)
+        assert made._timeout == timeout
+        made.close()
 
 
 @pytest.mark.parametrize(("sent", "received"), [(400, 400), (100, 400), (400, 100)])

@@ -84,6 +84,7 @@ def rows(computes: list[float], waits: list[float] | None = None, elsewhere: flo
         ("one waits less, and all for the links", rows([4.0, 4.0, 4.6, 4.0], [4.0, 4.0, 3.4, 4.0]), None, None),
         ("nobody waits to speak of", rows([9.8, 9.9, 10.0, 9.7]), None, None),
         ("one is busy a little longer than all wait", rows([9.05, 9.05, 10.0, 9.05]), None, None),
+        ("one is busy a twentieth longer", rows([8.8, 8.8, 9.6, 8.8], [1.2, 1.2, 0.4, 1.2]), None, None),
         ("one that has not computed is no part of it", rows([4.0, 4.0, 0.0], [4.0, 4.0, 0.0]), None, None),
         ("the ring is a small part of what the ranks do", rows([0.4, 0.4, 0.8], elsewhere=9.2), None, None),
         ("two of four are slow: no rank stands out", rows([4.0, 8.0, 8.0, 7.9]), None, None),

@@ -11,11 +11,15 @@ from itertools import combinations, permutations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringattn.comm import LocalWorld
+from ringattn.comm.control import control_of
+from ringattn.comm.topology import topology
 from ringattn.comm.topology.nvml import DeviceInfo, Link, link_between
-from ringattn.comm.topology.topology import Topology, _cycle, ring_topology
+from ringattn.comm.topology.topology import Topology, _cycle, discover, ring_topology
 
 from ..support.clusters import DGX1, cpus, hgx, meshed
 
@@ -190,6 +194,16 @@ def test_many_ranks_of_a_node_go_by_the_best_next_link() -> None:
     place = [0, 9, 1, 8, 2, 7, 3, 6, 4, 5]
     grades = tuple(tuple(abs(place[a] - place[b]) for b in range(10)) for a in range(10))
     assert [place[rank] for rank in _cycle(grades)] == [*range(10)]
+
+
+def test_every_rank_learns_the_order_that_rank_0_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is not that of the ranks."""
+    for devices in (PAIRS, SHUFFLED[:4] + hgx("b")[:3]):
+        monkeypatch.setattr(topology, "device_info", lambda device, devices=devices: devices[device.index])
+        with LocalWorld(len(devices)) as world:
+            rings = world.run(lambda group: discover(control_of(group), torch.device("meta", group.rank())))
+        assert [ring.nodes for ring in rings] == [ring_topology(devices).nodes] * len(devices)
+        assert [len(ring.devices) for ring in rings] == [len(devices), *[0] * (len(devices) - 1)]
 
 
 def test_nodes_of_one_rank_make_no_second_level() -> None:
