@@ -561,6 +561,25 @@ def test_a_call_leaves_room_for_its_transfers(monkeypatch: pytest.MonkeyPatch) -
     assert (prepared.config, asked) == (roomy, [given])
 
 
+def test_a_call_is_planned_as_its_ring_says() -> None:
+    """Which way keys travel, through which slots, in what order; that no result tells."""
+
+    def visits(group: LocalGroup, **settings: Any) -> tuple[list[int], int]:
+        with Ring(group, **settings) as ring:
+            plan = prepare_call(x(8, 4), x(8, 2), x(8, 2), AttentionArgs(layout="contiguous"), ring)[0].plan
+            return [hop.shard for hop in plan.hops], plan.slots
+
+    def of_rank(group: LocalGroup) -> None:
+        rank, order = group.rank(), Topology(((0, 2, 1),))
+        before, after = (rank - 1) % 3, (rank + 1) % 3
+        assert visits(group) == ([rank, before, after], 3)
+        assert visits(group, direction=-1, slots=2) == ([rank, after, before], 2)
+        assert visits(group, topology=order) == ([rank, after, before], 3)
+
+    with LocalWorld(3) as world:
+        world.run(of_rank)
+
+
 def test_a_closed_ring() -> None:
     ring = Ring()
     for _ in range(2):
