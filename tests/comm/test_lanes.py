@@ -17,7 +17,6 @@ import torch.distributed as dist
 from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, ProcessGroupTransport
 from ringattn.comm.control import control_of
 from ringattn.comm.transport import DONE, TransportError
-from ringattn.comm.transports import process_group
 from ringattn.comm.transports.lanes import StreamLane, passed
 from ringattn.comm.transports.local import single_rank
 
@@ -104,8 +103,8 @@ def test_what_is_posted_on_a_stream_is_held_until_its_fence_is_passed(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory would be given to others while the stream still reads or writes it."""
-    monkeypatch.setattr(process_group.dist, "batch_isend_irecv", lambda operations: [])
-    monkeypatch.setattr(process_group.ProcessGroupTransport, "_operation", lambda *_: None)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: [])
+    monkeypatch.setattr(ProcessGroupTransport, "_operation", lambda *_: None)
     transport, held = on_streams(device), [torch.zeros(2) for _ in range(4)]
     sends, receives = [Message(1, held[0]), Message(0, held[1])], [Message(1, held[2]), Message(0, held[3])]
     fence = transport.post(sends=sends, receives=receives)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,12 @@ def test_a_pair_of_slots_is_asked_for_once() -> None:
     x, asked = inputs(SIZES), list[int]()
     made = attention.Forward(x.q, 0.25, None)
     pairs = [(x.k, x.v), (x.k, x.v.clone()), (x.k.clone(), x.v), (x.k, x.v)]
-    answers = [made._takes(0, *pair, lambda n=n: bool(asked.append(n)) or n == 0) for n, pair in enumerate(pairs)]  # type: ignore[misc]
+
+    def takes(number: int) -> bool:
+        asked.append(number)
+        return number == 0
+
+    answers = [made._takes(0, *pair, partial(takes, number)) for number, pair in enumerate(pairs)]
     assert (asked, answers) == ([0, 1, 2], [True, False, False, True])
 
 

@@ -425,7 +425,7 @@ def mask_of_keys(*hidden: int) -> torch.Tensor:
     return mask
 
 
-BLOCKS = torch.eye(4).bool()
+DIAGONAL = torch.eye(4).bool()
 TWO_VALUES: dict[str, list[tuple[Any, Any, dict[str, Any]]]] = {
     "layout": [("zigzag", "contiguous", {}), (Layout.uneven([8, 8]), Layout([[(8, 8)], [(0, 8)]]), {})],
     "causal": [(True, False, {})],
@@ -443,7 +443,7 @@ TWO_VALUES: dict[str, list[tuple[Any, Any, dict[str, Any]]]] = {
     "leftpad_k": [([3, 0], [0, 3], {})],
     "prefix_length": [(3, 4, {"causal": True})],
     "block_mask": [
-        (BlockMask(BLOCKS, 4), BlockMask(BLOCKS.flip(0), 4), {}),
+        (BlockMask(DIAGONAL, 4), BlockMask(DIAGONAL.flip(0), 4), {}),
         (longformer(2, [(0, 1)]), longformer(2, [(1, 2)]), {}),
     ],
     "kv_layout": [("striped", "zigzag", {})],
@@ -554,7 +554,12 @@ def test_a_call_leaves_room_for_its_transfers(monkeypatch: pytest.MonkeyPatch) -
     given = KernelConfig(TILE, TILE, TILE, persistent=True)
     roomy = replace(given, sm_margin=3)
     asked: list[KernelConfig | None] = []
-    monkeypatch.setattr(Ring, "leaving_room", lambda ring, config: asked.append(config) or roomy)
+
+    def leaving_room(ring: Ring, config: KernelConfig | None) -> KernelConfig:
+        asked.append(config)
+        return roomy
+
+    monkeypatch.setattr(Ring, "leaving_room", leaving_room)
     args = AttentionArgs(backend="triton", config=given)
     with Ring() as ring:
         prepared, _ = prepare_call(x(8, 4), x(8, 2), x(8, 2), args, ring)

@@ -173,14 +173,16 @@ def shards_of(group: LocalGroup) -> list[torch.Tensor]:
 
 
 def through_attention(group: LocalGroup, where: GroupLike) -> torch.Tensor:
-    out = ring_attention(*shards_of(group), layout="zigzag", group=where)
+    q, k, v = shards_of(group)
+    out = ring_attention(q, k, v, layout="zigzag", group=where)
     assert isinstance(out, torch.Tensor)
     return out
 
 
 def through_a_graph(group: LocalGroup, where: GroupLike) -> torch.Tensor:
     """The op that a graph of torch.compile holds."""
-    return traced(*shards_of(group), AttentionArgs(layout="zigzag"), None, where)[0]
+    q, k, v = shards_of(group)
+    return traced(q, k, v, AttentionArgs(layout="zigzag"), None, where)[0]
 
 
 def through_unshard(group: LocalGroup, where: GroupLike) -> torch.Tensor:
