@@ -395,3 +395,14 @@ def test_a_call_of_which_nothing_moves_waits_for_the_others_each_time() -> None:
         assert on_all(ranks, lambda rank: rank.agree({"call": "shard"}, always=True, stop=lambda: None)) == [None] * 2
     with pytest.raises(TransportError, match="enough"):
         ranks[0].agree({"call": "shard"}, always=True, stop=lambda: "enough")
+
+
+def test_what_is_remembered_of_calls_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all ranks forget at the same call, so that they still expect the same."""
+    monkeypatch.setattr("ringattn.comm.watchdog.preflight.MOST", 8)
+    ranks = preflights(2)
+    for heads in range(40):
+        assert on_all(ranks, lambda rank, heads=heads: agree(rank, {"heads": heads}, ends=heads)) == [None] * 2  # type: ignore[misc]
+        remembered = [(rank._expected._next, rank._expected._values) for rank in ranks]
+        assert remembered[0] == remembered[1]
+        assert all(len(known) <= 8 + 2 for of_rank in remembered for known in of_rank)
