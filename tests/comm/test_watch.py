@@ -339,3 +339,22 @@ def test_only_streams_of_a_gpu_end_the_process(
     watch.failed(TransportError("the connection is gone"))
     assert ended == codes and os.EX_TEMPFAIL == 75
     assert ("this process ends: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(codes)
+
+
+def test_the_first_failure_stays_and_aborts_once() -> None:
+    ranks = Ranks(2, deadline=HANGS)
+    for text in ("the first", "another"):
+        ranks.watches[0]._fail(module.Failure(0, "TransportError", text))
+    assert ranks.transports[0].reasons == ["the first"] and ranks.watches[0].stopped() == "the first"
+    assert ranks.controls[1].look("failure") == [0, "TransportError", "the first"]
+
+
+def test_a_store_that_answered_again_is_soon_asked_again(clock: Clock) -> None:
+    """However long it was left alone before."""
+    ranks = Ranks(2, deadline=HANGS)
+    watch, connection = ranks.watches[0], ranks.connection(0)
+    for problem in ("silent", "silent", None, "silent"):
+        connection.problem = problem
+        watch._exchange()
+        clock.now += module.MOST_SILENT_SECONDS
+    assert watch._ask_again == clock.now - module.MOST_SILENT_SECONDS + module.SILENT_STORE_SECONDS
