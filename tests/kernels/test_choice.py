@@ -329,3 +329,16 @@ def test_built_in_tiles_serve_head_dims_up_to_their_own(dtype: torch.dtype) -> N
         assert at[1] == at[64] and at[65] == at[128] and at[129] == at[256]
         assert at[128] != at[256]
     assert config_for(103, dtype, 128) == config_for(100, dtype, 128)
+
+
+def test_float32_has_tiles_of_its_own() -> None:
+    """Each operand takes twice the room, in elements twice as large."""
+    for dtype, tile in ((torch.float32, Tile(64, 32, 8, 1)), (torch.float16, Tile(128, 128, 8, 2))):
+        assert config_for(90, dtype, 128).forward == tile
+    assert config_for(90, torch.float16, 128) == config_for(90, torch.bfloat16, 128)
+
+
+@pytest.mark.parametrize("dropout_p", [1.0, -0.1, True])
+def test_dropout_leaves_something(dropout_p: float) -> None:
+    with pytest.raises(ValueError, match="dropout_p"):
+        Scores(dropout_p=dropout_p).check(1, 2, torch.device("cpu"))
