@@ -19,7 +19,7 @@ from ringattn.autotune import compile as compile_
 from ringattn.autotune.candidates import CompileResult, job_of
 from ringattn.autotune.compile import Variant
 from ringattn.autotune.measure import DeviceTrials, checked_sides
-from ringattn.autotune.search import Budget
+from ringattn.autotune.search import Budget, Measured
 from ringattn.autotune.space import Shape, gpu_of_arch, space
 from ringattn.autotune.tune import TuneConfig, built_in, compile_part, estimated_entry, journal_of, measure_part
 from ringattn.kernels import Tile, choice, default_config, tables
@@ -205,6 +205,22 @@ def test_the_estimate_is_the_best_bound_of_a_tile_alone(folders: Folders) -> Non
 
 def slow(tile: Tile) -> float:
     return 1e-3 * (tile.block_q + tile.block_k / 2 + tile.num_warps)
+
+
+def test_every_point_gets_an_even_share_of_what_is_left(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, shares = config_of(folders[0], lengths=(16, 64)), list[float]()
+    compiled = compile_part(config, journal_of(config), AtOnce(fine), no_progress)  # type: ignore[arg-type]
+
+    def search(*given: Any, done: object) -> Measured[Tile]:
+        shares.append(given[-1]())
+        return Measured(None, {}, {}, False)
+
+    monkeypatch.setattr(tune, "search", search)
+    budget = Budget(60.0, lambda: 0.0)
+    measure_part(
+        config, compiled, journal_of(config), no_progress, trials_of=lambda point: StandIn(slow), budget=budget
+    )
+    assert shares == pytest.approx([60.0 / points for points in range(len(compiled), 0, -1)])
 
 
 def test_a_run_measures_and_is_the_default_from_then_on(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ringattn.bench.predict.alternatives import exchange_seconds, exchanged, ways
 from ringattn.bench.predict.call import Call, area_of
@@ -17,8 +18,9 @@ from ringattn.bench.predict.inputs import Inputs
 from ringattn.bench.predict.links import PRESETS, Link, Links
 from ringattn.bench.predict.program import COMPUTE, INSIDE, PASSES, Op, Program, record
 from ringattn.bench.predict.ring import ideal_seconds, predicted
-from ringattn.bench.predict.speed import DKDV, DQ, DRAWS, FOLD, H100, Perturbation, Speed
+from ringattn.bench.predict.speed import DKDV, DQ, DRAWS, FOLD, H100, TILE_ROWS, Perturbation, Speed
 from ringattn.bench.predict.timelines import timeline
+from ringattn.kernels import Bounds
 from ringattn.ring import Mask
 from ringattn.ring.buffers import Key, Kind
 from ringattn.ring.schedule.layout import Documents
@@ -321,6 +323,18 @@ def test_ways_that_do_not_fit_come_last() -> None:
     """The sequence on every rank is what a GPU has no room for; of what fits nothing changes."""
     call, inputs = Call(8192, 32, nodes=4, kv_heads=4), replace(INPUTS, phases=FORWARD)
     every = {way.name: way for way in ways(call, inputs)}
-    *fitting, gathered = ways(call, inputs, capacity=every["all-gather of K/V"].memory - 1)
+    exactly = every["all-gather of K/V"].memory
+    assert all(way.passes for way in ways(call, inputs, capacity=exactly) if way.memory <= exactly)
+    *fitting, gathered = ways(call, inputs, capacity=exactly - 1)
     assert gathered.name == "all-gather of K/V" and gathered.note.startswith("does not fit: needs 2.")
     assert not gathered.passes and fitting == [way for way in every.values() if way.name != gathered.name]
+
+
+@pytest.mark.parametrize("sees_first", [True, False])
+def test_a_tile_in_which_the_rows_that_see_something_end_is_on_an_edge(sees_first: bool) -> None:
+    rows = torch.arange(3 * TILE_ROWS)
+    seen = (rows < TILE_ROWS + 5) == sees_first
+    lo = torch.where(seen | (not sees_first), 0, 9).int()
+    hi = torch.where(seen | sees_first, 9, 0).int()
+    area = area_of(Bounds(lo, hi), len(rows), 9)
+    assert (area.pairs, area.edges) == (9 * int(seen.sum()), TILE_ROWS)

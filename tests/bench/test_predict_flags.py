@@ -50,6 +50,7 @@ REFUSED = {
     "--jitter 0.1 --gpus 256": "slow and jitter are of rings of at most 128 GPUs, each simulated: got 256",
     "--slow 3": "'3': it must be RANK=FACTOR, as in 3=1.5",
     "--slow 9=2": "slow names rank 9: ranks are 0 to 7",
+    "--slow 8=2": "slow names rank 8: ranks are 0 to 7",
     "--gpu abacus": "it must be one of h100",
     "--link warp": "it takes one of nvlink4",
     "--link-between ib400": "link-between and nics are of several nodes: --nodes counts them",

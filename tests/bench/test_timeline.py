@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from ringattn.bench.timeline.runs import Offset, offset
 from ringattn.comm import LocalGroup
 from ringattn.comm.control import control_of
 from ringattn.ring import Mask
+
+from ..support.forked import results
 
 PROBLEM = AttentionConfig(seqlen=128, world=4, heads=2, kv_heads=2, head_dim=16)
 CPU = torch.device("cpu")
@@ -95,10 +98,29 @@ def test_clock_of_another_machine_is_brought_to_rank_0_within_its_error() -> Non
 
     with LocalWorld(4) as world:
         offsets = world.run(of_a_rank)
-    assert offsets[0] == offsets[2] == Offset(0, 0) and runs.clock_name() == runs.clock_name()
+    assert offsets[0] == offsets[2] == Offset(0, 0)
     for rank in (1, 3):
         assert 0 < offsets[rank].error < 30
         assert abs(offsets[rank].seconds + ahead[rank]) <= offsets[rank].error + 1e-6
+
+
+def clock_of(rank: int) -> str:
+    return runs.clock_name()
+
+
+def test_processes_of_one_machine_read_one_clock() -> None:
+    """And only those of its boot and time namespace."""
+    names = results(2, clock_of)
+    assert {*names} == {runs.clock_name()}
+    parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/time")]
+    assert all(part in names[0] for part in parts)
+
+
+def test_processes_whose_clocks_are_unknown_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "Path", lambda path: Path("/nowhere"))
+    mine = runs.clock_name()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert mine != runs.clock_name()
 
 
 # recorded

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,9 +30,13 @@ from ringattn.comm import (
     open_transports,
     resolve_group,
 )
+from ringattn.comm.control import control_of
 from ringattn.comm.groups import Request, choose, request_of
 from ringattn.comm.limits import NO_LIMITS
+from ringattn.comm.transport import WARM_UP_SECONDS
 from ringattn.comm.transports.copy_engine import copy_engine
+from ringattn.comm.transports.local import single_rank
+from ringattn.comm.transports.process_group import _Pending
 
 from ..support.cuda.device import install_streams
 from ..support.cuda.nccl import Fabric, install_nccl
@@ -188,6 +194,50 @@ def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Pat
     until(lambda: gc.collect() >= 0 and group() is None)  # its thread lets go once it has ended the last transfer
     held._thread.join(60)
     assert not held._thread.is_alive(), "the thread of a transport that nobody holds"
+
+
+def test_transports_that_cannot_be_opened_together_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two levels the first opened, and nobody else would give it back."""
+    closed, warm = list[str](), list[Any]()
+
+    def make(wanted: object, name: str, *_: object) -> Any:
+        if name == "process_group":
+            raise TransportError("no level between the nodes")
+        return SimpleNamespace(warm_up=warm.append, close=lambda: closed.append(name))
+
+    monkeypatch.setattr(groups, "_make", make)
+    levels = groups._levels(0, Topology.grid(2, 2))
+    wanted = groups._Wanted(single_rank(), CPU, levels, NO_LIMITS)
+    with pytest.raises(TransportError, match="no level between the nodes"):
+        groups._open(wanted, ["nccl", "process_group"], control_of(single_rank()), "")
+    assert closed == ["nccl"] and warm == [levels[0].edges]
+
+
+def test_warm_ups_end_while_others_still_wait_for_them(gloo: dist.ProcessGroup) -> None:
+    """Half of the patience: who waits for what the others say of a warm-up has had one of its own."""
+    level = groups._levels(0, Topology.flat(1))
+    for patience, timeout in ((4.0, 2.0), (1e6, WARM_UP_SECONDS)):
+        control = control_of(gloo, patience).fresh_scope("test")
+        control.patience = patience
+        made: Any = groups._make(groups._Wanted(gloo, CPU, level, NO_LIMITS), "process_group", level[0], control)
+        assert made._timeout == timeout
+        made.close()
+
+
+@pytest.mark.parametrize(("sent", "received"), [(400, 400), (100, 400), (400, 100)])
+def test_a_throttled_link_moves_both_directions_at_once(
+    sent: int, received: int, gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the time of the busier one, not of both after each other."""
+    transport = ProcessGroupTransport(gloo, CPU, limits=Limits(bytes_per_second=100.0))
+    waits: list[float] = []
+    monkeypatch.setattr(time, "monotonic", lambda: 7.0)
+    monkeypatch.setattr(transport._host.stopped, "wait", waits.append)
+    over: Any = _Pending(SimpleNamespace(wait=bool), torch.empty(0), "")  # type: ignore[arg-type]
+    monkeypatch.setattr(transport, "_start", lambda *_: over)
+    transport._transfer([Message(0, torch.empty(sent // 4))], [Message(0, torch.empty(received // 4))], [], [])
+    transport.close()
+    assert waits == [4.0]
 
 
 def test_a_failure_before_the_choice_is_propagated_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -96,6 +97,23 @@ def test_process_group_ends_its_backend_once(device: Device) -> None:
     assert [op.kind for op in device.log] == ["abort"]
     with pytest.raises(TransportError, match="the process_group transport of rank 0 was aborted: hop 3 is 20 s late"):
         transport.post(sends=[], receives=[])
+
+
+def test_what_is_posted_on_a_stream_is_held_until_its_fence_is_passed(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory would be given to others while the stream still reads or writes it."""
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: [])
+    monkeypatch.setattr(ProcessGroupTransport, "_operation", lambda *_: None)
+    transport, held = on_streams(device), [torch.zeros(2) for _ in range(4)]
+    sends, receives = [Message(1, held[0]), Message(0, held[1])], [Message(1, held[2]), Message(0, held[3])]
+    fence = transport.post(sends=sends, receives=receives)
+    gone = [weakref.ref(x) for x in held]
+    del sends, receives, held
+    device.log.clear()  # it holds what was copied
+    assert all(x() is not None for x in gone)
+    fence.wait()
+    assert all(x() is None for x in gone)
 
 
 def test_a_fence_of_a_device_that_failed_says_so(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

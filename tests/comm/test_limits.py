@@ -19,6 +19,7 @@ from ringattn.kernels.order import MARGIN
     [
         (Limits(), {}, 8, 8),
         (Limits(channels=4, ctas=16), {}, 4, 4),
+        (Limits(channels=4, ctas=4), {}, 4, 4),
         (Limits(ctas=32), {"NCCL_MAX_CTAS": "16"}, 32, 32),  # refused beside it
         (Limits(cga_cluster_size=4), {}, 8, 8 + 8 * 3),  # three of each of eight GPCs may be left over
         (Limits(), {"NCCL_MAX_CTAS": "16", "NCCL_MAX_P2P_NCHANNELS": "4"}, 4, 4),

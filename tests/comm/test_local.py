@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, TransportError, WorldAborted
+from ringattn.comm.transports.local import Hub
 
 CPU = torch.device("cpu")
 
@@ -160,3 +161,16 @@ def test_misuse_is_refused() -> None:
     world.close()
     world.close()
     refused(lambda: world.run(exchange), "this LocalWorld is closed")
+
+
+def test_a_line_of_a_world_that_has_failed_has_failed_too() -> None:
+    """A mesh that is made after another rank has raised: nobody will come to it."""
+    hub = Hub(4, 60.0)
+    before = hub.line("ring", (0, 2))
+    hub.end(3)
+    hub.abort(KeyError("a fault"), "by rank 1")
+    after = hub.line("ring", (1, 3))
+    assert before.failure is hub.failure is after.failure and hub.line("ring", (1, 3)) is after
+    assert after.returned([0, 1]) == [1]
+    with pytest.raises(WorldAborted, match="another rank raised KeyError"):
+        after.take("box", 0, "rank 1 waits", 0)

@@ -152,6 +152,8 @@ def test_a_communicator_of_the_library(library: Library) -> None:
 def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     none = "7f0 r-xp 0 08:01 7 /usr/lib/libm.so.6\n7f3 rw-p 0 00:00 0\n"
     single = none + "".join(f"7f{at} r-xp 0 08:01 8             /opt/a b/nccl/lib/libnccl.so.2\n" for at in (1, 2))
+    linked = f"{single}7f3 r-xp 0 08:01 8 /usr/lib/libnccl.so.2\n"  # another name of the same file
+    assert loaded_libraries(linked) == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
     two = f"{single}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
     monkeypatch.setattr(Path, "read_text", lambda path: single)
     assert loaded_libraries() == [Path("/opt/a b/nccl/lib/libnccl.so.2")]

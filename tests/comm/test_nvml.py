@@ -235,15 +235,29 @@ def test_a_fabric_of_many_hosts(stand_in: StandIn, tree: Path) -> None:
             ("state", ctypes.c_uint8),
         )  # fmt: skip
 
-    cluster = [0]
+    cluster, status = [0], [0]
 
     def fill(gpu: str, pointer: Any) -> None:
         pointer._obj.clusterUuid[0], pointer._obj.cliqueId, pointer._obj.state = cluster[0], 3, nvml.FABRIC_READY
+        pointer._obj.status = status[0]
 
     vars(stand_in).update(c_nvmlGpuFabricInfoV_t=Info, nvmlDeviceGetGpuFabricInfoV=fill)
     assert nvml.device_info(GPU, sys=tree).fabric is None  # the switches of one host: no cluster
     cluster[0] = 0xAB
     assert nvml.device_info(GPU, sys=tree).fabric == "ab" + "00" * 15 + "/3"
+    status[0] = 1  # registered with an error: its switches reach nobody
+    assert nvml.device_info(GPU, sys=tree).fabric is None
+
+
+def test_the_nearest_of_the_fast_nics() -> None:
+    """Half as fast as the fastest is fast enough; what is slower is for management or storage."""
+    gpus = [replace(A, pcie=("numa0", f"pci{number}", f"gpu{number}")) for number in range(3)]
+    speeds = {"fast": 400.0, "half": 200.0, "slow": 199.0}
+    adapters = tuple(
+        Nic(name, speed, ("numa0", f"pci{number}", name)) for number, (name, speed) in enumerate(speeds.items())
+    )
+    chosen = nvml.nearest_nics([replace(gpu, nics=adapters) for gpu in gpus])
+    assert [nic and nic.name for nic in chosen] == ["fast", "half", "fast"]
 
 
 def test_reader(stand_in: StandIn) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ringattn.comm import TransportError
-from ringattn.comm.watchdog.preflight import KEPT_CALLS, Preflight, Verdict, difference
+from ringattn.comm.watchdog.preflight import KEPT_CALLS, LONG_TEXT, Preflight, Verdict, difference
 
 from ..support.transport_cases import HANGS
 from ..support.watch_cases import MemoryConnection, controls, on_all
@@ -357,3 +357,52 @@ def test_a_refusal_is_kept_until_all_ranks_have_read_it() -> None:
         return one(rank)
 
     assert on_all(ranks, ticking) == [[None], [*refused, None]]
+
+
+@pytest.mark.parametrize("length", [LONG_TEXT - 1, LONG_TEXT, 100 * LONG_TEXT])
+def test_long_values_that_differ_at_their_end_are_told_apart(length: int) -> None:
+    ranks, texts = preflights(2), ["x" * (length - 3) + end for end in "ab"]
+    verdict = on_all(ranks, lambda rank: agree(rank, {}, documents=texts[ranks.index(rank)]))
+    assert verdict[0] == verdict[1] and verdict[0].text.startswith("documents differs between ranks")
+    assert len(verdict[0].text) < 4 * LONG_TEXT  # every rank reads every other's
+    same = on_all(ranks, lambda rank: agree(rank, {}, documents=texts[0]))
+    assert same == [None, None]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_backwards_in_another_order_are_an_error(known: bool) -> None:
+    ranks = preflights(2)
+
+    def forwards(rank: Preflight) -> list[int]:
+        assert agree(rank, {"call": "forward"}) is None and agree(rank, {"call": "forward"}) is None
+        return [rank.number, rank.number - 1]
+
+    def step(rank: Preflight) -> Verdict | None:
+        for _ in range(4 if known else 0):
+            assert [backward(rank, of) for of in forwards(rank)] == [None, None]
+        calls = forwards(rank)
+        verdict = backward(rank, calls[ranks.index(rank)])
+        return verdict or heard(rank)
+
+    calls = 18 if known else 2
+    text = f"backward of call differs between ranks (rank 0: {calls}, rank 1: {calls - 1}): {MUST}"
+    assert on_all(ranks, step) == [Verdict(text, known)] * 2
+
+
+def test_a_call_of_which_nothing_moves_waits_for_the_others_each_time() -> None:
+    ranks = preflights(2)
+    for _ in range(3):
+        assert on_all(ranks, lambda rank: rank.agree({"call": "shard"}, always=True, stop=lambda: None)) == [None] * 2
+    with pytest.raises(TransportError, match="enough"):
+        ranks[0].agree({"call": "shard"}, always=True, stop=lambda: "enough")
+
+
+def test_what_is_remembered_of_calls_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all ranks forget at the same call, so that they still expect the same."""
+    monkeypatch.setattr("ringattn.comm.watchdog.preflight.MOST", 8)
+    ranks = preflights(2)
+    for heads in range(40):
+        assert on_all(ranks, lambda rank, heads=heads: agree(rank, {"heads": heads}, ends=heads)) == [None] * 2  # type: ignore[misc]
+        remembered = [(rank._expected._next, rank._expected._values) for rank in ranks]
+        assert remembered[0] == remembered[1]
+        assert all(len(known) <= 8 + 2 for of_rank in remembered for known in of_rank)

@@ -83,3 +83,26 @@ def test_process_exit_waits_for_running_work(monkeypatch: pytest.MonkeyPatch) ->
             fence.wait()
     finally:
         process_group._streams.cache_clear()  # those that are made from here on end with this process again
+
+
+def test_work_that_ends_after_an_abort_does_not_undo_it() -> None:
+    interrupted, over = threading.Event(), threading.Event()
+    stream = HostStream("test", interrupted.set)
+    begun = threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert interrupted.wait(60)
+
+    running, ended = stream.submit(work), stream.submit(over.set)
+    assert begun.wait(60)
+    stream.abort("rank 3 is gone")
+    assert stream._thread is not None
+    stream.close()
+    stream._thread.join(60)  # past the end of what ran, and of what was queued
+    for fence in (running, ended):
+        with pytest.raises(TransportError, match=r"^rank 3 is gone$"):
+            fence.wait()
+    with pytest.raises(TransportError, match=r"^rank 3 is gone$"):
+        stream.submit(lambda: None)
+    assert not over.is_set()

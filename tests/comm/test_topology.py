@@ -11,11 +11,15 @@ from itertools import combinations, permutations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringattn.comm import LocalWorld
+from ringattn.comm.control import control_of
+from ringattn.comm.topology import topology
 from ringattn.comm.topology.nvml import DeviceInfo, Link, link_between
-from ringattn.comm.topology.topology import Topology, ring_topology
+from ringattn.comm.topology.topology import Topology, _cycle, discover, ring_topology
 
 from ..support.clusters import DGX1, cpus, hgx, meshed
 
@@ -168,6 +172,47 @@ def test_no_cycle_has_a_better_slowest_link(devices: list[DeviceInfo]) -> None:
 
     every = ([0, *rest] for rest in permutations(range(1, len(devices))))
     assert slowest(ring_topology(devices).order) == min(map(slowest, every))  # type: ignore[type-var]
+
+
+@settings(max_examples=60)
+@given(st.integers(4, 6), st.data())
+def test_a_cycle_has_the_fewest_of_the_worst_links(count: int, data: st.DataObject) -> None:
+    """Then of the second worst, and so on, whatever the links are."""
+    pairs = {pair: data.draw(st.integers(0, 3)) for pair in combinations(range(count), 2)}
+    grades = tuple(tuple(pairs.get((min(a, b), max(a, b)), 0) for b in range(count)) for a in range(count))
+
+    def worst_first(order: Sequence[int]) -> list[int]:
+        return sorted((grades[a][b] for a, b in zip(order, [*order[1:], order[0]], strict=True)), reverse=True)
+
+    made = _cycle(grades)
+    assert made[0] == 0 and sorted(made) == [*range(count)]
+    assert worst_first(made) == min(worst_first([0, *rest]) for rest in permutations(range(1, count)))
+
+
+def test_many_ranks_of_a_node_go_by_the_best_next_link() -> None:
+    """Too many for all cycles: on a line of switches everybody's neighbour is next."""
+    place = [0, 9, 1, 8, 2, 7, 3, 6, 4, 5]
+    grades = tuple(tuple(abs(place[a] - place[b]) for b in range(10)) for a in range(10))
+    assert [place[rank] for rank in _cycle(grades)] == [*range(10)]
+
+
+def test_every_rank_learns_the_order_that_rank_0_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is not that of the ranks."""
+    for devices in (PAIRS, SHUFFLED[:4] + hgx("b")[:3]):
+        monkeypatch.setattr(topology, "device_info", lambda device, devices=devices: devices[device.index])
+        with LocalWorld(len(devices)) as world:
+            rings = world.run(lambda group: discover(control_of(group), torch.device("meta", group.rank())))
+        assert [ring.nodes for ring in rings] == [ring_topology(devices).nodes] * len(devices)
+        assert [len(ring.devices) for ring in rings] == [len(devices), *[0] * (len(devices) - 1)]
+
+
+def test_nodes_of_one_rank_make_no_second_level() -> None:
+    assert [Topology(nodes).two_level for nodes in (((0,), (1,)), ((0, 1),), ((0, 1), (2,)), ((0, 1), (2, 3)))] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_nodes_without_devices() -> None:

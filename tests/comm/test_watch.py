@@ -278,6 +278,21 @@ def test_a_connection_that_breaks_because_a_rank_refused_and_left(ticks: int) ->
     assert "2" in words
 
 
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_rank_that_computes_something_else_for_long_answers(answered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last call is long over, and another rank waits at another one; it looks for questions once in a while."""
+    ranks = Ranks(2, deadline=HANGS)
+    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+    ranks.watches[1].agree({"heads": 8})
+    monkeypatch.setattr(module, "GRACE_SECONDS", -NEVER)
+    monkeypatch.setattr(module, "IDLE_SECONDS", NEVER if answered else 0.0)
+    ranks.controls[0].publish("asked", 2)
+    asked = ranks.connection(1).asked
+    ranks.watches[1].tick()
+    words: Any = ranks.controls[0].look("words/1") or {}
+    assert ("2" in words, ranks.connection(1).asked > asked) == (not answered, not answered)
+
+
 def test_a_process_that_was_stopped_starts_its_clocks_again(clock: Clock) -> None:
     ranks, _ = running(2)  # a deadline of 3 s
     ranks.tick()
@@ -416,3 +431,22 @@ def test_only_streams_of_a_gpu_end_the_process(
     watch.failed(TransportError("the connection is gone"))
     assert ended == codes and os.EX_TEMPFAIL == 75
     assert ("this process ends: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(codes)
+
+
+def test_the_first_failure_stays_and_aborts_once() -> None:
+    ranks = Ranks(2, deadline=HANGS)
+    for text in ("the first", "another"):
+        ranks.watches[0]._fail(module.Failure(0, "TransportError", text))
+    assert ranks.transports[0].reasons == ["the first"] and ranks.watches[0].stopped() == "the first"
+    assert ranks.controls[1].look("failure") == [0, "TransportError", "the first"]
+
+
+def test_a_store_that_answered_again_is_soon_asked_again(clock: Clock) -> None:
+    """However long it was left alone before."""
+    ranks = Ranks(2, deadline=HANGS)
+    watch, connection = ranks.watches[0], ranks.connection(0)
+    for problem in ("silent", "silent", None, "silent"):
+        connection.problem = problem
+        watch._exchange()
+        clock.now += module.MOST_SILENT_SECONDS
+    assert watch._ask_again == clock.now - module.MOST_SILENT_SECONDS + module.SILENT_STORE_SECONDS

@@ -63,7 +63,7 @@ def check(
 
 @pytest.mark.parametrize("world", rest_nightly(WORLDS, 2, 4))
 @pytest.mark.parametrize("bucket_size", [None, 2, 8, 16])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (6, 1)])
 def test_heads_and_tokens(heads: tuple[int, int], bucket_size: int | None, world: int) -> None:
     check(world, bucket_size, heads, {"causal": True}, causal=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from triton.runtime.errors import OutOfResources
 
 from ringattn.kernels import (
     FULL,
+    PLAIN,
+    BlockSparseIndex,
     Bounds,
     KernelConfig,
     Scores,
@@ -25,6 +28,7 @@ from ringattn.kernels import (
     choice,
     default_config,
     launch,
+    tables,
 )
 from ringattn.kernels.choice import backward_config, launch_traits, tile_for
 from ringattn.kernels.config import config_for, single_pass_tile
@@ -102,7 +106,7 @@ def test_config_fields_override_tables(gpu: Folders, seen: Seen) -> None:
 
 def test_unsuitable_table_options_are_ignored(gpu: Folders, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """A margin of all multiprocessors; heads that are not grouped. Requested by the caller, each is an error."""
-    options: dict[str, Any] = {"order": "longest", "persistent": True, "sm_margin": 500, "pack_gqa": True}
+    options: dict[str, Any] = {"order": "longest", "persistent": True, "sm_margin": 132, "pack_gqa": True}
     alone = SMALL_POINT._replace(group=1)
     split = entry(alone._replace(kernel="dkdv"), with_options(SMALL, {"dkdv_splits": 3}))
     save(gpu[0], entry(alone, with_options(SMALL, options)), split)
@@ -112,9 +116,14 @@ def test_unsuitable_table_options_are_ignored(gpu: Folders, seen: Seen, monkeypa
     _, shape = seen["forward_kernel"]
     assert (shape.packed, shape.order.count, shape.order.l2_group) == (None, None, 2)
     assert "reduce_kernel" not in seen
-    requested = KernelConfig(SMALL, SMALL, SMALL, persistent=True, sm_margin=500)
-    with pytest.raises(ValueError, match="sm_margin is 500: this GPU has"):
+    requested = KernelConfig(SMALL, SMALL, SMALL, persistent=True, sm_margin=132)
+    with pytest.raises(ValueError, match="sm_margin is 132: this GPU has"):
         attention_forward(*x[:3], config=requested)
+    grouped = entry(SMALL_POINT._replace(kernel="dkdv"), with_options(SMALL, {"dkdv_splits": 3}))
+    save(gpu[0], grouped)  # of four query heads per key head
+    tables.forget()
+    ours(inputs(SIZES))
+    assert "reduce_kernel" not in seen
 
 
 def test_a_tables_forward_kernel_runs_where_it_can(gpu: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +171,47 @@ def test_a_launch_takes_the_tile_of_its_mask(gpu: Folders) -> None:
         how = launch_traits(bounds, scores)
         assert tile_for("forward", None, q, v, **how) == tile
         assert tile_for("forward", fixed, q, v, **how) == SMALL
+
+
+def test_launches_of_other_kinds_are_planned_anew(gpu: Folders) -> None:
+    """What one tensor of queries is bound for serves shards of other lengths, masks and scores, in any order."""
+    save(gpu[0], entry(SMALL_POINT, SMALL), entry(SMALL_POINT._replace(mask="bounded"), Tile(32, 16, 4, 1)))
+    x = inputs(SIZES)
+    few, rows = (x.k[:, :7], x.v[:, :7]), torch.zeros(SIZES.queries, dtype=torch.int32)
+    used = torch.ones(SIZES.batch, dtype=torch.int32)
+    blocks = [BlockSparseIndex(torch.ones(-(-24 // side), -(-30 // side), dtype=torch.bool), side) for side in (16, 48)]
+    launches: list[tuple[Any, ...]] = [
+        ((x.k, x.v), FULL, PLAIN),
+        (few, FULL, PLAIN),
+        ((x.k, x.v), Bounds(rows, rows), PLAIN),
+        ((x.k, x.v), Bounds(rows, rows, used), PLAIN),
+        ((x.k, x.v), FULL, Scores(softcap=2.0)),
+        *(((x.k, x.v), Bounds(None, None, None, index), PLAIN) for index in blocks),
+    ]
+
+    def planned(made: attention.Forward, launch: tuple[Any, ...]) -> Any:
+        (k, v), bounds, scores = launch
+        return made._plan("forward", k, v, bounds, scores)
+
+    fresh = [planned(attention.Forward(x.q, 0.25, None), launch) for launch in launches]
+    assert len({(plan.tile, plan.shape.columns) for plan in fresh}) == 5  # the full, few, bounded, default and 16
+    for order in (1, -1):
+        made = attention.Forward(x.q, 0.25, None)
+        assert [planned(made, launch) for launch in launches[::order]] == fresh[::order]
+
+
+def test_a_pair_of_slots_is_asked_for_once() -> None:
+    """By keys and by values: one of them may be aligned and the other not."""
+    x, asked = inputs(SIZES), list[int]()
+    made = attention.Forward(x.q, 0.25, None)
+    pairs = [(x.k, x.v), (x.k, x.v.clone()), (x.k.clone(), x.v), (x.k, x.v)]
+
+    def takes(number: int) -> bool:
+        asked.append(number)
+        return number == 0
+
+    answers = [made._takes(0, *pair, partial(takes, number)) for number, pair in enumerate(pairs)]
+    assert (asked, answers) == ([0, 1, 2], [True, False, False, True])
 
 
 # --- one pass or two ----------------------------------------------------------------------------------------------
@@ -269,3 +319,26 @@ def test_a_launch_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) 
     launched: list[torch.device] = []
     launch.launch(kernel(lambda: launched.append(current[-1])), 1, torch.device("cuda", 1))
     assert launched == [torch.device("cuda", 1)] and len(current) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_built_in_tiles_serve_head_dims_up_to_their_own(dtype: torch.dtype) -> None:
+    """Of the larger of two head dims; and no architecture is without."""
+    for arch in (80, 86, 89, 90, 100, 103, 120):
+        at = {dim: config_for(arch, dtype, dim) for dim in (1, 64, 65, 128, 129, 256)}
+        assert at[1] == at[64] and at[65] == at[128] and at[129] == at[256]
+        assert at[128] != at[256]
+    assert config_for(103, dtype, 128) == config_for(100, dtype, 128)
+
+
+def test_float32_has_tiles_of_its_own() -> None:
+    """Each operand takes twice the room, in elements twice as large."""
+    for dtype, tile in ((torch.float32, Tile(64, 32, 8, 1)), (torch.float16, Tile(128, 128, 8, 2))):
+        assert config_for(90, dtype, 128).forward == tile
+    assert config_for(90, torch.float16, 128) == config_for(90, torch.bfloat16, 128)
+
+
+@pytest.mark.parametrize("dropout_p", [1.0, -0.1, True])
+def test_dropout_leaves_something(dropout_p: float) -> None:
+    with pytest.raises(ValueError, match="dropout_p"):
+        Scores(dropout_p=dropout_p).check(1, 2, torch.device("cpu"))

@@ -123,3 +123,18 @@ def test_refusals(gpu: Gpu | None, sizes: dict[str, int], message: str, monkeypa
             attention_forward(x.q, x.k, x.v, config=DESCRIPTORS)
     monkeypatch.setattr(choice, "resolve_config", lambda config, tile, q, k: DESCRIPTORS)
     attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, out=(dk, dv))  # what a table chose goes by pointers
+
+
+def test_what_the_copy_engine_takes() -> None:
+    """Addresses and strides of whole 16 bytes; the stride of a dimension of one element says nothing."""
+    room = torch.zeros(4096, dtype=torch.float16)
+    for size, stride, offset, taken in (
+        ((2, 4, 2, 16), (128, 32, 16, 1), 0, True),
+        ((2, 4, 2, 16), (128, 36, 16, 1), 0, False),
+        ((2, 4, 2, 16), (128, 32, 16, 1), 4, False),
+        ((1, 4, 1, 16), (3, 32, 5, 1), 0, True),
+        ((2, 4, 2, 16), (0, 32, 16, 1), 0, False),
+        ((0, 4, 2, 16), (3, 3, 3, 1), 1, True),
+    ):
+        assert launch.is_aligned(room.as_strided(size, stride, offset)) is taken, (size, stride, offset)
+    assert launch.strides_of(room.as_strided((1, 4, 1, 16), (3, 32, 5, 1))) == [16, 32, 16, 1]

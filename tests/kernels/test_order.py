@@ -88,6 +88,23 @@ def test_what_a_persistent_kernel_leaves_free() -> None:
         margin_of(132, 132)
 
 
+def test_a_gpu_whose_l2_torch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its compute capability: GPUs of one generation differ."""
+    told = SimpleNamespace(multi_processor_count=84, major=8, minor=6)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
+    order._chip_of.cache_clear()
+    try:
+        assert order.chip_of(torch.device("cuda", 0)) == Chip(84, order.L2_BYTES[86])
+    finally:
+        order._chip_of.cache_clear()
+
+
+def test_heads_of_their_own_are_not_packed() -> None:
+    shape, packing = Shape(40, 75, 6, 1), choose(pack_gqa=True)
+    assert order.packed_shape(packing, shape) is shape
+    assert order.packed_shape(packing, shape._replace(group=3)) == Shape(40, 75, 2, 1, packed=3)
+
+
 def test_the_least_parts_that_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for programs, group, parts in (
         (64, 16, 2),  # B1 8k MQA, tiles of 128 keys: 128 programs keep 97% busy, and no split does better
@@ -98,6 +115,7 @@ def test_the_least_parts_that_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         (0, 8, 1),
     ):
         assert splits_for(programs, group, 132) == parts
+    assert splits_for(16, 5, 20) == 1, "full enough, although five parts would use all multiprocessors"
     monkeypatch.setattr(order, "chip_of", lambda device: Chip(132, 50 << 20))
     for requested, heads, device, made in (("auto", 16, "cuda", 2), ("auto", 16, "cpu", 1), (4, 16, "cuda", 4)):
         q, k = (SimpleNamespace(shape=(1, 8192, n, 128), device=torch.device(device)) for n in (heads, 1))

@@ -159,14 +159,24 @@ def test_shard_after_shard() -> None:
     compare(Results(*state, dq, dk, dv), x, bounds, scores)
 
 
-def test_heads_in_chunks_drop_the_same_weights() -> None:
-    x, scores = inputs(SIZES), scores_of("all")
+@pytest.mark.parametrize("name", ["all", "alibi by batch row"])
+def test_heads_in_chunks_are_those_of_all_heads(name: str) -> None:
+    """They drop the same weights, and have slopes of their own."""
+    x, scores = inputs(SIZES), scores_of(name)
     whole, _ = attention_forward(*x[:3], scores=scores)
     halves = [
         attention_forward(x.q[:, :, near], x.k, x.v, scores=scores.of_heads(near))[0]
         for near in (slice(0, 1), slice(1, 2))
     ]
     assert torch.equal(torch.cat(halves, 2), whole)
+
+
+def test_seeds_and_thresholds_are_words() -> None:
+    for seed in (0, 5, 2**63 - 1, 2**63, 2**64 - 1):
+        assert Scores(dropout_seed=seed, first_head=3).counter(torch.device("cpu")).tolist() == [
+            seed - 2**64 * (seed >= 2**63),
+            3,
+        ]
     assert Scores(dropout_p=1 - 2**-40).threshold == (1 << 32) - 1, "the threshold stays a 32-bit word"
 
 

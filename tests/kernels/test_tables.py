@@ -125,6 +125,11 @@ def test_the_nearest_length_serves(folders: Folders) -> None:
     for length in (0, 1, 1000, 2895, 2897, 8192, 16383, 16385, 10**9):
         nearest = min(tiles, key=lambda known: abs(math.log((length or 0.5) / known)))
         assert found(length) == tiles[nearest], length
+    wide = (*KEY[:3], 64, *KEY[4:])
+    assert tuned(H200).tile(wide, 8192) is None, "of values of another head dim"
+    save(folders[1], entry(POINT._replace(head_dim_v=64), OTHER))
+    tables.forget()
+    assert tuned(H200).tile(wide, 8192) == OTHER and found(8192) == tiles[8192]
     for field in range(len(KEY)):  # nothing was tuned for any other kernel, dtype, head dim, group or mask
         assert tuned(H200).tile((*KEY[:field], None, *KEY[field + 1 :]), 8192) is None  # type: ignore[arg-type]
 
@@ -204,3 +209,16 @@ def test_the_tables_that_ship_are_good() -> None:
         assert path.name == file_name(shipped.gpu, shipped.triton)
         assert all(entry.estimated and entry.bound for entry in shipped.entries)
         assert not any(options_of(entry.tile) for entry in shipped.entries), "an estimate that serves nobody"
+
+
+@pytest.mark.parametrize(("capability", "arch"), [((8, 0), 80), ((8, 6), 86), ((12, 1), 121)])
+def test_the_gpu_of_a_device(capability: tuple[int, int], arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of one generation differ in shared memory, and so in the tiles that fit."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    tables._gpu_of.cache_clear()
+    try:
+        assert tables.gpu_of(torch.device("cuda", 1)) == Gpu("GPU 1", arch)
+    finally:
+        tables._gpu_of.cache_clear()
+    assert tables.gpu_of(torch.device("cpu")) is None

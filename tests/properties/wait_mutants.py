@@ -1,10 +1,10 @@
-"""Mutate whatever orders transfers and compute, and count the mutants that neither the proof nor a test notices.
+"""Mutate what orders transfers and compute, and what ranks agree on; count the mutants that nothing notices.
 
-``python -m tests.properties.wait_mutants`` from the root: every mutant that the syntax trees of the transports and of
-the ring loop give; ``--sample 20`` takes that many of them. Each runs in a process of its own, in which one function
-has other code. It is caught where a case of the proof finds a race, a deadlock, another order of posts, a transfer that
-nothing hides, a kernel too many, another result, or a wait that has become needless or needed; or where a test of the
-module fails.
+``python -m tests.properties.wait_mutants`` from the root: every mutant that the syntax trees of the transports, of the
+ring loop, of the preflight, the watch, the control and the mesh give; ``--sample 20`` takes that many of them. Each
+runs in a process of its own, in which one function has other code. It is caught where a case of the proof finds a race,
+a deadlock, another order of posts, a transfer that nothing hides, a kernel too many, another result, or a wait that has
+become needless or needed; or where a test of the module fails.
 
 Fails where a survivor is not in tests/properties/wait_mutants.md with its reason, or where one that is there is caught
 or gone.
@@ -78,6 +78,7 @@ RING = ("ring/test_loop.py",)
 LANES = ("comm/test_lanes.py", "comm/test_nccl.py", "comm/test_transport.py -k test_local")
 LOCAL = ("comm/test_lanes.py", "comm/test_transport.py -k test_local", "comm/test_local.py")
 ENGINE = ("comm/test_copy_engine.py",)
+BACKWARDS = "ring/test_disagreements.py -k another_order_are"
 NCCL_POST = ("NcclTransport.mark", "NcclTransport.post", "NcclTransport._group")
 NODE_POST = ("ByNodeTransport.post", "ByNodeTransport._near")
 LOCAL_POST = (
@@ -101,6 +102,10 @@ TARGETS = (
     Target("comm.transports.copy_engine.memory", ("Flags.put_up", "Flags.wait_for"), ("copy_engine",), ENGINE),
     Target("comm.transports.local", LOCAL_POST, ("local",), LOCAL),
     Target("kernels.shared", ("Shared", "SharedCache"), ("local",), ("kernels/test_shared.py",), tuple(CACHED)),
+    Target("comm.watchdog.preflight", ("",), (), ("comm/test_preflight.py", BACKWARDS)),
+    Target("comm.watchdog.watch", ("Watch",), (), ("comm/test_watch.py",)),
+    Target("comm.control", ("_Looks", "Control"), (), ("comm/test_control.py",)),
+    Target("ring.mesh", ("",), (), ("ring/test_ulysses.py", "ring/test_args.py -k two_values", BACKWARDS)),
 )
 
 

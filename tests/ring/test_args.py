@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -17,11 +18,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard, unshard
-from ringattn.comm import Limits, LocalGroup, Message, Topology, TransportError
+from ringattn.comm import GroupLike, Limits, LocalGroup, Message, Topology, TransportError
 from ringattn.comm.control import control_of
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, fixed, longformer, strided
-from ringattn.ring.args import AttentionArgs, Options
+from ringattn.ring.args import OWN, AttentionArgs, Options, autocast, prepare_call
 from ringattn.ring.ops import OP_ARGUMENTS, pack_args
 from ringattn.ring.schedule.layout import Documents
 
@@ -416,6 +417,172 @@ def test_refusals_on_all_ranks() -> None:
     with LocalWorld(2) as world:
         world.run(refused)
     assert {name for *calls, _ in ON_RANKS for call in calls for name in call} >= {*AttentionArgs._fields} - {"config"}
+
+
+def mask_of_keys(*hidden: int) -> torch.Tensor:
+    mask = torch.ones(2, 16, dtype=torch.bool)
+    mask[0, list(hidden)] = False
+    return mask
+
+
+DIAGONAL = torch.eye(4).bool()
+TWO_VALUES: dict[str, list[tuple[Any, Any, dict[str, Any]]]] = {
+    "layout": [("zigzag", "contiguous", {}), (Layout.uneven([8, 8]), Layout([[(8, 8)], [(0, 8)]]), {})],
+    "causal": [(True, False, {})],
+    "window_size": [((3, 4), (4, 3), {}), ((3, -1), (3, 0), {})],
+    "softmax_scale": [(0.5, 0.25, {})],
+    "softcap": [(2.0, 3.0, {})],
+    "learnable_sink": [(torch.zeros(4), torch.zeros(4).double(), {})],
+    "alibi_slopes": [(torch.ones(4), torch.ones(2, 4), {})],
+    "dropout_p": [(0.25, 0.5, {})],
+    "dropout_seed": [(5, 6, {"dropout_p": 0.5})],
+    "first_head": [(4, 8, {})],
+    "cu_seqlens": [([0, 4, 16], [0, 5, 16], {}), ([[0, 16], [0, 4, 16]], [[0, 16], [0, 5, 16]], {})],
+    "seqused_k": [([3, 16], [16, 3], {}), ([3, 16], [16, 3], {"key_mask": mask_of_keys(2, 5)})],
+    "key_mask": [(mask_of_keys(2, 5), mask_of_keys(3, 5), {})],
+    "leftpad_k": [([3, 0], [0, 3], {})],
+    "prefix_length": [(3, 4, {"causal": True})],
+    "block_mask": [
+        (BlockMask(DIAGONAL, 4), BlockMask(DIAGONAL.flip(0), 4), {}),
+        (longformer(2, [(0, 1)]), longformer(2, [(1, 2)]), {}),
+    ],
+    "kv_layout": [("striped", "zigzag", {})],
+    "align": [("top-left", "bottom-right", {})],
+    "backend": [("aten", "triton", {})],
+}
+"""By argument: a value of rank 0 and another one of rank 1, and what both pass beside it."""
+OF_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "batch size": ({}, {name: x(8, heads, batch=1) for name, heads in (("q", 4), ("k", 2), ("v", 2))}),
+    "heads": ({}, {name: x(8, 4) for name in "kv"}),
+    "head dim": ({}, {"v": x(8, 2, 8)}),
+    "dtype": ({}, {name: x(8, heads).half() for name, heads in (("q", 4), ("k", 2), ("v", 2))}),
+    "gradient": ({}, {"q": x(8, 4).requires_grad_()}),
+}
+CASES = [
+    *((name, {name: mine} | more, {name: its} | more) for name, rows in TWO_VALUES.items() for mine, its, more in rows),
+    *((name, *calls) for name, calls in OF_TENSORS.items()),
+]
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
+def test_two_values_of_every_argument_are_told_apart(mesh: tuple[int, int] | None) -> None:
+    """Both ranks give it; neither computes anything, and the next call is as the first."""
+    fit = DOORS["ring_attention"][1] | {"layout": "zigzag"}
+
+    def refused(group: LocalGroup) -> None:
+        where: GroupLike = group if mesh is None else group.mesh(*mesh)
+        for name, *calls in CASES:
+            with pytest.raises(ValueError, match=f"^{name} differs between ranks"):
+                ring_attention(**fit | calls[group.rank()], group=where)
+
+    with LocalWorld(2) as world:
+        world.run(refused)
+    assert {*TWO_VALUES} == {*AttentionArgs._fields} - {*OWN}
+
+
+OF_RINGS: dict[str, tuple[Any, Any]] = {
+    "transport": ("auto", "local"),
+    "wire_dtype": (torch.bfloat16, "float8_e4m3fn"),
+    "grad_wire_dtype": (None, "bfloat16"),
+    "slots": (3, 4),
+    "prefetch": (0, 1),
+    "chunks": (1, 2),
+    "direction": (1, -1),
+    "topology": (Topology.flat(2), Topology(((1, 0),))),
+    "limits": (Limits(ctas=2), Limits(ctas=4)),
+}
+
+
+def test_two_values_of_every_argument_of_a_ring_are_told_apart() -> None:
+    fit = DOORS["ring_attention"][1] | {"layout": "zigzag"}
+
+    def refused(group: LocalGroup) -> None:
+        for name, values in OF_RINGS.items():
+            more = {"prefetch": 1} if name == "slots" else {}
+            refusal = pytest.raises(ValueError, match=f"^{name} differs between ranks")
+            with Ring(group, **{name: values[group.rank()]} | more) as ring, refusal:
+                ring_attention(**fit, ring=ring)
+
+    with LocalWorld(2) as world:
+        world.run(refused)
+    of_each_rank = {"group", "deadline"}  # it waits as long as it says, whatever the others do
+    assert {*OF_RINGS} == {*inspect.signature(Ring).parameters} - of_each_rank
+
+
+OF_SHARDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "layout": ({"layout": "zigzag"}, {"layout": "contiguous"}),
+    "dim": ({"dim": 1}, {"dim": 2}),
+    "shape": ({}, {"x": x(8, 2)}),
+    "dtype": ({}, {"x": x(8, 8).half()}),
+    "grad": ({"grad": "slice"}, {"grad": "sum"}),
+}
+
+
+@pytest.mark.parametrize("mesh", [None, (1, 2)])
+@pytest.mark.parametrize("door", [shard, unshard])
+def test_two_values_of_every_argument_of_shards_are_told_apart(
+    door: Callable[..., Any], mesh: tuple[int, int] | None
+) -> None:
+    takes = {*inspect.signature(door).parameters} - {"group"}
+    fit = {"x": x(8, 8), "layout": "zigzag"} | ({"grad": "slice"} if door is unshard else {})
+
+    def refused(group: LocalGroup) -> None:
+        where: GroupLike = group if mesh is None else group.mesh(*mesh)
+        for name in sorted((takes | {"shape", "dtype"}) & {*OF_SHARDS}):
+            calls = OF_SHARDS[name]
+            for call in (*calls, *calls) if door is shard else ():  # nothing moves, so that nothing else would tell
+                door(**fit | call, group=where)
+            # another dim is also another shape and another layout
+            with pytest.raises(ValueError, match=f"^{'(shape|layout)' if name == 'dim' else name} differs"):
+                door(**fit | calls[group.rank()], group=where)
+
+    with LocalWorld(2) as world:
+        world.run(refused)
+    assert takes - {"x"} <= {*OF_SHARDS}
+
+
+def test_autocast_leaves_double_precision_alone() -> None:
+    """As SDPA does: the call is refused for its dtype instead of being computed in another one."""
+    tensors = [torch.ones(1, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.int64)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [x.dtype for x in autocast(*tensors)] == [torch.float64, torch.bfloat16, torch.int64]
+        with pytest.raises(ValueError, match="float64"):
+            ring_attention(*[x(8, heads).double() for heads in (4, 2, 2)])  # type: ignore[call-overload]
+
+
+def test_a_call_leaves_room_for_its_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = KernelConfig(TILE, TILE, TILE, persistent=True)
+    roomy = replace(given, sm_margin=3)
+    asked: list[KernelConfig | None] = []
+
+    def leaving_room(ring: Ring, config: KernelConfig | None) -> KernelConfig:
+        asked.append(config)
+        return roomy
+
+    monkeypatch.setattr(Ring, "leaving_room", leaving_room)
+    args = AttentionArgs(backend="triton", config=given)
+    with Ring() as ring:
+        prepared, _ = prepare_call(x(8, 4), x(8, 2), x(8, 2), args, ring)
+    assert (prepared.config, asked) == (roomy, [given])
+
+
+def test_a_call_is_planned_as_its_ring_says() -> None:
+    """Which way keys travel, through which slots, in what order; that no result tells."""
+
+    def visits(group: LocalGroup, **settings: Any) -> tuple[list[int], int]:
+        with Ring(group, **settings) as ring:
+            plan = prepare_call(x(8, 4), x(8, 2), x(8, 2), AttentionArgs(layout="contiguous"), ring)[0].plan
+            return [hop.shard for hop in plan.hops], plan.slots
+
+    def of_rank(group: LocalGroup) -> None:
+        rank, order = group.rank(), Topology(((0, 2, 1),))
+        before, after = (rank - 1) % 3, (rank + 1) % 3
+        assert visits(group) == ([rank, before, after], 3)
+        assert visits(group, direction=-1, slots=2) == ([rank, after, before], 2)
+        assert visits(group, topology=order) == ([rank, after, before], 3)
+
+    with LocalWorld(3) as world:
+        world.run(of_rank)
 
 
 def test_a_closed_ring() -> None:

@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from ringattn import Ring, ring_attention
-from ringattn.comm import Limits
+from ringattn import LocalWorld, Ring, ring_attention, unshard
+from ringattn.comm import GroupLike, Limits, LocalGroup, TransportError
+from ringattn.ring.args import AttentionArgs
+from ringattn.ring.ops import traced
 
 from ..support.forked import Ending, ending, results
 
@@ -119,6 +121,13 @@ def two_threads(ring: Ring) -> None:
     raise next((error for error in errors if isinstance(error, AssertionError)), None) or RuntimeError(str(errors))
 
 
+def backwards_in_another_order(ring: Ring) -> None:
+    for known in (True, False):  # a step whose calls are all expected, then one in which rank 1 is the other way round
+        outs = [attend(ring), attend(ring)]
+        for out in outs if ring.rank == 1 and not known else outs[::-1]:
+            out.sum().backward()
+
+
 def how_it_ends(rank: int, body: Callable[[Ring], None]) -> Ending:
     return ending(lambda: body(Ring(deadline=DEADLINE)))
 
@@ -144,6 +153,7 @@ DIFFERS = "ValueError: {} differs between ranks ("
         (another_device, DIFFERS.format("device") + "rank 0: 'cpu', rank 1: 'meta', rank 2: 'cpu'): ", None),
         (no_gradient, DIFFERS.format("gradient") + "rank 0: True, rank 1: False, rank 2: True): ", None),
         (a_backward_against_a_forward, DIFFERS.format("call") + "rank 0: 'backward', rank 1: 'forward', rank 2", None),
+        (backwards_in_another_order, DIFFERS.format("backward of call") + "rank 0: 6, rank 1: 5, rank 2: 6): ", None),
         (interrupted_before_the_call, "ValueError: rank 1 refused this call: KeyboardInterrupt", "KeyboardInterrupt"),
         (two_threads, "in use by a call of another thread", None),
         (checkpointed, "LookupError: right", None),
@@ -153,3 +163,53 @@ def test_every_rank_gets_the_error_soon(body: Callable[[Ring], None], words: str
     for rank, (kind, text, seconds) in enumerate(results(WORLD, partial(how_it_ends, body=body))):
         assert (of_rank_1 or words if rank == 1 else words) in f"{kind}: {text}"
         assert seconds < SOON
+
+
+# -- virtual ranks -----------------------------------------------------------------------------------------------------
+
+
+def shards_of(group: LocalGroup) -> list[torch.Tensor]:
+    return [torch.randn(1, 4, 4, 8, requires_grad=True) for _ in range(3)]
+
+
+def through_attention(group: LocalGroup, where: GroupLike) -> torch.Tensor:
+    q, k, v = shards_of(group)
+    out = ring_attention(q, k, v, layout="zigzag", group=where)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def through_a_graph(group: LocalGroup, where: GroupLike) -> torch.Tensor:
+    """The op that a graph of torch.compile holds."""
+    q, k, v = shards_of(group)
+    return traced(q, k, v, AttentionArgs(layout="zigzag"), None, where)[0]
+
+
+def through_unshard(group: LocalGroup, where: GroupLike) -> torch.Tensor:
+    return unshard(shards_of(group)[0], layout="zigzag", group=where, grad="sum")
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
+@pytest.mark.parametrize("forward", [through_attention, through_a_graph, through_unshard])
+def test_backwards_in_another_order_are_refused(
+    forward: Callable[[LocalGroup, GroupLike], torch.Tensor], mesh: tuple[int, int] | None, known: bool
+) -> None:
+    """Gradients of the two calls have the same shapes, so that nothing else would tell them apart."""
+
+    def step(group: LocalGroup, order: int) -> None:
+        where: GroupLike = group if mesh is None else group.mesh(*mesh)
+        outs = [forward(group, where) for _ in range(2)]
+        for out in outs[::order]:
+            out.sum().backward()  # type: ignore[no-untyped-call]
+
+    def of_rank(group: LocalGroup) -> str:
+        for order in (1, -1, 1, -1) if known else ():  # a rank that goes on is told by the one that stops
+            step(group, order)
+        with pytest.raises((ValueError, TransportError)) as raised:
+            step(group, 1 if group.rank() else -1)
+        return str(raised.value)
+
+    with LocalWorld(2, timeout=SOON) as world:
+        texts = world.run(of_rank)
+    assert all("backward of call differs between ranks (rank 0: " in text for text in texts), texts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import LocalGroup
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring import Mask, Trace, TraceSpan
+from ringattn.ring import trace as trace_module
 from ringattn.ring.schedule.schedule import Hop, schedule
 from ringattn.ring.trace import _Begin, _Clock
 
@@ -108,4 +110,14 @@ def test_on_a_gpu_points_are_events_on_their_streams(monkeypatch: pytest.MonkeyP
     end = clock.now(stream)  # type: ignore[arg-type]
     assert begin.stream is stream and fake.calls == []
     assert 0 <= clock.seconds(end) - clock.seconds(begin.at) < 10
-    assert clock.error >= 0
+
+
+def test_the_error_of_a_clock_is_half_of_what_its_start_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start event lies somewhere between the two looks at the host's clock: in the middle, give or take half."""
+    FakeCuda(monkeypatch)
+    times = iter([10.0, 10.5])
+    with monkeypatch.context() as patch:
+        patch.setattr(trace_module, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+        clock = _Clock(CUDA)
+    assert (clock.error, clock.seconds(clock._start)) == (0.25, 10.25)
+    assert _Clock(torch.device("cpu")).error == 0.0

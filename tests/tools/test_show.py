@@ -227,6 +227,7 @@ def test_pictures(flags: str, name: str, begins: bytes, tmp_path: Path, monkeypa
     ("--seqlen 100g --world 100000", "107,374,182,400 tokens over 100,000 ranks are too many to count one by one"),
     ("--seqlen 1g --world 1", "1 ranks are too many to count one by one: they may take 107 GB, 5.00 GB at most"),
     ("--world 32k", "8,192 tokens over 32,768 ranks are too many to count one by one: they may take 161"),
+    ("--seqlen 1m --world 2k", "1,048,576 tokens over 2,048 ranks are too many to count one by one"),
     ("--world 2k --json -", "over 2,048 ranks are too many to count one by one: they may take 18.9 GB"),
     ("--lengths 1k --world 2", "--world and --lengths are both given: pass one of them"),
     ("--direction 3", "direction is 3: it must be 1"),
