@@ -183,6 +183,51 @@ def test_the_nic_between_nodes_is_told_and_a_flat_ring_has_a_range() -> None:
     assert "takes one NIC" not in invoke(*TWO).output
 
 
+QUESTIONS = Path(__file__).parents[2] / "docs" / "questions.md"
+
+
+def test_the_example_of_the_page_of_questions() -> None:
+    """Its table is what `predict` says, and its arithmetic is that of its sizes."""
+    text = QUESTIONS.read_text().partition("## Why not gather")[2]
+    table = {
+        name.strip(): [float(one.split()[0].replace(",", "")) for one in cells]
+        for name, *cells in (line.strip("|").split("|") for line in text.splitlines() if line.startswith("| "))
+        if "*" not in name
+    }
+    flags = ["--seqlen", "1000000", "--world", "8", "--link", "200"]
+    runs = {
+        "forward, causal": [*flags, "--causal", "--pass", "forward"],
+        "forward, full": [*flags, "--full", "--pass", "forward"],
+        "forward and backward, causal": [*flags, "--causal"],
+    }
+    rows = {}
+    for name, arguments in runs.items():
+        by_way = {row["way"]: row for row in results(*arguments)["rows"]}
+        pair = rows[name] = [by_way["all-gather of K/V"], by_way["flat ring"]]
+        assert table[name] == [pytest.approx(row["fwd"] + row.get("bwd", 0), abs=0.5) for row in pair]
+    for name in ("forward, causal", "forward and backward, causal"):
+        exposed, memory = (f"exposed communication, {name}", f"memory of a GPU, {name.removesuffix(', causal')}")
+        assert table[exposed] == [pytest.approx(row["exposed"], abs=0.005) for row in rows[name]]
+        assert table[memory] == [pytest.approx(row["memory"], abs=0.05) for row in rows[name]]
+    ranks, tokens, width, bandwidth, flops = 8, 125_000, 4096, 200e9, 560e12
+    call = Call(tokens, ranks, heads=32, kv_heads=32)
+    gathered = ranks * tokens * width * 4
+    slots = call.memory(backward=False)["K/V slots"]
+    assert table["K and V on a GPU"] == [pytest.approx(one / 1e9, abs=0.05) for one in (gathered, slots)]
+    received = (ranks - 1) * tokens * width * 4
+    gather, attention = received / bandwidth, 4 * tokens * ranks * tokens * width / flops
+    for number in (
+        f"{gathered / 2e9:.1f} GB, V as much: {gathered / 1e9:.1f} GB", f"{received / 1e9:.1f} GB received by each",
+        f"{1e3 * gather:.1f} ms, not 320", f"{attention:.2f} s, {attention / 2:.2f} s if causal",
+        f"{attention / gather:.0f} times as long as the gather, {attention / 2 / gather:.0f} times if causal",
+        f"{0.32 / attention:.0%} and {0.64 / attention:.0%}", f"7 hops of {1e3 * gather / 7:.1f} ms",
+        f"{1e3 * attention / 16:.0f} ms of causal attention ({1e3 * attention / 8:.0f} of full)",
+        f"= {(ranks - 1) / ranks * flops / bandwidth:,.0f} tokens",
+        f"{received * ranks / 1e9:.0f} GB are received in all",
+    ):  # fmt: skip
+        assert number in " ".join(text.split()), number
+
+
 def test_the_map(tmp_path: Path) -> None:
     target, points = tmp_path / "map.svg", tmp_path / "map.csv"
     flags = ["--sweep", "tokens=1k..4k,gpus=2..8", "--picture", str(target), "--csv", str(points), "--kv-heads", "8"]
