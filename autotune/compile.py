@@ -445,7 +445,8 @@ def launchable(arch: int, dtype: str, head_dim: int, dim_v: int, tile: Tile | No
     for kernel, role, full, grouped in product(ATTENTION, ROLES, (False, True), (False, True)):
         if (own := tile or default_tile(kernel, arch, dtype, max(head_dim, dim_v))) is not None:
             yield Variant(kernel, arch, dtype, head_dim, dim_v, own, role, full, grouped)
-    dkdv = config_for(arch, DTYPES[dtype], max(head_dim, dim_v)).dkdv
+    dkdv = default_tile("dkdv", arch, dtype, max(head_dim, dim_v))
+    assert dkdv is not None
     for role, full in product(ROLES, (False, True)):
         yield Variant("dkdv", arch, dtype, head_dim, dim_v, tile or dkdv, role, full, options=(("dkdv_splits", 2),))
         reduced = replace(dkdv, num_warps=REDUCE_WARPS, num_stages=1)

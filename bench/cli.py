@@ -2,13 +2,16 @@
 
 A command module exposes ``app``, a :class:`typer.Typer`, and is imported when the command is used, not before; with
 nothing heavy at its top, so that its ``--help`` is there without torch. How a command ends is the same for all: a
-refusal is one line and exit code 2, Ctrl-C one line and 130.
+refusal is one line and exit code 2, Ctrl-C one line and 130; a reader that ends early, as ``head`` does, is silent
+and 141, the code of a process that SIGPIPE ends.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -35,19 +38,50 @@ class Group(typer.core.TyperGroup):
     """Commands by name: an unknown one ends as every command that refuses does, in one line."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **__: Any) -> Any:
-        sys.exit(run(lambda: self, prog_name or "ringattn", list(sys.argv[1:] if args is None else args)))
+        """Answer a shell that completes a line, or run a command; does not return."""
+        name = prog_name or "ringattn"
+        self._main_shell_completion({}, name)
+        try:
+            code: Any = run(lambda: self, name, list(sys.argv[1:] if args is None else args))
+            sys.stdout.flush()
+        except BrokenPipeError:
+            code = _silenced()
+        except SystemExit as ended:  # rich ends so where it meets a closed pipe
+            code = _silenced() if isinstance(ended.__context__, BrokenPipeError) else ended.code
+        sys.exit(code)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; while a shell completes a line the one with the flags, which else is imported later."""
+        path = f"bench {cmd_name}" if self.name == "bench" else cmd_name
+        if ctx.resilient_parsing and path in COMMANDS:
+            return _imported(COMMANDS[path][0])
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return what a name stands for; of a name that the other group has, say where it is."""
+        other = args[0] if self.name == "bench" else f"bench {args[0]}"
+        if args[0] not in self.commands and other in COMMANDS:
+            raise typer.BadParameter(f"No such command '{args[0]}'. Did you mean `ringattn {other}`?", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def _silenced() -> int:
+    """Write nothing more, not even what is left at the exit; return the exit code."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
+    return 128 + signal.SIGPIPE
 
 
 app = typer.Typer(
     cls=Group,
     help="Exact attention over a sequence that is split across GPUs.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
 bench = typer.Typer(
-    help="Measure kernels, links, overlap and whole rings.", no_args_is_help=True, context_settings=HELP
+    cls=Group, help="Measure kernels, links, overlap and whole rings.", no_args_is_help=True, context_settings=HELP
 )
 app.add_typer(bench, name="bench")
 
@@ -63,12 +97,14 @@ _PASS_ON = {
 def _register(group: typer.Typer, name: str, summary: str, module: str) -> None:
     """Let ``name`` in ``group`` stand for the ``app`` of ``module``."""
 
-    def imported() -> Any:
-        return typer.main.get_command(import_module(f"{__package__.rpartition('.')[0]}.{module}").app)
-
     @group.command(name, help=summary, context_settings=_PASS_ON)
     def command(context: typer.Context) -> None:
-        raise typer.Exit(run(imported, context.command_path, list(context.args)))
+        raise typer.Exit(run(lambda: _imported(module), context.command_path, list(context.args)))
+
+
+def _imported(module: str) -> Any:
+    """Return the command of a module."""
+    return typer.main.get_command(import_module(f"{__package__.rpartition('.')[0]}.{module}").app)
 
 
 def run(made: Callable[[], Any], name: str, arguments: list[str]) -> int:
@@ -141,7 +177,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option("--version", "-V", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     pass

@@ -167,8 +167,11 @@ def tile_for(
     if config is not None and kernel == "single_pass":
         # its default is a table's, too: the caller chose no more than the way, and what Hopper's leaves is the portable
         kernel = config.backward if config.backward in SINGLE_PASS else kernel
+    is_hopper = kernel == "forward" and config is not None and config.forward_kernel == "hopper"
     if given is not None:
         _check_room(kernel, tile := given, q, v)
+    elif is_hopper:  # takes few tiles, the built-in one among them; a table has those of the portable kernel
+        tile = _built_in(kernel, q, v)
     else:
         tile = _tile(kernel, q, v, full) if plain and block is None else _built_in(kernel, q, v)
     if block is None:

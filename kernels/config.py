@@ -46,7 +46,7 @@ WORDS = {"backward": BACKWARDS, "dkdv_epilogue": EPILOGUES, "forward_kernel": FO
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One :class:`Tile` per kernel, and which kernels.
+    """One :class:`Tile` per kernel, and which kernels; a tile of None is the one that a launch without a config takes.
 
     The page of this folder says more of each. Whatever was never run on a GPU is nobody's default; what a choice is
     not written for is refused before anything is launched. In a field's words:
@@ -72,9 +72,9 @@ class KernelConfig:
       the same bits on every run in all of them. ``single_pass`` is the tile of the last three, None their default.
     """
 
-    forward: Tile
-    dq: Tile
-    dkdv: Tile
+    forward: Tile | None = None
+    dq: Tile | None = None
+    dkdv: Tile | None = None
     forward_kernel: str = "portable"
     dkdv_splits: int | str = 1
     order: str = "heads"

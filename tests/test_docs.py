@@ -3,30 +3,53 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import shlex
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor
+from typer.testing import CliRunner
 
 from ringattn import LocalWorld
 from ringattn.bench import cli
 from ringattn.comm import GroupLike
 from ringattn.examples.model import Decoder
+from ringattn.kernels.tables import Gpu, tables_of
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    path
-    for path in ROOT.rglob("*.md")
-    if not {".venv", ".tox", "build", "node_modules"} & {*path.relative_to(ROOT).parts}
+from .support.forked import results
+from .support.snippets import (
+    DATED,
+    LANGUAGES,
+    PAGES,
+    ROOT,
+    SETUPS,
+    Command,
+    anchor,
+    commands,
+    execute,
+    own_arguments,
+    parse,
+    python_sections,
+    snippets,
 )
+
 MOST_LINES, MOST_COLUMNS = 150, 100
 # written by commands, or into the user's folders
 MADE = {"launcher.c", "manifest.json", "config.json"}
-DATED = {"NOTES.md", "CHANGELOG.md"}  # they tell of files as they were called then
+CHECKED_ELSEWHERE = {
+    "kernels/VENDORING.md": "C with cuda.h: tests/tools/test_export_launch.py compiles and runs such a program",
+}
+"""Pages whose C is not run here, and why."""
 
 
 def links(text: str) -> Iterator[str]:
@@ -39,7 +62,7 @@ def links(text: str) -> Iterator[str]:
 def anchors(text: str) -> set[str]:
     """What a heading is called behind a ``#``: lower case, spaces as dashes, without signs."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {anchor(heading) for heading in headings}
 
 
 def named_files(text: str) -> set[str]:
@@ -90,11 +113,71 @@ def test_the_readme_is_short() -> None:
     assert long == []  # but for tables, and commands that are copied whole
 
 
-def test_the_page_on_training_does_what_it_says() -> None:
-    """Its function on four virtual ranks: losses and gradients sum to those of the whole."""
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(compile(source, "docs/training.md", "exec"), names)
+# --- snippets ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_reader_of_snippets() -> None:
+    page = "# A\n```python\nx\n```\n## B `c`\n ````py  \n```\n````\n`ringattn show\n--world 2`, `x`"
+    found, _ = parse("p.md", page)
+    assert [one[1:] for one in found] == [("a", 2, "python", "x\n"), ("b-c", 6, "py", "```\n")]
+    with pytest.raises(ValueError, match=r"p\.md:2: this fence is never closed"):
+        parse("p.md", "a\n```sh\nb")
+    assert own_arguments("torchrun … -m x && y") is None
+    assert own_arguments("srun -N 2 .venv/bin/ringattn show --out FILE …  # c") == ["show", "--out", "file.json"]
+
+
+def test_no_snippet_is_skipped() -> None:
+    """Every fence is of a language that a test below runs or reads, and every setup is of a section with Python."""
+    unknown = {f"{one.page}:{one.line}": one.language for one in snippets() if one.language not in LANGUAGES}
+    assert unknown == {}
+    assert {one.page for one in snippets() if one.language == "c"} == {*CHECKED_ELSEWHERE}
+    assert SETUPS.keys() <= python_sections().keys()
+
+
+def sections(kind: str) -> list[Any]:
+    """Sections by how many ranks they run on; slow ones at night."""
+    found = []
+    for key in python_sections():
+        one = SETUPS.get(key)
+        how = "here" if one is None else "virtual" if one.virtual else "processes" if one.processes else "here"
+        if how == kind:
+            found.append(pytest.param(key, marks=[pytest.mark.nightly] * (one is not None and one.nightly)))
+    return found
+
+
+OF_OTHERS = pytest.mark.filterwarnings(  # what other packages warn of when they are imported
+    "ignore::UserWarning:megatron", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+
+@OF_OTHERS
+@pytest.mark.parametrize("key", sections("here"))
+def test_python_runs(key: str) -> None:
+    names = execute(key)
+    if key in CHECKS:
+        CHECKS[key](names)
+
+
+@OF_OTHERS
+@pytest.mark.parametrize("key", sections("virtual"))
+def test_python_runs_on_virtual_ranks(key: str) -> None:
+    with LocalWorld(SETUPS[key].virtual) as world:
+        world.run(partial(execute, key))
+
+
+@pytest.mark.parametrize("key", sections("processes"))
+def test_python_runs_on_processes(key: str) -> None:
+    results(SETUPS[key].processes, partial(in_a_process, key))
+
+
+def in_a_process(key: str, rank: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other packages
+        execute(key)
+
+
+def check_training(names: dict[str, Any]) -> None:
+    """Call its function on four virtual ranks: losses and gradients sum to those of the whole."""
     tokens = torch.randint(256, (1, 65), generator=torch.Generator().manual_seed(0))
 
     def trained(group: GroupLike) -> list[Tensor]:
@@ -107,6 +190,109 @@ def test_the_page_on_training_does_what_it_says() -> None:
         parts = world.run(trained)
     for whole, *ranks in zip(trained(None), *parts, strict=True):
         torch.testing.assert_close(sum(ranks), whole)
+
+
+def check_trainer(names: dict[str, Any]) -> None:
+    """Train its class for a step."""
+    from transformers import TrainingArguments
+
+    with TemporaryDirectory() as folder:
+        options = TrainingArguments(
+            output_dir=folder, max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+            average_tokens_across_devices=False, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in names["batch"]["input_ids"]]
+        before = [x.detach().clone() for x in names["model"].parameters()]
+        trained = names["RingTrainer"](names["model"], options, train_dataset=rows).train()
+    assert 0 < trained.training_loss < 10
+    assert any((x != y).any() for x, y in zip(before, names["model"].parameters(), strict=True))
+
+
+CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "docs/training.md#train-a-model-with-it": check_training,
+    "docs/integrations.md#hugging-face-transformers": check_trainer,
+}
+"""What is checked of a section once it has run, beside that it does."""
+
+
+def test_json_of_pages_is_read(tmp_path: Path) -> None:
+    (table,) = [one for one in snippets() if one.language == "json"]
+    (tmp_path / "nvidia-h200_triton-3.7.json").write_text(table.text)
+    assert tables_of(Gpu("NVIDIA H200", 90), str(tmp_path))
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+ELSEWHERE = {"python3", "python", "pip", "tox", "pytest", "ruff", "torchrun", "srun", "mpirun"}
+"""Programs of others; of their arguments the files, the modules and the environments of tox are looked up."""
+
+
+def told(command: Command) -> str:
+    return f"{command.page}:{command.line} {command.text}"
+
+
+def check_flags(name: str, arguments: list[str], *, fenced: bool) -> None:
+    """Parse a whole command; of a span of code, which may end anywhere, see that its flags exist."""
+    command = typer.main.get_command(import_module(f"ringattn.{cli.COMMANDS[name][0]}").app)
+    if fenced:
+        command.make_context(name, arguments, **cli.HELP)
+        return
+    known = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+    assert {one for one in arguments if re.match(r"--?[a-z]", one)} <= known
+
+
+@pytest.mark.parametrize("command", [*commands()], ids=told)
+def test_commands_have_the_flags_that_pages_use(
+    command: Command, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = own_arguments(command.text)
+    monkeypatch.chdir(tmp_path)
+    if arguments is None:
+        check_others(shlex.split(command.text, comments=True))
+    elif (name := " ".join(arguments[: (depth := 1 + (arguments[:1] == ["bench"]))])) in cli.COMMANDS:
+        check_flags(name, arguments[depth:], fenced=command.fenced)
+    else:  # `ringattn COMMAND --help`, `ringattn --version`
+        assert CliRunner().invoke(cli.app, [one for one in arguments if one != "COMMAND"]).exit_code == 0
+
+
+def check_others(words: list[str]) -> None:
+    """Look up what a command of another program names: modules, files, environments."""
+    words = [word for word in words if "=" not in word or word.startswith("-")]  # variables before a command
+    assert words[0].rpartition("/")[2] in ELSEWHERE
+    for flag, value in pairwise(words):
+        if flag == "-m" and value.startswith(("ringattn", "tests")):
+            assert find_spec(value if value.startswith("ringattn") else f"ringattn.{value}")
+        if flag == "-e" and words[0].endswith("tox"):
+            assert re.search(rf"\[testenv:{value}\]", (ROOT / "tox.ini").read_text())
+        if value.startswith("tests/"):
+            assert (ROOT / value).exists()
+
+
+RUN = ("show", "predict")
+"""Commands that need no GPU, no ranks and no files of others: those of the fences run."""
+
+
+def runnable() -> list[Any]:
+    found = []
+    for one in commands():
+        arguments = own_arguments(one.text) if one.fenced else None
+        if arguments and arguments[0] in RUN and "kernels.json" not in arguments:
+            found.append(pytest.param(arguments, id=told(one), marks=[pytest.mark.nightly] * ("predict" in arguments)))
+    return found
+
+
+@pytest.mark.parametrize("arguments", runnable())
+def test_commands_run(arguments: list[str], alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = CliRunner().invoke(cli.app, arguments, prog_name="ringattn")
+    assert ran.exit_code == 0, ran.output
+
+
+@pytest.mark.parametrize("one", [one for one in snippets() if one.language == "console"], ids=lambda one: one.page)
+def test_commands_print_what_pages_show(one: Any, alone: None) -> None:
+    command, _, shown = one.text.partition("\n")
+    ran = CliRunner().invoke(cli.app, own_arguments(command), prog_name="ringattn")
+    assert ran.exit_code == 0 and shown.strip() in ran.output, ran.output
 
 
 @pytest.mark.parametrize("folder", ["", "ring", "kernels", "comm", "reference"])

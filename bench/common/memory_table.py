@@ -53,6 +53,17 @@ def candidate_rows(e: int) -> dict[str, ElementBytes]:
     }
 
 
+def forward_rows(e: int) -> dict[str, ElementBytes]:
+    """Return the same of a forward alone, without gradients; in 2e are q, out, k and v."""
+    return {
+        OURS: ElementBytes(2 * e + FP32, 2 * e),  # the carried out in fp32; beside them its slots
+        # two buffers of K/V; the carried out, and two tensors of a merge; out of a block
+        BASELINE: ElementBytes(2 * e + 3 * FP32, 6 * e),
+        ALL_GATHER: ElementBytes(2 * e, 2 * e, 0, 3 * e),  # K/V of all tokens, one of them in the order of ranks too
+        ULYSSES: ElementBytes(6 * e, 4 * e),  # everything once more by heads, and two tensors on their way
+    }
+
+
 def exchanged_name(degree: int, world: int) -> str:
     """Of Ulysses by so many ranks, and a ring of such groups for the rest: the mesh that ``group=`` takes."""
     return f"{ULYSSES} {degree} x ring {world // degree}"
@@ -100,9 +111,12 @@ class RingForm:
 PLAIN_RING = RingForm()
 
 
-def ring_parts(config: AttentionConfig, form: RingForm = PLAIN_RING) -> dict[str, int]:
-    """Bytes of a rank of our ring by what they are for."""
+def ring_parts(config: AttentionConfig, form: RingForm = PLAIN_RING, *, backward: bool = True) -> dict[str, int]:
+    """Bytes of a rank of our ring by what they are for; without ``backward`` at the peak of a forward alone."""
     (q, k), e, n = elements(config), item(config), shard(config)
+    if not backward:
+        own = {"q, k, v and out": n * inputs(config), "carried out, fp32": n * q * FP32}
+        return own | slot_parts(config, form, backward=False)
     own = {
         "q, k, v and out": n * inputs(config),
         "their gradients": n * inputs(config),
@@ -112,7 +126,7 @@ def ring_parts(config: AttentionConfig, form: RingForm = PLAIN_RING) -> dict[str
     return own | slot_parts(config, form)
 
 
-def slot_parts(config: AttentionConfig, form: RingForm = PLAIN_RING) -> dict[str, int]:
+def slot_parts(config: AttentionConfig, form: RingForm = PLAIN_RING, *, backward: bool = True) -> dict[str, int]:
     """What a ring keeps from call to call, whatever the world: slots of K/V and of dK/dV accumulators in fp32.
 
     Of two levels some more for the rail, and the total of the dK/dV that it brought to their owner. What travels in
@@ -123,12 +137,13 @@ def slot_parts(config: AttentionConfig, form: RingForm = PLAIN_RING) -> dict[str
     dtype, elements_of_kv = DTYPES[config.dtype], 2 * shard(config) * elements(config)[1]
     wire, grad_wire = wire_of(form.wire_dtype, dtype), grad_wire_of(form.grad_wire_dtype)
     kv, dkv = elements_of_kv * dtype.itemsize, elements_of_kv * FP32
-    found = {
-        "K/V slots": (form.slots + ROOT_SLOTS * form.two_level + (wire is not None)) * _on_wire(config, wire, kv),
-        "dK/dV slots": (DKV_SLOTS + RAIL_SLOTS * form.two_level) * _on_wire(config, grad_wire, dkv),
-        "own dK/dV accumulators, fp32": dkv * form.two_level,
-        "decoded": kv * (wire is not None) + dkv * (grad_wire is not None),
-    }
+    found = {"K/V slots": (form.slots + ROOT_SLOTS * form.two_level + (wire is not None)) * _on_wire(config, wire, kv)}
+    if backward:
+        found |= {
+            "dK/dV slots": (DKV_SLOTS + RAIL_SLOTS * form.two_level) * _on_wire(config, grad_wire, dkv),
+            "own dK/dV accumulators, fp32": dkv * form.two_level,
+        }
+    found["decoded"] = kv * (wire is not None) + dkv * (backward and grad_wire is not None)
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
@@ -140,19 +155,23 @@ def _on_wire(config: AttentionConfig, wire: Wire | None, plain: int) -> int:
     return 2 * sum(prod(size) * dtype.itemsize for size, dtype in wire.specs(shape))
 
 
-def ring_slots(config: AttentionConfig, form: RingForm = PLAIN_RING) -> int:
-    return sum(slot_parts(config, form).values())
+def ring_slots(config: AttentionConfig, form: RingForm = PLAIN_RING, *, backward: bool = True) -> int:
+    return sum(slot_parts(config, form, backward=backward).values())
 
 
-def candidate_bytes(kind: str, config: AttentionConfig, form: RingForm = PLAIN_RING) -> int:
-    """Of one rank, inputs and results with them, by the kind of a candidate; unknown ones as the baseline ring."""
+def candidate_bytes(kind: str, config: AttentionConfig, form: RingForm = PLAIN_RING, *, backward: bool = True) -> int:
+    """Return the bytes of one rank with inputs and results, by the kind of a candidate.
+
+    Unknown ones count as the baseline ring; without ``backward`` the peak is that of a forward alone, of the kinds of
+    :func:`forward_rows`.
+    """
     if (degree := degree_of(kind)) is not None:
-        return mesh_bytes(config, degree, form)
-    rows = candidate_rows(item(config))
+        return mesh_bytes(config, degree, form, backward=backward)
+    rows = (candidate_rows if backward else forward_rows)(item(config))
     row, (q, k), n = rows.get(kind, rows[BASELINE]), elements(config), shard(config)
     found = n * (row.q * q + row.k * k) + config.seqlen * (row.all_q * q + row.all_k * k)
     if kind == OURS:
-        found += ring_slots(config, form)
+        found += ring_slots(config, form, backward=backward)
     if kind == LUCIDRAINS:
         found += SCORES_AT_ONCE * config.batch * config.heads * min(BUCKET, n) ** 2 * FP32
     if kind in (WHOLE, ALL_CORES):  # lse; on a GPU FlashAttention's backward adds dQ up in fp32
@@ -160,13 +179,16 @@ def candidate_bytes(kind: str, config: AttentionConfig, form: RingForm = PLAIN_R
     return found
 
 
-def mesh_bytes(config: AttentionConfig, degree: int, form: RingForm = PLAIN_RING) -> int:
+def mesh_bytes(config: AttentionConfig, degree: int, form: RingForm = PLAIN_RING, *, backward: bool = True) -> int:
     """Of one rank of a mesh: Ulysses among ``degree`` ranks, with repeated key heads, and the slots of its ring."""
     e, few = item(config), max(1, config.kv_heads // degree)
     group = replace(config, world=config.world // degree, heads=config.heads // degree, kv_heads=few)
     repeated = few * degree - config.kv_heads
-    by_heads = config.batch * repeated * config.head_dim * (2 * e + 2 * FP32)  # of Ulysses' row what is not 4e
-    return candidate_bytes(ULYSSES, config) + shard(config) * by_heads + ring_slots(group, form)
+    # of Ulysses' row what is not a rank's own
+    by_heads = config.batch * repeated * config.head_dim * (2 * e + 2 * FP32 * backward)
+    carried = FP32 * elements(config)[0] * (group.world > 1 and not backward)  # in 9e of a backward there is room
+    own = candidate_bytes(ULYSSES, config, backward=backward) + shard(config) * (by_heads + carried)
+    return own + ring_slots(group, form, backward=backward)
 
 
 def settings_bytes(config: AttentionConfig, slots: Sequence[int]) -> int:

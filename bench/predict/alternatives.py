@@ -14,15 +14,18 @@ from ...ring.ulysses import heads_fit
 from ..common.flags import human
 from ..common.memory_table import ALL_GATHER, BASELINE, FP32, candidate_bytes, exchanged_name, mesh_bytes
 from .baseline import HOST_ATTENTION, HOST_COLLECTIVE, baseline
-from .call import Call
+from .call import FLAT, Call
 from .inputs import Inputs
 from .links import Link, Links
 from .ring import Pass, ideal_seconds, predicted
 
 LEAST_SLOTS = 2  # of a ring of more than two ranks
 ARRANGE = 2  # a tensor's bytes are read and written once to bring it into the order that a collective or a kernel takes
-Option = tuple[str, int, Callable[[], Sequence[Pass]], str]
-"""A way before it is looked at, which takes time only where it fits: name, bytes of a rank, passes, note."""
+Option = tuple[str, int, Callable[..., Sequence[Pass]], str]
+"""A way before it is looked at, which takes time only where it fits: name, bytes of a rank, passes, note.
+
+The passes of a ring take other ``links``.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Way:
     """Bytes of a rank."""
     passes: tuple[Pass, ...] = ()
     note: str = ""
+    spread: tuple[Pass, ...] = ()
+    """Of a ring that crosses nodes by one transfer: the passes where that goes over all NICs of a node."""
 
     @property
     def seconds(self) -> float:
@@ -47,14 +52,26 @@ def ways(call: Call, inputs: Inputs, *, capacity: float = math.inf) -> list[Way]
     What needs more than ``capacity``, the bytes of a GPU, comes last, with a note in place of times.
     """
     results = []
+    links = inputs.links.spread(nics_of(call, inputs))
     for name, needed, passes, note in options(call, inputs):
         if needed <= capacity:
-            results.append(Way(name, needed, tuple(passes()), note))
+            spread = tuple(passes(links=links)) if crosses_flat(call, name) else ()
+            results.append(Way(name, needed, tuple(passes()), note, spread))
         else:
             results.append(
                 Way(name, needed, note=f"does not fit: needs {human(needed, 'B')} of {human(capacity, 'B')}")
             )
     return sorted(results, key=lambda way: (way.seconds, way.memory))
+
+
+def nics_of(call: Call, inputs: Inputs) -> int:
+    """Return the NICs of a node: one per GPU where nothing is said."""
+    return call.per_node if inputs.links.nics is None else int(inputs.links.nics)
+
+
+def crosses_flat(call: Call, name: str) -> bool:
+    """Return True if a way is one ring through several nodes, of which one transfer at a time crosses."""
+    return call.nodes > 1 and call.per_node > 1 and name in (FLAT, BASELINE)
 
 
 def options(call: Call, inputs: Inputs) -> Iterator[Option]:
@@ -69,18 +86,28 @@ def options(call: Call, inputs: Inputs) -> Iterator[Option]:
     if call.is_two_level:
         rings.append(replace(call, two_level=False, slots=max(call.slots, LEAST_SLOTS)))
     for one in rings:
-        yield one.name, sum(one.memory.values()), partial(predicted, one, **given), ""
+        yield one.name, sum(one.memory(backward=inputs.backward).values()), partial(predicted, one, **given), ""
     if not call.is_plain or call.world == 1:
         return
     config = call.config
-    yield BASELINE, candidate_bytes(BASELINE, config), partial(baseline, call, **given), "two buffers, merged by torch"
+    yield (
+        BASELINE,
+        candidate_bytes(BASELINE, config, backward=inputs.backward),
+        partial(baseline, call, **given),
+        "two buffers, merged by torch",
+    )
     note = f"every rank holds K and V of all {call.seqlen:,} tokens"
-    yield "all-gather of K/V", candidate_bytes(ALL_GATHER, config), partial(gathered, call, inputs), note
+    yield (
+        "all-gather of K/V",
+        candidate_bytes(ALL_GATHER, config, backward=inputs.backward),
+        partial(gathered, call, inputs),
+        note,
+    )
     # Ulysses over every number of ranks that `ring_attention` takes, and a ring of such groups for the rest
     for degree in range(2, call.heads + 1):
         if call.world % degree == 0 and heads_fit(call.heads, call.kv_heads, degree):
             name, group = exchanged_name(degree, call.world), grouped(call, degree)
-            needed = mesh_bytes(config, degree, group.ring_form)
+            needed = mesh_bytes(config, degree, group.ring_form, backward=inputs.backward)
             where = "" if call.per_node % degree == 0 else ", over nodes"
             repeated = f", key heads {degree // call.kv_heads} times" if degree > call.kv_heads else ""
             note = f"{degree} ranks exchange heads{repeated}{where}"

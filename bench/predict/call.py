@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 NOWHERE = Positions(Layout.uneven([0]), Layout.uneven([0]), Layout.uneven([0]), 0, CPU)
 EQUAL_SHARDS = ("contiguous", "zigzag", "striped")
 BALANCED = "balanced"
+FLAT = "flat ring"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Call:
     @property
     def name(self) -> str:
         """Of its ring, in tables."""
-        return "two-level ring" if self.is_two_level else "flat ring"
+        return "two-level ring" if self.is_two_level else FLAT
 
     @property
     def turn(self) -> int:
@@ -183,10 +184,12 @@ class Call:
         """What the memory of its ring depends on."""
         return RingForm(self.is_two_level, self.slots, self.wire_dtype, self.grad_wire_dtype)
 
-    @property
-    def memory(self) -> dict[str, int]:
-        """Bytes of a rank by what they are for, at the peak of a forward and backward of this attention alone."""
-        return ring_parts(self.config, self.ring_form)
+    def memory(self, *, backward: bool = True) -> dict[str, int]:
+        """Return the bytes of a rank by what they are for, at the peak of a forward, with a backward or alone."""
+        parts = ring_parts(self.config, self.ring_form, backward=backward)
+        if not backward and self.chunks > 1:
+            parts["out of the chunks"] = self.batch * self.tokens * self.heads * self.head_dim * self.itemsize
+        return parts
 
     @property
     def is_plain(self) -> bool:

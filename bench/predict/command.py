@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +21,7 @@ if TYPE_CHECKING:  # which bring torch, and --help is there at once
     from .alternatives import Way
     from .call import Call
     from .inputs import Inputs
+    from .speed import Speed
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 PICTURE = Path("predict.png")
@@ -170,7 +173,10 @@ def predict(
         if call.per_node == 1 and link is not None and not sweep:
             raise ValueError("link joins GPUs of a node, and each has one: --link-between joins nodes")
         speed, measured = speed_of(call, gpu, tflops, backward_tflops, kernels)
-        links = Links(link_of(link or speed.link), link_of(link_between or BETWEEN, "link-between"), nics)
+        between = link_of(link_between or BETWEEN, "link-between")
+        if link_between is None:
+            between = replace(between, source=f"assumed: {between.source}; --link-between")
+        links = Links(link_of(link or speed.link), between, nics)
         phases = PASSES[:1] if passes is PassName.forward else PASSES
         inputs = Inputs(speed, links, Perturbation(dict(slow or []), jitter), phases, measured)
         capacity = speed.capacity if memory_gb is None else memory_gb * 1e9
@@ -187,10 +193,10 @@ def predict(
 
 def _one(call: Call, inputs: Inputs, capacity: float, trace: Path | None) -> tuple[Result, str]:
     """A row for every way; and the sentence that comes first."""
-    from .alternatives import ways
+    from .alternatives import nics_of, ways
     from .crossover import check_memory
 
-    check_memory(call, capacity)
+    check_memory(call, capacity, backward=inputs.backward)
     if trace is not None:
         _write_trace(call, inputs, trace)
     results = ways(call, inputs, capacity=capacity)
@@ -201,8 +207,24 @@ def _one(call: Call, inputs: Inputs, capacity: float, trace: Path | None) -> tup
     if not inputs.perturbation.jitter:
         units.pop("spread")
     unfit = [f"{way.name}: {way.note}" for way in results if not way.passes]
-    notes = [*unfit, *_notes(call, inputs), f"best: {best}"]
+    notes = [*unfit, *_ranges(results, nics_of(call, inputs)), *_notes(call, inputs), f"best: {best}"]
     return Result("predict", units, [*rows], notes=notes, provenance=_provenance(call, inputs)), best
+
+
+def _ranges(results: Sequence[Way], nics: int) -> list[str]:
+    """Between which times a ring lies whose transfers cross nodes one at a time, which a transport may cut or not."""
+    import numpy as np
+
+    notes = []
+    for way in results:
+        if way.spread:
+            fast = sum(float(np.mean(one.seconds)) for one in way.spread)
+            notes += textwrap.wrap(
+                f"{way.name}: {1e3 * way.seconds:.4g} ms where a transfer between nodes takes one NIC (the table), "
+                f"{1e3 * fast:.4g} ms where it is spread over all {nics} of a node",
+                COLUMNS,
+            )
+    return notes
 
 
 def _write_trace(call: Call, inputs: Inputs, trace: Path) -> None:
@@ -259,7 +281,9 @@ def _notes(call: Call, inputs: Inputs) -> list[str]:
         even, slow, balanced = (1e3 * seconds for seconds in straggling(call, inputs))
         notes.append(f"slow GPUs: {even:.3f} ms without, {slow:.3f} ms with equal shards ({slow / even - 1:+.1%})")
         notes.append(f"and {balanced:.3f} ms with Layout.balanced ({balanced / even - 1:+.1%})")
-    parts = ", ".join(f"{name} {flags.human(nbytes, 'B')}" for name, nbytes in call.memory.items())
+    parts = ", ".join(
+        f"{name} {flags.human(nbytes, 'B')}" for name, nbytes in call.memory(backward=inputs.backward).items()
+    )
     return [*notes, *textwrap.wrap(f"memory of the {call.name}: {parts}", COLUMNS)]
 
 
@@ -292,21 +316,28 @@ def _title(call: Call) -> str:
 def _heading(call: Call, inputs: Inputs, *, is_map: bool) -> list[str]:
     """What is predicted, of which GPUs and links."""
     links, speed = inputs.links, inputs.speed
-    sized, nics, between = speed.name, "", ""
+    sized, between = speed.name, ""
     if not is_map:
         sized = f"{call.tokens:,} tokens on each of {call.world:,} {speed.name}"
         sized += f" on {call.nodes:,} nodes" if call.nodes > 1 else ""
-    if links.nics is not None:
-        nics = f", {links.nics:g} NICs a node"
+    nics = "one NIC per GPU" if links.nics is None else f"{links.nics:g} NIC{'s' * (links.nics != 1)} a node"
     if is_map or call.nodes > 1:
-        between = f", {links.between.rate / 1e9:.0f} between{nics} ({links.between.source})"
+        between = f"; between nodes {links.between.rate / 1e9:.0f} GB/s per NIC, {nics} ({links.between.source})"
     lines = [
         f"{sized}, B{call.batch}, {_title(call)}, {' and '.join(inputs.phases)}",
         f"links: {links.inside.rate / 1e9:.0f} GB/s inside nodes ({links.inside.source}){between}",
-        f"speed: {'; '.join(inputs.measured)}" if inputs.measured else "",
+        f"speed: {'; '.join(inputs.measured)}" if inputs.measured else _guessed(speed),
         str(inputs.perturbation),
     ]
     return [part for line in lines for part in textwrap.wrap(line, COLUMNS)]
+
+
+def _guessed(speed: Speed) -> str:
+    """Say how fast a preset is; nothing where the flags do."""
+    if speed.peak is None:
+        return ""
+    forward, backward, peak = (rate / 1e12 for rate in (speed.forward, speed.backward, speed.peak))
+    return f"speed: {forward:.0f} TFLOP/s forward, {backward:.0f} backward, not measured; {peak:.0f} are published"
 
 
 def _provenance(call: Call, inputs: Inputs) -> dict[str, Any]:

@@ -52,9 +52,9 @@ def straggling(call: Call, inputs: Inputs) -> tuple[float, float, float]:
     return step(call, Perturbation(jitter=slow.jitter)), step(call, slow), step(balanced, slow)
 
 
-def check_memory(call: Call, capacity: float) -> None:
+def check_memory(call: Call, capacity: float, *, backward: bool = True) -> None:
     """Refuse what does not fit: ValueError with the tokens that do."""
-    needed = sum(call.memory.values())
+    needed = sum(call.memory(backward=backward).values())
     if needed > capacity:
         raise ValueError(
             f"{call.tokens:,} tokens per GPU need {needed / 1e9:.1f} GB for this attention alone, the GPU has "
@@ -78,15 +78,19 @@ def sweep(
             f"sweep takes contiguous, zigzag (of even shards) and striped, full or causal: got {min(tokens)} tokens"
         )
     percents: dict[int, dict[int, float | None]] = {}
+
+    def fits(one: Call) -> bool:
+        return sum(one.memory(backward=inputs.backward).values()) <= capacity
+
     for world in gpus:
         one = replace(call, world=world, nodes=max(1, world // call.per_node))
-        fitting = [each for each in tokens if sum(replace(one, tokens=each).memory.values()) <= capacity]
+        fitting = [each for each in tokens if fits(replace(one, tokens=each))]
         percents[world] = dict.fromkeys(tokens)
         if fitting:
             values = percent_of_ideal(one, inputs, np.array(fitting, float))
             percents[world] |= dict(zip(fitting, map(float, values), strict=True))
     if all(value is None for column in percents.values() for value in column.values()):
-        check_memory(replace(call, tokens=min(tokens)), capacity)
+        check_memory(replace(call, tokens=min(tokens)), capacity, backward=inputs.backward)
     return percents
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,11 @@ class Inputs:
     measured: tuple[str, ...] = ()
     """What was measured, line by line."""
 
+    @property
+    def backward(self) -> bool:
+        """Whether there is a backward."""
+        return len(self.phases) > 1
+
 
 def speed_of(
     call: Call, gpu: str | None, forward: float | None, backward: float | None, kernels: Path | None
@@ -40,6 +46,7 @@ def speed_of(
         ValueError: an unknown GPU, a speed that is none, or a file that is not of measured kernels; nothing but the
             GPU, and a dtype that its constants are not of.
     """
+    gpu = gpu and gpu.lower()
     if gpu is not None and gpu not in GPUS:
         raise ValueError(f"gpu is {gpu!r}: it must be one of {', '.join(GPUS)}; --tflops says how fast it is")
     above_zero("TFLOP/s", tflops=forward, backward_tflops=backward)
@@ -92,7 +99,8 @@ def _base(about: object, gpu: str | None, where: str) -> Speed:
     """
     if not isinstance(about, dict) or not isinstance(name := about.get("name"), str):
         raise ValueError(f"{where} was not measured on a GPU: it takes what `ringattn bench kernels` wrote on one")
-    known = [speed for key, speed in GPUS.items() if all(part in name.lower() for part in key.split("-"))]
+    words = {*re.split(r"\W+", name.lower())}
+    known = [speed for key, speed in GPUS.items() if words.issuperset(key.split("-"))]
     base = GPUS[gpu] if gpu is not None else known[-1] if known else H100
     where = f"{where}: provenance.gpu"
     multiprocessors, capacity = (positive(about, one, where) for one in ("multiprocessors", "memory_gib"))

@@ -56,6 +56,7 @@ PRESETS = {
     "nvlink4": _nvlink(450e9, "450 GB/s nominal"),
     "nvlink4-copy": Link(380e9, 10e-6, "450 GB/s nominal; copy engine 380"),
     "nvlink4-h800": _nvlink(200e9, "400 GB/s in all, 200 nominal per direction"),
+    "nvlink5": _nvlink(900e9, "900 GB/s nominal"),
     "nvlink3": _nvlink(300e9, "600 GB/s in all, 300 nominal per direction"),
     "nvlink3-a800": _nvlink(200e9, "400 GB/s in all, 200 nominal per direction"),
     "ib400": Link(47e9, 20e-6, "400G InfiniBand, 50 GB/s nominal; 46 to 48"),
@@ -81,6 +82,10 @@ class Links:
         share = 1.0 if self.nics is None else min(1.0, self.nics / senders)
         return replace(self.between, rate=share * self.between.rate)
 
+    def spread(self, nics: int) -> Links:
+        """Return what a transfer between nodes has that is cut into parts, one for each of so many NICs."""
+        return replace(self, between=replace(self.between, rate=min(nics * self.between.rate, self.inside.rate)))
+
     def beside(self, rings: int) -> Links:
         """What one of so many rings has that run side by side in every node."""
         return self if self.nics is None else replace(self, nics=self.nics / rings)
@@ -94,8 +99,8 @@ def link_of(text: str, flag: str = "link") -> Link:
     Raises:
         ValueError: none of these.
     """
-    if text in PRESETS:
-        return PRESETS[text]
+    if text.lower() in PRESETS:
+        return PRESETS[text.lower()]
     if os.path.lexists(text):
         from ..common.result import read
 

@@ -72,6 +72,8 @@ class Speed:
     """Bytes of memory."""
     link: str = "nvlink4"
     """The preset of what joins such GPUs."""
+    peak: float | None = None
+    """Published FLOP/s of dense 16-bit products; None where the speeds are of a file or of flags."""
 
     def products(self, area: Area, call: Call, *, backward: bool = False) -> Seconds:
         """Seconds of the products of one launch; of a backward those of both kernels."""
@@ -123,24 +125,43 @@ class Speed:
 
         ahead = speed(*forward, self.forward, is_backward=False)
         if backward is None:
-            return replace(self, forward=ahead, backward=self.backward * ahead / self.forward)
-        return replace(self, forward=ahead, backward=speed(*backward, self.backward, is_backward=True))
+            return replace(self, forward=ahead, backward=self.backward * ahead / self.forward, peak=None)
+        return replace(self, peak=None, forward=ahead, backward=speed(*backward, self.backward, is_backward=True))
 
 
-H100 = Speed("H100", forward=560e12, backward=430e12)
+def _as_fast_as(known: Speed, name: str, peak: float, **more: Any) -> Speed:
+    """Return a GPU whose kernels nobody told us of: they reach that share of its peak that those of a known one do."""
+    assert known.peak is not None
+    share = peak / known.peak
+    return replace(known, name=name, peak=peak, forward=share * known.forward, backward=share * known.backward, **more)
+
+
+H100 = Speed("H100", forward=560e12, backward=430e12, peak=989e12)
 """Rough until it is fitted: what Triton's and PyTorch's kernels reach there."""
-A100 = Speed("A100", forward=215e12, backward=170e12, memory=2.04e12, multiprocessors=108, link="nvlink3")
+A100 = Speed("A100", forward=215e12, backward=170e12, memory=2.04e12, multiprocessors=108, link="nvlink3", peak=312e12)
+# published numbers are those of NVIDIA's datasheets, without sparsity: README.md has each with its source
 GPUS = {
     "h100": H100,
     "h200": replace(H100, name="H200", memory=4.8e12, capacity=141e9),
     "h800": replace(H100, name="H800", link="nvlink4-h800"),
     # 350 W in the place of 700 W, HBM2e
     "h100-pcie": replace(
-        H100, name="H100 PCIe", forward=380e12, backward=290e12, memory=2.0e12, multiprocessors=114, link="pcie5"
+        H100,
+        name="H100 PCIe",
+        forward=380e12,
+        backward=290e12,
+        memory=2.0e12,
+        multiprocessors=114,
+        link="pcie5",
+        peak=756e12,
     ),
+    "b200": _as_fast_as(H100, "B200", 2250e12, memory=8.0e12, multiprocessors=148, capacity=180e9, link="nvlink5"),
     "a100": A100,
     "a800": replace(A100, name="A800", link="nvlink3-a800"),
     "a100-pcie": replace(A100, name="A100 PCIe", forward=190e12, backward=150e12, memory=1.94e12, link="pcie4"),
+    # mma.sync, as on an A100
+    "l40s": _as_fast_as(A100, "L40S", 362e12, memory=0.864e12, multiprocessors=142, capacity=48e9, link="pcie4"),
+    "a10": _as_fast_as(A100, "A10", 125e12, memory=0.6e12, multiprocessors=72, capacity=24e9, link="pcie4"),
 }
 
 

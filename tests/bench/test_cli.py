@@ -11,6 +11,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
@@ -19,6 +20,8 @@ from typer.testing import CliRunner
 from ringattn import __version__
 from ringattn.bench import cli
 from ringattn.bench.common.flags import LayoutName
+
+from ..support.nightly import rest_nightly
 
 HEAVY = ("torch", "triton", "cupy", "matplotlib")
 
@@ -49,9 +52,59 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return arguments
 
 
-def test_version() -> None:
-    result = CliRunner().invoke(cli.app, ["--version"])
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(flag: str) -> None:
+    result = CliRunner().invoke(cli.app, [flag])
     assert (result.exit_code, result.output) == (0, f"ringattn {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [(["timeline"], "ringattn bench timeline"), (["bench", "predict"], "ringattn predict"), (["bench", "host s"], "")],
+)
+def test_a_command_of_the_other_group_is_named(arguments: list[str], meant: str) -> None:
+    ran = CliRunner().invoke(cli.app, arguments, prog_name="ringattn")
+    assert ran.exit_code == 2 and len(ran.output.splitlines()) == 1
+    assert ran.output.rstrip("\n").endswith(f"Did you mean `{meant}`?") == bool(meant)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [("ringattn pre", ["predict"]), ("ringattn predict --ti", []), ("ringattn predict --sl", ["--slots", "--slow"]),
+     ("ringattn bench ho", ["host"]), ("ringattn bench host --tim", ["--timer"]),
+     ("ringattn show --layout z", ["zigzag"])],
+)  # fmt: skip
+def test_completion(words: str, wanted: list[str]) -> None:
+    """Of the shell, also of the flags of commands that are imported when they are used."""
+    environment = {"_RINGATTN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    ran = CliRunner().invoke(cli.app, [], prog_name="ringattn", env=environment)
+    assert (ran.exit_code, ran.output.split()) == (0, wanted)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_can_be_installed(shell: str) -> None:
+    ran = CliRunner().invoke(cli.app, ["--show-completion", shell], prog_name="ringattn")
+    assert ran.exit_code == 0 and "_RINGATTN_COMPLETE" in ran.output
+
+
+CLOSED = [["show"], ["--help"], ["show", "-h"], ["--version"], ["predict", "--json", "-"], ["bench", "host", "-h"]]
+
+
+@pytest.mark.parametrize("arguments", rest_nightly(CLOSED, *CLOSED[:2]), ids=" ".join)
+def test_a_reader_that_ends_early_is_no_error(arguments: list[str]) -> None:
+    """As ``ringattn show | head -1`` does: silent, with the exit code of a process that SIGPIPE ends in a shell."""
+    assert closed("stdout", arguments) == (141, "")
+    assert arguments != ["--help"] or closed("stderr", ["no-such-command"]) == (141, "")
+
+
+def closed(stream: str, arguments: list[str]) -> tuple[int, str]:
+    """Exit code of a command whose stream nobody reads, and what it writes to the other one."""
+    read, write = os.pipe()
+    os.close(read)
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: write}
+    ran = subprocess.run([sys.executable, "-m", "ringattn", *arguments], **streams, text=True, timeout=150)
+    os.close(write)
+    return ran.returncode, (ran.stdout or "") + (ran.stderr or "")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ringattn.bench.kernels.speed import UNITS
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.inputs import measured
 from ringattn.bench.predict.links import link_of
-from ringattn.bench.predict.speed import DKDV, DQ, FOLD, whole
+from ringattn.bench.predict.speed import DKDV, DQ, FOLD, GPUS, whole
 from ringattn.bench.timeline.events import from_chrome
 from ringattn.ring import Mask
 
@@ -97,8 +97,13 @@ def test_text_and_files_of_one_ring(tmp_path: Path) -> None:
     first, second, *_ = done.output.splitlines()
     assert re.fullmatch(r".+: \d+% of ideal", first) and made.notes[-1] == f"best: {first}"
     assert second.startswith("8,192 tokens on each of 4 A800 on 2 nodes, B1, zigzag, causal")
-    for fragment in ("47 between, 1 NICs a node", "98 GB/s inside nodes", "rank 2 takes 1.25 times", "Layout.balanced"):
-        assert fragment in done.output
+    for fragment in (
+        "47 GB/s per NIC, 1 NIC a node",
+        "98 GB/s inside nodes",
+        "rank 2 takes 1.25 times",
+        "Layout.balanced",
+    ):
+        assert fragment in " ".join(done.output.split())
     assert [row["way"] for row in csv.DictReader(rows.read_text().splitlines())] == [row["way"] for row in made.rows]
     for row in made.rows:
         assert row["TFLOP/s"] * (row["fwd"] + row["bwd"]) == pytest.approx(
@@ -132,6 +137,96 @@ def test_other_masks_than_full_and_causal() -> None:
     assert [row["way"] for row in made["rows"]] == ["flat ring"] and "other ways: of 2 GPUs" in made["notes"][0]
     blocks = own(*flags, *["--tokens", "8k", "--full", "--block-mask", "strided,block=128,stride=1k"])
     assert blocks["fwd"] < own(*flags, "--tokens", "8k", "--full")["fwd"] / 3
+
+
+def test_memory_of_a_forward_alone() -> None:
+    both, forward = own(*TWO), own(*TWO, "--pass", "forward")
+    assert forward["memory"] < 0.65 * both["memory"]
+    done = invoke(*TWO, "--pass", "forward")
+    assert not re.search("gradients|dQ|dK/dV", done.output)
+    assert "out of the chunks" in invoke(*TWO, "--pass", "forward", "--chunks", "2").output
+
+
+@pytest.mark.parametrize(
+    ("gpu", "peak"), [("B200", 2250), ("L40S", 362), ("A10", 125), ("h100-PCIe", 756), ("H100", 989)]
+)
+def test_presets_ignore_case(gpu: str, peak: int) -> None:
+    made = results(*TWO, "--gpu", gpu, "--link", "NVLink4")
+    assert made["provenance"]["speed"]["peak"] == peak * 1e12
+    assert made["provenance"]["links"]["inside"]["source"].startswith("450 GB/s")
+    assert f"not measured; {peak} are published" in invoke(*TWO, "--gpu", gpu).output
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [("NVIDIA A10", "a10"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA A100-PCIE-40GB", "a100-pcie"),
+     ("NVIDIA B200", "b200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie")],
+)  # fmt: skip
+def test_the_gpu_of_a_file_is_known_by_its_name(name: str, base: str, tmp_path: Path) -> None:
+    about = {"name": name, "multiprocessors": 7, "memory_gib": 8.0}
+    speed, _ = measured(result_file(tmp_path, ROWS, gpu=about), Call(16384, 8), None)
+    assert (speed.name, speed.link, speed.memory) == (name, GPUS[base].link, GPUS[base].memory)
+
+
+def test_the_nic_between_nodes_is_told_and_a_flat_ring_has_a_range() -> None:
+    nodes = (*TWO[2:], "--gpus", "8", "--nodes", "2", "--tokens", "2k")
+    told = invoke(*nodes).output
+    assert "between nodes 47 GB/s per NIC, one NIC per GPU (assumed: 400G InfiniBand" in told.replace("\n", " ")
+    given = invoke(*nodes, "--link-between", "ib200", "--nics", "2").output.replace("\n", " ")
+    assert "between nodes 23 GB/s per NIC, 2 NICs a node (200G InfiniBand" in given
+    made = results(*nodes)
+    (note,) = [one for one in " ".join(made["notes"]).split("flat ring: ")[1:2]]
+    slow, fast = (float(number) for number in re.findall(r"([\d.]+) ms", note)[:2])
+    row = next(row for row in made["rows"] if row["way"] == "flat ring")
+    assert fast < slow and slow == pytest.approx(row["fwd"] + row["bwd"], rel=1e-3)
+    wide = next(row for row in results(*nodes, "--link-between", "188,20us")["rows"] if row["way"] == "flat ring")
+    assert fast == pytest.approx(wide["fwd"] + wide["bwd"], rel=1e-3)
+    assert "takes one NIC" not in invoke(*TWO).output
+
+
+QUESTIONS = Path(__file__).parents[2] / "docs" / "questions.md"
+
+
+def test_the_example_of_the_page_of_questions() -> None:
+    """Its table is what `predict` says, and its arithmetic is that of its sizes."""
+    text = QUESTIONS.read_text().partition("## Why not gather")[2]
+    table = {
+        name.strip(): [float(one.split()[0].replace(",", "")) for one in cells]
+        for name, *cells in (line.strip("|").split("|") for line in text.splitlines() if line.startswith("| "))
+        if "*" not in name
+    }
+    flags = ["--seqlen", "1000000", "--world", "8", "--link", "200"]
+    runs = {
+        "forward, causal": [*flags, "--causal", "--pass", "forward"],
+        "forward, full": [*flags, "--full", "--pass", "forward"],
+        "forward and backward, causal": [*flags, "--causal"],
+    }
+    rows = {}
+    for name, arguments in runs.items():
+        by_way = {row["way"]: row for row in results(*arguments)["rows"]}
+        pair = rows[name] = [by_way["all-gather of K/V"], by_way["flat ring"]]
+        assert table[name] == [pytest.approx(row["fwd"] + row.get("bwd", 0), abs=0.5) for row in pair]
+    for name in ("forward, causal", "forward and backward, causal"):
+        exposed, memory = (f"exposed communication, {name}", f"memory of a GPU, {name.removesuffix(', causal')}")
+        assert table[exposed] == [pytest.approx(row["exposed"], abs=0.005) for row in rows[name]]
+        assert table[memory] == [pytest.approx(row["memory"], abs=0.05) for row in rows[name]]
+    ranks, tokens, width, bandwidth, flops = 8, 125_000, 4096, 200e9, 560e12
+    call = Call(tokens, ranks, heads=32, kv_heads=32)
+    gathered = ranks * tokens * width * 4
+    slots = call.memory(backward=False)["K/V slots"]
+    assert table["K and V on a GPU"] == [pytest.approx(one / 1e9, abs=0.05) for one in (gathered, slots)]
+    received = (ranks - 1) * tokens * width * 4
+    gather, attention = received / bandwidth, 4 * tokens * ranks * tokens * width / flops
+    for number in (
+        f"{gathered / 2e9:.1f} GB, V as much: {gathered / 1e9:.1f} GB", f"{received / 1e9:.1f} GB received by each",
+        f"{1e3 * gather:.1f} ms, not 320", f"{attention:.2f} s, {attention / 2:.2f} s if causal",
+        f"{attention / gather:.0f} times as long as the gather, {attention / 2 / gather:.0f} times if causal",
+        f"{0.32 / attention:.0%} and {0.64 / attention:.0%}", f"7 hops of {1e3 * gather / 7:.1f} ms",
+        f"{1e3 * attention / 16:.0f} ms of causal attention ({1e3 * attention / 8:.0f} of full)",
+        f"= {(ranks - 1) / ranks * flops / bandwidth:,.0f} tokens",
+        f"{received * ranks / 1e9:.0f} GB are received in all",
+    ):  # fmt: skip
+        assert number in " ".join(text.split()), number
 
 
 def test_the_map(tmp_path: Path) -> None:

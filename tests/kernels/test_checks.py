@@ -227,7 +227,8 @@ def test_default_configs() -> None:
             for head_dim in (1, 64, 65, 128, 256):
                 assert isinstance(config_for(arch, dtype, head_dim), KernelConfig)
     assert config_for(75, torch.float16, 64) == config_for(120, torch.float16, 64)
-    assert default_config(zeros(1, 1, 1, 16), zeros(1, 1, 1, 256)).forward.block_q == 32
+    forward = default_config(zeros(1, 1, 1, 16), zeros(1, 1, 1, 256)).forward
+    assert forward is not None and forward.block_q == 32
 
 
 def test_the_cpu_needs_the_interpreter(tmp_path: Path) -> None:

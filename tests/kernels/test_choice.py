@@ -214,6 +214,27 @@ def test_a_pair_of_slots_is_asked_for_once() -> None:
     assert (asked, answers) == ([0, 1, 2], [True, False, False, True])
 
 
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_a_config_with_one_tile_leaves_the_others_at_their_defaults(kernel: str, gpu: Folders, seen: Seen) -> None:
+    save(gpu[0], *(entry(SMALL_POINT._replace(kernel=one), SMALL) for one in EVERY))
+    x, own = inputs(SIZES), Tile(32, 16, 4, 1)
+    config = KernelConfig(**{kernel: own})  # type: ignore[arg-type]
+    for one in EVERY:
+        assert tile_for(one, config, x.q, x.v, None) == (own if one == kernel else SMALL)
+    check(x, FULL, config=config)
+    assert {"forward_kernel", "dq_kernel", "dkdv_kernel"} <= {*seen}
+
+
+def test_the_hopper_kernels_have_tiles_of_their_own(gpu: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuned tile of the portable forward may be one that they do not take."""
+    save(gpu[0], entry(POINT, Tile(64, 32, 4, 3)))
+    monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
+    q, v = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
+    config = KernelConfig(forward_kernel="hopper", backward="hopper")
+    assert tile_for("forward", config, q, v, None) == config_for(90, q.dtype, 128).forward
+    check_tiles(Mask(), Scores(), "triton", config, q, v)
+
+
 # --- one pass or two ----------------------------------------------------------------------------------------------
 
 

@@ -138,6 +138,7 @@ def small_l2(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_l2")
 def test_launch_arguments_of_orders() -> None:
     shape, tile, count = launch.shape_of(Q, K), INTERPRETER.forward, 2 * 2 * 6
+    assert tile is not None
     packed, keys = order.packed_shape(choose(pack_gqa=True), shape), launch.shape_of(K, Q)
     assert packed == shape._replace(heads=3, group=1, packed=2)
     persistent: dict[str, Any] = {"persistent": True}

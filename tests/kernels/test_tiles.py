@@ -181,6 +181,7 @@ def check_launches(
     k, v = (torch.randn(1, keys, kv_heads, 16) for _ in range(2))
     lse, delta = torch.zeros(1, heads, queries), torch.zeros(1, heads, queries)
     pairs, tile = visible(made, 1, queries, keys)[0, 0], config.forward
+    assert tile is not None
     by_query, by_key = (pairs, tile.block_q, tile.block_k), (pairs.mT, tile.block_k, tile.block_q)
     gradients = (dout, q, k, v, lse, delta)
     launches: list[tuple[Any, tuple[Tensor, ...], list[str], list[str], Any]] = [

@@ -1,0 +1,323 @@
+"""The snippets of all pages: what is found in them, and the names that the Python of each section takes for granted.
+
+The Python blocks of a section (a heading) run one after the other in one namespace. ``SETUPS`` has the names that a
+reader is to have; a section that is not listed has none.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from ringattn.comm import GroupLike
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for path in ROOT.rglob("*.md")
+    if not {".venv", ".tox", "build", "node_modules"} & {*path.relative_to(ROOT).parts}
+)
+DATED = {"NOTES.md", "CHANGELOG.md"}
+"""Pages that tell of files and commands as they were called then."""
+
+LANGUAGES = {"python", "sh", "console", "json", "c", "text"}
+"""Every fence says which it is; ``console`` is a command behind ``$`` and what it prints, ``text`` is no code."""
+
+PLACEHOLDERS = {"DIR": "folder", "FILE": "file.json", "SECONDS": "480", "FLAGS": "", "…": "", "...": ""}
+"""Words of a command that stand for the reader's own."""
+
+
+class Snippet(NamedTuple):
+    """One fenced block of a page."""
+
+    page: str
+    """Its path from the root."""
+    section: str
+    """The anchor of the heading above it."""
+    line: int
+    language: str
+    text: str
+
+
+class Command(NamedTuple):
+    """One command of a page: of a fence, or a span of code in a line."""
+
+    page: str
+    line: int
+    text: str
+    fenced: bool
+
+
+def anchor(heading: str) -> str:
+    """Return what a link calls a heading: lower case, spaces as dashes, without signs."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def parse(page: str, text: str) -> tuple[list[Snippet], list[tuple[int, str]]]:
+    """Return the fenced blocks of a page, and its other lines by number.
+
+    Raises:
+        ValueError: a fence is never closed.
+    """
+    found: list[Snippet] = []
+    others: list[tuple[int, str]] = []
+    section, fence, block = "", None, list[str]()
+    for number, line in enumerate(text.splitlines(), 1):
+        mark = re.match(r" *(```+|~~~+)(.*)$", line)
+        if mark and fence is None:
+            fence, block = (mark[1], mark[2].strip(), number), []
+        elif mark and fence is not None and mark[1].startswith(fence[0]) and not mark[2].strip():
+            found.append(Snippet(page, section, fence[2], fence[1], "".join(f"{one}\n" for one in block)))
+            fence = None
+        elif fence is not None:
+            block.append(line)
+        else:
+            others.append((number, line))
+            if heading := re.match(r"#+ (.+)$", line):
+                section = anchor(heading[1])
+    if fence is not None:
+        raise ValueError(f"{page}:{fence[2]}: this fence is never closed")
+    return found, others
+
+
+@cache
+def snippets() -> tuple[Snippet, ...]:
+    """Return the fenced blocks of all pages, in order."""
+    texts = ((str(path.relative_to(ROOT)), path.read_text()) for path in PAGES)
+    return tuple(one for page, text in texts for one in parse(page, text)[0])
+
+
+def python_sections() -> dict[str, list[Snippet]]:
+    """Return the Python of every section, by ``page#section``."""
+    blocks = [one for one in snippets() if one.language == "python"]
+    return {
+        f"{page}#{section}": [*group] for (page, section), group in groupby(blocks, key=lambda one: (one[0], one[1]))
+    }
+
+
+def commands() -> Iterator[Command]:
+    """Return every command of every page: the lines of ``sh`` and ``console``, and spans of code in the text."""
+    for one in snippets():
+        if one.language in ("sh", "console"):
+            text = one.text.replace("\\\n", " ")
+            for line in text.splitlines():
+                if one.language == "console" and not line.startswith("$ "):
+                    continue
+                for part in line.removeprefix("$ ").split(" && "):
+                    yield Command(one.page, one.line, part, fenced=True)
+    for path in PAGES:
+        if path.name in DATED:
+            continue
+        page = str(path.relative_to(ROOT))
+        _, lines = parse(page, path.read_text())
+        # a span may go on in the next line
+        for span in re.finditer(
+            r"`((?:ringattn|python -m|torchrun|srun|mpirun) [^`]+)`", "\n".join(x for _, x in lines)
+        ):
+            number = lines[span.string[: span.start()].count("\n")][0]
+            for part in span[1].replace("\\|", "|").split(" && "):
+                yield Command(page, number, " ".join(part.split()), fenced=False)
+
+
+def own_arguments(command: str) -> list[str] | None:
+    """Return the arguments that our command line gets, without launcher and placeholders; None of another program."""
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command, comments=True)]
+    words = [word for word in words if word]
+    for start, word in enumerate(words):
+        program = word.rpartition("/")[2]
+        if program == "ringattn":
+            return words[start + 1 :]
+        if word == "ringattn.examples.train" and words[start - 1] == "-m":
+            return ["demo", *words[start + 1 :]]  # the same flags
+    return None
+
+
+# what the Python of a section takes for granted
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The names that a section takes for granted, and how many ranks it runs on."""
+
+    names: Callable[[GroupLike], Any]
+    """A context manager of them, on every rank."""
+    virtual: int = 0
+    """Virtual ranks, each with its member as ``group``; 0: none."""
+    processes: int = 0
+    """Processes over gloo; 0: none."""
+    replaced: tuple[str, str] = ("", "")
+    """What only a GPU takes, and what stands there on the CPU."""
+    nightly: bool = False
+
+
+@contextmanager
+def nothing(group: GroupLike) -> Iterator[dict[str, Any]]:
+    yield {}
+
+
+@contextmanager
+def attention(group: GroupLike) -> Iterator[dict[str, Any]]:
+    """Yield q, k and v of this rank."""
+    from ringattn import ring_attention
+
+    q, k, v = (torch.randn(1, 16, heads, 16, requires_grad=True) for heads in (8, 4, 4))
+    yield {"q": q, "k": k, "v": v, "group": group, "ring_attention": ring_attention}
+
+
+@contextmanager
+def a_model(group: GroupLike) -> Iterator[dict[str, Any]]:
+    """Yield a tiny Llama in a folder, and a batch."""
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, Trainer
+
+    from ringattn.integrations.transformers import register, shard_batch, sharded
+
+    from .hf_models import ids_of, model_of
+
+    with TemporaryDirectory() as name:
+        model = model_of("llama")
+        model.save_pretrained(name)
+        ids = ids_of()[:, :40]  # which zigzags of two ranks divide
+        batch = {"input_ids": ids, "labels": ids}
+        yield {
+            "name": name, "model": model, "batch": batch, "group": group, "AutoModelForCausalLM": AutoModelForCausalLM,
+            "register": register, "shard_batch": shard_batch, "sharded": sharded, "Trainer": Trainer,
+            "DataLoader": DataLoader,
+        }  # fmt: skip
+
+
+@contextmanager
+def readme(group: GroupLike) -> Iterator[dict[str, Any]]:
+    """Yield those of a model, in a script."""
+    with a_model(group) as names:
+        yield names | {"__name__": "__main__"}
+
+
+@contextmanager
+def accelerated(group: GroupLike) -> Iterator[dict[str, Any]]:
+    """Yield a model, and accelerate's mesh of the processes."""
+    from accelerate.utils import ParallelismConfig
+
+    with a_model(group) as names:
+        mesh = ParallelismConfig(cp_size=2).get_device_mesh("cpu")
+        yield names | {"accelerator": SimpleNamespace(torch_device_mesh=mesh)}
+
+
+@contextmanager
+def of_diffusers(group: GroupLike) -> Iterator[dict[str, Any]]:
+    """Yield a tiny Flux."""
+    from diffusers import FluxTransformer2DModel
+
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=4,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    with patch("torch.accelerator.device_count", lambda: 1):  # it divides by that, which is 0 on a CPU
+        yield {"model": model}
+
+
+@contextmanager
+def of_sdpa(group: GroupLike) -> Iterator[dict[str, Any]]:
+    """Yield a model of one attention."""
+
+    def model(tokens: torch.Tensor) -> torch.Tensor:
+        x = tokens.view(1, 1, -1, 1).expand(-1, 4, -1, 16).float().requires_grad_()
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    yield {"model": model, "tokens": torch.arange(16), "group": group}
+
+
+@contextmanager
+def adapters(group: GroupLike) -> Iterator[dict[str, Any]]:
+    """Yield boundaries of documents; what the process calls ``flash_attention_2`` is put back."""
+    import transformers
+
+    interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    before = [one()["flash_attention_2"] for one in interfaces]
+    try:
+        yield {"cu_seqlens": torch.tensor([0, 9, 16], dtype=torch.int32), "group": group}
+    finally:
+        for one, function in zip(interfaces, before, strict=True):
+            one.register("flash_attention_2", function)
+
+
+@contextmanager
+def of_lucidrains(group: GroupLike) -> Iterator[dict[str, Any]]:
+    """Yield nothing; its module is put back."""
+    import ring_attention_pytorch.ring_attention as theirs
+
+    with patch.object(theirs, "ring_flash_attn", theirs.ring_flash_attn):
+        yield {}
+
+
+@contextmanager
+def the_kernels(group: GroupLike) -> Iterator[dict[str, Any]]:
+    """Yield every public name of the kernels, tensors of one device, and its keys in two shards."""
+    from ringattn import kernels
+    from ringattn.kernels import FULL, KernelConfig
+
+    names = {name: getattr(kernels, name) for name in kernels.__all__}
+    q, k, v, dout = (torch.randn(1, 32, heads, 16) for heads in (4, 2, 2, 4))
+    shards = [(k[:, :16], v[:, :16], FULL), (k[:, 16:], v[:, 16:], FULL)]
+    yield names | {
+        "torch": torch, "q": q, "k": k, "v": v, "dout": dout, "x": k, "out": torch.empty_like(k),
+        "dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v), "shards": shards, "last": 1,
+        "config": KernelConfig(backward="single_pass"),
+    }  # fmt: skip
+
+
+@contextmanager
+def of_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
+    """Yield what tells a ring: its sizes, its device and its group."""
+    from ringattn import Ring, autotune
+    from ringattn.kernels.tables import gpu_of
+
+    yield {
+        "autotune": autotune, "Ring": Ring, "gpu_of": gpu_of, "device": torch.device("cpu"), "group": group,
+        "world": 2, "heads": 8, "kv_heads": 8, "head_dim": 64, "tokens": 1024,
+    }  # fmt: skip
+
+
+SETUPS = {
+    "README.md#example": Setup(readme),
+    "docs/ring.md#a-ring-and-its-choices": Setup(attention, virtual=8, replaced=("Limits(ctas=16)", "Limits()")),
+    "docs/ring.md#ulysses-x-ring": Setup(attention, processes=8, replaced=('"cuda"', '"cpu"'), nightly=True),
+    "docs/integrations.md#hugging-face-transformers": Setup(a_model),
+    "docs/integrations.md#accelerate": Setup(accelerated, processes=2, nightly=True),
+    "docs/integrations.md#diffusers": Setup(of_diffusers, processes=4, nightly=True),
+    "docs/integrations.md#pytorchs-scaled_dot_product_attention": Setup(of_sdpa, virtual=2),
+    "docs/integrations.md#ring-flash-attention": Setup(adapters, virtual=2),
+    "docs/integrations.md#ring-attention-pytorch": Setup(of_lucidrains, nightly=True),
+    "docs/integrations.md#megatron-core": Setup(nothing, nightly=True),
+    "kernels/README.md#entries": Setup(the_kernels),
+    "kernels/README.md#state-and-sums-folding-shard-after-shard": Setup(the_kernels),
+    "kernels/README.md#fp8-keys-and-values": Setup(the_kernels),
+    "autotune/README.md#what-all-ranks-share---ring": Setup(of_tuning, virtual=2),
+}
+
+
+def execute(key: str, group: GroupLike = None) -> dict[str, Any]:
+    """Run the Python of a section on this rank; its names afterwards."""
+    setup = SETUPS.get(key, Setup(nothing))
+    source, instead = setup.replaced
+    assert source in "".join(one.text for one in python_sections()[key])
+    names: dict[str, Any]
+    with setup.names(group) as names:
+        for one in python_sections()[key]:
+            text = one.text.replace(source, instead) if source else one.text
+            # so that a traceback shows the page's own line
+            exec(compile("\n" * one.line + text, str(ROOT / one.page), "exec"), names)
+        return names
