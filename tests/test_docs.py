@@ -210,7 +210,7 @@ def check_trainer(names: dict[str, Any]) -> None:
 
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "docs/training.md#train-a-model-with-it": check_training,
-    "docs/integrations.md#hugging-face-transformers": check_trainer,
+    "docs/integrations.md#trainer": check_trainer,
 }
 """What is checked of a section once it has run, beside that it does."""
 

@@ -296,6 +296,7 @@ SETUPS = {
     "docs/ring.md#a-ring-and-its-choices": Setup(attention, virtual=8, replaced=("Limits(ctas=16)", "Limits()")),
     "docs/ring.md#ulysses-x-ring": Setup(attention, processes=8, replaced=('"cuda"', '"cpu"'), nightly=True),
     "docs/integrations.md#hugging-face-transformers": Setup(a_model),
+    "docs/integrations.md#trainer": Setup(a_model),
     "docs/integrations.md#accelerate": Setup(accelerated, processes=2, nightly=True),
     "docs/integrations.md#diffusers": Setup(of_diffusers, processes=4, nightly=True),
     "docs/integrations.md#pytorchs-scaled_dot_product_attention": Setup(of_sdpa, virtual=2),
