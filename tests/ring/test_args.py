@@ -275,7 +275,7 @@ def test_refusals_in_a_graph(change: dict[str, Any], message: str) -> None:
 def test_nonsense(door: str) -> None:
     """Taken where it means something, else refused by the argument's name: in place of every argument, every value."""
     call, fit = DOORS[door]
-    for name in inspect.signature(call).parameters:
+    for name in (name for name in inspect.signature(call).parameters if name != "unknown"):
         for value in NONSENSE:
             try:
                 call(**fit | {name: value})
@@ -386,7 +386,8 @@ ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # one of them alone, and all learn it
     ({}, {"cu_seqlens": [0, 3]}, "cu_seqlens ends at 3"),
     # they disagree
-    ({}, {"layout": "contiguous", **SHORT}, "layout differs between ranks"),
+    ({}, SHORT, "tokens per rank differs between ranks"),
+    ({}, {"layout": "contiguous"}, "layout differs between ranks"),
     ({"causal": True}, {}, r"causal differs between ranks \(rank 0: True, rank 1: False\)"),
     ({"backend": "aten"}, {"backend": "triton"}, r"backend differs .*rank 0: 'aten', rank 1: 'triton'"),
     ({}, {"block_mask": longformer(2, [])}, "window_size differs"),
@@ -451,7 +452,24 @@ def test_a_ring_left_by_an_error_ends_the_transfers_of_the_others() -> None:
 def test_the_signature_is_the_list_of_arguments() -> None:
     """The overloads for type checkers, the fields with their defaults, and how each is packed for an op."""
     named = {name: one.default for name, one in inspect.signature(ring_attention).parameters.items()}
+    del named["unknown"]
     others = {name: named.pop(name) for name in ("q", "k", "v", "return_lse", "ring", "group")}
     assert AttentionArgs()._asdict() == named
     assert {*Options.__annotations__} == {*named, "ring", "group"} < {*named, *others}
     assert set(OP_ARGUMENTS) == set(named)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("is_causal", "causal"), ("attn_mask", "block_mask"), ("cu_seqlens_q", "cu_seqlens"),
+        ("scale", "softmax_scale"), ("softmax_scal", "softmax_scale"), ("max_seqlen_q", "leave it out"),
+        ("xyzzy", "'xyzzy'"),
+    ],
+)  # fmt: skip
+def test_keywords_of_others_are_answered_with_ours(name: str, meant: str) -> None:
+    q: Any = torch.randn(1, 8, 2, 16)
+    for call in (ring_attention, torch.compile(ring_attention, backend="eager")):
+        with pytest.raises(TypeError, match=rf"'{name}'.*\b{meant}|argument {meant}$"):
+            call(q, q, q, **{name: None})
+    assert name not in inspect.signature(ring_attention).parameters
