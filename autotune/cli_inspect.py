@@ -38,10 +38,10 @@ def inspect(
     Bounds are in percent of the tensor cores' peak. The ceiling assumes that everything overlaps; the bound, that a
     block's warps move in step and only another block fills their gaps.
     """
+    from ..bench.common.progress import progress
     from ..bench.common.result import finish
     from .compile import select
     from .inspect import inspect_variants, result_of
-    from .tune import progress
 
     try:
         variants = [variant for spec in specs or DEFAULT for variant in select(spec)]

@@ -99,7 +99,8 @@ def run(
             problems = problems_of(shape, seqlen, causal, device_name(on), world)
             result = tune_rings(problems, budget or BUDGET, folder)
         else:
-            from .tune import TuneConfig, progress, tune
+            from ..bench.common.progress import progress
+            from .tune import TuneConfig, tune
 
             gpu, device, why = target(arch, compile_only)
             names = tuple(kernels.split(",")) if kernels else KERNELS if tiles is not None else TUNED

@@ -56,24 +56,28 @@ class Pool:
     def run(
         self, jobs: Sequence[Any], done: Callable[[Any, Any], None], left: Callable[[], float] = lambda: math.inf
     ) -> None:
-        """Call ``done`` with each job and its result or :class:`Failure`, as they come; without seconds ``left`` no
-        job is begun."""
+        """Call ``done`` with each job and its result or :class:`Failure`, as they come.
+
+        Without seconds ``left`` no job is begun, and those that run are ended without a result.
+        """
         waiting = {self._threads.submit(self._result, job, left): job for job in jobs}
         for future in as_completed(waiting):
             if (result := future.result()) is not None:
                 done(waiting[future], result)
 
     def _result(self, job: Any, left: Callable[[], float]) -> Any:
-        """What the worker of this thread makes of a job; None where it is not begun."""
-        if left() <= 0 or self._closed:
+        """What the worker of this thread makes of a job; None where the seconds do not let it end."""
+        seconds = min(left(), self._seconds)
+        if seconds <= 0 or self._closed:
             return None
         process, connection = getattr(self._own, "worker", None) or self._start()
         try:
             connection.send(job)
-            if connection.poll(self._seconds):
+            if connection.poll(seconds):
                 return connection.recv()
             process.kill()
-            failed = Failure("it did not end in time, and was ended")
+            self._own.worker = None
+            return None if seconds < self._seconds else Failure("it did not end in time, and was ended")
         except (EOFError, ConnectionError):
             process.join()
             failed = Failure(f"its process died with exit code {process.exitcode}")

@@ -18,6 +18,7 @@ from ..bench.common.launching import Member, member, spawn, threads_of, world_of
 from ..bench.common.memory import refuse_ranks
 from ..bench.common.memory_table import tuned_bytes
 from ..bench.common.output import prints
+from ..bench.common.progress import progress
 from ..bench.common.provenance import provenance
 from ..bench.common.result import Result
 from ..bench.common.timing import Clock, Ranks
@@ -33,7 +34,7 @@ from .rings import CPU, DEFAULT, RingEntry, RingPoint, RingSetting, read_rings, 
 from .search import Budget, Measured, Reading, clocks_of, planned, samples, search
 from .space import SHORT, Shape
 from .store import private_folder
-from .tune import driver, measurement, progress
+from .tune import driver, measurement
 
 CHECKED = 192  # tokens per rank of the check: several tiles, and float64 scores that are quick
 LONG = {short: name for name, short in SHORT.items()}

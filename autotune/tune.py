@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from ..bench.common.progress import Progress
 from ..bench.common.provenance import command, provenance
 from ..bench.common.result import Result
 from ..comm.topology import nvml
@@ -42,32 +42,6 @@ from .store import Journal, known, private_folder, save
 
 CANDIDATES = 20  # of a point that get time on a GPU: the best quarter or so of what compiles
 SCHEDULES_OF = 2  # the best of them are also tried in every other tile schedule
-
-Progress = Callable[[str, int | None], None]
-"""Called with a part of a run and how many steps more it has, or None: one of them is done."""
-
-
-@contextmanager
-def progress() -> Iterator[Progress]:
-    """A bar per part, on standard error and gone at the end; into a file they would be nothing but empty lines."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    console, tasks, totals = Console(stderr=True), dict[str, Any](), Counter[str]()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-
-        def step(part: str, more: int | None) -> None:
-            if part not in tasks:
-                tasks[part] = bars.add_task(part)
-            if more is None:
-                bars.advance(tasks[part])
-            else:
-                totals[part] += more
-                bars.update(tasks[part], total=totals[part])
-
-        yield step
 
 
 @dataclass(frozen=True)

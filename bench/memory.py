@@ -145,7 +145,8 @@ def memory(
     highest = [row["peak"] for row in rows]
     spread = max(highest) / min(highest) - 1
     wires = [f"{what} as {kind}" for what, kind in (("K/V", wire_dtype), ("dK/dV", grad_wire_dtype)) if kind]
-    title = [config(most).title, f"{nodes} nodes", f"{slots} slots", f"{chunks} chunks", *wires]
+    counts = flags.counted(nodes, "node"), flags.counted(slots, "slot"), flags.counted(chunks, "chunk")
+    title = [config(most).title, *counts, *wires]
     failed = [f"memory per rank differs by {spread:.1%} between worlds, {ALLOWED_SPREAD:.0%} allowed"]
     told = f"peak of a rank: {max(highest):.4g} MB; largest over smallest world: {spread:+.2%}"
     failed = failed if spread > ALLOWED_SPREAD else []

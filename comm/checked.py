@@ -54,7 +54,8 @@ def shown(value: object) -> str:
     except ValueError:  # an int of more digits than Python prints
         pass
     kind = type(value)
-    return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def whole(least: int, most: int) -> Kind:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .checked import shown
 from .control import Control, control_of
 from .kept import check_process
 from .limits import NO_LIMITS, Limits
@@ -181,7 +182,7 @@ def resolve_group(group: GroupLike = None) -> Group:
         check_process(members)
         return members
     raise ValueError(
-        f"group is a {type(group).__name__}: it takes a torch.distributed ProcessGroup, a one-dimensional DeviceMesh, "
+        f"group is {shown(group)}: it takes a torch.distributed ProcessGroup, a one-dimensional DeviceMesh, "
         "a LocalWorld member or None"
     )
 

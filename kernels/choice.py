@@ -87,7 +87,7 @@ def _tuned(tiles: Tuned, kernel: str, q: torch.Tensor, v: torch.Tensor, full: bo
 def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
     gpu, head_dim = gpu_of(q.device), max(q.shape[3], v.shape[3])
     if gpu is None:
-        return INTERPRETER.dkdv if kernel in SINGLE_PASS else getattr(INTERPRETER, kernel)
+        return getattr(INTERPRETER, "dkdv" if kernel in SINGLE_PASS else kernel)  # type: ignore[no-any-return]
     if kernel not in SINGLE_PASS:
         return getattr(config_for(gpu.arch, q.dtype, head_dim), kernel)  # type: ignore[no-any-return]
     tile = single_pass_tile(gpu.arch, q.dtype, head_dim)

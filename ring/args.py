@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
@@ -88,6 +89,29 @@ class Options(TypedDict, total=False):
     align: Literal["top-left", "bottom-right"] | None
     backend: str
     config: KernelConfig | None
+
+
+KEYWORDS = {
+    "is_causal": "causal", "scale": "softmax_scale", "sm_scale": "softmax_scale", "process_group": "group",
+    "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "seqlens_k": "seqused_k", "dropout": "dropout_p",
+    "window": "window_size", "sinks": "learnable_sink", "s_aux": "learnable_sink", "logits_soft_cap": "softcap",
+    "return_attn_probs": "return_lse", "return_softmax_lse": "return_lse",
+    "attn_mask": "causal, window_size, cu_seqlens, key_mask or block_mask", "attention_mask": "key_mask",
+    "key_padding_mask": "key_mask", "attn_bias": "alibi_slopes",
+}  # fmt: skip
+"""What arguments are called elsewhere: in PyTorch, flash-attention and transformers."""
+
+NEEDLESS = ("max_seqlen_q", "max_seqlen_k", "enable_gqa", "deterministic")
+"""Arguments of theirs that this package does without."""
+
+
+def unknown_keyword(name: str) -> TypeError:
+    """Return the error of a keyword that ``ring_attention`` does not have, with its own name for that."""
+    text = f"ring_attention() got an unexpected keyword argument {name!r}"
+    if name in NEEDLESS:
+        return TypeError(f"{text}: leave it out, nothing here needs it")
+    meant = KEYWORDS.get(name) or next(iter(get_close_matches(name, Options.__annotations__, 1)), None)
+    return TypeError(text if meant is None else f"{text}: here it is {meant}")
 
 
 class PreparedCall(NamedTuple):
@@ -212,6 +236,9 @@ def compared(
         "heads": (q.shape[2], k.shape[2]),
         "head dim": (q.shape[3], v.shape[3]),
         "dtype": q.dtype,
+        # before the layouts that a name and these numbers mean
+        "tokens per rank": None if isinstance(args.layout, Layout) else q.shape[1],
+        "keys per rank": None if any(isinstance(x, Layout) for x in (args.layout, args.kv_layout)) else k.shape[1],
         **{name: value for name, value in meant.items() if name not in (*CHANGING, *OWN)},
         "gradient": has_backward,
     }

@@ -10,7 +10,7 @@ import torch
 from ..comm import GroupLike, resolve_mesh
 from ..kernels import KernelConfig
 from ..kernels.checks import check_local
-from .args import AttentionArgs, Options, autocast, check_tensors
+from .args import AttentionArgs, Options, autocast, check_tensors, unknown_keyword
 from .checked import checked
 from .ops import EagerCall, RingAttention, packed_call, traced
 from .ring import Ring, device_of, resolve_ring
@@ -65,6 +65,7 @@ def ring_attention(
     return_lse: bool = False,
     backend: str = "auto",
     config: KernelConfig | None = None,
+    **unknown: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of this rank's queries over the keys of all ranks: ``softmax(scale * q k^T) v``.
 
@@ -147,11 +148,14 @@ def ring_attention(
     cast as by ``scaled_dot_product_attention``. A second derivative raises.
 
     Raises:
+        TypeError: a keyword that there is not; the message has ours for it.
         ValueError: an argument does not fit, before anything is sent; the message names it, what it got and what it
             takes. Where the ranks disagree, every rank raises it.
         NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter, or with bfloat16, which that
             takes for integers; a transform of ``torch.func``.
     """
+    if unknown:
+        raise unknown_keyword(next(iter(unknown)))
     args = AttentionArgs(
         layout=layout,
         causal=causal,

@@ -31,6 +31,7 @@ from ..comm import (
     open_transports,
     resolve_group,
 )
+from ..comm.checked import shown
 from ..comm.control import Control
 from ..comm.cuda_threads import HOST, within
 from ..comm.kept import handle_of, kept_of
@@ -521,7 +522,7 @@ def resolve_ring(ring: Ring | None, group: GroupLike, device: torch.device) -> R
     if ring is None:
         return ring_of(group, device)
     if not isinstance(ring, Ring):
-        raise ValueError(f"ring is a {type(ring).__name__}: it must be a Ring")
+        raise ValueError(f"ring is {shown(ring)}: it must be a Ring")
     if group is not None:
         raise ValueError("ring and group are both given: a Ring has its group, pass one of them")
     return ring

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..comm import GroupLike, group_rank_size
+from ..comm.checked import shown
 from ..kernels.checks import check_tensor
 from .buffers import Tensors, load, together
 from .checked import check_autograd, checked
@@ -40,7 +41,7 @@ def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "lay
         made: Layout = getattr(Layout, layout)(seqlen, world)
         return made
     if not isinstance(layout, Layout):
-        raise ValueError(f"{name} is a {type(layout).__name__}: it must be a Layout or one of {', '.join(NAMES)}")
+        raise ValueError(f"{name} is {shown(layout)}: it must be a Layout or one of {', '.join(NAMES)}")
     if layout.world != world:
         raise ValueError(f"{name} is made for {layout.world} ranks, the group has {world}")
     if layout.seqlen != seqlen:
@@ -69,7 +70,15 @@ def _signature(call: str, x: torch.Tensor, layout: Layout, dim: int, **more: obj
     """What all ranks must have in common."""
     dim %= x.dim()
     sizes = [*x.shape[:dim], "tokens", *x.shape[dim + 1 :]]
-    return {"call": call, "shape": sizes, "dtype": x.dtype, "layout": layout, "dim": dim, **more}
+    return {
+        "call": call,
+        "shape": sizes,
+        "dtype": x.dtype,
+        "tokens": layout.seqlen,
+        "layout": layout,
+        "dim": dim,
+        **more,
+    }
 
 
 def positions(seqlen: int, *, layout: LayoutLike, group: GroupLike = None) -> torch.Tensor:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ..bench.common.attention import BACKWARD_FLOPS, forward_flops, mask_data, mask_title
-from ..bench.common.flags import DTYPE_BYTES
+from ..bench.common.flags import DTYPE_BYTES, counted
 from ..comm.topology.topology import Topology
 from ..ring.schedule.layout import Layout
 from ..ring.schedule.mask import Mask, visible_pairs
@@ -58,7 +58,7 @@ class ShownCall:
 
     @property
     def title(self) -> str:
-        where = f"{self.layout.world} ranks" + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
+        where = counted(self.layout.world, "rank") + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
         return f"{self.layout_name}, {mask_title(self.mask)}, {self.layout.seqlen:,} tokens over {where}"
 
     @cached_property

@@ -15,7 +15,7 @@ from ...ring import Layout, Mask, visible_pairs
 from ...ring.args import Layouts, mask_of
 from ...ring.schedule import mask as patterns
 from ...ring.schedule.mask import UNLIMITED, BlockMask, Longformer
-from .flags import DTYPE_BYTES, Pattern, binary
+from .flags import DTYPE_BYTES, Pattern, binary, counted
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 Tensors = tuple[Tensor, ...]
@@ -50,8 +50,9 @@ class AttentionConfig:
     @property
     def title(self) -> str:
         """``causal, zigzag, 8k tokens over 4 ranks, B1 H8/8 D64 float32``."""
+        ranks = counted(self.world, "rank")
         shape = f"B{self.batch} H{self.heads}/{self.kv_heads} D{self.head_dim} {self.dtype}"
-        return f"{mask_title(self.mask)}, {self.layout}, {binary(self.seqlen)} tokens over {self.world} ranks, {shape}"
+        return f"{mask_title(self.mask)}, {self.layout}, {binary(self.seqlen)} tokens over {ranks}, {shape}"
 
     @property
     def value_dim(self) -> int:

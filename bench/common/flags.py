@@ -382,6 +382,11 @@ def human(count: float, unit: str = "") -> str:
     return f"{count:.{digits}f} {PREFIXES[power]}{unit}".rstrip()
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 node``, ``2 nodes``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def binary(count: int) -> str:
     """A count of tokens the way it is typed: ``8k``, ``1m``, and ``1000`` where no suffix divides it."""
     for suffix, unit in (("m", 1024**2), ("k", 1024)):

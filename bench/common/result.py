@@ -18,6 +18,7 @@ import typer
 from .output import prints, write_csv, write_json
 
 SCHEMA = "ringattn result"
+WRITTEN_OUT, MOST_WRITTEN_OUT = 9999.5, 1e9  # numbers between them have no exponent
 Cell = str | bool | float | None
 Row = Mapping[str, Any]  # of cells
 
@@ -84,12 +85,15 @@ class Result:
 
 
 def cell(value: object) -> str:
-    """Four digits of a number; yes or no; nothing for None."""
+    """Return at least four digits of a number; yes or no; nothing for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    # the digits before the point as they are: 11960 beside 3684, not 1.196e+04
+    return f"{value:.0f}" if WRITTEN_OUT <= abs(value) < MOST_WRITTEN_OUT else f"{value:.4g}"
 
 
 def finish(result: Result, json: str | None = None, csv: str | None = None, *, text: str | None = None) -> None:

@@ -62,7 +62,10 @@ def host(
     refuse_too_large("--tokens", tokens, needed, where, unit="tokens per rank")
     with ring_of_one(where, chunks) as ring:
         rows = rows_of(shard_of(problem(tokens), ring, where), Clock(where, timer=timer))
-    notes = [problem(tokens).title, f"{chunks} chunks; per hop of one rank, median of {REPEATS} passes by {timer}"]
+    notes = [
+        problem(tokens).title,
+        f"{flags.counted(chunks, 'chunk')}; per hop of one rank, median of {REPEATS} passes by {timer}",
+    ]
     message, failed = verdict(rows, device, timer)
     finish(Result("bench host", UNITS, rows, failed, [*notes, message], provenance(where)), json, csv)
 

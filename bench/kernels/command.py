@@ -57,13 +57,13 @@ def kernels(
     from itertools import product
 
     import torch
-    from rich.console import Console
 
     from ..common.attention import AttentionConfig, boundaries_of
+    from ..common.progress import progress
     from ..common.provenance import provenance
     from ..common.timing import Clock
     from .contender import OURS, contenders
-    from .speed import UNITS, compare, labels_of, measure
+    from .speed import UNITS, compare, measure
 
     place = member()
     device = flags.device_here() if place is None else place.device
@@ -87,10 +87,11 @@ def kernels(
     _check_room(configs, ours, len(names) - ours, device)
     torch.manual_seed(seed)
     result = Result("bench kernels", UNITS, notes=[f"medians of interleaved runs by {clock.timer}"])
-    with Console(stderr=True).status("measuring") as status:
+    with progress() as step:
+        step("measuring", len(configs))
         for config in configs:
-            status.update(", ".join(f"{name} {value}" for name, value in labels_of(config).items()))
             result.add(measure(config, clock, seconds=seconds, by=names))
+            step("measuring", None)
     result.notes.append(compare(result.rows))
     result.provenance = provenance(device)
     finish(result, json, csv)

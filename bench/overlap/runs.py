@@ -15,8 +15,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from ...comm import DONE, Fence, Limits, Message, Transport
 from ...ring import Ring, loop
@@ -24,8 +22,9 @@ from ...ring.backends import backward_backends, forward_backends, joined, resolv
 from ...ring.buffers import RingCall, Tensors, ignore_post
 from ...ring.schedule.plan import Plan, plan
 from ..common.attention import AttentionConfig
-from ..common.flags import human
+from ..common.flags import counted, human
 from ..common.launching import Member
+from ..common.progress import Progress, progress
 from ..common.result import Result, Row
 from ..common.timing import Clock, Ranks, Samples, interleaved
 
@@ -33,6 +32,7 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 PHASES = (FORWARD, BACKWARD)
 TOGETHER, COMPUTE, COMMUNICATION = "together", "compute", "communication"
 PROBES = 3  # runs of compute alone that the link's speed is set by
+MOST_OVERLAP = 105  # percent: a ring that hides more than there is ran while compute or communication alone ran slower
 ALLOWANCE = 0.05  # of the larger of compute and communication: what a step may take above it and one chunk
 UNITS = {
     "phase": "", "slots": "", "prefetch": "", "chunks": "", "together": "ms", "spread": "%", "exposed": "ms",
@@ -154,10 +154,11 @@ def measure(place: Member, device: torch.device, config: OverlapConfig) -> Resul
         for slots, prefetch, chunks in config.settings:
             ring = Ring(transport=problem.transport, slots=slots, prefetch=prefetch, chunks=chunks, limits=limits)
             rings[slots, prefetch, chunks] = stack.enter_context(ring)
-        with Progress(console=Console(stderr=True), disable=place.rank != 0, transient=True) as bar:
-            rows = rows_of(config, rings, device, bar)
+        with progress(silent=place.rank != 0) as step:
+            rows = rows_of(config, rings, device, step)
     throttled = "" if speed is None else f", link throttled to {human(speed, 'B/s')}"
     notes = [
+        *unlikely(rows),
         f"{problem.title}, over {ring.transport}{throttled}",
         f"slowest rank, medians of {config.repeats} interleaved runs",
         verdict(rows, config.repeats),
@@ -175,16 +176,16 @@ def link_speed(config: OverlapConfig, share: float, device: torch.device) -> flo
     return moved / (share * sum(samples.median for samples in times.values()))
 
 
-def rows_of(config: OverlapConfig, rings: Mapping[Setting, Ring], device: torch.device, bar: Progress) -> list[Row]:
+def rows_of(config: OverlapConfig, rings: Mapping[Setting, Ring], device: torch.device, step: Progress) -> list[Row]:
     """Time everything in turns; a row per ring and phase, and per ring's step."""
     steps: dict[str, Callable[[], object]] = {}
     for setting, ring in rings.items():
         shard = Shard(config.problem, ring, device)
         for phase, kind in product(PHASES, (TOGETHER, COMPUTE, COMMUNICATION)):
             steps[_name(setting, phase, kind)] = partial(shard.run, phase, kind)
-    task = bar.add_task("timing", total=len(steps) * (config.repeats + 1))
+    step("timing", len(steps) * (config.repeats + 1))
     clock = Clock(device, Ranks(), config.timer)
-    taken = interleaved(steps, clock, repeats=config.repeats, progress=lambda: bar.advance(task))
+    taken = interleaved(steps, clock, repeats=config.repeats, progress=partial(step, "timing", None))
     rows: list[Row] = []
     for setting in rings:
         forward, backward = (
@@ -247,6 +248,20 @@ def step_of(forward: Times, backward: Times) -> Times:
     return Times(compute, communication, together, forward.pieces + backward.pieces)
 
 
+def unlikely(rows: Sequence[Row]) -> list[str]:
+    """Return a note where some ring hides more than all there is to hide: times of several runs do not go together."""
+    wrong = [f"{row['phase']} with {row['slots']} slots, prefetch {row['prefetch']}, {counted(row['chunks'], 'chunk')} "
+             f"({row['overlap']:.0f}%)" for row in rows if row["overlap"] > MOST_OVERLAP]  # fmt: skip
+    if not wrong:
+        return []
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return [
+        f"overlap above 100%, which no ring has: {wrong[0]}{more}. Compute or communication alone was slower than "
+        "together: the machine was busy, or transfers take too little to tell; run again with longer shards (--tokens) "
+        "or more --repeats"
+    ]
+
+
 def verdict(rows: Sequence[Row], repeats: int) -> str:
     """What the third buffer saves of a step, by chunks; beside it what runs spread by, where there are several."""
     steps = {(row["slots"], row["prefetch"], row["chunks"]): row for row in rows if row["phase"] == STEP}
@@ -256,6 +271,8 @@ def verdict(rows: Sequence[Row], repeats: int) -> str:
         if two is not None and three is not None:
             spread = max(two["spread"], three["spread"])
             beside = "" if repeats == 1 else f" ±{spread:.1f}%"
-            saved.append(f"{100 - 100 * three['together'] / two['together']:+.1f}%{beside} with {chunks} chunks")
+            saved.append(
+                f"{100 - 100 * three['together'] / two['together']:+.1f}%{beside} with {counted(chunks, 'chunk')}"
+            )
     listed = ", ".join(saved) or "not measured (--slots 2,3 --prefetch 1,2, three ranks or more)"
     return f"the third buffer saves of a step: {listed}"

@@ -19,6 +19,7 @@ WORDS = ("note", "reason", "found", "about", "command", "why", "file")  # column
 MOST_CHARTS = 12  # of a file
 MOST_LINES = 12  # of a chart: more could not be told apart
 MOST_NAME = 60
+LEGEND_COLUMNS = 2  # below the axes, where it hides no point
 MOST = 1e150  # of a number: the square of a larger one is infinite
 LOG_FROM = 8  # times the smallest: a linear axis would squeeze the others together
 MOST_TICKS = 9
@@ -68,11 +69,12 @@ def chart_of(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Chart
         and (name in SIZES or not units[name])
         and all(isinstance(row.get(name), str | int | None) for row in rows)
     ]
+    variants = [name for name in variants if not _only_some_have(name, variants, x, rows)]
     points: dict[str, dict[float, list[float]]] = {}
     for row in rows:
         value, size = row.get(y), row.get(x)
         if finite(value) and finite(size):
-            said = [(name, row.get(name)) for name in variants]
+            said = [(name, row.get(name)) for name in variants if row.get(name) is not None]
             line = ", ".join(at if isinstance(at, str) else f"{name} {at}" for name, at in said)[:MOST_NAME] or y
             points.setdefault(line, {}).setdefault(float(size), []).append(float(value))
     lines = {line: {at: statistics.median(of) for at, of in course.items()} for line, course in points.items()}
@@ -82,6 +84,14 @@ def chart_of(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Chart
     more = f", the first {MOST_LINES} of {len(lines)} lines" if len(lines) > MOST_LINES else ""
     across, up = (f"{name}, {units[name]}" if units[name] not in ("", name) else name for name in (x, y))
     return Chart(f"{title}: {y} by {x}{more}", across, up, kept)
+
+
+def _only_some_have(name: str, variants: Sequence[str], x: str, rows: Sequence[Row]) -> bool:
+    """Return True if some rows lack a column and all are told apart without it: it would cut lines into pieces."""
+    if all(row.get(name) is not None for row in rows):
+        return False
+    others = [one for one in (x, *variants) if one != name]
+    return len({tuple(str(row.get(one)) for one in others) for row in rows}) == len(rows)
 
 
 def finite(value: object) -> TypeGuard[float]:
@@ -94,7 +104,8 @@ def draw(chart: Chart) -> Any:
     from matplotlib.figure import Figure
 
     with themed():
-        figure = Figure(figsize=(6.4, 3.5), layout="constrained")
+        legend_rows = -(-len(chart.lines) // LEGEND_COLUMNS)
+        figure = Figure(figsize=(6.4, 3.2 + 0.18 * legend_rows), layout="constrained")
         axes = figure.subplots()
         for number, (name, points) in enumerate(chart.lines.items()):
             colour, dashes = LINES[number % len(LINES)], "-" if number < len(LINES) else "--"
@@ -103,7 +114,8 @@ def draw(chart: Chart) -> Any:
         _scale(axes, chart)
         axes.grid()
         axes.set_axisbelow(True)
-        axes.legend(fontsize=7.5, loc="best")
+        columns = min(LEGEND_COLUMNS, len(chart.lines))
+        figure.legend(fontsize=7.5, loc="outside lower center", ncols=columns, handlelength=3.2)
     return figure
 
 

@@ -16,7 +16,7 @@ from ...kernels.files import read_object
 from ..common.result import Result, cell, read
 from ..timeline.events import PREDICTED, Timeline, alike, from_chrome
 from . import charts, timelines
-from .theme import inline
+from .theme import in_page_colours, inline
 
 FIRST = "results.json"  # of the suite
 PROVENANCE = ("gpu", "cpu", "date", "command", "ringattn")  # what is told first
@@ -126,7 +126,8 @@ def told_first(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def plain(value: object) -> str:
     """Anything that JSON holds, in words."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {plain(one)}" for name, one in value.items())
+        texts = {name: plain(one) for name, one in value.items()}
+        return ", ".join(f"{name} {text}" for name, text in texts.items() if text)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(plain(one) for one in value)
     return cell(value)
@@ -187,4 +188,4 @@ def svg(figure: Any, name: str) -> Any:
     from markupsafe import Markup
 
     # matplotlib escapes what it writes; what it draws with is ours
-    return Markup(inline(figure, name))
+    return Markup(in_page_colours(inline(figure, name)))

@@ -33,9 +33,14 @@ class Theme:
     receive: str = "#d98e04"
     slot: str = "#b9c4d0"
     sums: str = "#cfbfdc"
+    on_bar: str = "#fefefe"  # text on dark bars, and on light ones: the same on a dark page
+    on_slot: str = "#20242a"
 
 
 LIGHT = Theme()
+OF_THE_PAGE = ("paper", "ink", "faint", "grid", "track")
+"""Colours that a page has by the same names, so that they follow its dark form."""
+
 LINES = (LIGHT.compute, LIGHT.receive, LIGHT.send, LIGHT.backward, LIGHT.wait, LIGHT.faint)
 """Colours of a chart's lines, in the order in which they are taken."""
 
@@ -83,6 +88,12 @@ def write_figure(figure: Any, target: Path, dpi: int) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, format=target.suffix[1:].lower(), dpi=dpi)
     write_file(target, drawn.getvalue())
+
+
+def in_page_colours(svg: str) -> str:
+    """Return an SVG for the page, whose background, text and lines take the page's colours."""
+    names = {getattr(LIGHT, name): f"var(--{name})" for name in OF_THE_PAGE}
+    return re.sub("|".join(names), lambda colour: names[colour[0]], svg)
 
 
 def inline(figure: Any, name: str) -> str:

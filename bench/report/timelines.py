@@ -96,7 +96,7 @@ def _draw_lane(axes: Any, events: Sequence[Event], row: LaneBox, end: float) -> 
         label = {"compute": f"hop {one.hop}", "wait": ""}.get(one.lane, one.name)
         if label and width > LABEL_SHARE * end * max(1.0, len(label) / 2.5):
             middle = (begin + width / 2, row.top + row.height * 0.45)
-            size, ink = 7.5 if one.lane == "compute" else 6, LIGHT.paper if one.lane in LANES else LIGHT.ink
+            size, ink = 7.5 if one.lane == "compute" else 6, LIGHT.on_bar if one.lane in LANES else LIGHT.on_slot
             axes.text(*middle, label, ha="center", va="center_baseline", fontsize=size, color=ink, zorder=3)
 
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from ...comm import Group, Limits
@@ -38,6 +36,7 @@ from ..common.memory_table import (
     ring_slots,
     shard,
 )
+from ..common.progress import progress
 from ..common.result import Result, Row
 from ..common.timing import Clock, Ranks, Samples, interleaved
 from .candidates import PEERS, Candidate, Setting, candidates, ours
@@ -114,14 +113,16 @@ def measured(setting: Setting, config: RingConfig, rank: int) -> Result:
     """All candidates of one problem on this rank."""
     able, absent = candidates(setting, config.by)
     problem, repeats = setting.problem, config.repeats
-    with Progress(console=Console(stderr=True), disable=rank != 0, transient=True) as bar:
-        task = bar.add_task(f"{problem.seqlen:,} tokens", total=len(able) * (1 + repeats))
+    with progress(silent=rank != 0) as step:
+        part = f"{problem.seqlen:,} tokens"
+        step(part, len(able) * (1 + repeats))
+        one_done = partial(step, part, None)
         with freed_at_once(setting.device):  # all along: from a heap that once held large blocks new ones are cut
-            checks = checked(able, problem, setting.device, rank, lambda: bar.advance(task))
+            checks = checked(able, problem, setting.device, rank, one_done)
         steps = {name: partial(candidate.run, checks[name].shards) for name, candidate in able.items()}
         clock = Clock(setting.device, Ranks(), config.timer)
         # the check was the warm-up
-        times = interleaved(steps, clock, repeats=repeats, warmup=0, progress=lambda: bar.advance(task))
+        times = interleaved(steps, clock, repeats=repeats, warmup=0, progress=one_done)
     result = Result("bench ring", UNITS)
     ideal = times[WHOLE].median / problem.world if WHOLE in times else None
     for name, candidate in able.items():

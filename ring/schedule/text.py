@@ -41,7 +41,10 @@ def _legend(signs: str) -> str:
 
 def _header(plan: Schedule) -> str:
     to = "next" if plan.direction == 1 else "previous"
-    ranks, moves = f"{plan.world} ranks", f"K/V move to {_goal(plan.steps, len(plan.nodes[0]), to, 'rank')}"
+    ranks, moves = (
+        f"{plan.world} rank{'s' * (plan.world != 1)}",
+        f"K/V move to {_goal(plan.steps, len(plan.nodes[0]), to, 'rank')}",
+    )
     if len(plan.nodes) > 1:
         ranks += f" ({len(plan.nodes)} nodes of {len(plan.nodes[0])} ranks)"
         moves += f", every {plan.inner} hops to {_goal(plan.outer_steps, len(plan.nodes), to, 'node')}"

@@ -49,8 +49,10 @@ def test_every_job_has_its_result_until_the_budget_is_spent_or_the_user_interrup
         pool.run(range(5, 14), results.__setitem__)
         assert results == {number: 2 * number for number in range(5, 14)}
         begun = count()
-        pool.run(range(14, 99), results.__setitem__, lambda: 12.0 - next(begun))
+        pool.run(range(14, 99), results.__setitem__, lambda: 60.0 * (next(begun) < 12))
         assert len(results) == 9 + 12
+        pool.run([3], results.__setitem__, lambda: 1.0)  # hangs
+        assert 3 not in results, "what the budget ends has not failed"
         pool.run([5, 6, 7], interrupted)
     assert not multiprocessing.active_children(), "workers outlive an interruption"
 

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,3 +144,16 @@ def test_provenance_names_everything_and_no_folder(monkeypatch: pytest.MonkeyPat
     assert "/some" not in json.dumps(stated)
     monkeypatch.setattr("sys.argv", ["/some/ringattn/__main__.py", "demo"])
     assert command() == "python -m ringattn demo"
+
+
+def test_progress_into_a_pipe_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    from ringattn.bench.common import progress as module
+
+    seconds = iter(range(0, 100, 4))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    for silent, lines in ((True, []), (False, ["timing: 2 of 5", "timing: 5 of 5"])):
+        with module.progress(silent=silent) as step:
+            step("timing", 5)
+            for _ in range(5):
+                step("timing", None)
+        assert capfd.readouterr() == ("", "".join(f"{line}\n" for line in lines))

@@ -75,8 +75,8 @@ def test_verdict_on_the_third_buffer() -> None:
             common = {"phase": STEP, "slots": slots, "chunks": chunks, "spread": float(slots)}
             rows.append({**common, "prefetch": slots - 1, "together": together})
             rows.append({**common, "prefetch": 0, "together": 0.1})  # blocking: not what is compared
-    assert verdict(rows, 2).endswith(" saves of a step: +10.0% ±3.0% with 1 chunks, -5.0% ±3.0% with 2 chunks")
-    assert verdict(rows, 1).endswith(" saves of a step: +10.0% with 1 chunks, -5.0% with 2 chunks")
+    assert verdict(rows, 2).endswith(" saves of a step: +10.0% ±3.0% with 1 chunk, -5.0% ±3.0% with 2 chunks")
+    assert verdict(rows, 1).endswith(" saves of a step: +10.0% with 1 chunk, -5.0% with 2 chunks")
     assert "not measured" in verdict(rows[:4], 2)
 
 
@@ -186,3 +186,10 @@ def test_prefetch_hides_communication_that_prefetch_0_exposes() -> None:
     ahead, blocking = measured(config, 600)
     assert ahead["within bound"], ahead
     assert not blocking["within bound"], blocking
+
+
+def test_more_overlap_than_there_is_to_hide_is_flagged() -> None:
+    row = {"phase": "forward", "slots": 3, "prefetch": 2, "chunks": 1, "overlap": 104.0}
+    assert runs.unlikely([row]) == []
+    (note,) = runs.unlikely([row, row | {"overlap": 169.0}, row | {"overlap": 120.0}])
+    assert "1 chunk (169%) and 1 more" in note and "busy" in note

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from ringattn.bench.common.result import Result
 from ringattn.bench.report import charts, command, timelines
-from ringattn.bench.report.page import html, order, read_folder, shown
-from ringattn.bench.report.theme import inline
+from ringattn.bench.report.page import html, order, plain, read_folder, shown
+from ringattn.bench.report.theme import LIGHT, OF_THE_PAGE, inline
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 
 from ..support import report_cases
@@ -146,7 +146,7 @@ def test_tables_sort_by_numbers_and_by_words() -> None:
 
 
 def test_cells_are_short() -> None:
-    assert [shown(value) for value in (12345, 0.123456, 1e7, False)] == ["12345", "0.1235", "1e+07", "no"]
+    assert [shown(value) for value in (12345, 0.123456, 1e10, False)] == ["12345", "0.1235", "1e+10", "no"]
     assert len(shown("x" * 10_000)) < 500
 
 
@@ -226,3 +226,39 @@ def test_an_svg_is_the_same_whatever_the_last_bits_of_its_layout() -> None:
         return inline(figure, "a")
 
     assert drawn(0.1) == drawn(math.nextafter(0.1, 1)) != drawn(0.2)
+
+
+def test_pictures_take_the_colours_of_the_page(page: str) -> None:
+    """Of its dark form too: no white box, and no text in dark ink."""
+    svgs = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert svgs and all("var(--paper)" in one and "var(--ink)" in one for one in svgs)
+    assert not any(getattr(LIGHT, name) in one for one in svgs for name in OF_THE_PAGE)
+    assert all(f"--{name}:" in page for name in OF_THE_PAGE)
+
+
+def test_a_column_that_some_rows_have_cuts_no_line() -> None:
+    """Of `bench links`: compute beside the largest transfer alone; and channels, where they tell rows apart."""
+    units = {"transport": "", "channels": "", "size": "B", "busbw": "GB/s", "compute": "", "compute note": ""}
+    rows: list[Any] = [
+        {"transport": "nccl", "channels": n, "size": 4**i, "busbw": i + 1.0} for n in (1, 4) for i in range(3)
+    ]
+    rows += [{"transport": "local", "channels": None, "size": 4**i, "busbw": i + 2.0} for i in range(3)]
+    for row in rows[2::3]:
+        row |= {"compute": "matmul", "compute note": "why"}
+    made = charts.chart_of("links", rows, units)
+    assert made is not None
+    assert {name: len(points) for name, points in made.lines.items()} == {
+        "nccl, channels 1": 3, "nccl, channels 4": 3, "local": 3,
+    }  # fmt: skip
+
+
+def test_legends_are_outside_of_the_axes() -> None:
+    lines = {f"line {number}": {1.0: 1.0, 2.0: 2.0} for number in range(12)}
+    figure = charts.draw(charts.Chart("t", "x", "y", lines))
+    figure.draw_without_rendering()
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+
+
+def test_provenance_without_a_commit_says_nothing_of_it() -> None:
+    assert plain({"version": "1", "commit": None, "modified": None}) == "version 1"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 
-from ringattn.bench.common.result import Result, Row, finish, read
+from ringattn.bench.common.result import Result, Row, cell, finish, read
 
 ROWS: list[Row] = [
     {"edge": "0 -> 1", "GB/s": 12.34567, "checked": True, "remark": "x" * 40},
@@ -77,3 +77,18 @@ def test_other_files_are_refused(change: dict[str, Any], why: str, tmp_path: Pat
     path.write_text(json.dumps({**FOUND.as_json(), **change}))
     with pytest.raises(ValueError, match=re.escape(why)):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (11960.4, "11960"),
+        (8803.2, "8803"),
+        (9999.96, "10000"),
+        (0.084, "0.084"),
+        (-12345.6, "-12346"),
+        (2.5e12, "2.5e+12"),
+    ],
+)
+def test_numbers_of_one_table_have_no_exponent_beside_others(number: float, text: str) -> None:
+    assert cell(number) == text

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from ringattn import LocalWorld, Ring, ring_attention, unshard
+from ringattn import LocalWorld, Ring, ring_attention, shard, unshard
 from ringattn.comm import GroupLike, Limits, LocalGroup, TransportError
 from ringattn.ring.args import AttentionArgs
 from ringattn.ring.ops import traced
@@ -40,6 +40,15 @@ def known_calls(ring: Ring, first: dict[str, Any], second: dict[str, Any]) -> No
     attend(ring, **(first if ring.rank == 1 else second))
     time.sleep(1)  # a rank that waits for nobody gets the error at its next call
     attend(ring)
+
+
+def unequal_shards(ring: Ring) -> None:
+    """Of a layout by its name, which means equal ones."""
+    attend(ring, tokens=24 if ring.rank == 1 else 16)
+
+
+def unequal_wholes(ring: Ring) -> None:
+    shard(torch.randn(1, 72 if ring.rank == 1 else 48, 2), layout="zigzag")
 
 
 def a_backward_against_a_forward(ring: Ring) -> None:
@@ -149,6 +158,8 @@ DIFFERS = "ValueError: {} differs between ranks ("
             DIFFERS.format("transport") + "rank 0: 'auto', rank 1: 'process_group', rank 2: 'auto'): ",
             None,
         ),
+        (unequal_shards, DIFFERS.format("tokens per rank") + "rank 0: 16, rank 1: 24, rank 2: 16): ", None),
+        (unequal_wholes, DIFFERS.format("tokens") + "rank 0: 48, rank 1: 72, rank 2: 48): ", None),
         (partial(another_ring, limits=Limits(bytes_per_second=1e9)), DIFFERS.format("limits"), None),
         (another_device, DIFFERS.format("device") + "rank 0: 'cpu', rank 1: 'meta', rank 2: 'cpu'): ", None),
         (no_gradient, DIFFERS.format("gradient") + "rank 0: True, rank 1: False, rank 2: True): ", None),
