@@ -30,11 +30,11 @@ from ..kernels import (
     attention_dq,
     attention_forward,
     attention_gradients,
+    hopper_backward_launch,
 )
 from ..kernels.attention import DELTA_BLOCK, REDUCE_WARPS
 from ..kernels.bounds import BlockSparseIndex
 from ..kernels.config import LEAST_SIDE, SHARED_LIMIT, config_for, single_pass_tile
-from ..kernels.experimental import hopper_backward_launch
 from ..kernels.launch import COPY_ENGINE_ARCH, fills_boxes
 from ..kernels.order import l2_of
 from ..kernels.quantize import SCALE_TOKENS, dequantize, num_warps, quantize, scale_shape

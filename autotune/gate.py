@@ -13,9 +13,9 @@ from pathlib import Path
 
 import triton
 
+from ..kernels import hopper_backward_launch
 from ..kernels.config import SHARED_LIMIT
-from ..kernels.experimental import hopper_backward_launch
-from ..kernels.experimental.steps import CONSUMERS, ROWS
+from ..kernels.hopper.steps import CONSUMERS, ROWS
 from .compile import MEMORY_BOUND, Launch, Variant, compiled
 from .sass import Loop, matrix_loops
 

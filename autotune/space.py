@@ -14,7 +14,7 @@ from typing import Any
 
 from ..kernels import Tile
 from ..kernels.config import EPILOGUES, FORWARD_KERNELS, ORDERS, SHARED_LIMIT
-from ..kernels.experimental.hopper_launch import HEAD_DIMS, check_tile
+from ..kernels.hopper_launch import HEAD_DIMS, check_tile
 from ..kernels.order import MARGIN
 from ..kernels.tables import (
     DTYPES,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...comm import LocalGroup, LocalWorld
 from ...kernels import KernelConfig
-from ...kernels.experimental.hopper_launch import is_hopper
+from ...kernels.hopper_launch import is_hopper
 from ...reference.masks import Masks
 from ...ring import Layout, ring_attention
 from ..common.attention import DTYPES, Tensors, forward_backward

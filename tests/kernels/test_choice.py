@@ -24,11 +24,12 @@ from ringattn.kernels import (
     attention_forward,
     choice,
     default_config,
+    hopper_launch,
     launch,
+    single_pass,
 )
 from ringattn.kernels.choice import backward_config, launch_traits, tile_for
 from ringattn.kernels.config import config_for, single_pass_tile
-from ringattn.kernels.experimental import hopper_launch, single_pass
 from ringattn.kernels.order import Chip
 from ringattn.kernels.tables import Point, with_options
 from ringattn.ring.args import check_tiles

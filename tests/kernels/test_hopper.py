@@ -25,10 +25,12 @@ from ringattn.kernels import (
     Tile,
     attention_forward,
     attention_gradients,
+    hopper_backward_launch,
+    hopper_launch,
     launch,
 )
 from ringattn.kernels.bounds import tile_range
-from ringattn.kernels.experimental import hopper_backward_launch, hopper_launch, steps
+from ringattn.kernels.hopper import steps
 from ringattn.kernels.tables import Gpu
 
 from ..support import gluon_stand_in, kernel_cases
@@ -344,7 +346,7 @@ def test_hops_of_the_portable_kernels(launches: Launches, monkeypatch: pytest.Mo
     So does what has no keys.
     """
     calls: list[dict[str, Any]] = []
-    for module in ("attention", "experimental.single_pass"):
+    for module in ("attention", "single_pass"):
         monkeypatch.setattr(f"ringattn.kernels.{module}.launch", lambda *a, **options: calls.append(options))
     forward(SMALL, HOPS[kind])
     assert [(call["BLOCK_Q"], call["BLOCK_K"], call["num_warps"]) for call in calls] == [(128, 64, 8)]
@@ -409,8 +411,8 @@ def test_no_interleaving_changes_a_bit(launches: Launches) -> None:
 
 
 COMPILED = pytest.mark.compiles(
-    "kernels/experimental/hopper_launch.py",
-    "kernels/experimental/hopper_backward_launch.py",
+    "kernels/hopper_launch.py",
+    "kernels/hopper_backward_launch.py",
     "autotune/gate.py",
     "tests/support/launch_arguments.py",
 )

@@ -18,9 +18,9 @@ from ringattn.kernels import (
     attention_delta,
     attention_forward,
     attention_gradients,
+    single_pass,
 )
-from ringattn.kernels.experimental import single_pass
-from ringattn.kernels.experimental.single_pass import add_order, key_tile_visits
+from ringattn.kernels.single_pass import add_order, key_tile_visits
 from ringattn.kernels.tables import Gpu
 
 from ..support.kernel_cases import KINDS, Inputs, Sizes, check, in_turn, inputs, interval, part
@@ -176,7 +176,7 @@ def test_strides_beyond_32_bits_are_refused() -> None:
         single_pass.check_near("dq", dq, Tile(16, 32, 4, 1))
 
 
-@pytest.mark.compiles("kernels/experimental/single_pass.py", "tests/support/launch_arguments.py")
+@pytest.mark.compiles("kernels/single_pass.py", "tests/support/launch_arguments.py")
 def test_a_launch_with_descriptors_compiles() -> None:
     """By the JIT, from the arguments of real launches, where there is no GPU."""
     assert compiling("tests.support.launch_arguments", "single_pass").count("compiled") == 4

@@ -15,9 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.autotune.compile import ROLES
-from ringattn.kernels import Tile
+from ringattn.kernels import Tile, hopper_backward_launch
 from ringattn.kernels.config import SHARED_LIMIT, config_for
-from ringattn.kernels.experimental import hopper_backward_launch
 from ringattn.tools.export.command import app
 from ringattn.tools.export.config import ExportConfig, Tiles, chosen_tiles
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels.experimental.dq_sum import Turns
+from ringattn.kernels.device.dq_sum import Turns
 from ringattn.kernels.order import Chip
 
 from .recorder import Recorder

@@ -20,8 +20,7 @@ import triton
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
 from ringattn.autotune.compile import Sizes, call
-from ringattn.kernels import FULL, Bounds, attention
-from ringattn.kernels.experimental import hopper_backward_launch, hopper_launch, single_pass
+from ringattn.kernels import FULL, Bounds, attention, hopper_backward_launch, hopper_launch, single_pass
 from ringattn.kernels.tables import DTYPES, Gpu
 from ringattn.tools.export.config import ExportConfig
 from ringattn.tools.export.kernels import compiled_launch, field_name, parameter_layout, variant_of

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ..bounds import Bounds
-from ..config import SHARED_LIMIT, Tile
-from ..launch import Descriptors, check_describable, interval, launch, programs, shape_of, strided
-from ..scores import Scores
-from ..tables import gpu_of
-from .steps import CONSUMERS, ROWS
+from .bounds import Bounds
+from .config import SHARED_LIMIT, Tile
+from .hopper.steps import CONSUMERS, ROWS
+from .launch import Descriptors, check_describable, interval, launch, programs, shape_of, strided
+from .scores import Scores
+from .tables import gpu_of
 
 HEAD_DIMS = (64, 128, 256)
 """What one wgmma takes as columns of the result, and a TMA box holds without padding."""
@@ -128,7 +128,7 @@ def launch_hopper(
     described: Descriptors,
 ) -> None:
     """As the launch of ``forward_kernel`` in ``attention.Forward``, for what :func:`takes` lets through."""
-    from .hopper import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
+    from .hopper.forward import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
 
     into = strided(out)
     launch(
