@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..kernels import tables
-from ..kernels.tables import Entry, Gpu, Table, as_json, file_name, parse, read
+from ..kernels.gpu import GpuSpec
+from ..kernels.tables import Entry, Table, as_json, file_name, parse, read
 
 PRIVATE = 0o700
 
@@ -30,7 +31,7 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def save(folder: Path, gpu: Gpu, entries: Iterable[Entry]) -> Path:
+def save(folder: Path, gpu: GpuSpec, entries: Iterable[Entry]) -> Path:
     """Add entries to the table of a GPU and this Triton version in ``folder``; its path.
 
     Raises:
@@ -60,7 +61,7 @@ def write(path: Path, data: object) -> None:
             raise
 
 
-def known(folder: Path, gpu: Gpu) -> Table:
+def known(folder: Path, gpu: GpuSpec) -> Table:
     """The table of a GPU and this Triton version in ``folder``; an empty one where there is none.
 
     Raises:

@@ -7,7 +7,7 @@ import torch
 from .bounds import Bounds
 from .config import KernelConfig, Tile
 from .hopper.steps import CONSUMERS, ROWS
-from .hopper_launch import REGISTERS, check_kind, check_room, runs
+from .hopper_launch import THREAD_REGISTERS, check_kind, check_room, runs
 from .launch import Descriptors, Pair, check_describable, interval, launch, programs, shape_of, strided
 from .scores import Scores
 
@@ -96,5 +96,5 @@ def launch_hopper_backward(
         HEAD_DIM=q.shape[3], BLOCK_Q=tile.block_q, SLOTS=tile.num_stages, HAS_SUM=accum is not None,
         IN_PLACE=accum is not None and in_place,
         RAGGED=bounds.is_full and k.shape[1] % tile.block_k != 0,
-        num_warps=4, maxnreg=REGISTERS,
+        num_warps=4, maxnreg=THREAD_REGISTERS,
     )  # fmt: skip

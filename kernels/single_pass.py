@@ -17,6 +17,7 @@ from .choice import Bound, LaunchPlan
 from .config import KernelConfig, Tile
 from .device.dq_sum import Turns
 from .device.single_pass import single_pass_kernel
+from .gpu import gpu_specs
 from .launch import (
     COPY_ENGINE_ARCH,
     Pair,
@@ -33,7 +34,6 @@ from .launch import (
     strided,
 )
 from .scores import PLAIN, Scores
-from .tables import gpu_of
 
 
 def attention_gradients(
@@ -153,7 +153,7 @@ def check_near(name: str, x: torch.Tensor, tile: Tile) -> None:
 
 def box_of(dq: torch.Tensor, tile: Tile) -> Any:
     """A TMA descriptor of ``dq`` in tiles of queries; None where atomics must do."""
-    gpu = gpu_of(dq.device)
+    gpu = gpu_specs(dq.device)
     if gpu is None or gpu.arch < COPY_ENGINE_ARCH or dq.numel() == 0:
         return None
     return descriptor(dq, tile.block_q) if fills_boxes(dq.shape[3]) and is_aligned(dq) else None

@@ -55,9 +55,11 @@ class Speed:
     """FLOP/s of a launch without an end, an edge or a state."""
     backward: float
     """The same, both kernels together, counted as 2.5 forwards."""
-    memory: float = 3.35e12
+    memory: float
     """Bytes per second, nominal."""
-    multiprocessors: int = 132
+    multiprocessors: int
+    capacity: float
+    """Bytes of memory."""
     launch: float = 5e-6
     """Seconds."""
     edge: float = 256.0
@@ -68,8 +70,6 @@ class Speed:
     """Of its speed a kernel loses while a transfer runs beside it: the multiprocessors that NCCL takes, 16 of 132."""
     host: float = 28e-6
     """Seconds of the host for a launch or a post of our loops: `bench host` found 52 us a hop of two, 116 of four."""
-    capacity: float = 80e9
-    """Bytes of memory."""
     link: str = "nvlink4"
     """The preset of what joins such GPUs."""
 
@@ -127,21 +127,37 @@ class Speed:
         return replace(self, forward=ahead, backward=speed(*backward, self.backward, is_backward=True))
 
 
-H100 = Speed("H100", forward=560e12, backward=430e12)
-"""Rough until it is fitted: what Triton's and PyTorch's kernels reach there."""
-A100 = Speed("A100", forward=215e12, backward=170e12, memory=2.04e12, multiprocessors=108, link="nvlink3")
+class Preset(NamedTuple):
+    """What a GPU model reaches, and what joins several of them; ``kernels/gpu.py`` has the facts about the model."""
+
+    forward: float
+    """FLOP/s of ``Speed.forward``: rough until it is fitted, what Triton's and PyTorch's kernels reach there."""
+    backward: float
+    link: str
+
+
 GPUS = {
-    "h100": H100,
-    "h200": replace(H100, name="H200", memory=4.8e12, capacity=141e9),
-    "h800": replace(H100, name="H800", link="nvlink4-h800"),
-    # 350 W in the place of 700 W, HBM2e
-    "h100-pcie": replace(
-        H100, name="H100 PCIe", forward=380e12, backward=290e12, memory=2.0e12, multiprocessors=114, link="pcie5"
-    ),
-    "a100": A100,
-    "a800": replace(A100, name="A800", link="nvlink3-a800"),
-    "a100-pcie": replace(A100, name="A100 PCIe", forward=190e12, backward=150e12, memory=1.94e12, link="pcie4"),
+    "h100": Preset(560e12, 430e12, "nvlink4"),
+    "h200": Preset(560e12, 430e12, "nvlink4"),
+    "h800": Preset(560e12, 430e12, "nvlink4-h800"),
+    "h100-pcie": Preset(380e12, 290e12, "pcie5"),  # 350 W in the place of 700 W, HBM2e
+    "a100": Preset(215e12, 170e12, "nvlink3"),
+    "a800": Preset(215e12, 170e12, "nvlink3-a800"),
+    "a100-pcie": Preset(190e12, 150e12, "pcie4"),
 }
+"""By the keys of ``kernels.gpu.GPU_MODELS``."""
+
+
+def gpu_speed(key: str) -> Speed:
+    """Return the preset of a GPU model, by its key in ``GPUS``."""
+    from ...kernels.gpu import GPU_MODELS  # brings torch, and a command's --help needs the keys alone
+
+    preset, gpu = GPUS[key], GPU_MODELS[key]
+    assert gpu.memory_bandwidth is not None and gpu.memory_bytes is not None
+    return Speed(
+        gpu.name, preset.forward, preset.backward, gpu.memory_bandwidth, gpu.multiprocessors, gpu.memory_bytes,
+        link=preset.link,
+    )  # fmt: skip
 
 
 MOST_JITTER = 1.0  # who means 5% and writes 5 is told

@@ -1,7 +1,7 @@
 """dQ, dK and dV of one shard in a single pass over the pairs of tiles: five matrix products instead of seven.
 
-The loop over query tiles is that of dK/dV (``key_tile.py``). Its ``dS`` also makes ``dS K``, which ``dq_sum.py`` adds to
-dQ in global memory.
+The loop over query tiles is that of dK/dV (``key_tile.py``). Its ``dS`` also makes ``dS K``, which ``dq_sum.py`` adds
+to dQ in global memory.
 """
 
 from __future__ import annotations

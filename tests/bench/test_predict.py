@@ -17,7 +17,7 @@ from ringattn.bench.predict.inputs import Inputs
 from ringattn.bench.predict.links import PRESETS, Link, Links
 from ringattn.bench.predict.program import COMPUTE, INSIDE, PASSES, Op, Program, record
 from ringattn.bench.predict.ring import ideal_seconds, predicted
-from ringattn.bench.predict.speed import DKDV, DQ, DRAWS, FOLD, H100, Perturbation, Speed
+from ringattn.bench.predict.speed import DKDV, DQ, DRAWS, FOLD, Perturbation, Speed, gpu_speed
 from ringattn.bench.predict.timelines import timeline
 from ringattn.ring import Mask
 from ringattn.ring.buffers import Key, Kind
@@ -26,6 +26,7 @@ from ringattn.ring.schedule.mask import bigbird, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
 
 LINKS = Links(PRESETS["nvlink4"], PRESETS["ib400"])
+H100 = gpu_speed("h100")
 INPUTS = Inputs(H100, LINKS)
 SMALL = Call(tokens=16, world=4, heads=4, kv_heads=2, head_dim=8)
 CAUSAL = Mask(causal=True)

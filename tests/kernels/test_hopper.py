@@ -30,8 +30,8 @@ from ringattn.kernels import (
     launch,
 )
 from ringattn.kernels.bounds import tile_range
+from ringattn.kernels.gpu import assumed_gpu
 from ringattn.kernels.hopper import steps
-from ringattn.kernels.tables import Gpu
 
 from ..support import gluon_stand_in, kernel_cases
 from ..support.baselines import Results
@@ -326,7 +326,7 @@ def test_refusals(launches: Launches, call: Any, x: Inputs, options: dict[str, A
 def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later GPUs have no wgmma."""
     for arch in (89, 90, 100):
-        monkeypatch.setattr(hopper_launch, "gpu_of", lambda device, arch=arch: Gpu("", arch))
+        monkeypatch.setattr(hopper_launch, "gpu_specs", lambda device, arch=arch: assumed_gpu(arch))
         assert hopper_launch.is_hopper(torch.device("cuda")) == (arch == 90)
     for call, kernel in ((forward, "forward_kernel"), (call_backward, "backward")):
         with pytest.raises(ValueError, match=rf"q is on \S+: {kernel}='hopper' takes GPUs of compute capability 9.0"):

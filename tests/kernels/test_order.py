@@ -28,9 +28,9 @@ from ringattn.kernels import (
 from ringattn.kernels.config import INTERPRETER
 from ringattn.kernels.device import tiles as jit
 from ringattn.kernels.device.tiles import HEAD_BY_HEAD, Order, Shape
+from ringattn.kernels.gpu import INTERPRETER_GPU, assumed_gpu
 from ringattn.kernels.order import (
     MARGIN,
-    Chip,
     l2_group_of,
     margin_of,
     splits_for,
@@ -98,7 +98,7 @@ def test_the_least_parts_that_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         (0, 8, 1),
     ):
         assert splits_for(programs, group, 132) == parts
-    monkeypatch.setattr(order, "chip_of", lambda device: Chip(132, 50 << 20))
+    monkeypatch.setattr(order, "gpu_or_interpreter", lambda device: assumed_gpu(90))
     for requested, heads, device, made in (("auto", 16, "cuda", 2), ("auto", 16, "cpu", 1), (4, 16, "cuda", 4)):
         q, k = (SimpleNamespace(shape=(1, 8192, n, 128), device=torch.device(device)) for n in (heads, 1))
         assert order.splits_of(choose(dkdv_splits=requested), q, k, 128) == made  # type: ignore[arg-type]
@@ -114,7 +114,9 @@ def choose(config: KernelConfig = INTERPRETER, **chosen: Any) -> KernelConfig:
 @pytest.fixture
 def small_l2(monkeypatch: pytest.MonkeyPatch) -> None:
     """K/V of two heads of 75 keys of 16 by 16 in fp32 fit its half; and of 20 multiprocessors no more than a few."""
-    monkeypatch.setattr(order, "chip_of", lambda _: Chip(20, 2 * 2 * 75 * 2 * 16 * 4))
+    monkeypatch.setattr(
+        order, "gpu_or_interpreter", lambda _: INTERPRETER_GPU._replace(l2_bytes=2 * 2 * 75 * 2 * 16 * 4)
+    )
 
 
 @pytest.mark.usefixtures("small_l2")

@@ -20,8 +20,8 @@ from ringattn.kernels import (
     attention_gradients,
     single_pass,
 )
+from ringattn.kernels.gpu import assumed_gpu
 from ringattn.kernels.single_pass import add_order, key_tile_visits
-from ringattn.kernels.tables import Gpu
 
 from ..support.kernel_cases import KINDS, Inputs, Sizes, check, in_turn, inputs, interval, part
 from . import test_scores as scored
@@ -165,7 +165,7 @@ HEAD_DIM_256 = inputs(Sizes(head_dim=256))
 def test_arguments_that_are_refused(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("dout", "q", "k", "v", "lse", "delta")
     call: dict[str, Any] = dict(zip(names, given(inputs(Sizes())), strict=True))
-    monkeypatch.setattr("ringattn.kernels.choice.gpu_of", lambda device: Gpu("NVIDIA H200", 90))
+    monkeypatch.setattr("ringattn.kernels.choice.gpu_specs", lambda device: assumed_gpu(90, "NVIDIA H200"))
     with pytest.raises(ValueError, match=message):
         attention_gradients(**{**call, "dq": torch.zeros(1, 40, 1, 16), "config": config("single_pass"), **change})
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ringattn.kernels import Tile, tables
+from ringattn.kernels.gpu import GpuSpec, assumed_gpu
 from ringattn.kernels.tables import (
-    Gpu,
     RefusedTable,
     Table,
     as_json,
@@ -115,7 +115,7 @@ def test_no_name_of_a_gpu_leaves_the_folder() -> None:
 Folders = tuple[Path, Path]
 
 
-def found(length: int = 8192, gpu: Gpu = H200, **how: Any) -> Tile | None:
+def found(length: int = 8192, gpu: GpuSpec = H200, **how: Any) -> Tile | None:
     return tuned(gpu, **how).tile(KEY, length)
 
 
@@ -155,7 +155,7 @@ def test_a_missing_folder_warns(folders: Folders, monkeypatch: pytest.MonkeyPatc
 
 def test_estimates_are_never_the_default(folders: Folders) -> None:
     """A kernel that was never run on a GPU is there for who asks."""
-    arch = Gpu("sm_90", 90)
+    arch = assumed_gpu(90)
     save(folders[0], estimate(), gpu=arch)
     assert found() is None
     assert found(estimated=True) == TILE
