@@ -40,7 +40,7 @@ class Steady(Speed):
         return {FOLD: 1.0, DQ: 0.5, DKDV: 0.5}.get(what, 0.0)
 
 
-STEADY = Steady("steady", 1.0, 1.0, beside=0.0, host=0.0)
+STEADY = Steady("steady", 1.0, 1.0, H100.memory, H100.multiprocessors, H100.capacity, beside=0.0, host=0.0)
 
 
 def seconds(call: Call, links: Links, speed: Speed = STEADY) -> tuple[float, ...]:
