@@ -81,7 +81,7 @@ class Launches:
         return max(range(len(options)), key=lambda i: self.ranks.setdefault(options[i], self.random.random()))
 
     def __call__(self, kernel: Any, grid: int, device: torch.device, *arguments: Any, **options: Any) -> None:
-        assert [options.pop(name) for name in ("num_warps", "maxnreg")] == [4, hopper_launch.REGISTERS]
+        assert [options.pop(name) for name in ("num_warps", "maxnreg")] == [4, hopper_launch.THREAD_REGISTERS]
         for program in range(grid):
             self.machines.append(Machine(program, self.choose))
             run = getattr(gluon_stand_in.kernel(self.machines[-1], kernel.__module__.split(".")[-1]), kernel.__name__)
