@@ -22,7 +22,7 @@ from ..bench.common.flags import (
 if TYPE_CHECKING:
     import torch
 
-    from ..kernels.tables import Gpu
+    from ..kernels.gpu import GpuSpec
 
 BUDGET = 300.0
 DEFAULT_ARCH = "sm_90"
@@ -121,7 +121,7 @@ def run(
     finish(result, json, csv)
 
 
-def target(arch: str | None, compile_only: bool) -> tuple[Gpu, torch.device | None, str]:
+def target(arch: str | None, compile_only: bool) -> tuple[GpuSpec, torch.device | None, str]:
     """What to tune for, the device to measure on or None, and in words what is done.
 
     Raises:
@@ -129,16 +129,16 @@ def target(arch: str | None, compile_only: bool) -> tuple[Gpu, torch.device | No
     """
     import torch
 
-    from ..kernels.tables import gpu_of
-    from .space import gpu_of_arch
+    from ..kernels.gpu import gpu_specs
+    from .space import gpu_for_arch
 
-    named = None if arch is None else gpu_of_arch(arch)
+    named = None if arch is None else gpu_for_arch(arch)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    here = None if device is None else gpu_of(device)
+    here = None if device is None else gpu_specs(device)
     rest = "nothing is measured, entries are estimates"
     if here is None:
-        return named or gpu_of_arch(DEFAULT_ARCH), None, f"no GPU here: compiled and ranked, {rest}"
-    gpu_of_arch(f"sm_{here.arch}")  # a GPU that no tile is known to fit is refused
+        return named or gpu_for_arch(DEFAULT_ARCH), None, f"no GPU here: compiled and ranked, {rest}"
+    gpu_for_arch(f"sm_{here.arch}")  # a GPU that no tile is known to fit is refused
     if named is not None and named.arch != here.arch:
         return named, None, f"the GPU here is {here.name}, sm_{here.arch}: {rest}"
     if compile_only:

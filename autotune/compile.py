@@ -30,21 +30,19 @@ from ..kernels import (
     attention_dq,
     attention_forward,
     attention_gradients,
+    hopper_backward_launch,
 )
 from ..kernels.attention import DELTA_BLOCK, REDUCE_WARPS
 from ..kernels.bounds import BlockSparseIndex
-from ..kernels.config import LEAST_SIDE, SHARED_LIMIT, config_for, single_pass_tile
-from ..kernels.experimental import hopper_backward_launch
+from ..kernels.config import LEAST_SIDE, config_for, single_pass_tile
+from ..kernels.gpu import ARCHS, assumed_gpu
 from ..kernels.launch import COPY_ENGINE_ARCH, fills_boxes
-from ..kernels.order import l2_of
 from ..kernels.quantize import SCALE_TOKENS, dequantize, num_warps, quantize, scale_shape
 from ..kernels.scores import PLAIN
 from ..kernels.tables import DTYPES, OPTIONS, SINGLE_PASS, Option, Options, options_of
 from ..kernels.target import Target, compiling_for
 
 META = torch.device("meta")
-MULTIPROCESSORS = 132
-"""That the GPU is taken to have: of H100. Grids depend on it, and no compiler is told."""
 
 # what an entry launches, compiled
 
@@ -94,7 +92,7 @@ def launches(entry: Callable[..., object], arch: int, *call: Any, **named: Any) 
     def take(kernel: Any, grid: int, *arguments: Any, **options: Any) -> None:
         found.append(Launch(kernel, grid, arguments, options))
 
-    with compiling_for(Target(f"sm_{arch}", arch, MULTIPROCESSORS, l2_of(arch), take)):
+    with compiling_for(Target(assumed_gpu(arch), take)):
         entry(*call, **named)
     return found
 
@@ -383,7 +381,7 @@ def _parsed(spec: str) -> tuple[int, str, tuple[int, int], list[str]]:
     words = [word for word in words if word not in HOPPER]
     known = [*ROLES, *KERNELS, *HOPPER, *FEATURES, *MASKS, *HEADS]
     for what, got, takes in (
-        ("arch", arch, [*map(str, SHARED_LIMIT)]),
+        ("arch", arch, [*map(str, ARCHS)]),
         ("dtype", dtype, [*DTYPES]),
         *(("word", word, known) for word in words if "=" not in word and not word[:1].isdecimal()),
     ):

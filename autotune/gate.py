@@ -13,14 +13,11 @@ from pathlib import Path
 
 import triton
 
-from ..kernels.config import SHARED_LIMIT
-from ..kernels.experimental import hopper_backward_launch
-from ..kernels.experimental.steps import CONSUMERS, ROWS
+from ..kernels import hopper_backward_launch
+from ..kernels.gpu import TENSOR_MEMORY_COLUMNS, shared_limit
+from ..kernels.hopper.steps import CONSUMERS, ROWS
 from .compile import MEMORY_BOUND, Launch, Variant, compiled
 from .sass import Loop, matrix_loops
-
-TENSOR_MEMORY_LIMIT = 512
-"""Columns of tensor memory of an SM of sm_100; ptxas turns a kernel that asks for more into a trap without an error."""
 
 CLEAN_HEAD_DIM = 128
 WAITS = "single_pass_deterministic"
@@ -56,10 +53,10 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
     keeps fp32's subnormals, which stand for those of e4m3.
     """
     failures = []
-    if compiled.shared > SHARED_LIMIT[variant.arch]:
-        failures.append(f"{compiled.shared} bytes of shared memory, the chip has {SHARED_LIMIT[variant.arch]}")
-    if compiled.tensor_memory > TENSOR_MEMORY_LIMIT:
-        failures.append(f"{compiled.tensor_memory} columns of tensor memory, the chip has {TENSOR_MEMORY_LIMIT}")
+    if compiled.shared > (limit := shared_limit(variant.arch)):
+        failures.append(f"{compiled.shared} bytes of shared memory, the chip has {limit}")
+    if compiled.tensor_memory > TENSOR_MEMORY_COLUMNS:
+        failures.append(f"{compiled.tensor_memory} columns of tensor memory, the chip has {TENSOR_MEMORY_COLUMNS}")
     if variant.kernel in MEMORY_BOUND:
         spills = [f"{compiled.stack} bytes of local memory"] if compiled.stack else []
         return [*failures, *spills, *(["subnormal numbers are flushed to zero"] if compiled.flushes else [])]

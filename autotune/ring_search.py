@@ -27,10 +27,10 @@ from ..bench.ring.runs import gathered
 from ..comm import resolve_group
 from ..comm.control import control_of
 from ..comm.topology import nvml
-from ..kernels.tables import gpu_of
+from ..kernels.gpu import gpu_or_interpreter
 from ..reference.masks import Masks
 from ..ring import Ring
-from .rings import CPU, DEFAULT, RingEntry, RingPoint, RingSetting, read_rings, save_ring, settings
+from .rings import DEFAULT, RingEntry, RingPoint, RingSetting, read_rings, save_ring, settings
 from .search import Budget, Measured, Reading, clocks_of, planned, samples, search
 from .space import SHORT, Shape
 from .store import private_folder
@@ -86,7 +86,7 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
     kind, place = problems[0].device, member()
     device = torch.device(kind, 0) if place is None else place.shared_device(kind)
     if prints():
-        read_rings(private_folder(folder), gpu_of(device) or CPU)  # what could not be added to is refused early
+        read_rings(private_folder(folder), gpu_or_interpreter(device))  # what could not be added to is refused early
     for problem in problems:
         rings = len(settings(point_of(problem), kind))
         refuse_ranks("--seqlen", problem, partial(tuned_bytes, rings=rings), per_rank=True)
@@ -102,7 +102,7 @@ def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path)
 def search_ring(place: Member, device: torch.device, problem: AttentionConfig, budget: float, folder: Path) -> Result:
     """One rank of the search, which is the same on all; rank 0 writes what it finds."""
     torch.set_num_threads(problem.threads)
-    point, gpu = point_of(problem), gpu_of(device) or CPU
+    point, gpu = point_of(problem), gpu_or_interpreter(device)
     control = control_of(resolve_group()).scope("tune")
     clock, reader, seconds = Clock(device, Ranks()), nvml.Reader(device), Budget(budget)
     rings: dict[RingSetting, Ring] = {}

@@ -19,15 +19,14 @@ import torch.distributed as dist
 from ..comm import Limits, resolve_group
 from ..comm.control import control_of
 from ..kernels.files import converted, read_object
-from ..kernels.tables import Gpu, RefusedTable, folder_of, folders_of, slug_of
+from ..kernels.gpu import INTERPRETER_GPU, GpuSpec
+from ..kernels.tables import RefusedTable, folder_of, folders_of, slug_of
 from .store import write
 
 TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one
 CHUNKS = (1, 2, 4, 8)
 CHANNELS = (None, 2, 4, 8, 16)
 """Of NCCL's point-to-point transfers; each takes a multiprocessor from the kernels. None: NCCL's choice, at most 8."""
-
-CPU = Gpu("CPU", 0)
 
 
 class RingPoint(NamedTuple):
@@ -81,12 +80,12 @@ class RingEntry:
             raise ValueError(f"length is {self.point.length}: it must be at least 1")
 
 
-def rings_file(folder: Path, gpu: Gpu) -> Path:
+def rings_file(folder: Path, gpu: GpuSpec) -> Path:
     """Of the settings of a GPU."""
     return folder / f"{slug_of(gpu.name)}_rings.json"
 
 
-def read_rings(folder: Path, gpu: Gpu) -> tuple[RingEntry, ...]:
+def read_rings(folder: Path, gpu: GpuSpec) -> tuple[RingEntry, ...]:
     """The settings that a folder has for a GPU; none where it has no file of them.
 
     Raises:
@@ -101,7 +100,7 @@ def read_rings(folder: Path, gpu: Gpu) -> tuple[RingEntry, ...]:
     return rings
 
 
-def save_ring(folder: Path, gpu: Gpu, entry: RingEntry) -> Path:
+def save_ring(folder: Path, gpu: GpuSpec, entry: RingEntry) -> Path:
     """Add an entry to a GPU's file in ``folder``, in the place of an older one of its point; the file's path.
 
     Raises:
@@ -115,23 +114,23 @@ def save_ring(folder: Path, gpu: Gpu, entry: RingEntry) -> Path:
 
 
 def ring_settings(
-    point: RingPoint, gpu: Gpu | None, config_dir: str | os.PathLike[str] | None = None
+    point: RingPoint, gpu: GpuSpec | None, config_dir: str | os.PathLike[str] | None = None
 ) -> RingSetting | None:
     """What was measured as the best for a ring like this one, of the nearest length by ratio; None: nothing was.
 
     All ranks must take the same: :func:`shared_ring_settings`. A table that is refused is passed over with a warning.
 
     Args:
-        gpu: of the ranks, ``kernels.tables.gpu_of(device)``; None: they are on the CPU.
+        gpu: of the ranks, ``kernels.gpu.gpu_specs(device)``; None: they are on the CPU.
         config_dir: as of ``kernels.default_config``.
 
     Raises:
         ValueError: ``config_dir`` is no folder.
     """
-    found = []
+    found, gpu = [], gpu or INTERPRETER_GPU
     for folder in folders_of(folder_of(config_dir)):
         try:
-            found += [one for one in read_rings(folder, gpu or CPU) if one.point._replace(length=point.length) == point]
+            found += [one for one in read_rings(folder, gpu) if one.point._replace(length=point.length) == point]
         except RefusedTable as error:
             warnings.warn(f"{error}; what a ring takes by itself is used", UserWarning, stacklevel=2)
     if not found:
@@ -141,7 +140,7 @@ def ring_settings(
 
 def shared_ring_settings(
     point: RingPoint,
-    gpu: Gpu | None,
+    gpu: GpuSpec | None,
     group: dist.ProcessGroup | None = None,
     config_dir: str | os.PathLike[str] | None = None,
 ) -> RingSetting | None:

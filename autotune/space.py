@@ -13,19 +13,18 @@ from math import log2
 from typing import Any
 
 from ..kernels import Tile
-from ..kernels.config import EPILOGUES, FORWARD_KERNELS, ORDERS, SHARED_LIMIT
-from ..kernels.experimental.hopper_launch import HEAD_DIMS, check_tile
+from ..kernels.config import EPILOGUES, FORWARD_KERNELS, ORDERS
+from ..kernels.gpu import ARCHS, GpuSpec, assumed_gpu, shared_limit
+from ..kernels.hopper_launch import HEAD_DIMS, check_tile
 from ..kernels.order import MARGIN
 from ..kernels.tables import (
     DTYPES,
     SINGLE_PASS,
     TUNED,
-    Gpu,
     Option,
     Point,
     least_shared,
     options_of,
-    shared_limit,
     with_options,
 )
 from .compile import DEFAULTS, Variant, lacking
@@ -62,16 +61,16 @@ class Shape:
         return self.heads // self.kv_heads
 
 
-def gpu_of_arch(name: str) -> Gpu:
-    """What a table without a GPU is for, ``sm_90``: a compute capability, not a product.
+def gpu_for_arch(name: str) -> GpuSpec:
+    """Return the GPU that a table is for which is made without one: any of a compute capability such as ``sm_90``.
 
     Raises:
         ValueError: not the name of a supported compute capability.
     """
-    known = {f"sm_{arch}": arch for arch in SHARED_LIMIT}
+    known = {f"sm_{arch}": arch for arch in ARCHS}
     if name not in known:
         raise ValueError(f"arch is {name!r}: it must be one of {', '.join(known)}")
-    return Gpu(name, known[name])
+    return assumed_gpu(known[name])
 
 
 def points_of(shape: Shape, lengths: Sequence[int], *, causal: bool, kernels: Iterable[str] = TUNED) -> list[Point]:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..kernels import tables
 from ..kernels.files import converted, parse_object, read_file
-from ..kernels.tables import Entry, Gpu, Table, as_json, file_name, parse, read
+from ..kernels.gpu import GpuSpec
+from ..kernels.tables import Entry, Table, as_json, file_name, parse, read
 
 PRIVATE = 0o700
 T = TypeVar("T")
@@ -33,7 +34,7 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def save(folder: Path, gpu: Gpu, entries: Iterable[Entry]) -> Path:
+def save(folder: Path, gpu: GpuSpec, entries: Iterable[Entry]) -> Path:
     """Add entries to the table of a GPU and this Triton version in ``folder``; its path.
 
     Raises:
@@ -63,7 +64,7 @@ def write(path: Path, data: object) -> None:
             raise
 
 
-def known(folder: Path, gpu: Gpu) -> Table:
+def known(folder: Path, gpu: GpuSpec) -> Table:
     """The table of a GPU and this Triton version in ``folder``; an empty one where there is none.
 
     Raises:

@@ -21,7 +21,8 @@ from ..bench.common.provenance import command, provenance
 from ..bench.common.result import Result
 from ..comm.topology import nvml
 from ..kernels import Tile
-from ..kernels.tables import TUNED, Entry, Gpu, Point, options_of
+from ..kernels.gpu import GpuSpec
+from ..kernels.tables import TUNED, Entry, Point, options_of
 from .candidates import (
     RANKING_ROLE,
     Compiler,
@@ -51,7 +52,7 @@ class TuneConfig:
     shape: Shape
     lengths: tuple[int, ...]
     causal: bool
-    gpu: Gpu
+    gpu: GpuSpec
     device: torch.device | None  # None: compile only
     folder: Path
     budget: float  # seconds on the GPU; to compile where nothing is measured
@@ -198,7 +199,7 @@ class BrokenDevice(NamedTuple):
     wrong: str
 
 
-def check(trials: Any, point: Point, gpu: Gpu, journal: Journal, tile: Tile) -> str | None:
+def check(trials: Any, point: Point, gpu: GpuSpec, journal: Journal, tile: Tile) -> str | None:
     """What is wrong with a tile; of one that broke the device, in this run or one before, what the device said."""
     key = f"{gpu.name} {driver()} | {point_text(point)} | {tile_text(tile)}"
     if (broken := journal.get(key, BrokenDevice)) is not None:

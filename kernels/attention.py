@@ -15,8 +15,7 @@ from .config import KernelConfig, Tile, is_single_pass
 from .device.backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .device.forward import forward_kernel
 from .device.tiles import Shape
-from .experimental.hopper_launch import launch_hopper, takes
-from .experimental.single_pass import attention_gradients
+from .hopper_launch import launch_hopper, takes
 from .launch import (
     TAKES,
     Pair,
@@ -36,6 +35,7 @@ from .launch import (
 )
 from .order import split_shape, splits_of, tile_schedule
 from .scores import PLAIN, Scores
+from .single_pass import attention_gradients
 
 REDUCE_BLOCK = 16  # of another: the parts of few rows are many bytes already, and this divides every tile
 REDUCE_WARPS = 8  # with four, ptxas keeps two addresses in local memory on sm_100

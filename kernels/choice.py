@@ -23,8 +23,9 @@ from .config import (
     single_pass_tile,
 )
 from .device.tiles import Shape, Strided
+from .gpu import gpu_or_interpreter, gpu_specs, shared_limit
 from .launch import Descriptors, Pair, check_described, head_dims, is_described, options, shape_of, strided
-from .order import chip_of, margin_of, packed_shape, tile_schedule
+from .order import margin_of, packed_shape, tile_schedule
 from .scores import PLAIN, Scores
 from .tables import (
     BACKWARD,
@@ -34,10 +35,8 @@ from .tables import (
     Chosen,
     Point,
     Tuned,
-    gpu_of,
     least_shared,
     options_of,
-    shared_limit,
     tuned,
 )
 
@@ -73,7 +72,7 @@ def _tile(
     config_dir: str | os.PathLike[str] | None = None,
     estimated: bool = False,
 ) -> Tile:
-    gpu = gpu_of(q.device)
+    gpu = gpu_specs(q.device)
     tuned_tile = None if gpu is None else _tuned(tuned(gpu, config_dir, estimated=estimated), kernel, q, v, full)
     return tuned_tile or _built_in(kernel, q, v)
 
@@ -85,7 +84,7 @@ def _tuned(tiles: Tuned, kernel: str, q: torch.Tensor, v: torch.Tensor, full: bo
 
 
 def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
-    gpu, head_dim = gpu_of(q.device), max(q.shape[3], v.shape[3])
+    gpu, head_dim = gpu_specs(q.device), max(q.shape[3], v.shape[3])
     if gpu is None:
         return getattr(INTERPRETER, "dkdv" if kernel in SINGLE_PASS else kernel)  # type: ignore[no-any-return]
     if kernel not in SINGLE_PASS:
@@ -116,7 +115,7 @@ def _with_options(tile: Chosen, group: int, device: torch.device) -> KernelConfi
     options: dict[str, Any] = options_of(tile)
     if group % options.get("dkdv_splits", 1):
         del options["dkdv_splits"]
-    if options.get("sm_margin", 0) >= chip_of(device).multiprocessors:
+    if options.get("sm_margin", 0) >= gpu_or_interpreter(device).multiprocessors:
         options = {name: value for name, value in options.items() if name not in ("persistent", "sm_margin")}
     return KernelConfig(tile, tile, tile, **options)
 
@@ -128,7 +127,7 @@ def backward_config(
 
     It is a deterministic one: two passes are. The last three arguments are those of :func:`launch_traits`.
     """
-    gpu = gpu_of(q.device)
+    gpu = gpu_specs(q.device)
     if config is not None or gpu is None or not plain or block is not None:
         return config
     tile = _tuned(tuned(gpu), BACKWARD, q, v, full)
@@ -202,7 +201,7 @@ def check_tiles(
 
 def _check_room(kernel: str, tile: Tile, q: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse a tile of the config that takes more shared memory than a block has, however it is compiled."""
-    gpu = gpu_of(q.device)
+    gpu = gpu_specs(q.device)
     if gpu is None:
         return
     dtype = "fp32" if q.dtype == torch.float32 else "bf16"
@@ -225,7 +224,7 @@ def check_config(config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor) 
             f"config.dkdv_splits is {config.dkdv_splits}: it must divide the {group} query heads per key head"
         )
     if config.persistent:
-        margin_of(config.sm_margin, chip_of(q.device).multiprocessors)
+        margin_of(config.sm_margin, gpu_or_interpreter(q.device).multiprocessors)
     if is_described(config):
         check_described(q, v)
 

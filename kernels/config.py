@@ -8,9 +8,6 @@ import torch
 
 LEAST_SIDE = 16
 
-SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes of shared memory that one block may take: CUDA C++ programming guide, table of compute capabilities."""
-
 
 @dataclass(frozen=True)
 class Tile:

@@ -17,8 +17,8 @@ from .config import LEAST_SIDE, KernelConfig, Tile
 from .device.modify import UNMODIFIED, Counter, Modifiers
 from .device.parts import dot
 from .device.tiles import BlockSparseRanges, Interval, Shape, Strided
+from .gpu import gpu_specs
 from .scores import PLAIN, Scores
-from .tables import gpu_of
 from .target import target
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -160,7 +160,7 @@ def check_described(q: torch.Tensor, v: torch.Tensor) -> None:
     Raises:
         ValueError: a compute capability below 9.0, or a head dim that is no power of two or below 16.
     """
-    gpu = gpu_of(q.device)
+    gpu = gpu_specs(q.device)
     if gpu is None or gpu.arch < COPY_ENGINE_ARCH:
         there = "" if gpu is None else f", sm_{gpu.arch}"
         raise ValueError(f"q is on {q.device}{there}: {TAKES} GPUs of compute capability 9.0 or higher")

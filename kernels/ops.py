@@ -19,9 +19,9 @@ from . import attention as host
 from . import quantize as fp8
 from .bounds import FULL, BlockSparseIndex, Bounds
 from .config import KernelConfig, Tile, is_single_pass
-from .experimental.single_pass import attention_gradients as host_gradients
 from .launch import Pair
 from .scores import PLAIN, SEEDS, Scores
+from .single_pass import attention_gradients as host_gradients
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -5,22 +5,16 @@ The jit side is ``tiles.placement``.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
-
 import torch
 
 from .config import KernelConfig, Tile
 from .device.tiles import Order, Shape
+from .gpu import REGISTERS, gpu_or_interpreter
 from .launch import programs
-from .target import target
 
 MARGIN = 16
 """Multiprocessors that a persistent kernel leaves free where nobody says: those of two transfers of 8 blocks, as a ring
 inside the nodes and one between them run side by side."""
-
-REGISTERS = 65_536
-"""Of a multiprocessor (CUDA C++ programming guide, table of compute capabilities)."""
 
 MOST_REGISTERS = 256
 """Per thread, as they are given to warps: what these kernels take, or nearly."""
@@ -30,39 +24,6 @@ GOOD_ENOUGH = 0.85
 
 FULL_ENOUGH = 0.8
 """Programs per multiprocessor from which dK/dV is not split: the parts would cost more than idle multiprocessors."""
-
-L2_BYTES = {80: 40 << 20, 86: 6 << 20, 89: 72 << 20, 90: 50 << 20, 100: 126 << 20, 103: 126 << 20, 120: 96 << 20}
-"""Of A100, A10 and RTX A6000, L40S, H100, B200 and RTX Blackwell (NVIDIA's architecture white papers)."""
-
-LEAST_L2 = 6 << 20
-
-STAND_IN = (20, LEAST_L2)
-"""Multiprocessors and bytes of L2 that Triton's interpreter is taken to have."""
-
-
-class Chip(NamedTuple):
-    """What of a GPU decides an order."""
-
-    multiprocessors: int
-    l2_bytes: int
-
-
-def chip_of(device: torch.device) -> Chip:
-    """Of a device; of no GPU, what the interpreter is taken to have."""
-    if device.type == "meta" and (compiled_for := target()) is not None:
-        return Chip(compiled_for.multiprocessors, compiled_for.l2_bytes)
-    return _chip_of(device) if device.type == "cuda" else Chip(*STAND_IN)
-
-
-@cache
-def _chip_of(device: torch.device) -> Chip:
-    gpu = torch.cuda.get_device_properties(device)
-    return Chip(gpu.multi_processor_count, getattr(gpu, "L2_cache_size", 0) or l2_of(gpu.major * 10 + gpu.minor))
-
-
-def l2_of(arch: int) -> int:
-    """Bytes of L2 of a compute capability (90 is 9.0), for where there is no such GPU to ask."""
-    return L2_BYTES.get(arch, LEAST_L2)
 
 
 def l2_group_of(heads: int, group: int, walked: int, row_bytes: int, by_keys: bool, l2_bytes: int) -> int:
@@ -128,7 +89,7 @@ def splits_of(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor, blo
     group = q.shape[2] // max(k.shape[2], 1)
     if q.device.type != "cuda" or group == 1:
         return 1
-    return splits_for(programs(k.shape[1], block_k, k), group, chip_of(k.device).multiprocessors)
+    return splits_for(programs(k.shape[1], block_k, k), group, gpu_or_interpreter(k.device).multiprocessors)
 
 
 def split_shape(shape: Shape, splits: int) -> Shape:
@@ -156,14 +117,14 @@ def tile_schedule(
     count = -(-shape.rows * (shape.packed or 1) // block) * heads
     if config is None or count == 0 or (config.order == "heads" and not config.persistent):
         return count, shape
-    chip, l2_group = chip_of(walked[0].device), None
+    gpu, l2_group = gpu_or_interpreter(walked[0].device), None
     if config.order == "longest":
         row_bytes = sum(x.shape[3] * x.element_size() for x in walked)
-        l2_group = l2_group_of(heads, shape.group, length, row_bytes, rows_are_keys, chip.l2_bytes)
+        l2_group = l2_group_of(heads, shape.group, length, row_bytes, rows_are_keys, gpu.l2_bytes)
     order = Order(l2_group, None if l2_group is None else heads, count if config.persistent else None)
     if not config.persistent:
         return count, shape._replace(order=order)
-    margin = margin_of(config.sm_margin, chip.multiprocessors)
+    margin = margin_of(config.sm_margin, gpu.multiprocessors)
     # by registers, as if every thread took all it may: what a kernel takes less of leaves room for a transfer
     each = max(REGISTERS // (MOST_REGISTERS * 32 * tile.num_warps), 1)
-    return min(count, (chip.multiprocessors - margin) * each), shape._replace(order=order)
+    return min(count, (gpu.multiprocessors - margin) * each), shape._replace(order=order)

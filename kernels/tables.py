@@ -17,7 +17,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .config import EPILOGUES, FORWARD_KERNELS, ORDERS, SHARED_LIMIT, KernelConfig, Tile
+from .config import EPILOGUES, FORWARD_KERNELS, ORDERS, KernelConfig, Tile
 from .files import converted, read_object
-from .target import target
+from .gpu import GpuSpec, shared_limit
 
 KERNELS = ("forward", "dq", "dkdv")
 SINGLE_PASS = ("single_pass", "single_pass_deterministic")
@@ -165,11 +165,6 @@ def slug_of(gpu: str) -> str:
     return slug
 
 
-def shared_limit(arch: int) -> int:
-    """Bytes of shared memory that one block may take."""
-    return SHARED_LIMIT.get(arch, max(SHARED_LIMIT.values()))
-
-
 def least_shared(point: Point, tile: Tile) -> int:
     """Bytes of shared memory that a tile takes in any case: what its pipeline has in flight of the streamed pair.
 
@@ -273,27 +268,6 @@ BACKWARD = "backward"
 TWO_PASSES, ONE_PASS = ("dq", "dkdv"), "single_pass_deterministic"
 
 
-class Gpu(NamedTuple):
-    """What a table is for."""
-
-    name: str
-    arch: int  # compute capability without the dot
-
-
-def gpu_of(device: torch.device) -> Gpu | None:
-    """The GPU of a device; None for any other device."""
-    if device.type == "meta":
-        compiled_for = target()
-        return None if compiled_for is None else Gpu(compiled_for.name, compiled_for.arch)
-    return _gpu_of(device) if device.type == "cuda" else None
-
-
-@cache
-def _gpu_of(device: torch.device) -> Gpu:
-    major, minor = torch.cuda.get_device_capability(device)
-    return Gpu(torch.cuda.get_device_name(device), major * 10 + minor)
-
-
 def triton_version() -> Version:
     """(3, 7) of 3.7.1: code generation changes with it, and a tile's worth with that."""
     major, minor = triton.__version__.split(".")[:2]
@@ -360,13 +334,13 @@ _LOADING = threading.Lock()
 
 
 @lru_cache(maxsize=64)
-def _load(gpu: Gpu, config_dir: str | None, estimated: bool) -> Tuned:
+def _load(gpu: GpuSpec, config_dir: str | None, estimated: bool) -> Tuned:
     if config_dir and not os.path.isdir(config_dir):  # from the environment: nobody to raise to
         _warn(f"{CONFIG_DIR} is {config_dir!r}: there is no such folder; `ringattn tune --save-dir` makes it")
     return Tuned(tables_of(gpu, config_dir, estimated=estimated), estimated=estimated)
 
 
-def tables_of(gpu: Gpu, config_dir: str | None, *, estimated: bool = False) -> list[Table]:
+def tables_of(gpu: GpuSpec, config_dir: str | None, *, estimated: bool = False) -> list[Table]:
     """The tables that serve a GPU under this version of Triton, the one to ask first first.
 
     Args:
@@ -389,7 +363,7 @@ def forget() -> None:
     _load.cache_clear()
 
 
-def tuned(gpu: Gpu, config_dir: str | os.PathLike[str] | None = None, *, estimated: bool = False) -> Tuned:
+def tuned(gpu: GpuSpec, config_dir: str | os.PathLike[str] | None = None, *, estimated: bool = False) -> Tuned:
     """The tiles that tables have for a GPU and this version of Triton.
 
     Args:
@@ -417,7 +391,7 @@ def folder_of(config_dir: str | os.PathLike[str] | None) -> str | None:
     return folder
 
 
-def _tables(name: str, gpu: Gpu, folders: list[Path]) -> list[Table]:
+def _tables(name: str, gpu: GpuSpec, folders: list[Path]) -> list[Table]:
     """This version's tables in order of the folders; where there is none, those of the nearest older version."""
     ours = triton_version()
     versions = [(version, path) for folder in folders for version, path in _versions(folder, name) if version <= ours]
@@ -440,7 +414,7 @@ def _versions(folder: Path, name: str) -> list[tuple[Version, Path]]:
     return [((int(match[1]), int(match[2])), path) for path, match in matches if match]
 
 
-def _read(path: Path, name: str, gpu: Gpu, version: Version) -> Table | None:
+def _read(path: Path, name: str, gpu: GpuSpec, version: Version) -> Table | None:
     """A table that is for this GPU and version; None, with a warning, for what is not or is refused."""
     try:
         table = read(path)

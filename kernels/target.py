@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .gpu import GpuSpec
 
 
 class Target(NamedTuple):
-    """In the place of a device."""
+    """The GPU that launches are compiled for, and who gets them instead of a device."""
 
-    name: str
-    arch: int  # compute capability without the dot
-    multiprocessors: int
-    l2_bytes: int
+    gpu: GpuSpec
     take: Callable[..., None]  # is handed (kernel, grid, *arguments, **options) of every launch
 
 

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from ..comm import GroupLike
-from ..kernels import KernelConfig, Scores, choice
+from ..kernels import KernelConfig, Scores, choice, hopper_backward_launch, hopper_launch
 from ..kernels.checks import TRANSPOSED, check_local, check_qkv, check_scale, check_tensor
 from ..kernels.choice import check_config
-from ..kernels.experimental import hopper_backward_launch, hopper_launch
 from ..kernels.launch import check_cpu
 from .backends import resolve_backend
 from .checked import check_autograd, checked

@@ -9,7 +9,7 @@ import torch
 from ..kernels import PLAIN, Bounds, KernelConfig, Scores
 from ..kernels.attention import Backward, Forward, attention_delta
 from ..kernels.config import is_single_pass
-from ..kernels.experimental.single_pass import Gradients
+from ..kernels.single_pass import Gradients
 from .buffers import Heads, Pair, Tensors
 from .checked import checked
 from .cpu.aten import AtenBackward, AtenForward, row_dot

@@ -40,7 +40,7 @@ from ..comm.topology.topology import discover
 from ..comm.watchdog.telemetry import Report
 from ..comm.watchdog.watch import ABORT_SECONDS, FailTogether, Watch, open_watch, ring_control
 from ..kernels import PLAIN, KernelConfig, Scores
-from ..kernels.order import chip_of
+from ..kernels.gpu import gpu_or_interpreter
 from .buffers import Posted, RingCall, chunks_of
 from .checked import checked
 from .schedule.plan import PLANS, Plan
@@ -233,7 +233,7 @@ class Ring:
         known = {*levels} <= {"nccl", "copy_engine"} and levels  # the latter takes none
         if not known or config is None or not config.persistent or config.sm_margin is not None:
             return config
-        most = chip_of(self._device or torch.device("cpu")).multiprocessors // 2
+        most = gpu_or_interpreter(self._device or torch.device("cpu")).multiprocessors // 2
         return replace(config, sm_margin=min(levels.count("nccl") * self.limits.multiprocessors, most))
 
     @contextmanager

@@ -39,12 +39,17 @@ ARROWS = {
 def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
     """Dotted names that a module of ``package`` imports, wherever in the file, relative ones made absolute."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) + 1 - node.level] if node.level else ()
-            stem = [*base, *(node.module.split(".") if node.module else [])]
-            yield from (".".join([*stem, alias.name]) for alias in node.names)
+        yield from imported(node, package)
+
+
+def imported(node: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
+    """Yield the dotted names that one statement imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = package[: len(package) + 1 - node.level] if node.level else ()
+        stem = [*base, *(node.module.split(".") if node.module else [])]
+        yield from (".".join([*stem, alias.name]) for alias in node.names)
 
 
 def imports_of(folder: str) -> Iterator[tuple[Path, str]]:
@@ -81,6 +86,92 @@ def test_imports_run_one_way(folder: str) -> None:
 
 def test_nobody_imports_the_tests() -> None:
     assert [(str(path), name) for folder in FOLDERS for path, name in imports_of(folder) if ours(name) == "tests"] == []
+
+
+MODULE_CIRCLES = {
+    "examples.compare examples.demo examples.train",
+    "ring.ops ring.ulysses",
+    "ring.schedule.schedule ring.schedule.text",
+}
+FOLDER_CIRCLES = {
+    "comm comm.topology comm.transports comm.transports.copy_engine comm.watchdog",
+    "ring ring.cpu ring.schedule",
+}
+"""Circles of imports that still have to be broken; an entry that is no circle any more fails the test."""
+
+Graph = dict[str, set[str]]
+
+
+def unchecked(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below ``node``, lazy imports included, but not those under ``if TYPE_CHECKING``."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield child
+            yield from unchecked(child)
+
+
+def module_graph(root: Path) -> Graph:
+    """Return which module imports which, without tests; names leave out ``ringattn.``.
+
+    An import of a package alone is no edge: its ``__init__.py`` gathers what is below it.
+    """
+    paths = [path for folder in FOLDERS for path in (root / folder).rglob("*.py") if path.name != "__init__.py"]
+    names = {".".join(path.relative_to(root).with_suffix("").parts): path for path in paths}
+    graph: Graph = {}
+    for module, path in names.items():
+        package, targets = ("ringattn", *module.split(".")[:-1]), set[str]()
+        for node in unchecked(ast.parse(path.read_text())):
+            for name in imported(node, package):
+                full = name.removeprefix("ringattn.")
+                targets |= {full, full.rpartition(".")[0]} & names.keys()  # a module, or a name in one
+        graph[module] = targets - {module}
+    return graph
+
+
+def folder_graph(modules: Graph) -> Graph:
+    """Return which folder imports from which: its modules, not those of folders below it."""
+    graph: Graph = {}
+    for module, targets in modules.items():
+        folder = module.rpartition(".")[0]
+        graph.setdefault(folder, set()).update({target.rpartition(".")[0] for target in targets} - {folder})
+    return graph
+
+
+def circles(graph: Graph) -> set[str]:
+    """Return the strongly connected components of two or more nodes, each as its sorted nodes."""
+
+    def reached(start: str) -> set[str]:
+        found, waiting = set[str](), [start]
+        while waiting:
+            new = graph.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
+
+    beyond = {node: reached(node) for node in graph}
+    rings = {frozenset(other for other in beyond[node] if node in beyond[other]) for node in graph}
+    return {" ".join(sorted(ring)) for ring in rings if len(ring) > 1}
+
+
+def test_no_circles_of_imports() -> None:
+    modules = module_graph(ROOT)
+    assert circles(modules) == MODULE_CIRCLES
+    assert circles(folder_graph(modules)) == FOLDER_CIRCLES
+
+
+def test_circles_are_found(tmp_path: Path) -> None:
+    for name, source in {
+        "kernels/a.py": "from .device.b import x",
+        "kernels/device/b.py": "def late():\n    from ..c import y",  # folders, not modules
+        "kernels/c.py": "from . import d\nif TYPE_CHECKING:\n    from . import a",
+        "kernels/d.py": "import ringattn.kernels.c as c",
+        "kernels/__init__.py": "from . import a",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(source)
+    modules = module_graph(tmp_path)
+    assert circles(modules) == {"kernels.c kernels.d"}
+    assert circles(folder_graph(modules)) == {"kernels kernels.device"}
 
 
 @pytest.mark.parametrize(("folder", "allowed"), [("kernels", {"torch", "triton"}), ("reference", {"torch"})])

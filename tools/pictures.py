@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..bench.common.flags import binary, human
-from ..bench.report.theme import LIGHT, themed, write_figure
+from ..bench.common.theme import LIGHT, themed, write_figure
 from ..ring.schedule.schedule import Hop
 from .call import Grid, ShownCall, mask_cells
 

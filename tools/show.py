@@ -9,7 +9,7 @@ import typer
 
 from ..bench.common import flags
 from ..bench.common.flags import LayoutName, human
-from ..bench.report.theme import picture
+from ..bench.common.theme import picture
 
 if TYPE_CHECKING:
     from .call import ShownCall

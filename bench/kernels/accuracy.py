@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ...comm import LocalGroup, LocalWorld
 from ...kernels import KernelConfig
-from ...kernels.experimental.hopper_launch import is_hopper
+from ...kernels.hopper_launch import is_hopper
 from ...reference.masks import Masks
 from ...ring import Layout, ring_attention
 from ..common.attention import DTYPES, Tensors, forward_backward
+from ..common.cases import NotHere, Number, poisoned
 from ..common.errors import WITH_LSE, Inputs, judge_of
-from ..suite.cases import NotHere, Number, poisoned
 from .contender import Variant
 
 HOPPER = "hopper"

@@ -19,11 +19,11 @@ from ...comm.transports.lanes import HIGH_PRIORITY, new_stream
 from ...kernels import Bounds, attention_forward
 from ...ring import Layout, Mask, bounds
 from ..common.attention import BACKWARD_FLOPS, DTYPES, AttentionConfig, forward_flops, mask_title
+from ..common.cases import Number
 from ..common.errors import RESULTS, Inputs, Judge, chosen_heads, judge_of
 from ..common.flags import OF_RINGS
 from ..common.result import Result, Row
 from ..common.timing import Clock, Samples, Step, interleaved, nearest, repeats_within
-from ..suite.cases import Number
 from .beside import COPY_BYTES, LEFT, Copy, bytes_for
 from .contender import (
     BACKWARD,

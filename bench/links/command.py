@@ -11,14 +11,11 @@ from rich.console import Console
 from ..common import flags
 from ..common.launching import member, world_of
 from ..common.result import finish
+from .names import EVERY, FORWARD, IN_PROCESS, MATMUL, SWEPT
 
 if TYPE_CHECKING:
     from ..common.result import Result
 
-IN_PROCESS = "local"
-FORWARD, MATMUL = "forward", "matmul"
-SWEPT = ("nccl",)  # transports with channels and CTAs
-EVERY = ("nccl", "copy_engine", "process_group", IN_PROCESS)
 CHANNELS = "auto,1,2,4,8,16,32"  # of nccl, where none are given
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

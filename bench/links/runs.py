@@ -23,7 +23,7 @@ from ..common.launching import Member, member, spawn, threads
 from ..common.memory import Needs, needs_of_ranks, refuse_too_large
 from ..common.result import Result, Row
 from ..common.timing import HOST_AHEAD_CYCLES, Step
-from .command import FORWARD, IN_PROCESS, SWEPT
+from .names import FORWARD, IN_PROCESS, SWEPT
 
 PERIOD = 65537  # of the pattern, a prime: no block of any power of two repeats within it
 STRIDE = 167

@@ -99,7 +99,7 @@ def draw(percents: dict[int, dict[int, float | None]], title: str, target: Path)
     from matplotlib import colormaps  # no picture, no need for it
     from matplotlib.figure import Figure
 
-    from ..report.theme import LIGHT, themed, write_figure
+    from ..common.theme import LIGHT, themed, write_figure
 
     tokens = [*next(iter(percents.values()))]
     columns = [[math.nan if value is None else value for value in column.values()] for column in percents.values()]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...kernels.gpu import find_model
 from ...ring.schedule.mask import Mask
 from ..common.result import read
 from .call import Call
 from .links import Links, positive
 from .program import PASSES
-from .speed import CONSTANTS_OF, GPUS, H100, NONE, Perturbation, Speed
+from .speed import CONSTANTS_OF, GPUS, NONE, Perturbation, Speed, gpu_speed
 
 SPEED_TOKENS = 16384  # of the launch whose TFLOP/s are given
 OURS, FORWARD, BACKWARD = "ringattn", "forward", "backward"
@@ -52,7 +52,7 @@ def speed_of(
     above_zero("TFLOP/s", tflops=forward, backward_tflops=backward)
     if kernels is not None:
         return measured(kernels, call, gpu)
-    base = GPUS[gpu or "h100"]
+    base = gpu_speed(gpu or "h100")
     if forward is not None:
         alone = replace(call, tokens=SPEED_TOKENS, world=1, nodes=1, chunks=1, mask=Mask(causal=call.mask.causal))
         return base.fitted((forward * 1e12, alone), None if backward is None else (backward * 1e12, alone)), ()
@@ -99,9 +99,8 @@ def _base(about: object, gpu: str | None, where: str) -> Speed:
     """
     if not isinstance(about, dict) or not isinstance(name := about.get("name"), str):
         raise ValueError(f"{where} was not measured on a GPU: it takes what `ringattn bench kernels` wrote on one")
-    words = {*re.split(r"\W+", name.lower())}
-    known = [speed for key, speed in GPUS.items() if words.issuperset(key.split("-"))]
-    base = GPUS[gpu] if gpu is not None else known[-1] if known else H100
+    model = gpu or find_model(name)
+    base = gpu_speed(model if model in GPUS else "h100")
     where = f"{where}: provenance.gpu"
     multiprocessors, capacity = (positive(about, one, where) for one in ("multiprocessors", "memory_gib"))
     return replace(base, name=name, multiprocessors=int(multiprocessors), capacity=capacity * 2**30)

@@ -55,9 +55,11 @@ class Speed:
     """FLOP/s of a launch without an end, an edge or a state."""
     backward: float
     """The same, both kernels together, counted as 2.5 forwards."""
-    memory: float = 3.35e12
+    memory: float
     """Bytes per second, nominal."""
-    multiprocessors: int = 132
+    multiprocessors: int
+    capacity: float
+    """Bytes of memory."""
     launch: float = 5e-6
     """Seconds."""
     edge: float = 256.0
@@ -68,8 +70,6 @@ class Speed:
     """Of its speed a kernel loses while a transfer runs beside it: the multiprocessors that NCCL takes, 16 of 132."""
     host: float = 28e-6
     """Seconds of the host for a launch or a post of our loops: `bench host` found 52 us a hop of two, 116 of four."""
-    capacity: float = 80e9
-    """Bytes of memory."""
     link: str = "nvlink4"
     """The preset of what joins such GPUs."""
     peak: float | None = None
@@ -129,40 +129,45 @@ class Speed:
         return replace(self, peak=None, forward=ahead, backward=speed(*backward, self.backward, is_backward=True))
 
 
-def _as_fast_as(known: Speed, name: str, peak: float, **more: Any) -> Speed:
-    """Return a GPU whose kernels nobody told us of: they reach that share of its peak that those of a known one do."""
-    assert known.peak is not None
-    share = peak / known.peak
-    return replace(known, name=name, peak=peak, forward=share * known.forward, backward=share * known.backward, **more)
+class Preset(NamedTuple):
+    """What a GPU model reaches, and what joins several of them; ``kernels/gpu.py`` has the facts about the model."""
+
+    forward: float
+    """FLOP/s of ``Speed.forward``: rough until it is fitted, what Triton's and PyTorch's kernels reach there."""
+    backward: float
+    link: str
+    scaled_from: str = ""
+    """The model on which these rates were reached, if another; they are scaled by the ratio of the peaks."""
 
 
-H100 = Speed("H100", forward=560e12, backward=430e12, peak=989e12)
-"""Rough until it is fitted: what Triton's and PyTorch's kernels reach there."""
-A100 = Speed("A100", forward=215e12, backward=170e12, memory=2.04e12, multiprocessors=108, link="nvlink3", peak=312e12)
-# published numbers are those of NVIDIA's datasheets, without sparsity: README.md has each with its source
 GPUS = {
-    "h100": H100,
-    "h200": replace(H100, name="H200", memory=4.8e12, capacity=141e9),
-    "h800": replace(H100, name="H800", link="nvlink4-h800"),
-    # 350 W in the place of 700 W, HBM2e
-    "h100-pcie": replace(
-        H100,
-        name="H100 PCIe",
-        forward=380e12,
-        backward=290e12,
-        memory=2.0e12,
-        multiprocessors=114,
-        link="pcie5",
-        peak=756e12,
-    ),
-    "b200": _as_fast_as(H100, "B200", 2250e12, memory=8.0e12, multiprocessors=148, capacity=180e9, link="nvlink5"),
-    "a100": A100,
-    "a800": replace(A100, name="A800", link="nvlink3-a800"),
-    "a100-pcie": replace(A100, name="A100 PCIe", forward=190e12, backward=150e12, memory=1.94e12, link="pcie4"),
-    # mma.sync, as on an A100
-    "l40s": _as_fast_as(A100, "L40S", 362e12, memory=0.864e12, multiprocessors=142, capacity=48e9, link="pcie4"),
-    "a10": _as_fast_as(A100, "A10", 125e12, memory=0.6e12, multiprocessors=72, capacity=24e9, link="pcie4"),
+    "h100": Preset(560e12, 430e12, "nvlink4"),
+    "h200": Preset(560e12, 430e12, "nvlink4"),
+    "h800": Preset(560e12, 430e12, "nvlink4-h800"),
+    "h100-pcie": Preset(380e12, 290e12, "pcie5"),  # 350 W in the place of 700 W, HBM2e
+    "b200": Preset(560e12, 430e12, "nvlink5", scaled_from="h100"),
+    "a100": Preset(215e12, 170e12, "nvlink3"),
+    "a800": Preset(215e12, 170e12, "nvlink3-a800"),
+    "a100-pcie": Preset(190e12, 150e12, "pcie4"),
+    # both have mma.sync, as an A100
+    "l40s": Preset(215e12, 170e12, "pcie4", scaled_from="a100"),
+    "a10": Preset(215e12, 170e12, "pcie4", scaled_from="a100"),
 }
+"""By the keys of ``kernels.gpu.GPU_MODELS``."""
+
+
+def gpu_speed(key: str) -> Speed:
+    """Return the preset of a GPU model, by its key in ``GPUS``."""
+    from ...kernels.gpu import GPU_MODELS  # brings torch, and a command's --help needs the keys alone
+
+    preset, gpu = GPUS[key], GPU_MODELS[key]
+    peak, measured_peak = gpu.tensor_flops, GPU_MODELS[preset.scaled_from or key].tensor_flops
+    assert peak and measured_peak and gpu.memory_bandwidth is not None and gpu.memory_bytes is not None
+    share = peak / measured_peak
+    return Speed(
+        gpu.name, share * preset.forward, share * preset.backward, gpu.memory_bandwidth, gpu.multiprocessors,
+        gpu.memory_bytes, link=preset.link, peak=peak,
+    )  # fmt: skip
 
 
 MOST_JITTER = 1.0  # who means 5% and writes 5 is told

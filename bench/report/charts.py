@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from ..common.flags import binary
 from ..common.result import Result, Row
-from .theme import LINES, themed
+from ..common.theme import LINES, themed
 
 SIZES = ("seqlen", "tokens", "tokens per rank", "length", "size", "bytes", "nbytes", "world", "ranks")
 """Columns that a chart may be drawn over, the first that varies."""

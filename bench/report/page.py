@@ -14,9 +14,10 @@ from typing import Any
 from ... import __version__
 from ...kernels.files import read_object
 from ..common.result import Result, cell, read
+from ..common.theme import in_page_colours, inline
+from ..timeline import drawing
 from ..timeline.events import PREDICTED, Timeline, alike, from_chrome
-from . import charts, timelines
-from .theme import in_page_colours, inline
+from . import charts
 
 FIRST = "results.json"  # of the suite
 PROVENANCE = ("gpu", "cpu", "date", "command", "ringattn")  # what is told first
@@ -173,7 +174,7 @@ def drawn_timelines(folder: Folder) -> Iterator[tuple[str, Any]]:
     groups += [[each] for each in predicted]
     for number, group in enumerate(groups):
         try:
-            figure = timelines.draw([one for _, one in group])
+            figure = drawing.draw([one for _, one in group])
             caption = " above ".join(f"{one.source} ({name})" for name, one in group)
             yield caption, svg(figure, f"timeline{number}")
         except Exception as error:

@@ -23,6 +23,7 @@ from ...ring import Layout, ring_attention
 from ...ring.wire import Scaled
 from ..common import memory
 from ..common.attention import DTYPES, forward_backward
+from ..common.cases import NotHere, Number, distance, result_of
 from ..common.flags import device_here
 from ..common.output import write_json
 from ..common.provenance import provenance
@@ -30,7 +31,6 @@ from ..common.timing import Clock, Step, interleaved
 from ..kernels import accuracy, speed
 from ..kernels.accuracy import draw
 from ..kernels.speed import AGREE, causal_bounds
-from .cases import NotHere, Number, distance, result_of
 
 EXPONENTS = (-14, 8)  # of what becomes fp8: normal and subnormal codes, and some that round to zero
 MOST_TIMES = {"forward": 1.08, "forward and backward": 1.12}

@@ -10,7 +10,7 @@ from ..common import flags
 from ..common.launching import member, threads_of, world_of
 from ..common.output import check_targets, prints, write_json
 from ..common.result import Result, finish
-from ..report.theme import picture
+from ..common.theme import picture
 
 if TYPE_CHECKING:
     from .events import Timeline
@@ -63,8 +63,8 @@ def timeline(
     if trace is not None:
         write_json(trace, as_chrome(recorded))
     if out is not None:
-        from ..report.theme import write_figure
-        from ..report.timelines import draw
+        from ..common.theme import write_figure
+        from .drawing import draw
 
         write_figure(draw([recorded]), out, dpi=140)
     finish(result_of(recorded), json, csv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..experimental.dq_sum import add_to_dq, place_of
+from .dq_sum import add_to_dq, place_of
 from .modify import column_positions, is_kept, modified, placed, score_unit
 from .parts import accumulate, added, load_lse, load_rows, load_tile, products, scaled, store_rows, zeros
 from .tiles import Shape, clipped, of_head, ranges_of_block, row_interval, visible

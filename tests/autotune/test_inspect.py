@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from ringattn.autotune import inspect as inspection
-from ringattn.autotune.bound import CHIPS
 from ringattn.autotune.cli_inspect import DEFAULT, app
 from ringattn.autotune.compile import Variant, select
 from ringattn.autotune.gate import Compiled
@@ -22,6 +21,7 @@ from ringattn.autotune.inspect import inspect_variant, row_of
 from ringattn.autotune.sass import matrix_loops
 from ringattn.bench.common.result import read
 from ringattn.kernels import Tile
+from ringattn.kernels.gpu import MULTIPROCESSOR_SPECS
 
 LISTING = Path(__file__).with_name("forward_sm_90.sass").read_text()
 COMPILED = Compiled(64, 0, 2560, 0, tuple(matrix_loops(LISTING)), arch=90, threads=128)
@@ -109,7 +109,7 @@ def test_the_report_of_the_defaults() -> None:
     assert forward["loops"] == "16 16 16"
     assert forward["products"] == 2 * 128**3 / 2048
     # `tf32x3`: products of fp32 are three of half the rate
-    assert wide["products"] * CHIPS[90].products == 3 * 2 * 64 * 32 * (64 + 64)
+    assert wide["products"] * MULTIPROCESSOR_SPECS[90].products == 3 * 2 * 64 * 32 * (64 + 64)
     # two warpgroups take turns: what one does beside its products the other fills with its own
     assert (hopper["loops"], hopper["threads"], hopper["products"]) == ("16 16", 384, 2 * 64 * 128 * 128 / 2048)
     assert hopper["bound"] > 95

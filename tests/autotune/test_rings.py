@@ -18,13 +18,14 @@ from ringattn import Ring
 from ringattn.autotune import RingEntry, RingPoint, RingSetting, ring_search, ring_settings
 from ringattn.autotune.cli_tune import app
 from ringattn.autotune.ring_search import entry_of, problems_of, result_of
-from ringattn.autotune.rings import CPU, DEFAULT, read_rings, save_ring, settings
+from ringattn.autotune.rings import DEFAULT, read_rings, save_ring, settings
 from ringattn.autotune.search import Measured, Reading
 from ringattn.autotune.space import Shape
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.errors import RESULTS, Judge
 from ringattn.bench.common.launching import Member
 from ringattn.comm import Limits
+from ringattn.kernels.gpu import INTERPRETER_GPU
 from ringattn.kernels.tables import RefusedTable
 
 from ..support.tile_tables import H200, folders
@@ -64,7 +65,7 @@ def test_the_nearest_length_serves(folders: Folders) -> None:
     assert ring_settings(POINT._replace(length=16384), H200) == DEFAULT
     assert ring_settings(POINT._replace(world=4), H200) is None
     assert ring_settings(POINT, None) is None
-    assert save_ring(folders[0], CPU, made()).name == "cpu_rings.json"
+    assert save_ring(folders[0], INTERPRETER_GPU, made()).name == "cpu_rings.json"
     assert ring_settings(POINT, None) == CHUNKED
 
 
@@ -114,7 +115,7 @@ def test_two_processes_choose_the_same_setting(tmp_path: Path) -> None:
     contents = json.loads(report.read_text())
     assert contents["case"] == "tune --ring" and "best: Ring(" in contents["notes"][-1]
     assert [(row["chunks"], row["runs"]) for row in contents["rows"]] == [(1, 15), (2, 15)]
-    (kept,) = read_rings(tmp_path, CPU)
+    (kept,) = read_rings(tmp_path, INTERPRETER_GPU)
     assert kept.point == RingPoint(2, 2, 2, 16, "fp32", "bounded", 64) and kept.setting.transport == "process_group"
     assert ring_settings(kept.point, None, tmp_path) == kept.setting
 

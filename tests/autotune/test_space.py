@@ -14,7 +14,7 @@ from ringattn.autotune.space import (
     MOST_VALUES,
     SCHEDULE_FIELDS,
     Shape,
-    gpu_of_arch,
+    gpu_for_arch,
     is_worth_compiling,
     nearest,
     points_of,
@@ -24,7 +24,7 @@ from ringattn.autotune.space import (
     values_kept,
 )
 from ringattn.kernels import KernelConfig, Tile
-from ringattn.kernels.config import SHARED_LIMIT
+from ringattn.kernels.gpu import ARCHS, shared_limit
 from ringattn.kernels.tables import OPTIONS, TUNED, Point, least_shared, options_of
 
 from ..support.tune_cases import POINT
@@ -37,12 +37,12 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("arch", SHARED_LIMIT)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_every_point_has_candidates_that_fit(arch: int) -> None:
     for point in POINTS:
         tried = space(point, arch)
         assert tried and len({*tried}) == len(tried), f"for {point} on sm_{arch}"
-        assert all(least_shared(point, tile) <= SHARED_LIMIT[arch] for tile in tried)
+        assert all(least_shared(point, tile) <= shared_limit(arch) for tile in tried)
     assert space(POINT._replace(length=1, dtype="fp32"), arch), "a short shard still has tiles"
 
 
@@ -137,7 +137,7 @@ def test_points_of_a_model() -> None:
     assert len(causal) == 5 * 2 * 2 == len({*causal})
     assert {point.group for point in causal} == {4}
     assert {point.mask for point in points_of(shape, [1], causal=False)} == {"full"}
-    assert gpu_of_arch("sm_120") == ("sm_120", 120)
+    assert gpu_for_arch("sm_120")[:2] == ("sm_120", 120)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,10 @@ def test_points_of_a_model() -> None:
         (lambda: Shape(4, 4, 64, 257), "value_dim is 257: it must be 1 to 256"),
         (lambda: Shape(4, 4, 64, 64, "fp8"), "dtype is 'fp8': it must be one of bf16, fp16, fp32"),
         (lambda: points_of(Shape(1, 1, 64, 64), [8192, 0], causal=True), "seqlen is [8192, 0]: it takes"),
-        (lambda: gpu_of_arch("sm_91"), "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
+        (
+            lambda: gpu_for_arch("sm_91"),
+            "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120",
+        ),
     ],
 )
 def test_invalid_points_and_gpus_are_refused(made: Any, message: str) -> None:

@@ -20,10 +20,11 @@ from ringattn.autotune.candidates import CompileResult, job_of
 from ringattn.autotune.compile import Variant
 from ringattn.autotune.measure import DeviceTrials, checked_sides
 from ringattn.autotune.search import Budget, Measured
-from ringattn.autotune.space import Shape, gpu_of_arch, space
+from ringattn.autotune.space import Shape, gpu_for_arch, space
 from ringattn.autotune.tune import TuneConfig, built_in, compile_part, estimated_entry, journal_of, measure_part
 from ringattn.kernels import Tile, choice, default_config, tables
-from ringattn.kernels.tables import KERNELS, TUNED, Gpu, Point, options_of, read
+from ringattn.kernels.gpu import GpuSpec, assumed_gpu
+from ringattn.kernels.tables import KERNELS, TUNED, Point, options_of, read
 
 from ..support.tile_tables import H200, folders
 from ..support.tune_cases import AtOnce, StandIn, fine, no_progress
@@ -87,16 +88,21 @@ def test_bad_input_is_an_error_that_says_what_fits(
     ],
 )
 def test_what_is_tuned_for(
-    here: Gpu | None, arch: str | None, compile_only: bool, gpu: str, measures: bool, monkeypatch: pytest.MonkeyPatch
+    here: GpuSpec | None,
+    arch: str | None,
+    compile_only: bool,
+    gpu: str,
+    measures: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here is not None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tables, "gpu_of", lambda device: here)
+    monkeypatch.setattr("ringattn.kernels.gpu.gpu_specs", lambda device: here)
     chosen, device, why = cli_tune.target(arch, compile_only)
     assert (chosen.name, device is not None) == (gpu, measures)
     assert ("nothing is measured" in why) != measures
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tables, "gpu_of", lambda device: Gpu("Tesla V100", 70))
+    monkeypatch.setattr("ringattn.kernels.gpu.gpu_specs", lambda device: assumed_gpu(70, "Tesla V100"))
     with pytest.raises(ValueError, match="arch is 'sm_70': it must be one of sm_80"):
         cli_tune.target(None, compile_only)
 
@@ -130,7 +136,7 @@ def test_a_compile_budget_leaves_whole_points_and_reports_the_rest(
     tmp_path: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the same command goes on from there."""
-    config = config_of(tmp_path / "other", lengths=(16,), gpu=gpu_of_arch("sm_80"), device=None, kernels=("forward",))
+    config = config_of(tmp_path / "other", lengths=(16,), gpu=gpu_for_arch("sm_80"), device=None, kernels=("forward",))
     first_point, pool = len(compiled_for(config)), AtOnce()
     journal_of(config).path.unlink()
     monkeypatch.setattr(tune, "Budget", lambda seconds: Budget(seconds, lambda: float(len(pool.seen))))
@@ -246,7 +252,7 @@ def test_a_run_measures_and_is_the_default_from_then_on(folders: Folders, monkey
     rows = [answer.as_row() for answer in answers]
     assert all(row["time"] <= row["default's time"] and row["beside"] == 2 * row["time"] for row in rows)
     assert f" of {len(rows)} are faster than the default, at most " in tune.notes_of(answers, None)[-1]
-    monkeypatch.setattr(choice, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(choice, "gpu_specs", lambda device: H200)
     q, v = torch.empty(1, 64, 2, 16), torch.empty(1, 64, 1, 16)
     config_now = default_config(q, v)
     tiles = {row.point.kernel: row.tile for row in table.entries if row.point.length == 64 and row.point.mask == "full"}
@@ -279,7 +285,7 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> No
                 raise torch.AcceleratorError("an illegal memory access\nand more")
             return super().wrong(tile)
 
-    def measured(gpu: Gpu) -> Any:
+    def measured(gpu: GpuSpec) -> Any:
         how: dict[str, Any] = {"trials_of": lambda point: Breaks(slow), "budget": Budget(1e9, lambda: 0.0)}
         return measure_part(replace(config, gpu=gpu), compiled, journal_of(config), no_progress, **how)
 
@@ -288,7 +294,7 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> No
     (entry,) = measured(H200)
     assert entry.measured.wrong == {broken: "AcceleratorError: an illegal memory access"}
     with pytest.raises(torch.AcceleratorError):
-        measured(Gpu("NVIDIA H100 80GB HBM3", 90))
+        measured(assumed_gpu(90, "NVIDIA H100 80GB HBM3"))
 
 
 # on a device: here the CPU under Triton's interpreter
@@ -349,6 +355,6 @@ def test_what_was_compiled_is_of_one_kernel_source(folders: Folders, monkeypatch
     config = config_of(folders[0])
     journal_of(config).put("a", {"n": 1})
     assert journal_of(replace(config, shape=replace(SHAPE, heads=4))).get("a", dict)
-    assert not journal_of(replace(config, gpu=gpu_of_arch("sm_80"))).get("a", dict)
+    assert not journal_of(replace(config, gpu=gpu_for_arch("sm_80"))).get("a", dict)
     monkeypatch.setattr(tune, "digest", lambda: "other kernels")
     assert not journal_of(config).get("a", dict)

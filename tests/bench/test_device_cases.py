@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ringattn.bench.common import memory
+from ringattn.bench.common.cases import NotHere, Number, distance, result_of
 from ringattn.bench.common.result import read
 from ringattn.bench.suite import device_cases
-from ringattn.bench.suite.cases import NotHere, Number, distance, result_of
 from ringattn.kernels import dequantize, quantize
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.common import flags
+from ringattn.bench.common.cases import Number, result_of
 from ringattn.bench.common.output import write_json
 from ringattn.bench.common.result import read
-from ringattn.bench.report import timelines
-from ringattn.bench.suite.cases import Number, result_of
+from ringattn.bench.timeline import drawing
 from ringattn.kernels.files import read_object
 
 from ..support import report_cases
@@ -75,7 +75,7 @@ def test_failed_charts_are_left_out_of_the_page(tmp_path: Path, monkeypatch: pyt
     def fails(shown: Any) -> Any:
         raise KeyError("\x1b[2J")
 
-    monkeypatch.setattr(timelines, "draw", fails)
+    monkeypatch.setattr(drawing, "draw", fails)
     folder = report_cases.write(tmp_path / "run", **report_cases.everything())
     ended = run("report", folder)
     page = (folder / "report.html").read_text()

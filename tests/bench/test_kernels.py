@@ -15,12 +15,12 @@ from ringattn import reference
 from ringattn.bench import cli
 from ringattn.bench.common import errors, timing
 from ringattn.bench.common.attention import AttentionConfig, mask_title
+from ringattn.bench.common.cases import NotHere
 from ringattn.bench.common.flags import Pattern
 from ringattn.bench.common.result import read
 from ringattn.bench.common.timing import Clock, Samples
 from ringattn.bench.kernels import accuracy, contender, speed
 from ringattn.bench.kernels.contender import OURS, Cannot, Contender, Given, Ready
-from ringattn.bench.suite.cases import NotHere
 from ringattn.reference.masks import by_batch
 
 from ..support.cuda.device import FakeCuda

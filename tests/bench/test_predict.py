@@ -18,7 +18,7 @@ from ringattn.bench.predict.inputs import Inputs
 from ringattn.bench.predict.links import PRESETS, Link, Links
 from ringattn.bench.predict.program import COMPUTE, INSIDE, PASSES, Op, Program, record
 from ringattn.bench.predict.ring import ideal_seconds, predicted
-from ringattn.bench.predict.speed import DKDV, DQ, DRAWS, FOLD, H100, TILE_ROWS, Perturbation, Speed
+from ringattn.bench.predict.speed import DKDV, DQ, DRAWS, FOLD, TILE_ROWS, Perturbation, Speed, gpu_speed
 from ringattn.bench.predict.timelines import timeline
 from ringattn.kernels import Bounds
 from ringattn.ring import Mask
@@ -28,6 +28,7 @@ from ringattn.ring.schedule.mask import bigbird, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
 
 LINKS = Links(PRESETS["nvlink4"], PRESETS["ib400"])
+H100 = gpu_speed("h100")
 INPUTS = Inputs(H100, LINKS)
 SMALL = Call(tokens=16, world=4, heads=4, kv_heads=2, head_dim=8)
 CAUSAL = Mask(causal=True)
@@ -41,7 +42,7 @@ class Steady(Speed):
         return {FOLD: 1.0, DQ: 0.5, DKDV: 0.5}.get(what, 0.0)
 
 
-STEADY = Steady("steady", 1.0, 1.0, beside=0.0, host=0.0)
+STEADY = Steady("steady", 1.0, 1.0, H100.memory, H100.multiprocessors, H100.capacity, beside=0.0, host=0.0)
 
 
 def seconds(call: Call, links: Links, speed: Speed = STEADY) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ from ringattn.bench.kernels.speed import UNITS
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.inputs import measured
 from ringattn.bench.predict.links import link_of
-from ringattn.bench.predict.speed import DKDV, DQ, FOLD, GPUS, whole
+from ringattn.bench.predict.speed import DKDV, DQ, FOLD, gpu_speed, whole
 from ringattn.bench.timeline.events import from_chrome
 from ringattn.ring import Mask
 
@@ -165,7 +165,7 @@ def test_presets_ignore_case(gpu: str, peak: int) -> None:
 def test_the_gpu_of_a_file_is_known_by_its_name(name: str, base: str, tmp_path: Path) -> None:
     about = {"name": name, "multiprocessors": 7, "memory_gib": 8.0}
     speed, _ = measured(result_file(tmp_path, ROWS, gpu=about), Call(16384, 8), None)
-    assert (speed.name, speed.link, speed.memory) == (name, GPUS[base].link, GPUS[base].memory)
+    assert (speed.name, speed.link, speed.memory) == (name, gpu_speed(base).link, gpu_speed(base).memory)
 
 
 def test_the_nic_between_nodes_is_told_and_a_flat_ring_has_a_range() -> None:

@@ -77,7 +77,9 @@ def speed_of(case: Case, longest: int, seconds: float) -> Speed:
     flops = AttentionConfig(longest, 1, case.batch, HEADS, case.kv_heads, HEAD_DIM).flops * (1 + BACKWARD_FLOPS)
     rate = flops / seconds * min(1, cores() / case.world)
     # of a core: one program at a time, and half a millisecond of Python and torch for a launch
-    return Speed("a core", rate, rate, memory=8e9, multiprocessors=1, launch=5e-4, edge=64, beside=0, host=3e-4)
+    return Speed(
+        "a core", rate, rate, memory=8e9, multiprocessors=1, capacity=8e9, launch=5e-4, edge=64, beside=0, host=3e-4
+    )
 
 
 @pytest.mark.nightly

@@ -15,10 +15,11 @@ from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.inputs import Inputs
 from ringattn.bench.predict.links import PRESETS, Links
 from ringattn.bench.predict.program import PASSES
-from ringattn.bench.predict.speed import A100, FORWARD_FLOPS, GPUS, H100, Speed, whole
+from ringattn.bench.predict.speed import FORWARD_FLOPS, Speed, gpu_speed, whole
 from ringattn.ring import Mask
 
 FORWARD = ("forward",)
+A100, H100 = gpu_speed("a100"), gpu_speed("h100")
 
 
 def links(inside: str) -> Links:
@@ -42,7 +43,7 @@ def test_ring_zigzag_and_stripe_of_a_readme(gpu: str, layout: str, ahead: float,
     forward, backward = ALONE[gpu][0], 1 / (1 / ALONE[gpu][1] - 1 / ALONE[gpu][0])
     area = whole(8192, causal=True)
     flops = FORWARD_FLOPS * call.head_dim * call.heads * area.pairs
-    speed = GPUS[gpu].fitted((flops * forward, one_device), (2.5 * flops * backward, one_device))
+    speed = gpu_speed(gpu).fitted((flops * forward, one_device), (2.5 * flops * backward, one_device))
     passes = [each.seconds for each in baseline(call, speed, links(speed.link))]
     alone = [8 * (speed.launch + speed.products(area, one_device, backward=phase == "backward")) for phase in PASSES]
     assert 100 * alone[0] / passes[0] == pytest.approx(ahead, abs=POINTS)

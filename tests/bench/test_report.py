@@ -16,9 +16,10 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from ringattn.bench.common.result import Result
-from ringattn.bench.report import charts, command, timelines
+from ringattn.bench.common.theme import LIGHT, OF_THE_PAGE, inline
+from ringattn.bench.report import charts, command
 from ringattn.bench.report.page import html, order, plain, read_folder, shown
-from ringattn.bench.report.theme import LIGHT, OF_THE_PAGE, inline
+from ringattn.bench.timeline import drawing
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 
 from ..support import report_cases
@@ -192,7 +193,7 @@ def test_what_a_chart_is_drawn_of() -> None:
 
 
 def test_measured_and_predicted_share_one_time_axis() -> None:
-    upper, lower = timelines.draw([timeline("measured"), timeline("predicted", slower=0.5)]).axes
+    upper, lower = drawing.draw([timeline("measured"), timeline("predicted", slower=0.5)]).axes
     assert upper.get_xlim() == lower.get_xlim() and upper.get_xlim()[1] > 1900
     assert upper.get_title(loc="left").startswith("measured: causal, zigzag, 64 tokens; 1,900 ms, ranks compute 84%")
     assert lower.get_title(loc="left").startswith("predicted: ")
@@ -201,15 +202,15 @@ def test_measured_and_predicted_share_one_time_axis() -> None:
 @pytest.mark.parametrize("world", [2, 8])
 def test_more_ranks_have_no_slots(world: int) -> None:
     events = tuple(Event(rank, "slot 0", "forward", 0, 0, 1, "K/V of 0") for rank in range(world))
-    svg = timelines.draw([Timeline("no mathematics: $\\frac{$", "measured", world, events)])
+    svg = drawing.draw([Timeline("no mathematics: $\\frac{$", "measured", world, events)])
     named = {text.get_text() for text in svg.axes[0].texts}
-    assert ("slot 0" in named) == (world <= timelines.MOST_SLOT_RANKS)
+    assert ("slot 0" in named) == (world <= drawing.MOST_SLOT_RANKS)
     assert f"rank {world - 1}" in named
     inline(svg, "a")
 
 
 def test_an_svg_is_the_same_for_the_same_figure_and_has_ids_of_its_own() -> None:
-    first, again, other = (inline(timelines.draw([timeline("measured", name=HOSTILE)]), name) for name in "aab")
+    first, again, other = (inline(drawing.draw([timeline("measured", name=HOSTILE)]), name) for name in "aab")
     ElementTree.fromstring(first)
     assert first == again and first.startswith("<svg") and len(first) < 60_000 and "<metadata" not in first
     ids = [{*re.findall(r'\bid="([^"]+)"', text)} for text in (first, other)]

@@ -21,7 +21,7 @@ from ringattn.bench.common.result import read
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.links import PRESETS, Links
 from ringattn.bench.predict.ring import predicted
-from ringattn.bench.predict.speed import H100
+from ringattn.bench.predict.speed import gpu_speed
 from ringattn.bench.predict.timelines import timeline
 from ringattn.bench.timeline import command as timeline_bench
 from ringattn.bench.timeline import runs
@@ -130,7 +130,7 @@ def test_processes_whose_clocks_are_unknown_share_none(monkeypatch: pytest.Monke
 def test_a_prediction_has_the_slots_of_the_ring_that_runs(layout: str, causal: bool) -> None:
     """Of K/V and of sums: the same shards in the same slots at the same hops; and it says that it is of that call."""
     call = Call(32, 4, layout, Mask(causal=causal), heads=2, kv_heads=2, head_dim=16, dtype="float32")
-    prediction = timeline("", predicted(call, H100, Links(PRESETS["nvlink4"], PRESETS["ib400"])), call)
+    prediction = timeline("", predicted(call, gpu_speed("h100"), Links(PRESETS["nvlink4"], PRESETS["ib400"])), call)
     measured = runs.virtual(replace(PROBLEM, layout=layout, causal=causal), CPU, 1)
     assert measured is not None and alike(measured, prediction)
     uses = [

@@ -27,13 +27,14 @@ from ringattn.kernels import (
     attention_forward,
     choice,
     default_config,
+    hopper_launch,
     launch,
+    single_pass,
     tables,
 )
 from ringattn.kernels.choice import backward_config, launch_traits, tile_for
 from ringattn.kernels.config import config_for, single_pass_tile
-from ringattn.kernels.experimental import hopper_launch, single_pass
-from ringattn.kernels.order import Chip
+from ringattn.kernels.gpu import assumed_gpu
 from ringattn.kernels.tables import Point, with_options
 from ringattn.ring.args import check_tiles
 from ringattn.ring.schedule.mask import Mask
@@ -58,7 +59,7 @@ SIZES = Sizes(24, 30, heads=4, kv_heads=1)
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, folders: Folders) -> Folders:
     """The CPU passes for an H200 where a tile is chosen, and for itself where kernels are launched."""
-    monkeypatch.setattr(choice, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(choice, "gpu_specs", lambda device: H200)
     return folders
 
 
@@ -111,7 +112,7 @@ def test_unsuitable_table_options_are_ignored(gpu: Folders, seen: Seen, monkeypa
     split = entry(alone._replace(kernel="dkdv"), with_options(SMALL, {"dkdv_splits": 3}))
     save(gpu[0], entry(alone, with_options(SMALL, options)), split)
     x = inputs(Sizes(24, 30, heads=2, kv_heads=2))
-    monkeypatch.setattr(choice, "chip_of", lambda device: Chip(132, 50 << 20))
+    monkeypatch.setattr(choice, "gpu_or_interpreter", lambda device: assumed_gpu(90))
     ours(x)
     _, shape = seen["forward_kernel"]
     assert (shape.packed, shape.order.count, shape.order.l2_group) == (None, None, 2)

@@ -23,7 +23,7 @@ from ringattn.kernels import (
     choice,
     launch,
 )
-from ringattn.kernels.tables import Gpu
+from ringattn.kernels.gpu import GpuSpec, assumed_gpu
 
 from ..support import kernel_cases
 from ..support.descriptor_stand_in import install
@@ -102,14 +102,22 @@ def test_launches_compile() -> None:
     ("gpu", "sizes", "message"),
     [
         (None, {}, "q is on cpu: dkdv_epilogue='descriptors' takes GPUs of compute capability 9.0 or higher"),
-        (Gpu("NVIDIA A100", 80), {}, "q is on cpu, sm_80: dkdv_epilogue='descriptors' takes GPUs"),
-        (Gpu("NVIDIA H200", 90), {"head_dim_v": 8}, "v has head dim 8: dkdv_epilogue='descriptors' takes powers of"),
-        (Gpu("NVIDIA H200", 90), {}, "d[v] has strides .*: dkdv_epilogue='descriptors' takes an address and positive"),
+        (assumed_gpu(80), {}, "q is on cpu, sm_80: dkdv_epilogue='descriptors' takes GPUs"),
+        (
+            assumed_gpu(90),
+            {"head_dim_v": 8},
+            "v has head dim 8: dkdv_epilogue='descriptors' takes powers of",
+        ),
+        (
+            assumed_gpu(90),
+            {},
+            "d[v] has strides .*: dkdv_epilogue='descriptors' takes an address and positive",
+        ),
     ],
 )
-def test_refusals(gpu: Gpu | None, sizes: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(gpu: GpuSpec | None, sizes: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything that was passed is written; of what a launch is given no part of, the forward refuses it too."""
-    monkeypatch.setattr(launch, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(launch, "gpu_specs", lambda device: gpu)
     x, of_sums = inputs(replace(Sizes(), **sizes)), message.startswith("d")
     out, lse = attention_forward(x.q, x.k, x.v)
     dq, dk, dv = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros(1, 40, 1, x.v.shape[3] + 2)[..., :-2]

@@ -25,11 +25,13 @@ from ringattn.kernels import (
     Tile,
     attention_forward,
     attention_gradients,
+    hopper_backward_launch,
+    hopper_launch,
     launch,
 )
 from ringattn.kernels.bounds import tile_range
-from ringattn.kernels.experimental import hopper_backward_launch, hopper_launch, steps
-from ringattn.kernels.tables import Gpu
+from ringattn.kernels.gpu import assumed_gpu
+from ringattn.kernels.hopper import steps
 
 from ..support import gluon_stand_in, kernel_cases
 from ..support.baselines import Results
@@ -79,7 +81,7 @@ class Launches:
         return max(range(len(options)), key=lambda i: self.ranks.setdefault(options[i], self.random.random()))
 
     def __call__(self, kernel: Any, grid: int, device: torch.device, *arguments: Any, **options: Any) -> None:
-        assert [options.pop(name) for name in ("num_warps", "maxnreg")] == [4, hopper_launch.REGISTERS]
+        assert [options.pop(name) for name in ("num_warps", "maxnreg")] == [4, hopper_launch.THREAD_REGISTERS]
         for program in range(grid):
             self.machines.append(Machine(program, self.choose))
             run = getattr(gluon_stand_in.kernel(self.machines[-1], kernel.__module__.split(".")[-1]), kernel.__name__)
@@ -324,7 +326,7 @@ def test_refusals(launches: Launches, call: Any, x: Inputs, options: dict[str, A
 def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later GPUs have no wgmma."""
     for arch in (89, 90, 100):
-        monkeypatch.setattr(hopper_launch, "gpu_of", lambda device, arch=arch: Gpu("", arch))
+        monkeypatch.setattr(hopper_launch, "gpu_specs", lambda device, arch=arch: assumed_gpu(arch))
         assert hopper_launch.is_hopper(torch.device("cuda")) == (arch == 90)
     for call, kernel in ((forward, "forward_kernel"), (call_backward, "backward")):
         with pytest.raises(ValueError, match=rf"q is on \S+: {kernel}='hopper' takes GPUs of compute capability 9.0"):
@@ -344,7 +346,7 @@ def test_hops_of_the_portable_kernels(launches: Launches, monkeypatch: pytest.Mo
     So does what has no keys.
     """
     calls: list[dict[str, Any]] = []
-    for module in ("attention", "experimental.single_pass"):
+    for module in ("attention", "single_pass"):
         monkeypatch.setattr(f"ringattn.kernels.{module}.launch", lambda *a, **options: calls.append(options))
     forward(SMALL, HOPS[kind])
     assert [(call["BLOCK_Q"], call["BLOCK_K"], call["num_warps"]) for call in calls] == [(128, 64, 8)]
@@ -409,8 +411,8 @@ def test_no_interleaving_changes_a_bit(launches: Launches) -> None:
 
 
 COMPILED = pytest.mark.compiles(
-    "kernels/experimental/hopper_launch.py",
-    "kernels/experimental/hopper_backward_launch.py",
+    "kernels/hopper_launch.py",
+    "kernels/hopper_backward_launch.py",
     "autotune/gate.py",
     "tests/support/launch_arguments.py",
 )

@@ -28,9 +28,9 @@ from ringattn.kernels import (
 from ringattn.kernels.config import INTERPRETER
 from ringattn.kernels.device import tiles as jit
 from ringattn.kernels.device.tiles import HEAD_BY_HEAD, Order, Shape
+from ringattn.kernels.gpu import INTERPRETER_GPU, assumed_gpu
 from ringattn.kernels.order import (
     MARGIN,
-    Chip,
     l2_group_of,
     margin_of,
     splits_for,
@@ -88,17 +88,6 @@ def test_what_a_persistent_kernel_leaves_free() -> None:
         margin_of(132, 132)
 
 
-def test_a_gpu_whose_l2_torch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its compute capability: GPUs of one generation differ."""
-    told = SimpleNamespace(multi_processor_count=84, major=8, minor=6)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
-    order._chip_of.cache_clear()
-    try:
-        assert order.chip_of(torch.device("cuda", 0)) == Chip(84, order.L2_BYTES[86])
-    finally:
-        order._chip_of.cache_clear()
-
-
 def test_heads_of_their_own_are_not_packed() -> None:
     shape, packing = Shape(40, 75, 6, 1), choose(pack_gqa=True)
     assert order.packed_shape(packing, shape) is shape
@@ -116,7 +105,7 @@ def test_the_least_parts_that_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         assert splits_for(programs, group, 132) == parts
     assert splits_for(16, 5, 20) == 1, "full enough, although five parts would use all multiprocessors"
-    monkeypatch.setattr(order, "chip_of", lambda device: Chip(132, 50 << 20))
+    monkeypatch.setattr(order, "gpu_or_interpreter", lambda device: assumed_gpu(90))
     for requested, heads, device, made in (("auto", 16, "cuda", 2), ("auto", 16, "cpu", 1), (4, 16, "cuda", 4)):
         q, k = (SimpleNamespace(shape=(1, 8192, n, 128), device=torch.device(device)) for n in (heads, 1))
         assert order.splits_of(choose(dkdv_splits=requested), q, k, 128) == made  # type: ignore[arg-type]
@@ -132,7 +121,9 @@ def choose(config: KernelConfig = INTERPRETER, **chosen: Any) -> KernelConfig:
 @pytest.fixture
 def small_l2(monkeypatch: pytest.MonkeyPatch) -> None:
     """K/V of two heads of 75 keys of 16 by 16 in fp32 fit its half; and of 20 multiprocessors no more than a few."""
-    monkeypatch.setattr(order, "chip_of", lambda _: Chip(20, 2 * 2 * 75 * 2 * 16 * 4))
+    monkeypatch.setattr(
+        order, "gpu_or_interpreter", lambda _: INTERPRETER_GPU._replace(l2_bytes=2 * 2 * 75 * 2 * 16 * 4)
+    )
 
 
 @pytest.mark.usefixtures("small_l2")

@@ -18,10 +18,10 @@ from ringattn.kernels import (
     attention_delta,
     attention_forward,
     attention_gradients,
+    single_pass,
 )
-from ringattn.kernels.experimental import single_pass
-from ringattn.kernels.experimental.single_pass import add_order, key_tile_visits
-from ringattn.kernels.tables import Gpu
+from ringattn.kernels.gpu import assumed_gpu
+from ringattn.kernels.single_pass import add_order, key_tile_visits
 
 from ..support.kernel_cases import KINDS, Inputs, Sizes, check, in_turn, inputs, interval, part
 from . import test_scores as scored
@@ -165,7 +165,7 @@ HEAD_DIM_256 = inputs(Sizes(head_dim=256))
 def test_arguments_that_are_refused(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("dout", "q", "k", "v", "lse", "delta")
     call: dict[str, Any] = dict(zip(names, given(inputs(Sizes())), strict=True))
-    monkeypatch.setattr("ringattn.kernels.choice.gpu_of", lambda device: Gpu("NVIDIA H200", 90))
+    monkeypatch.setattr("ringattn.kernels.choice.gpu_specs", lambda device: assumed_gpu(90, "NVIDIA H200"))
     with pytest.raises(ValueError, match=message):
         attention_gradients(**{**call, "dq": torch.zeros(1, 40, 1, 16), "config": config("single_pass"), **change})
 
@@ -176,7 +176,7 @@ def test_strides_beyond_32_bits_are_refused() -> None:
         single_pass.check_near("dq", dq, Tile(16, 32, 4, 1))
 
 
-@pytest.mark.compiles("kernels/experimental/single_pass.py", "tests/support/launch_arguments.py")
+@pytest.mark.compiles("kernels/single_pass.py", "tests/support/launch_arguments.py")
 def test_a_launch_with_descriptors_compiles() -> None:
     """By the JIT, from the arguments of real launches, where there is no GPU."""
     assert compiling("tests.support.launch_arguments", "single_pass").count("compiled") == 4

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ringattn.kernels import Tile, tables
+from ringattn.kernels.gpu import GpuSpec, assumed_gpu
 from ringattn.kernels.tables import (
-    Gpu,
     RefusedTable,
     Table,
     as_json,
@@ -115,7 +115,7 @@ def test_no_name_of_a_gpu_leaves_the_folder() -> None:
 Folders = tuple[Path, Path]
 
 
-def found(length: int = 8192, gpu: Gpu = H200, **how: Any) -> Tile | None:
+def found(length: int = 8192, gpu: GpuSpec = H200, **how: Any) -> Tile | None:
     return tuned(gpu, **how).tile(KEY, length)
 
 
@@ -160,7 +160,7 @@ def test_a_missing_folder_warns(folders: Folders, monkeypatch: pytest.MonkeyPatc
 
 def test_estimates_are_never_the_default(folders: Folders) -> None:
     """A kernel that was never run on a GPU is there for who asks."""
-    arch = Gpu("sm_90", 90)
+    arch = assumed_gpu(90)
     save(folders[0], estimate(), gpu=arch)
     assert found() is None
     assert found(estimated=True) == TILE
@@ -209,16 +209,3 @@ def test_the_tables_that_ship_are_good() -> None:
         assert path.name == file_name(shipped.gpu, shipped.triton)
         assert all(entry.estimated and entry.bound for entry in shipped.entries)
         assert not any(options_of(entry.tile) for entry in shipped.entries), "an estimate that serves nobody"
-
-
-@pytest.mark.parametrize(("capability", "arch"), [((8, 0), 80), ((8, 6), 86), ((12, 1), 121)])
-def test_the_gpu_of_a_device(capability: tuple[int, int], arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs of one generation differ in shared memory, and so in the tiles that fit."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    tables._gpu_of.cache_clear()
-    try:
-        assert tables.gpu_of(torch.device("cuda", 1)) == Gpu("GPU 1", arch)
-    finally:
-        tables._gpu_of.cache_clear()
-    assert tables.gpu_of(torch.device("cpu")) is None

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ringattn.comm import Slots, Topology
 from ringattn.comm.transport import DONE
 from ringattn.comm.transports.nccl import ByNodeTransport
-from ringattn.kernels.experimental import single_pass
+from ringattn.kernels import single_pass
 from ringattn.kernels.shared import Shared
 from ringattn.ring import buffers
 from ringattn.ring.key_values import KeyValues

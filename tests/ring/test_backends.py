@@ -13,7 +13,7 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import KernelConfig, Tile, attention_delta
 from ringattn.kernels.attention import Forward
-from ringattn.kernels.experimental.single_pass import Gradients
+from ringattn.kernels.single_pass import Gradients
 from ringattn.ring import backends, loop
 
 from ..kernels.test_hopper import ON_HOPPER, Launches, launches

@@ -38,7 +38,7 @@ def test_each_rank_takes_its_own_tiles(folders: tuple[Path, Path], monkeypatch: 
     for gpu, tile in TILES.items():
         save(folders[0], gpu, [entry(point(kernel, mask), tile) for kernel in KERNELS for mask in ("full", "bounded")])
     here, tiles = threading.local(), [set[Tile]() for _ in GPUS]
-    monkeypatch.setattr(choice, "gpu_of", lambda device: getattr(here, "gpu", None))
+    monkeypatch.setattr(choice, "gpu_specs", lambda device: getattr(here, "gpu", None))
 
     def noted(tile: Tile) -> dict[str, Any]:
         tiles[here.rank].add(tile)

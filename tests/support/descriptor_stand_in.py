@@ -12,7 +12,7 @@ import pytest
 from triton.runtime import interpreter
 
 from ringattn.kernels import launch
-from ringattn.kernels.tables import Gpu
+from ringattn.kernels.gpu import assumed_gpu
 
 
 def install(patch: pytest.MonkeyPatch) -> set[str]:
@@ -39,5 +39,5 @@ def install(patch: pytest.MonkeyPatch) -> set[str]:
     patch.setattr(builder, "create_descriptor_reduce", add, raising=False)
     patch.setattr(builder, "create_descriptor_load", spied_load)
     patch.setattr(builder, "create_descriptor_store", spied_store)
-    patch.setattr(launch, "gpu_of", lambda device: Gpu("NVIDIA H200", 90))
+    patch.setattr(launch, "gpu_specs", lambda device: assumed_gpu(90, "NVIDIA H200"))
     return moved

@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-FILES = {"tiles": "device/tiles.py"} | {
-    name: f"experimental/{name}.py" for name in ("steps", "hopper", "hopper_backward")
-}
+FILES = {"tiles": "device/tiles.py"} | {name: f"hopper/{name}.py" for name in ("steps", "forward", "backward")}
 
 Choose = Callable[[list[str]], int]
 """Which of the partitions and loads that can go on does so."""
@@ -398,8 +396,8 @@ def same(function: Any = None, **options: Any) -> Any:
     return same if function is None else function
 
 
-def kernel(machine: Machine, name: str = "hopper") -> SimpleNamespace:
-    """``kernels.experimental.hopper``, or another module, as this machine runs it."""
+def kernel(machine: Machine, name: str = "forward") -> SimpleNamespace:
+    """``kernels.hopper.forward``, or another module, as this machine runs it."""
     triton, modules = language(machine), dict[str, SimpleNamespace]()
 
     def imported(name: str, *args: Any) -> Any:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.bench.common.cases import NotHere
 from ringattn.bench.kernels.accuracy import accuracy
-from ringattn.bench.suite.cases import NotHere
 from ringattn.comm import LocalGroup, Message, Topology, Transport
 from ringattn.reference import attention
 from ringattn.ring import longformer

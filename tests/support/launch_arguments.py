@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ringattn.autotune.compile import Sizes, Variant, compiled, select
-from ringattn.kernels.config import SHARED_LIMIT
+from ringattn.kernels.gpu import shared_limit
 
 ADDS, STORES = "cp.reduce.async.bulk.tensor", "cp.async.bulk.tensor.4d.global.shared"
 
@@ -87,7 +87,7 @@ def main(group: str) -> Iterator[str]:
         (selected,) = select(f"{spec}:mha")
         variant = replace(selected, sizes=Sizes(*sizes))
         made: Any = compiled(variant.launch, variant.arch).binary
-        assert made.metadata.shared <= SHARED_LIMIT[variant.arch]
+        assert made.metadata.shared <= shared_limit(variant.arch)
         check(variant, made.asm["ptx"])
         yield f"compiled: {variant} {variant.sizes}"
 

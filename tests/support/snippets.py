@@ -283,10 +283,10 @@ def the_kernels(group: GroupLike) -> Iterator[dict[str, Any]]:
 def of_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield what tells a ring: its sizes, its device and its group."""
     from ringattn import Ring, autotune
-    from ringattn.kernels.tables import gpu_of
+    from ringattn.kernels.gpu import gpu_specs
 
     yield {
-        "autotune": autotune, "Ring": Ring, "gpu_of": gpu_of, "device": torch.device("cpu"), "group": group,
+        "autotune": autotune, "Ring": Ring, "gpu_specs": gpu_specs, "device": torch.device("cpu"), "group": group,
         "world": 2, "heads": 8, "kv_heads": 8, "head_dim": 64, "tokens": 1024,
     }  # fmt: skip
 

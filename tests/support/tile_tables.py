@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from ringattn.kernels import Tile, tables
-from ringattn.kernels.tables import Entry, Gpu, Point, Table, as_json, file_name, with_options
+from ringattn.kernels.gpu import GpuSpec, assumed_gpu
+from ringattn.kernels.tables import Entry, Point, Table, as_json, file_name, with_options
 
-H200 = Gpu("NVIDIA H200", 90)
-RTX = Gpu("NVIDIA RTX A6000", 86)
+H200 = assumed_gpu(90, "NVIDIA H200")
+RTX = assumed_gpu(86, "NVIDIA RTX A6000")
 DATE = "2026-11-21T12:00:00+00:00"
 POINT = Point("forward", "bf16", 128, 128, 4, "full", 8192)
 TILE = Tile(64, 64, 4, 2)
@@ -28,7 +29,7 @@ def estimate(point: Point = POINT, tile: Tile = TILE) -> Entry:
     return Entry(point, tile, estimated=True, date=DATE, bound=3.5, bound_by="instructions")
 
 
-def save(folder: Path, *entries: Entry, gpu: Gpu = H200, triton: tuple[int, int] | None = None) -> Path:
+def save(folder: Path, *entries: Entry, gpu: GpuSpec = H200, triton: tuple[int, int] | None = None) -> Path:
     """A table in a folder, by its name there."""
     version = triton or tables.triton_version()
     folder.mkdir(parents=True, exist_ok=True)

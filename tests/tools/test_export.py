@@ -15,9 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.autotune.compile import ROLES
-from ringattn.kernels import Tile
-from ringattn.kernels.config import SHARED_LIMIT, config_for
-from ringattn.kernels.experimental import hopper_backward_launch
+from ringattn.kernels import Tile, hopper_backward_launch
+from ringattn.kernels.config import config_for
+from ringattn.kernels.gpu import ARCHS
 from ringattn.tools.export.command import app
 from ringattn.tools.export.config import ExportConfig, Tiles, chosen_tiles
 
@@ -187,7 +187,7 @@ def test_the_bounds_of_a_causal_mask(export: Export) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--arch 75", f"it must be one of {', '.join(f'sm_{arch}' for arch in SHARED_LIMIT)}"),
+        ("--arch 75", f"it must be one of {', '.join(f'sm_{arch}' for arch in ARCHS)}"),
         ("--role lone", f"role is lone: it must be one of {', '.join(ROLES)}"),
         ("", "TRITON_INTERPRET is set"),
         ("--forward-kernel fast", "forward_kernel is fast: it must be one of portable, hopper"),

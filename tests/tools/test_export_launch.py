@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import Bounds, Tile
-from ringattn.kernels.experimental.single_pass import add_order
+from ringattn.kernels.single_pass import add_order
 
 from ..support.export.exports import EXPORTED, Export, exported, needs_compiler
 

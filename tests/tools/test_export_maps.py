@@ -13,7 +13,7 @@ import torch
 import triton
 
 from ringattn.kernels import Bounds, Tile
-from ringattn.kernels.experimental.single_pass import add_order
+from ringattn.kernels.single_pass import add_order
 from ringattn.tools.export.kernels import parameter_layout
 
 from ..support.export.exports import (

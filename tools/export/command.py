@@ -70,7 +70,7 @@ def main(
     """Write cubins, a C header and launcher, and a manifest of attention kernels, forward and backward."""
     check_needs(context, {"config_dir": "gpu"})
 
-    from ...autotune.space import SHORT, gpu_of_arch
+    from ...autotune.space import SHORT, gpu_for_arch
     from ...bench.common.output import prints, write_json
     from .config import ExportConfig, chosen_tiles
     from .kernels import export
@@ -78,7 +78,7 @@ def main(
     kernels = []
     try:
         config = ExportConfig(
-            gpu_of_arch(f"sm_{arch.removeprefix('sm_')}").arch, SHORT[dtype], head_dim, value_dim or head_dim, causal,
+            gpu_for_arch(f"sm_{arch.removeprefix('sm_')}").arch, SHORT[dtype], head_dim, value_dim or head_dim, causal,
             grouped, role, forward_kernel, backward, gpu, config_dir,
         )  # fmt: skip
         if prints():

@@ -9,7 +9,8 @@ from pathlib import Path
 from ...autotune.compile import ROLES, default_tile, hopper_tile
 from ...kernels.attention import DELTA_BLOCK
 from ...kernels.config import BACKWARDS, FORWARD_KERNELS, Tile
-from ...kernels.tables import KERNELS, Entry, Gpu, Table, folder_of, is_offered, options_of, tables_of
+from ...kernels.gpu import assumed_gpu
+from ...kernels.tables import KERNELS, Entry, Table, folder_of, is_offered, options_of, tables_of
 
 BUILT_IN = "built-in default, never timed"
 
@@ -74,7 +75,7 @@ def chosen_tiles(config: ExportConfig) -> Tiles:
     """
     tables: list[Table] = []
     if config.gpu is not None:
-        tables = tables_of(Gpu(config.gpu, config.arch), folder_of(config.config_dir))
+        tables = tables_of(assumed_gpu(config.arch, config.gpu), folder_of(config.config_dir))
         if not tables:
             raise ValueError(
                 f"there is no table of {config.gpu}, sm_{config.arch}, for this version of Triton: `ringattn tune "

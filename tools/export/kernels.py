@@ -19,7 +19,8 @@ from ...autotune.compile import HOPPER, META, Launch, Sizes, Variant, compiled, 
 from ...autotune.gate import read_with, threads_of
 from ...bench.common.provenance import git, sources
 from ...kernels import attention_delta
-from ...kernels.config import SHARED_LIMIT, Tile
+from ...kernels.config import Tile
+from ...kernels.gpu import shared_limit
 from ...kernels.tables import DTYPES, Options
 from .config import ExportConfig, chosen_tiles
 
@@ -133,7 +134,7 @@ def export(config: ExportConfig, name: str) -> Exported:
         RuntimeError: a binary that these launchers would not launch as Triton does.
     """
     tile, launch = chosen_tiles(config)[name][0], compiled_launch(config, name)
-    made, limit = launch.binary, SHARED_LIMIT[config.arch]
+    made, limit = launch.binary, shared_limit(config.arch)
     metadata, cubin = made.metadata, made.asm["cubin"]
     if metadata.shared > limit:
         raise ValueError(

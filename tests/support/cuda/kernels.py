@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels.experimental.dq_sum import Turns
-from ringattn.kernels.order import Chip
+from ringattn.kernels.device.dq_sum import Turns
+from ringattn.kernels.gpu import INTERPRETER_GPU
 
 from .recorder import Recorder
 
@@ -150,7 +150,8 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None
         )
 
     # one multiprocessor: always busy, so that dK/dV is one launch where a config does not say otherwise
-    monkeypatch.setattr("ringattn.kernels.order.chip_of", lambda device: Chip(1, 1 << 20))
+    gpu = INTERPRETER_GPU._replace(multiprocessors=1, l2_bytes=1 << 20)
+    monkeypatch.setattr("ringattn.kernels.order.gpu_or_interpreter", lambda device: gpu)
     for module_name in [name for name in sys.modules if name.startswith("ringattn.kernels.")]:
         if hasattr(sys.modules[module_name], "launch") and not module_name.endswith(".launch"):
             monkeypatch.setattr(sys.modules[module_name], "launch", launch)

@@ -16,7 +16,8 @@ import pytest
 import triton
 
 from ringattn.kernels import Tile
-from ringattn.kernels.tables import CONFIG_DIR, Gpu, Point
+from ringattn.kernels.gpu import assumed_gpu
+from ringattn.kernels.tables import CONFIG_DIR, Point
 
 from ..tile_tables import entry, save
 
@@ -29,7 +30,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Werror", "-pedantic", "-isystem", str(CUDA)]
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 needs_cpp = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 
-A100 = Gpu("NVIDIA A100-SXM4-80GB", 80)
+A100 = assumed_gpu(80, "NVIDIA A100-SXM4-80GB")
 TUNED = {
     "forward": (Point("forward", "fp16", 40, 16, 1, "full", 8192), Tile(64, 32, 4, 2)),
     "gradients": (Point("single_pass_deterministic", "bf16", 96, 96, 1, "bounded", 8192), Tile(32, 32, 4, 1)),

@@ -20,9 +20,9 @@ import triton
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
 from ringattn.autotune.compile import Sizes, call
-from ringattn.kernels import FULL, Bounds, attention
-from ringattn.kernels.experimental import hopper_backward_launch, hopper_launch, single_pass
-from ringattn.kernels.tables import DTYPES, Gpu
+from ringattn.kernels import FULL, Bounds, attention, hopper_backward_launch, hopper_launch, single_pass
+from ringattn.kernels.gpu import assumed_gpu
+from ringattn.kernels.tables import DTYPES
 from ringattn.tools.export.config import ExportConfig
 from ringattn.tools.export.kernels import compiled_launch, field_name, parameter_layout, variant_of
 
@@ -70,7 +70,7 @@ def captured(config: ExportConfig, case: dict[str, int]) -> dict[str, tuple[int,
             patch.object(hopper_launch, "launch", launch),
             patch.object(hopper_backward_launch, "launch", launch),
             patch.object(hopper_launch, "is_hopper", lambda device: True),
-            patch.object(single_pass, "gpu_of", lambda device: Gpu("", config.arch)),
+            patch.object(single_pass, "gpu_specs", lambda device: assumed_gpu(config.arch)),
         ):
             if name == "delta":
                 attention.attention_delta(*(make(name, *values, dtype=DTYPES[config.dtype]) for _ in range(2)))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.parts import dot, first_part
+from .parts import dot, first_part
 
 
 class Turns(NamedTuple):

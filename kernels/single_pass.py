@@ -1,7 +1,6 @@
-"""dQ, dK and dV of one shard in a single pass over the pairs of tiles: five matrix products instead of seven.
+"""The host side of the single-pass backward: the entry, the launch, and the fixed order in which key tiles add to dQ.
 
-The loop over query tiles is that of dK/dV (``key_tile.py``), whose ``dS`` also makes ``dS K``, which is added to dQ in
-global memory (``dq_sum.py``). The host entry, in which order key tiles add where that is fixed, and the kernel.
+The kernel is ``device/single_pass.py``; for ``backward="hopper"`` it is ``hopper/backward.py``.
 """
 
 from __future__ import annotations
@@ -10,15 +9,16 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
-from ..bounds import FULL, Bounds
-from ..checks import check_backward, check_like, result_like
-from ..choice import Bound, LaunchPlan
-from ..config import KernelConfig, Tile
-from ..device.key_tile import key_tile
-from ..device.tiles import program, visit_key_tile
-from ..launch import (
+from . import hopper_backward_launch
+from .bounds import FULL, Bounds
+from .checks import check_backward, check_like, result_like
+from .choice import Bound, LaunchPlan
+from .config import KernelConfig, Tile
+from .device.dq_sum import Turns
+from .device.single_pass import single_pass_kernel
+from .gpu import gpu_specs
+from .launch import (
     COPY_ENGINE_ARCH,
     Pair,
     descriptor,
@@ -33,10 +33,7 @@ from ..launch import (
     shape_of,
     strided,
 )
-from ..scores import PLAIN, Scores
-from ..tables import gpu_of
-from . import hopper_backward_launch
-from .dq_sum import Turns
+from .scores import PLAIN, Scores
 
 
 def attention_gradients(
@@ -156,7 +153,7 @@ def check_near(name: str, x: torch.Tensor, tile: Tile) -> None:
 
 def box_of(dq: torch.Tensor, tile: Tile) -> Any:
     """A TMA descriptor of ``dq`` in tiles of queries; None where atomics must do."""
-    gpu = gpu_of(dq.device)
+    gpu = gpu_specs(dq.device)
     if gpu is None or gpu.arch < COPY_ENGINE_ARCH or dq.numel() == 0:
         return None
     return descriptor(dq, tile.block_q) if fills_boxes(dq.shape[3]) and is_aligned(dq) else None
@@ -212,37 +209,3 @@ def key_tile_visits(bounds: Bounds, queries: int, keys: int, tile: Tile, device:
         blocks = bounds.block_sparse.visible.to(device)
         there = there & blocks[columns // bounds.block_sparse.block][:, first // bounds.block_sparse.block].T
     return there.expand(-1, -1, len(columns))
-
-
-@triton.jit
-def single_pass_kernel(
-    dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, dq, box, turns, bounds, shape, softmax_scale, modifiers,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """One program: dK and dV of BLOCK_K keys of one key head, and what these keys add to dQ of all queries."""
-    if turns.gates is None:
-        tile, batch, head = program(shape, BLOCK_K)
-    else:
-        tile, batch, head = late_keys_first(shape, BLOCK_K)
-    first, keys, visited = visit_key_tile(tile, batch, bounds, shape, BLOCK_K, BLOCK_Q)
-    if IN_PLACE:
-        if visited[3] <= visited[0]:  # the sums stay as they are
-            return
-    key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, dq, box, turns, bounds, shape, softmax_scale,
-             modifiers, batch, head, first, keys, visited,
-             HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, RAGGED)  # fmt: skip
-
-
-@triton.jit
-def late_keys_first(shape, BLOCK: tl.constexpr):
-    """(tile, batch, head) where programs wait for those of later keys, which must therefore be launched before them.
-
-    All heads take turns: of a head no more key tiles run at once, each a step behind the one before it, than there are
-    multiprocessors for.
-    """
-    tiles = tl.cdiv(shape.rows, BLOCK)
-    heads = tl.num_programs(0) // tiles
-    pid = tl.program_id(0)
-    head = pid % heads
-    return tiles - 1 - pid // heads, (head // shape.heads).to(tl.int64), (head % shape.heads).to(tl.int64)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from ..bounds import Bounds
-from ..config import SHARED_LIMIT, Tile
-from ..launch import Descriptors, check_describable, interval, launch, programs, shape_of, strided
-from ..scores import Scores
-from ..tables import gpu_of
-from .steps import CONSUMERS, ROWS
+from .bounds import Bounds
+from .config import Tile
+from .gpu import gpu_specs, shared_limit
+from .hopper.steps import CONSUMERS, ROWS
+from .launch import Descriptors, check_describable, interval, launch, programs, shape_of, strided
+from .scores import Scores
 
 HEAD_DIMS = (64, 128, 256)
 """What one wgmma takes as columns of the result, and a TMA box holds without padding."""
 
 ARCH = 90
 
-REGISTERS = 168
+THREAD_REGISTERS = 168
 """Per thread at launch: 65,536 among three warpgroups; the producer's are handed to the consumers."""
 
 MIN_SLOTS = 2  # a consumer waits for the V of the next step before it gives back that of this one
@@ -79,10 +79,10 @@ def check_kind(
 
 def check_room(field: str, head_dim: int, nbytes: int, fewer: str) -> None:
     """Refuse a tile whose shared memory, with 1 KiB for the barriers, a block does not have: ValueError."""
-    if (needed := nbytes + 1024) > SHARED_LIMIT[ARCH]:
+    if (needed := nbytes + 1024) > (limit := shared_limit(ARCH)):
         raise ValueError(
             f"{field} needs {needed} bytes of shared memory at head dim {head_dim}, sm_{ARCH} has "
-            f"{SHARED_LIMIT[ARCH]}: take fewer {fewer}"
+            f"{limit}: take fewer {fewer}"
         )
 
 
@@ -92,7 +92,7 @@ def runs(bounds: Bounds, q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def is_hopper(device: torch.device) -> bool:
-    gpu = gpu_of(device)
+    gpu = gpu_specs(device)
     return gpu is not None and gpu.arch == ARCH
 
 
@@ -129,7 +129,7 @@ def launch_hopper(
     described: Descriptors,
 ) -> None:
     """As the launch of ``forward_kernel`` in ``attention.Forward``, for what :func:`takes` lets through."""
-    from .hopper import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
+    from .hopper.forward import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
 
     into = strided(out)
     launch(
@@ -138,5 +138,5 @@ def launch_hopper(
         into if state is None or state is out else strided(state), into, lse, interval(bounds), shape_of(q, k),
         softmax_scale,
         HEAD_DIM=q.shape[3], BLOCK_K=tile.block_k, SLOTS=tile.num_stages, HAS_STATE=state is not None,
-        num_warps=4, maxnreg=REGISTERS,
+        num_warps=4, maxnreg=THREAD_REGISTERS,
     )  # fmt: skip

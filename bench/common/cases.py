@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.result import Result, Row
+from .result import Result, Row
 
 
 class NotHere(Exception):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ..bounds import Bounds
-from ..config import KernelConfig, Tile
-from ..launch import Descriptors, Pair, check_describable, interval, launch, programs, shape_of, strided
-from ..scores import Scores
-from .hopper_launch import REGISTERS, check_kind, check_room, runs
-from .steps import CONSUMERS, ROWS
+from .bounds import Bounds
+from .config import KernelConfig, Tile
+from .hopper.steps import CONSUMERS, ROWS
+from .hopper_launch import THREAD_REGISTERS, check_kind, check_room, runs
+from .launch import Descriptors, Pair, check_describable, interval, launch, programs, shape_of, strided
+from .scores import Scores
 
 HEAD_DIMS = (64, 128)
 """Of 256 no dK and dV of 128 keys fit the registers of two warpgroups."""
@@ -82,7 +82,7 @@ def launch_hopper_backward(
     described: Descriptors,
 ) -> None:
     """As the launch of ``single_pass_kernel`` in ``single_pass.Gradients``, for what :func:`takes` lets through."""
-    from .hopper_backward import hopper_backward_kernel  # Gluon takes a while to import, and only this needs it
+    from .hopper.backward import hopper_backward_kernel  # Gluon takes a while to import, and only this needs it
 
     tile = tile or default_tile(q.shape[3])
     before = out if accum is None else accum
@@ -96,5 +96,5 @@ def launch_hopper_backward(
         HEAD_DIM=q.shape[3], BLOCK_Q=tile.block_q, SLOTS=tile.num_stages, HAS_SUM=accum is not None,
         IN_PLACE=accum is not None and in_place,
         RAGGED=bounds.is_full and k.shape[1] % tile.block_k != 0,
-        num_warps=4, maxnreg=REGISTERS,
+        num_warps=4, maxnreg=THREAD_REGISTERS,
     )  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..timeline.events import LANES, Event, Timeline, lane_order
-from .theme import LIGHT, themed
+from ..common.theme import LIGHT, themed
+from .events import LANES, Event, Timeline, lane_order
 
 ROWS = {"compute": 1.0, "send": 0.42, "receive": 0.42}
 """Rows of a rank and their heights; waits share the row of compute, for a rank does one or the other."""

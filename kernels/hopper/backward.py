@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..device import tiles
-from .hopper import (
+from .forward import (
     CONSUMERS,
     LOG2_E,
     REGISTERS,

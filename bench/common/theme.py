@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from ..common.output import write_file
+from .output import write_file
 
 PICTURES = (".png", ".svg", ".pdf")
 

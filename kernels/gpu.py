@@ -1,0 +1,165 @@
+"""Facts about GPUs: what one multiprocessor can do, what a GPU model has, and which GPU a device is.
+
+Sources, all by NVIDIA:
+
+- Limits of a multiprocessor and of a block: CUDA C++ programming guide, "Compute capabilities"; tuning guides of
+  Ampere, Ada, Hopper and Blackwell, "Occupancy".
+- Lanes per clock: CUDA C++ best practices guide, "Throughput of native arithmetic instructions" (until 12.9 in the CUDA
+  C++ programming guide).
+- Products per clock of the tensor cores: white papers of A100 (1,024 fused multiply-adds per multiprocessor), GA102 and
+  Ada (512), H100 (2,048) and RTX Blackwell (512). For sm_100: 2.25 PFLOP/s of the Blackwell brief over 148
+  multiprocessors at 1.85 GHz (4,096). GeForce cards of sm_86, 89 and 120 do half of that with fp32 sums.
+- Shared memory: 32 banks of 4 bytes per clock (programming guide, "Shared memory").
+- L2 throughput: 5,120 bytes per clock over the 108 multiprocessors of A100 (its white paper). The other values are not
+  documented: 64 bytes per clock is a generous assumption.
+- Models: their data sheets and white papers; dense rates, nominal bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from .target import target
+
+REGISTERS = 65_536
+"""32-bit registers of a multiprocessor."""
+
+REGISTER_UNIT = 256
+"""Registers are allocated to a warp in multiples of this number."""
+
+SCHEDULERS = 4
+"""Warp schedulers of a multiprocessor; each issues one instruction per clock."""
+
+RESERVED_SHARED = 1024
+"""Bytes of shared memory that the system takes from every block."""
+
+SHARED_BYTES_PER_CLOCK = 128
+"""Bytes that the shared memory of a multiprocessor moves per clock."""
+
+TENSOR_MEMORY_COLUMNS = 512
+"""Columns of tensor memory of a multiprocessor of sm_100; ptxas turns a kernel that needs more into a trap."""
+
+
+@dataclass(frozen=True)
+class MultiprocessorSpec:
+    """Limits of one multiprocessor, and its throughput per clock."""
+
+    products: int  # fused multiply-adds of the tensor cores; 16-bit inputs, fp32 sums, dense
+    fma: int  # lanes of fp32 add, multiply and multiply-add
+    add: int  # lanes of 32-bit integer add
+    minmax: int  # lanes of fp32 minimum and maximum
+    l2_bytes_per_clock: float
+    warps: int  # resident at a time
+    blocks: int  # resident at a time
+    shared_per_multiprocessor: int  # bytes
+    shared_per_block: int  # bytes
+    integer_multiply: int = 64  # lanes
+    logic: int = 64  # lanes of bitwise operations, shift, select and compare
+    special: int = 16  # lanes of exp2, log2 and reciprocal
+    shuffle: int = 32  # lanes
+
+
+_A100_L2, _ASSUMED_L2 = 5120 / 108, 64.0
+
+MULTIPROCESSOR_SPECS = {
+    80: MultiprocessorSpec(1024, 64, 64, 64, _A100_L2, 64, 32, 164 << 10, 163 << 10),
+    86: MultiprocessorSpec(512, 128, 64, 64, _ASSUMED_L2, 48, 16, 100 << 10, 99 << 10),
+    89: MultiprocessorSpec(512, 128, 64, 64, _ASSUMED_L2, 48, 24, 100 << 10, 99 << 10),
+    90: MultiprocessorSpec(2048, 128, 64, 64, _ASSUMED_L2, 64, 32, 228 << 10, 227 << 10),
+    100: MultiprocessorSpec(4096, 128, 64, 128, _ASSUMED_L2, 64, 32, 228 << 10, 227 << 10),
+    120: MultiprocessorSpec(512, 128, 128, 64, _ASSUMED_L2, 48, 24, 100 << 10, 99 << 10),
+}
+"""By compute capability without the dot (90 is 9.0)."""
+
+ARCHS = tuple(MULTIPROCESSOR_SPECS)
+"""Compute capabilities that kernels are compiled, tuned and exported for."""
+
+L2_BYTES = {80: 40 << 20, 86: 6 << 20, 89: 72 << 20, 90: 50 << 20, 100: 126 << 20, 103: 126 << 20, 120: 96 << 20}
+"""Size of the L2 cache by compute capability: A100, A10, RTX 4090, H100, B200, B300 and RTX 5090."""
+
+SMALLEST_L2 = 6 << 20
+"""Size of the L2 cache that is assumed for any other GPU."""
+
+
+class GpuSpec(NamedTuple):
+    """One GPU: a model, the GPU of a device, or any GPU of a compute capability (``name`` is then ``sm_90``)."""
+
+    name: str
+    arch: int  # compute capability without the dot
+    multiprocessors: int
+    l2_bytes: int
+    memory_bytes: float | None = None
+    memory_bandwidth: float | None = None  # bytes per second, nominal
+    tensor_flops: float | None = None  # FLOP/s of the tensor cores; 16-bit inputs, fp32 sums, dense
+
+
+def _model(name: str, arch: int, multiprocessors: int, tflops: float, tbytes: float, gbytes: float) -> GpuSpec:
+    return GpuSpec(name, arch, multiprocessors, L2_BYTES[arch], gbytes * 1e9, tbytes * 1e12, tflops * 1e12)
+
+
+GPU_MODELS = {
+    "h100": _model("H100", 90, 132, 989, 3.35, 80),
+    "h200": _model("H200", 90, 132, 989, 4.8, 141),
+    "h800": _model("H800", 90, 132, 989, 3.35, 80),
+    "h100-pcie": _model("H100 PCIe", 90, 114, 756, 2.0, 80),
+    "a100": _model("A100", 80, 108, 312, 2.04, 80),
+    "a800": _model("A800", 80, 108, 312, 2.04, 80),
+    "a100-pcie": _model("A100 PCIe", 80, 108, 312, 1.94, 80),
+    "b200": _model("B200", 100, 148, 2250, 8.0, 180),
+    "l40s": _model("L40S", 89, 142, 362, 0.864, 48)._replace(l2_bytes=96 << 20),
+    "a10": _model("A10", 86, 72, 125, 0.6, 24),
+}
+"""GPU models; the words of a key (``h100-pcie``: h100 and pcie) are words of the name that the driver reports."""
+
+INTERPRETER_GPU = GpuSpec("CPU", 0, 20, SMALLEST_L2)
+"""Stand-in for Triton's interpreter, which runs kernels on the CPU."""
+
+
+def shared_limit(arch: int) -> int:
+    """Return how many bytes of shared memory one block may take; for an unknown capability the largest limit."""
+    if arch in MULTIPROCESSOR_SPECS:
+        return MULTIPROCESSOR_SPECS[arch].shared_per_block
+    return max(spec.shared_per_block for spec in MULTIPROCESSOR_SPECS.values())
+
+
+def assumed_gpu(arch: int, name: str | None = None) -> GpuSpec:
+    """Return a GPU of a compute capability that need not be here, with as many multiprocessors as an H100."""
+    multiprocessors = GPU_MODELS["h100"].multiprocessors
+    return GpuSpec(name or f"sm_{arch}", arch, multiprocessors, L2_BYTES.get(arch, SMALLEST_L2))
+
+
+def find_model(name: str) -> str | None:
+    """Return the key in ``GPU_MODELS`` for a name that the driver reports; None for a model that is not there.
+
+    ``NVIDIA H100 80GB HBM3`` is ``h100``, ``NVIDIA H100 PCIe`` is ``h100-pcie``.
+    """
+    words = set(name.lower().replace("-", " ").split())
+    return max((key for key in GPU_MODELS if words.issuperset(key.split("-"))), key=len, default=None)
+
+
+def gpu_specs(device: torch.device) -> GpuSpec | None:
+    """Return the GPU that launches on a device are for; None if the device is no GPU.
+
+    For the meta device that is the GPU of :func:`.target.compiling_for`.
+    """
+    if device.type == "meta":
+        compiling = target()
+        return None if compiling is None else compiling.gpu
+    return _query_gpu(device) if device.type == "cuda" else None
+
+
+@cache
+def _query_gpu(device: torch.device) -> GpuSpec:
+    found = torch.cuda.get_device_properties(device)
+    arch = found.major * 10 + found.minor
+    l2_bytes = getattr(found, "L2_cache_size", 0) or L2_BYTES.get(arch, SMALLEST_L2)
+    return GpuSpec(found.name, arch, found.multi_processor_count, l2_bytes, float(found.total_memory))
+
+
+def gpu_or_interpreter(device: torch.device) -> GpuSpec:
+    """Return the GPU that launches on a device are for; without a GPU the stand-in for Triton's interpreter."""
+    return gpu_specs(device) or INTERPRETER_GPU

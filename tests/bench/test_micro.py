@@ -1,0 +1,26 @@
+"""Micro-benchmarks run from the installed package, and their JSON says where the numbers come from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+LEAST_BENCHMARKS = 12
+
+
+def test_every_benchmark_runs_and_the_json_has_provenance(tmp_path: Path) -> None:
+    file = tmp_path / "micro.json"
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", f"--rootdir={tmp_path}", "-c", "/dev/null"]
+    once = ["--benchmark-only", "--benchmark-min-rounds=1", "--benchmark-max-time=0", f"--benchmark-json={file}"]
+    command = [sys.executable, "-m", "pytest", "--pyargs", "ringattn.bench.micro", *options, *once]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert result.returncode == 0, result.stdout + result.stderr
+    written = json.loads(file.read_text())
+    assert len(written["benchmarks"]) >= LEAST_BENCHMARKS
+    assert all(one["stats"]["median"] > 0 for one in written["benchmarks"])
+    assert written["provenance"]["versions"]["torch"] == torch.__version__
+    assert "ringattn.bench.micro" in written["provenance"]["command"]

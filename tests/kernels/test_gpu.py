@@ -1,0 +1,81 @@
+"""The table of GPU facts: its two halves agree, names are found, and a device is looked up once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ringattn.bench.predict.speed import GPUS, gpu_speed
+from ringattn.kernels.gpu import (
+    ARCHS,
+    GPU_MODELS,
+    INTERPRETER_GPU,
+    L2_BYTES,
+    MULTIPROCESSOR_SPECS,
+    SMALLEST_L2,
+    GpuSpec,
+    assumed_gpu,
+    find_model,
+    gpu_or_interpreter,
+    gpu_specs,
+    shared_limit,
+)
+from ringattn.kernels.target import Target, compiling_for
+
+
+@pytest.mark.parametrize("key", GPU_MODELS)
+def test_peak_rate_is_that_of_the_multiprocessors_at_a_plausible_clock(key: str) -> None:
+    gpu = GPU_MODELS[key]
+    assert gpu.tensor_flops is not None
+    clock = gpu.tensor_flops / (2 * MULTIPROCESSOR_SPECS[gpu.arch].products * gpu.multiprocessors)
+    assert 1.3e9 < clock < 2.6e9
+
+
+@pytest.mark.parametrize("key", GPUS)
+def test_predicted_speeds_are_below_the_peak(key: str) -> None:
+    peak = GPU_MODELS[key].tensor_flops
+    assert peak is not None and gpu_speed(key).backward < gpu_speed(key).forward < peak
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA L40S", "l40s"),
+        ("Tesla V100-SXM2-32GB", None),
+    ],
+)
+def test_model_is_found_by_whole_words_of_its_name(name: str, key: str | None) -> None:
+    assert find_model(name) == key
+
+
+def test_unknown_capability_has_the_smallest_l2_and_the_largest_shared_limit() -> None:
+    assert assumed_gpu(75) == GpuSpec("sm_75", 75, 132, SMALLEST_L2)
+    assert shared_limit(75) == max(map(shared_limit, ARCHS)) == 232_448
+    assert assumed_gpu(90, "NVIDIA H200")[:2] == ("NVIDIA H200", 90)
+
+
+def test_gpu_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert [gpu_specs(device) for device in (cpu, meta)] == [None, None]
+    assert gpu_or_interpreter(cpu) == gpu_or_interpreter(meta) == INTERPRETER_GPU
+    with compiling_for(Target(assumed_gpu(80), print)):
+        assert gpu_specs(meta) == gpu_or_interpreter(meta) == assumed_gpu(80)
+    asked = []
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(name="NVIDIA L40S", major=8, minor=9, multi_processor_count=142, total_memory=48 << 30)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    device = torch.device("cuda", 93)  # no other test has asked for it
+    for _ in range(2):
+        assert gpu_specs(device) == GpuSpec("NVIDIA L40S", 89, 142, L2_BYTES[89], float(48 << 30))
+    assert asked == [device]
