@@ -24,7 +24,8 @@ from ringattn import LocalWorld
 from ringattn.bench import cli
 from ringattn.comm import GroupLike
 from ringattn.examples.model import Decoder
-from ringattn.kernels.tables import Gpu, tables_of
+from ringattn.kernels.gpu import assumed_gpu
+from ringattn.kernels.tables import tables_of
 
 from .support.forked import results
 from .support.snippets import (
@@ -218,7 +219,7 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
 def test_json_of_pages_is_read(tmp_path: Path) -> None:
     (table,) = [one for one in snippets() if one.language == "json"]
     (tmp_path / "nvidia-h200_triton-3.7.json").write_text(table.text)
-    assert tables_of(Gpu("NVIDIA H200", 90), str(tmp_path))
+    assert tables_of(assumed_gpu(90, "NVIDIA H200"), str(tmp_path))
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
