@@ -224,7 +224,7 @@ def test_json_of_pages_is_read(tmp_path: Path) -> None:
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
-ELSEWHERE = {"python3", "python", "pip", "tox", "pytest", "ruff", "torchrun", "srun", "mpirun"}
+ELSEWHERE = {"git", "python3", "python", "pip", "tox", "pytest", "ruff", "torchrun", "srun", "mpirun"}
 """Programs of others; of their arguments the files, the modules and the environments of tox are looked up."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ def test_every_benchmark_runs_and_the_json_has_provenance(tmp_path: Path) -> Non
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", f"--rootdir={tmp_path}", "-c", "/dev/null"]
     once = ["--benchmark-only", "--benchmark-min-rounds=1", "--benchmark-max-time=0", f"--benchmark-json={file}"]
     command = [sys.executable, "-m", "pytest", "--pyargs", "ringattn.bench.micro", *options, *once]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    # pytest-benchmark turns itself off in a child of a worker of pytest-xdist
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
     assert result.returncode == 0, result.stdout + result.stderr
     written = json.loads(file.read_text())
     assert len(written["benchmarks"]) >= LEAST_BENCHMARKS

@@ -170,5 +170,5 @@ def test_a_long_ring_s_posts_are_looked_at_in_turn() -> None:
 
 def test_messages_of_one_edge_are_told_together() -> None:
     whole = Post("hop 1", Transfer(), (), [(1, 64), (2, 8), (1, 4)], [(2, 32), (2, 2)], 0.0, 1)
-    assert whole.edges(0) == "34 bytes rank 2 -> rank 0, 68 bytes rank 0 -> rank 1, 8 bytes rank 0 -> rank 2"
+    assert whole.edges(0, range(3)) == "34 bytes rank 2 -> rank 0, 68 bytes rank 0 -> rank 1, 8 bytes rank 0 -> rank 2"
     assert whole.nbytes == 110

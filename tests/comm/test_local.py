@@ -173,4 +173,4 @@ def test_a_line_of_a_world_that_has_failed_has_failed_too() -> None:
     assert before.failure is hub.failure is after.failure and hub.line("ring", (1, 3)) is after
     assert after.returned([0, 1]) == [1]
     with pytest.raises(WorldAborted, match="another rank raised KeyError"):
-        after.take("box", 0, "rank 1 waits", 0)
+        after.take("box", 0, "rank 1 waits", 0, 60.0)

@@ -183,7 +183,7 @@ def test_where_padding_is_goes_to_a_device_once(qkv_format: str) -> None:
     edges = torch.tensor([0, 9])
     padded = torch.tensor([0, 12]) if qkv_format == "thd" else None
     call: dict[str, Any] = {"qkv_format": qkv_format, "boundaries": Boundaries(edges, None, padded, None)}
-    made = formats._padding if qkv_format == "thd" else formats._behind
+    made = formats._shared_padding if qkv_format == "thd" else formats._shared_behind
     made.cache_clear()
     with torch.inference_mode():
         attend(q, k, v, group=None, attn_mask_type="padding", **call)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.kernels import FULL, BlockSparseIndex, Bounds, KernelConfig, Scores, attention_backward, attention_forward
+from ringattn.kernels.launch import counter_of
 
 from ..support import kernel_cases
 from ..support.baselines import Modified, Results, pytorch
@@ -173,10 +174,9 @@ def test_heads_in_chunks_are_those_of_all_heads(name: str) -> None:
 
 def test_seeds_and_thresholds_are_words() -> None:
     for seed in (0, 5, 2**63 - 1, 2**63, 2**64 - 1):
-        assert Scores(dropout_seed=seed, first_head=3).counter(torch.device("cpu")).tolist() == [
-            seed - 2**64 * (seed >= 2**63),
-            3,
-        ]
+        *seed_halves, head_low, head_high = (int(half) for half in counter_of(seed, 3))
+        assert sum(half << 16 * place for place, half in enumerate(seed_halves)) == seed
+        assert (head_low, head_high) == (3, 0)
     assert Scores(dropout_p=1 - 2**-40).threshold == (1 << 32) - 1, "the threshold stays a 32-bit word"
 
 

@@ -282,11 +282,10 @@ def the_kernels(group: GroupLike) -> Iterator[dict[str, Any]]:
 @contextmanager
 def of_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield what tells a ring: its sizes, its device and its group."""
-    from ringattn import Ring, autotune
-    from ringattn.kernels.gpu import gpu_specs
+    from ringattn import Ring, autotune, kernels
 
     yield {
-        "autotune": autotune, "Ring": Ring, "gpu_specs": gpu_specs, "device": torch.device("cpu"), "group": group,
+        "autotune": autotune, "Ring": Ring, "kernels": kernels, "device": torch.device("cpu"), "group": group,
         "world": 2, "heads": 8, "kv_heads": 8, "head_dim": 64, "tokens": 1024,
     }  # fmt: skip
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+from ringattn.kernels.gpu import assumed_gpu
+
 from .device import Device, Op, Stream, Use, replace_streams
 from .driver import Driver, install_driver
 from .memory import Memory, Ref, Storage
@@ -182,6 +184,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Fabric]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "stand-in")
+    monkeypatch.setattr("ringattn.kernels.gpu._query_gpu", lambda device: assumed_gpu(90, "stand-in"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: recorder.add("synchronize"))
     return recorder, fabric

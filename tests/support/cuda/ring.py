@@ -203,6 +203,11 @@ class _Session:
         monkeypatch.setattr(ops, "_FORWARD", ops._ring_attention)
         monkeypatch.setattr(ops, "_GRADIENTS", ops.gradients)
         monkeypatch.setattr(mesh, "ring_of", lambda *_: self.exchange)
+        monkeypatch.setattr(
+            ring_module,
+            "_default_ring",
+            lambda group, deadline: Ring(group, transport=case.transport, deadline=deadline),
+        )
         self._caches: list[Any] = []
         for module, name in ((plan_module, "_shared_plan"), (rows_module, "_shared_rows"), (ulysses, "shared")):
             monkeypatch.setattr(module, name, self.of_process(getattr(module, name)))
@@ -278,8 +283,7 @@ class _Session:
             ring = open_rings.enter_context(Ring(group, transport=self.case.transport, **self.case.ring))
             self.rings[rank] = self.exchanges[rank] = ring
             if self.case.ulysses > 1:
-                exchange = Ring(both.ulysses, transport=self.case.transport)
-                self.exchanges[rank] = open_rings.enter_context(exchange)
+                self.exchanges[rank] = ring.partner(both.ulysses)  # closed with the ring
             ring._trace = _Spans(self.recorder, lambda: self.calls[rank])  # type: ignore[assignment]
             # warmed up here, where bytes still move: they are looked at
             for call in map(self.case.on_ring, self.case.calls):
