@@ -87,7 +87,12 @@ def test_process_exit_waits_for_running_work(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_work_that_ends_after_an_abort_does_not_undo_it() -> None:
     interrupted, over = threading.Event(), threading.Event()
-    stream = HostStream("test", interrupted.set)
+
+    def interrupt() -> bool:
+        interrupted.set()
+        return True
+
+    stream = HostStream("test", interrupt)
     begun = threading.Event()
 
     def work() -> None:

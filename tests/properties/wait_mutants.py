@@ -88,6 +88,13 @@ LOCAL_POST = (
 ENGINE_CALLS = ("mark", "post", "_offers", "_announce", "_fetch", "_await_taken", "_await", "_copy")
 ENGINE_POST = tuple(f"CopyEngineTransport.{name}" for name in ENGINE_CALLS)
 
+# never sampled: wait_mutants.md does not list the survivors of these modules yet
+AGREEMENT = (
+    Target("comm.watchdog.preflight", ("",), (), ("comm/test_preflight.py", BACKWARDS)),
+    Target("comm.watchdog.watch", ("Watch",), (), ("comm/test_watch.py",)),
+    Target("comm.control", ("_Looks", "Control"), (), ("comm/test_control.py",)),
+    Target("ring.mesh", ("",), (), ("ring/test_ulysses.py", "ring/test_args.py -k two_values", BACKWARDS)),
+)
 TARGETS = (
     Target("ring.loop", ("",), ("nccl",), RING),
     Target("ring.buffers", ("RingCall", "Arrival", "RingBuffer"), ("nccl",), RING),
@@ -102,10 +109,7 @@ TARGETS = (
     Target("comm.transports.copy_engine.memory", ("Flags.put_up", "Flags.wait_for"), ("copy_engine",), ENGINE),
     Target("comm.transports.local", LOCAL_POST, ("local",), LOCAL),
     Target("kernels.shared", ("Shared", "SharedCache"), ("local",), ("kernels/test_shared.py",), tuple(CACHED)),
-    Target("comm.watchdog.preflight", ("",), (), ("comm/test_preflight.py", BACKWARDS)),
-    Target("comm.watchdog.watch", ("Watch",), (), ("comm/test_watch.py",)),
-    Target("comm.control", ("_Looks", "Control"), (), ("comm/test_control.py",)),
-    Target("ring.mesh", ("",), (), ("ring/test_ulysses.py", "ring/test_args.py -k two_values", BACKWARDS)),
+    *AGREEMENT,
 )
 
 
@@ -245,7 +249,8 @@ def main(arguments: list[str]) -> int:
         if options.only in str(mutant)
     ]
     if options.sample:
-        chosen = random.Random(0).sample(chosen, options.sample)
+        listed = [(target, mutant) for target, mutant in chosen if target not in AGREEMENT]
+        chosen = random.Random(0).sample(listed, options.sample)
     left = survivors(chosen, options.show)
     print(f"{len(chosen) - len(left)} of {len(chosen)} mutants caught")
     known = {line.strip() for line in REASONS.read_text().splitlines() if line.startswith("    ")}

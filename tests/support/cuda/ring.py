@@ -254,8 +254,9 @@ class _Session:
     def begin(self) -> None:
         """Record from here on, and what is cached on a device is made anew."""
         self.forget()
-        for of_rank in (*self.results, *self.keys):
-            of_rank.clear()
+        for results, keys in zip(self.results, self.keys, strict=True):
+            results.clear()
+            keys.clear()
         self.recorder.begin()
 
     @property
