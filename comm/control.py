@@ -290,7 +290,8 @@ def _end_all() -> None:
         thread.join(LAST_SECONDS)
         while thread.is_alive():
             if not shut_socket(thread):
-                return thread.join(ANSWER_SECONDS)
+                thread.join(ANSWER_SECONDS)
+                break
             thread.join(SHUT_SECONDS)
 
 
