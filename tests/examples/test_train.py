@@ -133,7 +133,7 @@ def warm(rank: int, job: Job) -> Run:
 @pytest.mark.nightly
 @pytest.mark.timeout(2400)
 def test_memory_is_shared_out() -> None:
-    """Each of 4 ranks peaks, weights and slots of the ring with it, at 0.30 of one process (bench/NOTES.md)."""
+    """Each of 4 ranks peaks, weights and slots of the ring with it, at 0.30 of one process (bench/results/LOG.md)."""
     (single,) = results(1, partial(warm, job=LONG), patience=1200)
     ranks = results(4, partial(warm, job=LONG), patience=1200)
     assert max(ranks[0].peaks) <= 0.30 * single.peaks[0], (ranks[0].peaks, single.peaks)

@@ -29,8 +29,8 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not {".venv", ".tox", "build", "node_modules"} & {*path.relative_to(ROOT).parts}
 )
-DATED = {"NOTES.md", "CHANGELOG.md"}
-"""Pages that tell of files and commands as they were called then."""
+DATED = {"LOG.md"}
+"""Pages that keep the file names and commands of an earlier date."""
 
 LANGUAGES = {"python", "sh", "console", "json", "c", "text"}
 """Every fence says which it is; ``console`` is a command behind ``$`` and what it prints, ``text`` is no code."""
