@@ -9,13 +9,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import autotune, bench, comm, examples, integrations, kernels, reference, ring, tools
     from .comm import LocalWorld, single_rank
-    from .ring import Layout, Ring, checkpoint_policy, merge, positions, ring_attention, shard, unshard
+    from .ring import (
+        Documents,
+        Layout,
+        LayoutLike,
+        Ring,
+        Session,
+        checkpoint_policy,
+        merge,
+        positions,
+        ring_attention,
+        shard,
+        unshard,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
+    "Documents",
     "Layout",
+    "LayoutLike",
     "LocalWorld",
     "Ring",
+    "Session",
     "__version__",
     "autotune",
     "bench",
@@ -36,9 +51,8 @@ __all__ = [
 ]
 
 _FOLDERS = ("autotune", "bench", "comm", "examples", "integrations", "kernels", "reference", "ring", "tools")
-_HOME = dict.fromkeys(
-    ("Layout", "Ring", "checkpoint_policy", "merge", "positions", "ring_attention", "shard", "unshard"), "ring"
-)
+_RING = "Documents Layout LayoutLike Ring Session checkpoint_policy merge positions ring_attention shard unshard"
+_HOME = dict.fromkeys(_RING.split(), "ring")
 _HOME |= dict.fromkeys(("LocalWorld", "single_rank"), "comm")
 
 if not TYPE_CHECKING:  # a type checker sees the imports above, and a misspelt name

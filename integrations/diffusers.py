@@ -13,8 +13,8 @@ import torch
 from diffusers.models._modeling_parallel import gather_size_by_comm
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from ..ring import GroupLike, Layout, ring_attention, single_rank
-from ..ring.schedule.layout import LayoutLike
+from .. import Layout, LayoutLike, ring_attention, single_rank
+from ..comm import GroupLike
 from . import unit_stride
 
 __all__ = ["register"]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..ring import Layout, ring_attention
-from ..ring.rows import Shared
+from .. import Layout, ring_attention
+from ..kernels import Shared
 from . import unit_stride
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ring import GroupLike, Layout, merge, ring_attention, single_rank, unshard
-from ..ring.mesh import ranks_of
+from .. import Layout, merge, ring_attention, single_rank, unshard
+from ..comm import GroupLike, group_rank_size
 from . import unit_stride
 
 
@@ -77,8 +77,8 @@ def ring_flash_attn(
     if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != k.shape[:2]):
         got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask is {got}: it must be torch.bool {list(k.shape[:2])}, True where there is a key")
-    members = _members(ring_size, group, q.device) if ring_reduce_col else single_rank()
-    world = ranks_of(members, q.device).size
+    members = _members(ring_size, group) if ring_reduce_col else single_rank()
+    world = group_rank_size(members)[1]
     layout, buckets = Layout.contiguous(world * tokens, world), 1
     if striped_ring_attn:
         size = min(keys, bucket_size or 0)
@@ -133,7 +133,7 @@ def zig_zag_attn(
     if attn_mask is not None:
         raise NotImplementedError("attn_mask is given: pass causal=True for the positions of zig_zag_shard")
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    if q.shape[2] % 2 and ranks_of(group, q.device).size > 1:
+    if q.shape[2] % 2 and group_rank_size(group)[1] > 1:
         raise ValueError(f"q has {q.shape[2]} tokens: a zigzag has two equal runs of them")
     grouped = _swapped(q.transpose(1, 2), 2, q.shape[1] // max(k.shape[1], 1))
     k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -169,12 +169,12 @@ def tree_attn_decode(
     if (k is None) != (v is None) or (k is None and shard_kv_seq):
         kinds = f"k is {type(k).__name__}, v is {type(v).__name__}, with shard_kv_seq={shard_kv_seq}"
         raise ValueError(f"{kinds}: pass both, or neither with shard_kv_seq=False")
-    ranks = ranks_of(group, q.device)
+    rank, size = group_rank_size(group)
     keys, values = (q[:, :, :0] if x is None else x for x in (k, v))
     if keys.shape[1] != q.shape[1]:
         raise ValueError(f"k has {keys.shape[1]} heads, q has {q.shape[1]}: they must be as many")
     if shard_kv_seq:
-        keys, values = (x.tensor_split(ranks.size, 2)[ranks.rank] for x in (keys, values))
+        keys, values = (x.tensor_split(size, 2)[rank] for x in (keys, values))
     out, lse = ring_attention(
         *(unit_stride(x).transpose(1, 2) for x in (q, keys, values)),
         layout=Layout.contiguous(q.shape[2], 1),
@@ -184,22 +184,22 @@ def tree_attn_decode(
         backend={None: "auto", True: "triton", False: "aten"}[use_triton],
     )
     outs, lses = (
-        unshard(x, layout="contiguous", group=group, dim=dim, grad="slice").chunk(ranks.size, dim)
+        unshard(x, layout="contiguous", group=group, dim=dim, grad="slice").chunk(size, dim)
         for x, dim in ((out, 1), (lse, 2))
     )
     return merge(outs, lses)[0].transpose(1, 2)
 
 
-def _members(ring_size: int | None, group: GroupLike, device: torch.device) -> GroupLike:
+def _members(ring_size: int | None, group: GroupLike) -> GroupLike:
     """The ranks of one ring."""
-    ranks = ranks_of(group, device)
-    if ring_size is None or ring_size == ranks.size:
+    rank, size = group_rank_size(group)
+    if ring_size is None or ring_size == size:
         return group
     if group is not None:
-        raise ValueError(f"ring_size is {ring_size}, group has {ranks.size} ranks: pass the group of one ring")
-    if ring_size < 1 or ranks.size % ring_size:
-        raise ValueError(f"ring_size is {ring_size}: it must divide the {ranks.size} ranks")
-    return _neighbours(ranks.rank - ranks.rank % ring_size, ring_size, dist.group.WORLD)
+        raise ValueError(f"ring_size is {ring_size}, group has {size} ranks: pass the group of one ring")
+    if ring_size < 1 or size % ring_size:
+        raise ValueError(f"ring_size is {ring_size}: it must divide the {size} ranks")
+    return _neighbours(rank - rank % ring_size, ring_size, dist.group.WORLD)
 
 
 @lru_cache

@@ -39,9 +39,8 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..ring import GroupLike, Layout, ring_attention
-from ..ring.mesh import ranks_of
-from ..ring.schedule.layout import Documents
+from .. import Documents, Layout, ring_attention
+from ..comm import GroupLike, group_rank_size
 from . import unit_stride
 
 Attention = Tensor | tuple[Tensor, Tensor, None]
@@ -122,7 +121,7 @@ def _varlen(rule: Callable[[Boundaries, int], Layout], call: _Call, cu_seqlens: 
             f"cu_seqlens ends at {documents[-1]}, q has {call.q.shape[0]} tokens: it has the boundaries in this rank's "
             "part; with layout= those of the whole sequence"
         )
-    world = ranks_of(call.group, call.q.device).size
+    world = group_rank_size(call.group)[1]
     if rule is _zigzag_of_documents:
         for start, stop in pairwise(documents):
             _two_equal_runs(f"a document of cu_seqlens, {start} to {stop},", stop - start, call)
@@ -132,7 +131,7 @@ def _varlen(rule: Callable[[Boundaries, int], Layout], call: _Call, cu_seqlens: 
 
 def _two_equal_runs(name: str, tokens: int, call: _Call) -> None:
     """Of an odd number no cut is theirs; alone a rank has them all."""
-    if tokens % 2 and ranks_of(call.group, call.q.device).size > 1:
+    if tokens % 2 and group_rank_size(call.group)[1] > 1:
         raise ValueError(f"{name} has {tokens} tokens: a zigzag has two equal runs of them, or say which in layout=")
 
 
@@ -214,8 +213,7 @@ def _llama3(
             "cu_seqlens_q is not a tensor that llama3_flash_attn_prepare_cu_seqlens of "
             "ringattn.integrations.ring_flash_attn returned: it does not say where the documents of other ranks end"
         )
-    ranks = ranks_of(call.group, call.q.device)
-    values = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, call.causal, ranks.rank, ranks.size)
+    values = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, call.causal, *group_rank_size(call.group))
     for name, value, made in zip(_Prepared._fields, values, prepared, strict=False):
         if value is not made if isinstance(made, Tensor) else value != made:
             raise ValueError(f"{name} is {value}, llama3_flash_attn_prepare_cu_seqlens made cu_seqlens_q with {made}")

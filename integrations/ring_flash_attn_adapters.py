@@ -11,10 +11,8 @@ from __future__ import annotations
 import transformers
 from torch import Tensor
 
-from ..ring import GroupLike, Layout
-from ..ring.mesh import ranks_of
-from ..ring.ring import device_of
-from ..ring.schedule.layout import Documents
+from .. import Documents, Layout
+from ..comm import GroupLike, group_rank_size
 from .transformers import Sharding, _sharding, attend, mask_of, register
 
 
@@ -56,7 +54,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: GroupLike) 
     last = _sharding.get(None)
     if last is None or last.group is not process_group:
         raise ValueError("process_group is another one: call substitute_hf_flash_attn(process_group, ...) first")
-    world = ranks_of(process_group, device_of()).size
+    world = group_rank_size(process_group)[1]
     if last.layout is not None and not last.tokens and world > 1:
         raise RuntimeError(
             "no attention since the last update_ring_flash_attn_params was ringattn's: make the model with "

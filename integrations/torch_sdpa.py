@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..ring import GroupLike, Layout, ring_attention
-from ..ring.mesh import spans_of
-from ..ring.schedule.layout import LayoutLike
+from .. import Layout, LayoutLike, ring_attention
+from ..comm import GroupLike
 from . import unit_stride
 
 __all__ = ["layout_of", "ring_sdpa"]
@@ -190,15 +189,14 @@ def layout_of(load_balancer: Any, world: int) -> Layout:
         raise ValueError(f"the indices of load_balancer are no permutation of 0 to {seqlen - 1}")
     if world < 1 or seqlen % world:
         raise ValueError(f"load_balancer has {seqlen} tokens for {world} ranks: the shards must be equal")
-    spans = []
-    for rank, positions in enumerate(rows[0].chunk(world)):
+    shards = rows[0].chunk(world)
+    for rank, positions in enumerate(shards):
         if positions.diff().lt(1).any():
             raise ValueError(
                 f"the indices of load_balancer do not ascend on rank {rank}: a ring needs each rank's tokens in order. "
                 "Sort them within the rank, or for packed documents take Layout.zigzag(seqlen, world, cu_seqlens=...)"
             )
-        spans.append(spans_of(positions))
-    return Layout(spans)
+    return Layout.from_positions(shards)
 
 
 def _no_balancer(kind: str) -> ValueError:

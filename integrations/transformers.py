@@ -31,10 +31,8 @@ import torch
 import transformers
 from packaging.version import Version
 
-from ..ring import GroupLike, Layout, Ring, ring_attention
-from ..ring.ring import device_of, resolve_ring
-from ..ring.schedule.layout import Documents, LayoutLike, whole_numbers
-from ..ring.shards import resolve_layout
+from .. import Documents, Layout, LayoutLike, Ring, Session, ring_attention
+from ..comm import GroupLike, resolve_group
 
 NAME = "ringattn"
 OLDEST = Version("5.22")
@@ -71,24 +69,29 @@ class Sharding:
     cu_seqlens: tuple[int, ...] | None = None
     tokens: int = 0  # of this rank in the last call of attention, where there are several ranks
 
-    def of(self, tokens: int, device: torch.device) -> tuple[Ring, Layout]:
-        """The ring, and the layout of the whole sequence, of which this rank has ``tokens``; ValueError where not."""
-        ring = resolve_ring(self.ring, self.group, device)
-        if self.layout is None and ring.size > 1:
+    def resolve(self, tokens: int, device: torch.device) -> tuple[Session, Layout]:
+        """Return the session, and the layout of the whole sequence, of which this rank has ``tokens``.
+
+        Raises:
+            ValueError: there is no layout for several ranks, or it gives this rank another number of tokens.
+        """
+        session = _session(self.group, device, self.ring)
+        if self.layout is None and session.size > 1:
             raise ValueError(
-                f'{ring.size} ranks and no layout: run the model inside `with sharded(model, "zigzag", group):`, '
+                f'{session.size} ranks and no layout: run the model inside `with sharded(model, "zigzag", group):`, '
                 "whose group is the ranks that share a sequence, and give it what shard_batch makes"
             )
-        total = self.layout.seqlen if isinstance(self.layout, Layout) else tokens * ring.size
-        layout = resolve_layout(self.layout, total, ring.size)
-        if layout.lengths[ring.rank] != tokens:
-            raise ValueError(f"the layout gives rank {ring.rank} {layout.lengths[ring.rank]} tokens, got {tokens}")
-        return ring, layout
+        total = self.layout.seqlen if isinstance(self.layout, Layout) else tokens * session.size
+        layout = session.resolve_layout(self.layout, total)
+        expected = layout.lengths[session.rank]
+        if expected != tokens:
+            raise ValueError(f"the layout gives rank {session.rank} {expected} tokens, got {tokens}")
+        return session, layout
 
     def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
-        """Of this rank's tokens within their documents, int64 ``[S]``."""
-        ring, layout = self.of(tokens, device)
-        where = layout.positions(ring.rank)
+        """Return the positions of this rank's tokens within their documents, int64 ``[S]``."""
+        session, layout = self.resolve(tokens, device)
+        where = layout.positions(session.rank)
         start = 0 if self.cu_seqlens is None else Documents(self.cu_seqlens).around(where)[0]
         return (where - start).to(device)
 
@@ -120,8 +123,8 @@ class Mask:
         differ = position_ids != expected
         if differ.any():
             row, first = differ.nonzero()[0].tolist()
-            ring, _ = self.sharding.of(tokens, position_ids.device)
-            with ring._entered(position_ids.device):  # the other ranks hear why this one does not come
+            session, _ = self.sharding.resolve(tokens, position_ids.device)
+            with session.call():  # the other ranks hear why this one does not come
                 raise ValueError(
                     f"position_ids of token {first} on are {position_ids[row, first : first + 4].tolist()}, the "
                     f"positions of this rank's tokens {expected[first : first + 4].tolist()}: pass what shard_batch "
@@ -178,7 +181,7 @@ def sharded(
         yield
     finally:
         _sharding.reset(token)
-    if not sharding.tokens and resolve_ring(ring, group, device_of()).size > 1:
+    if not sharding.tokens and _session(group, None, ring).size > 1:
         raise RuntimeError(
             'no attention inside sharded() was ringattn\'s: attn_implementation="ringattn", or a model that allows it'
         )
@@ -364,23 +367,23 @@ def attend(
     tokens, sharding = query.shape[2], attention_mask.sharding
     if key.shape[2] != tokens:
         raise NotImplementedError(f"{key.shape[2]} keys for {tokens} queries in {model}: no cache, no cross-attention")
-    ring, layout = sharding.of(tokens, query.device)
+    session, layout = sharding.resolve(tokens, query.device)
     config = getattr(module, "config", None)
-    if ring.size > 1 and config is not attention_mask.checked_config:
+    if session.size > 1 and config is not attention_mask.checked_config:
         _check_config(config)
         attention_mask.checked_config = config
     if position_ids is not None and position_ids.dim() == 2 and not attention_mask.positions_checked:
         attention_mask.check_positions(position_ids, tokens)
-    elif ring.size > 1 and not attention_mask.positions_checked:
+    elif session.size > 1 and not attention_mask.positions_checked:
         raise NotImplementedError(
             f"{model} does not hand position_ids [B, S] to attention: over several ranks ringattn takes those that do, "
             "since others may count from the shard's start"
         )
-    sharding.tokens = tokens if ring.size > 1 else 0
+    sharding.tokens = tokens if session.size > 1 else 0
     out = ring_attention(
         *(x.transpose(1, 2) for x in (query, key, value)),
         layout=layout,
-        ring=ring,
+        ring=session.ring,
         causal=attention_mask.causal,
         window_size=attention_mask.window_size,
         softmax_scale=scaling,
@@ -465,20 +468,24 @@ def shard_batch(
     """
     if check is not None and not isinstance(check, bool):
         raise ValueError(f"check is {check!r}: it must be True, False or None")
-    device = device_of(*map(batch.get, CUT))
-    ring = resolve_ring(None, group, device)
-    comparing = ring.size > 1 and check is not False
+    session = _session(group, next((x.device for x in map(batch.get, CUT) if isinstance(x, torch.Tensor)), None))
+    comparing = session.size > 1 and check is not False
     if comparing and torch.utils.data.get_worker_info() is not None:  # it shares the connections of its parent
         raise ValueError(f"check is {check} in a worker process of a data loader: pass check=False there")
-    history = _histories.setdefault(ring, BatchHistory())
+    history = _histories.setdefault(session.ring, BatchHistory())
     if comparing:
         history.calls += 1  # first of all, so that a rank that refuses its batch counts as the others do
-    with ring._entered(device) if comparing else nullcontext():
+    with session.call() if comparing else nullcontext():
         documents = _check_batch(batch, cu_seqlens)
-        layout = resolve_layout(layout, documents.seqlen, ring.size)
+        layout = session.resolve_layout(layout, documents.seqlen)
         if comparing:
-            _compare_batches(ring, history, batch, layout, documents, bool(check))
-    return _cut(batch, layout, ring, documents)
+            _compare_batches(session, history, batch, layout, documents, bool(check))
+    return _cut(batch, layout, session, documents)
+
+
+def _session(group: GroupLike, device: torch.device | None, ring: Ring | None = None) -> Session:
+    """Return the session of one ring; ValueError for a mesh of two dimensions."""
+    return Session(resolve_group(group) if ring is None else group, device=device, ring=ring)
 
 
 def _check_batch(batch: Mapping[str, Any], cu_seqlens: Iterable[int] | torch.Tensor | None) -> Documents:
@@ -512,9 +519,7 @@ def _find_documents(
         given["position_ids"] = _boundaries_from_positions(positions, tokens)
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if (boundaries := batch.get(name)) is not None:
-            given[name] = Documents(
-                whole_numbers(name, torch.as_tensor(boundaries).tolist(), "[documents + 1]")
-            ).boundaries
+            given[name] = Documents(torch.as_tensor(boundaries).tolist(), name).boundaries
     if (index := batch.get("seq_idx")) is not None:
         if index.shape != (1, tokens):
             raise ValueError(f"seq_idx is {list(index.shape)}: it must be [1, {tokens}]")
@@ -551,7 +556,7 @@ def _boundaries_from_positions(position_ids: torch.Tensor, tokens: int) -> tuple
 
 
 def _compare_batches(
-    ring: Ring,
+    session: Session,
     history: BatchHistory,
     batch: Mapping[str, Any],
     layout: Layout,
@@ -560,29 +565,28 @@ def _compare_batches(
 ) -> None:
     """Raise ValueError on every rank if the batches differ between ranks."""
     tensors = {name: batch[name] for name in CUT if batch.get(name) is not None}
-    device = device_of(*tensors.values())
     shapes = {f"the shape of {name}": (list(x.shape), x.dtype) for name, x in tensors.items()}
     is_due = always or repr(shapes) not in history.compared_shapes or history.calls % CHECK_EVERY == 0
     contents: dict[str, object] = {"cu_seqlens": documents}
     if is_due:
-        sums = torch.stack([checksum(x).to(device) for x in tensors.values()]).tolist()
+        sums = torch.stack([checksum(x).to(session.device) for x in tensors.values()]).tolist()
         contents |= {f"the checksum of {name}": total for name, total in zip(tensors, sums, strict=True)}
         items = batch.get("num_items_in_batch")
         contents["num_items_in_batch"] = items.tolist() if isinstance(items, torch.Tensor) else items
     call = {"call": "shard_batch", "layout": layout, **shapes, "check": is_due}
-    ring._agree(call, device, contents, always=True)
+    session.agree(call, contents, always=True)
     if is_due:
         if len(history.compared_shapes) >= MOST_SHAPES:
             history.compared_shapes.clear()
         history.compared_shapes.add(repr(shapes))
 
 
-def _cut(batch: Mapping[str, Any], layout: Layout, ring: Ring, documents: Documents) -> ShardedBatch:
+def _cut(batch: Mapping[str, Any], layout: Layout, session: Session, documents: Documents) -> ShardedBatch:
     """Return one rank's part of a batch that was checked."""
     name = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
-    sharding = Sharding(layout, ring=ring, cu_seqlens=documents.boundaries)
-    positions = sharding.positions(layout.lengths[ring.rank], batch[name].device)
-    made = ShardedBatch({name: layout.shard(batch[name], ring.rank), "position_ids": positions[None]})
+    sharding = Sharding(layout, ring=session.ring, cu_seqlens=documents.boundaries)
+    positions = sharding.positions(layout.lengths[session.rank], batch[name].device)
+    made = ShardedBatch({name: layout.shard(batch[name], session.rank), "position_ids": positions[None]})
     made.cu_seqlens = documents.boundaries if len(documents.boundaries) > 2 else None
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if shifted is None and labels is not None:
@@ -590,7 +594,7 @@ def _cut(batch: Mapping[str, Any], layout: Layout, ring: Ring, documents: Docume
         shifted[:, [end - 1 for end in documents.boundaries if end]] = IGNORE_INDEX
     if shifted is not None:
         items = batch.get("num_items_in_batch")
-        made["shift_labels"] = layout.shard(shifted, ring.rank)
+        made["shift_labels"] = layout.shard(shifted, session.rank)
         made["labels"] = torch.full_like(made["shift_labels"], IGNORE_INDEX)
         made["num_items_in_batch"] = (shifted != IGNORE_INDEX).sum() if items is None else items
     return made

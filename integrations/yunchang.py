@@ -33,10 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ring import GroupLike, Layout, ring_attention
-from ..ring.mesh import Rings, ranks_of, spans_of
-from ..ring.schedule.layout import LayoutLike
-from ..ring.shards import resolve_layout
+from .. import Layout, LayoutLike, ring_attention
+from ..comm import Group, GroupLike, group_rank_size, resolve_group, resolve_mesh
 from . import ring_flash_attn, unit_stride
 
 RULES: dict[str, LayoutLike] = {
@@ -47,7 +45,7 @@ RULES: dict[str, LayoutLike] = {
     "basic_flashinfer": "contiguous",
     "basic_npu": "contiguous",
 }
-"""By ``ring_impl_type`` the layout of the ring."""
+"""The layout of the ring for each ``ring_impl_type``: a constructor of ``Layout``."""
 EXACT = ("aiter", "fa", "fa3", "flashinfer", "torch_math", "torch_flash", "torch_efficient", "torch_cudnn", "npu")
 """Values of ``AttnType`` whose results are the same but for rounding."""
 
@@ -104,8 +102,8 @@ def layout_of(ring_impl_type: str, seqlen: int, rd: int, ud: int) -> Layout:
         raise ValueError(f"rd is {rd}, ud is {ud}: there is at least one rank of each")
     if seqlen % (rd * ud):
         raise ValueError(f"{seqlen} tokens are not divisible by the {rd * ud} ranks that share them")
-    whole = resolve_layout(RULES[ring_impl_type], seqlen, rd)
-    return Layout(spans_of(part) for place in range(rd) for part in whole.positions(place).chunk(ud))
+    whole: Layout = getattr(Layout, str(RULES[ring_impl_type]))(seqlen, rd)
+    return Layout.from_positions(part for place in range(rd) for part in whole.positions(place).chunk(ud))
 
 
 def _extract(
@@ -127,19 +125,19 @@ def _extract(
     Raises:
         ValueError: the degrees, ``rank`` or ``world_size`` are not those of the mesh, or as :func:`layout_of`.
     """
-    mesh, rings = _mesh_of(group)
-    rd, ud = rings.ring.size if rd is None else rd, rings.ulysses.size if ud is None else ud
+    mesh, degrees = _mesh_of(group)
+    rd, ud = degrees[0] if rd is None else rd, degrees[1] if ud is None else ud
     if value.ndim < 2:
         raise ValueError(f"value is {list(value.shape)}: it must be [B, S, ...]")
-    size, degrees = rings.size, (rings.ring.size, rings.ulysses.size)
+    mine, size = group_rank_size(mesh)
     # its number in torch.distributed is another one where the ring is low
-    process = mesh.get_rank() % size if isinstance(mesh, DeviceMesh) else rings.rank
-    if (world_size, rd, ud) != (size, *degrees) or rank % world_size not in (rings.rank, process):
+    process = mesh.get_rank() % size if isinstance(mesh, DeviceMesh) else mine
+    if (world_size, rd, ud) != (size, *degrees) or rank % world_size not in (mine, process):
         raise ValueError(
             f"rank is {rank}, world_size is {world_size}, rd is {rd}, ud is {ud}: this is rank {process} of {size}, "
             f"{degrees[0]} x {degrees[1]} ranks"
         )
-    return layout_of(ring_impl_type, value.shape[1], rd, ud).shard(value, rings.rank)
+    return layout_of(ring_impl_type, value.shape[1], rd, ud).shard(value, mine)
 
 
 EXTRACT_FUNC_DICT: dict[str, Callable[..., Tensor]] = {name: partial(_extract, name) for name in RULES}
@@ -149,12 +147,14 @@ zigzag_extract_local = EXTRACT_FUNC_DICT["zigzag"]
 stripe_extract_local = EXTRACT_FUNC_DICT["strip"]
 
 
-def _mesh_of(group: GroupLike) -> tuple[GroupLike, Rings]:
+def _mesh_of(group: GroupLike) -> tuple[GroupLike, tuple[int, int]]:
+    """Return the mesh, and the number of ranks along its ring and its Ulysses dimension."""
     mesh = _Kept.mesh if group is None else group
-    rings = ranks_of(mesh, torch.device("cpu"))  # the numbers alone: no transport opens
-    if not isinstance(rings, Rings):
+    dims = resolve_mesh(mesh)
+    if dims is None:
+        resolve_group(mesh)
         raise ValueError("there is no mesh of ring x ulysses: call set_seq_parallel_pg first, or pass one as group=")
-    return mesh, rings
+    return mesh, (dims[0].size(), dims[1].size())
 
 
 def _check_attn_type(attn_type: object) -> None:
@@ -236,8 +236,7 @@ class LongContextAttention(torch.nn.Module):
             )
         layout_of(ring_impl_type, 0, 1, 1)
         self.ring_impl_type = ring_impl_type
-        self.mesh, rings = _mesh_of(group)
-        self.degrees = rings.ring.size, rings.ulysses.size
+        self.mesh, self.degrees = _mesh_of(group)
 
     def forward(
         self,
@@ -350,10 +349,9 @@ class UlyssesAttention(LongContextAttention):
 
 def _without_ring(group: GroupLike) -> GroupLike:
     """A mesh of one ring rank; a mesh as it is."""
-    ranks = ranks_of(group, torch.device("cpu"))
-    if isinstance(ranks, Rings):
+    if resolve_mesh(group) is not None:
         return group
-    members = ranks.group
+    members: Group = resolve_group(group)
     return _one_row(members) if isinstance(members, dist.ProcessGroup) else members.mesh(1, members.size())
 
 

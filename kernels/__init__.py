@@ -16,6 +16,7 @@ from .ops import (
 )
 from .quantize import SCALE_TOKENS, scale_shape
 from .scores import PLAIN, Scores
+from .shared import Shared
 
 __all__ = [
     "FULL",
@@ -25,6 +26,7 @@ __all__ = [
     "Bounds",
     "KernelConfig",
     "Scores",
+    "Shared",
     "Tile",
     "TileRange",
     "attend",

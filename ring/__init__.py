@@ -5,22 +5,26 @@ from .attention import ring_attention
 from .ops import checkpoint_policy
 from .partials import merge
 from .ring import Ring
-from .schedule.layout import Layout, Span
+from .schedule.layout import Documents, Layout, LayoutLike, Span
 from .schedule.mask import BlockMask, Longformer, Mask, bigbird, bounds, fixed, longformer, strided, visible_pairs
 from .schedule.schedule import Hop, Schedule, schedule
+from .session import Session
 from .shards import positions, shard, unshard
 from .trace import Span as TraceSpan
 from .trace import Trace
 
 __all__ = [
     "BlockMask",
+    "Documents",
     "GroupLike",
     "Hop",
     "Layout",
+    "LayoutLike",
     "Longformer",
     "Mask",
     "Ring",
     "Schedule",
+    "Session",
     "Span",
     "Trace",
     "TraceSpan",

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm import Group, GroupLike, resolve_mesh
 from .ring import Ring, resolve_ring, ring_of
-from .schedule.layout import Layout, Span
+from .schedule.layout import Layout
 from .schedule.plan import PLANS
 
 Mesh = tuple[Group, Group]
@@ -67,6 +67,11 @@ class Rings(NamedTuple):
             drawn = 0  # nobody takes it; virtual ranks share a generator, of which the first rank needs the next number
         return self.ulysses._draw_seed(self.ring._draw_seed(drawn))
 
+    def _gather(self, value: object, what: str) -> list[object]:
+        """Return the value of each rank of the mesh, in rank order."""
+        of_ulysses: list[Any] = self.ulysses._gather(self.ring._gather(value, what), what)
+        return [values[place] for place in range(self.ring.size) for values in of_ulysses]
+
 
 def rings_of(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Rings:
     """Return the rings that calls with this mesh share.
@@ -97,7 +102,7 @@ def ranks_of(group: GroupLike, device: torch.device) -> Ring | Rings:
 @lru_cache(maxsize=PLANS)
 def joined(layout: Layout, ulysses: int) -> Layout:
     """The layout of the ring, whose ranks hold what ``ulysses`` ranks of ``layout`` hold together."""
-    return Layout([spans_of(_held(layout, ulysses, place)) for place in range(layout.world // ulysses)])
+    return Layout.from_positions(_held(layout, ulysses, place) for place in range(layout.world // ulysses))
 
 
 @lru_cache(maxsize=PLANS)
@@ -105,24 +110,9 @@ def shared(layout: Layout, ulysses: int, place: int) -> Layout:
     """Which of the tokens of one place in the ring, counted from 0, each of its ``ulysses`` ranks holds."""
     held = _held(layout, ulysses, place)
     ranks = range(place * ulysses, (place + 1) * ulysses)
-    return Layout([spans_of(torch.searchsorted(held, layout.positions(rank))) for rank in ranks])
+    return Layout.from_positions(torch.searchsorted(held, layout.positions(rank)) for rank in ranks)
 
 
 def _held(layout: Layout, ulysses: int, place: int) -> Tensor:
     ranks = range(place * ulysses, (place + 1) * ulysses)
     return torch.cat([layout.positions(rank) for rank in ranks]).sort().values
-
-
-def spans_of(positions: Tensor) -> list[Span]:
-    """Ascending positions as spans."""
-    steps, counts = torch.unique_consecutive(positions.diff(), return_counts=True)
-    runs = zip(steps.tolist(), counts.tolist(), strict=True)
-    spans: list[Span] = []
-    first = taken = 0  # token with which a run of equal steps begins; tokens that have a span
-    for step, count in runs:
-        tokens = first + count + 1 - taken
-        if tokens > 1:  # else the run is a gap between two spans, and its last token begins the next one
-            spans.append(Span(int(positions[taken]), tokens, step))
-            taken += tokens
-        first += count
-    return spans + [Span(int(p), 1) for p in positions[taken:]]

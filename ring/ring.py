@@ -147,7 +147,7 @@ class Ring:
         self._exchanged = False
         self._trace: Trace | None = None
         self._control: Control | None = None
-        self._seeds: Control | None = None
+        self._values: Control | None = None
         self._process = os.getpid()
         self._broken = ""  # what ended a call: other ranks may never post what this one's transfers wait for
         self._closed = False
@@ -365,19 +365,22 @@ class Ring:
             drawn = None
         elif drawn is None:
             drawn = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-        if self.size == 1:
-            assert drawn is not None
-            return drawn
-        if self._seeds is None:
-            self._seeds = self._shared().fresh_scope("seeds")
-        watch = self._watch
-        assert watch is not None
-        try:
-            seed = self._seeds.gather(drawn, what="the seed of dropout", stop=watch.stopped)[0]
-        except TransportError as error:  # a rank whose seed was given may have stopped before
-            raise watch.failed(error) from error
+        seed = self._gather(drawn, "the seed of dropout")[0]
         assert isinstance(seed, int)
         return seed
+
+    def _gather(self, value: object, what: str) -> list[object]:
+        """Return the value of each rank, inside a call; ``what`` is what errors call it. One round trip."""
+        if self.size == 1:
+            return [value]
+        watch = self._watch
+        assert watch is not None
+        if self._values is None:
+            self._values = self._shared().fresh_scope("values")
+        try:
+            return self._values.gather(value, what=what, stop=watch.stopped)
+        except TransportError as error:  # a rank whose own value was enough for it may have stopped before
+            raise watch.failed(error) from error
 
     def telemetry(self) -> tuple[Report, ...]:
         """What this rank knows of every rank and how old that is: compute and wait seconds, bytes, last step, clocks.
@@ -456,7 +459,7 @@ class Ring:
                 step()
             except Exception as error:
                 logger.warning("rank %d: what a ring held is not all given back: %s", self.rank, error)
-        self._kv = self._dkv = self._control = self._seeds = None
+        self._kv = self._dkv = self._control = self._values = None
         self._opened.clear()
         self._partners.clear()
         self._transports, self._flat = (), None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.checks import check_local
-from ..kernels.shared import Shared as Shared  # for integrations, which import nothing of kernels
+from ..kernels.shared import Shared
 from .schedule.layout import Documents, Layout, Span, whole_numbers
 from .schedule.plan import PLANS
 

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from configparser import ConfigParser
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
@@ -29,7 +30,7 @@ ARROWS = {
     "kernels": set[str](),
     "comm": {"__version__"},
     "ring": {"kernels", "comm", "__version__"},
-    "integrations": {"ring", "single_rank", "__version__"},
+    "integrations": {*ringattn.__all__},
     "reference": set[str](),
     "examples": {*ringattn.__all__},
 }
@@ -82,6 +83,41 @@ def test_the_reader_of_imports() -> None:
 def test_imports_run_one_way(folder: str) -> None:
     allowed = {None, folder, *ARROWS[folder]}
     assert [(str(path), name) for path, name in imports_of(folder) if ours(name) not in allowed] == []
+
+
+PUBLIC_FOLDERS = ("integrations",)
+"""Folders that users copy from: they import public names alone."""
+
+
+@pytest.mark.parametrize("folder", PUBLIC_FOLDERS)
+def test_public_folders_import_public_names_alone(folder: str) -> None:
+    public = {"ringattn": {*ringattn.__all__} - {*FOLDERS} | {"__version__"}}
+    public |= {f"ringattn.{name}": {*import_module(f"ringattn.{name}").__all__} for name in ("comm", "kernels")}
+    private = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path, name in imports_of(folder)
+        if name.startswith("ringattn.") and not name.startswith(f"ringattn.{folder}.")
+        if name.rpartition(".")[2] not in public.get(name.rpartition(".")[0], set())
+    }
+    assert not private
+
+
+@pytest.mark.parametrize("folder", PUBLIC_FOLDERS)
+def test_public_folders_use_no_private_attribute_of_ours(folder: str) -> None:
+    def nodes(folder: str) -> Iterator[tuple[str, ast.AST]]:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield from ((path.name, node) for node in ast.walk(ast.parse(path.read_text())))
+
+    functions = (node for folder in ("ring", "comm") for _, node in nodes(folder) if isinstance(node, ast.FunctionDef))
+    ours = {node.name for node in functions if node.name.startswith("_") and not node.name.startswith("__")}
+    assert {"_entered", "_agree"} <= ours
+    used = {
+        (file, node.attr)
+        for file, node in nodes(folder)
+        if isinstance(node, ast.Attribute) and node.attr in ours
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    }
+    assert not used
 
 
 def test_nobody_imports_the_tests() -> None:

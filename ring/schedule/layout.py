@@ -120,6 +120,7 @@ class Documents:
         cu_seqlens: boundaries as in flash-attention's ``cu_seqlens``: document i is ``[cu_seqlens[i],
             cu_seqlens[i + 1])``, the first is 0. A list, or a one-dimensional integer tensor on the CPU: schedules are
             made on the host, and a copy from a GPU would be a hidden synchronisation. Empty documents are allowed.
+        name: what errors call the boundaries.
 
     Raises:
         ValueError: boundaries that are not whole numbers, do not start at 0, descend, or lie on a GPU.
@@ -127,15 +128,15 @@ class Documents:
 
     __slots__ = ("__dict__", "boundaries")
 
-    def __init__(self, cu_seqlens: Iterable[int] | torch.Tensor) -> None:
-        made = whole_numbers("cu_seqlens", cu_seqlens, "[documents + 1]")
+    def __init__(self, cu_seqlens: Iterable[int] | torch.Tensor, name: str = "cu_seqlens") -> None:
+        made = whole_numbers(name, cu_seqlens, "[documents + 1]")
         if len(made) < 2:
-            raise ValueError(f"cu_seqlens is {list(made)}: it must have at least one document, [0, length]")
+            raise ValueError(f"{name} is {list(made)}: it must have at least one document, [0, length]")
         if made[0] != 0:
-            raise ValueError(f"cu_seqlens starts at {made[0]}: it must start at 0")
+            raise ValueError(f"{name} starts at {made[0]}: it must start at 0")
         for index, (start, end) in enumerate(pairwise(made)):
             if end < start:
-                raise ValueError(f"cu_seqlens[{index + 1}] is {end}, the one before is {start}: it must not descend")
+                raise ValueError(f"{name}[{index + 1}] is {end}, the one before is {start}: it must not descend")
         self.boundaries = made
 
     @property
@@ -262,6 +263,7 @@ def _differences(ends: Iterable[int]) -> list[int]:
 
 __all__ = ["Layout", "LayoutLike", "Span"]
 
+INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 REPR_SPANS = 32  # a layout of more spans than this is shown by its size and a digest
 
 
@@ -290,6 +292,29 @@ class Layout:
         _refuse_overlap(made)
         object.__setattr__(self, "spans_per_rank", made)
         object.__setattr__(self, "table", _table(made))
+
+    @classmethod
+    def from_positions(cls, positions_per_rank: Iterable[torch.Tensor]) -> Layout:
+        """Return the layout whose rank r holds ``positions_per_rank[r]``.
+
+        Args:
+            positions_per_rank: for every rank its ascending global positions, an integer CPU tensor ``[S]``.
+
+        Raises:
+            ValueError: a tensor of another kind, positions that do not ascend, or a position on two ranks.
+        """
+        spans = []
+        for rank, positions in enumerate(positions_per_rank):
+            name = f"positions_per_rank[{rank}]"
+            if not isinstance(positions, torch.Tensor):
+                raise ValueError(f"{name} is {shown(positions)}: it must be an integer CPU tensor [S]")
+            if positions.device.type != "cpu" or positions.dim() != 1 or positions.dtype not in INTEGER_DTYPES:
+                got = f"{positions.dtype} {list(positions.shape)} on {positions.device}"
+                raise ValueError(f"{name} is {got}: it must be an integer CPU tensor [S]")
+            if (positions.diff() < 1).any():
+                raise ValueError(f"{name} does not ascend: sort the positions of a rank")
+            spans.append(_spans(positions.long()))
+        return cls(spans)
 
     @classmethod
     def contiguous(cls, seqlen: int, world: int) -> Layout:
@@ -507,6 +532,21 @@ def _even(seqlen: int, world: int) -> list[int]:
 def _positions(spans: Sequence[Span]) -> torch.Tensor:
     runs = [torch.arange(span.start, span.stop, span.step) for span in spans]
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+
+
+def _spans(positions: torch.Tensor) -> list[Span]:
+    """Return the spans of ascending positions."""
+    steps, counts = torch.unique_consecutive(positions.diff(), return_counts=True)
+    runs = zip(steps.tolist(), counts.tolist(), strict=True)
+    spans: list[Span] = []
+    first = taken = 0  # token with which a run of equal steps begins; tokens that have a span
+    for step, count in runs:
+        tokens = first + count + 1 - taken
+        if tokens > 1:  # else the run is a gap between two spans, and its last token begins the next one
+            spans.append(Span(int(positions[taken]), tokens, step))
+            taken += tokens
+        first += count
+    return spans + [Span(int(p), 1) for p in positions[taken:]]
 
 
 def tokens_of(x: torch.Tensor, name: str, dim: int) -> int:

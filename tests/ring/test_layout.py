@@ -160,6 +160,33 @@ def test_spans_are_joined_and_empty_ones_dropped(spans: list[tuple[int, ...]], j
     assert Span(3, 0).stop == 3
 
 
+@pytest.mark.parametrize(
+    ("positions", "spans"),
+    [
+        ([0, 1, 2, 8, 9, 10, 16, 17], [(0, 3, 1), (8, 3, 1), (16, 2, 1)]),
+        ([3, 7, 11, 12, 13, 20], [(3, 3, 4), (12, 2, 1), (20, 1, 1)]),
+        ([], []),
+    ],
+)
+def test_positions_become_few_spans(positions: list[int], spans: list[tuple[int, int, int]]) -> None:
+    assert list(Layout.from_positions([torch.tensor(positions, dtype=torch.int32)]).spans_per_rank[0]) == spans
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (torch.tensor([0, 2, 2]), r"positions_per_rank\[1\] does not ascend"),
+        (torch.tensor([0, 2]), "position 0 on rank 0 and on rank 1"),
+        (torch.tensor([1.0]), r"positions_per_rank\[1\] is torch.float32 \[1\] on cpu"),
+        (torch.tensor([[1]]), r"positions_per_rank\[1\] is torch.int64 \[1, 1\]"),
+        ([1], r"positions_per_rank\[1\] is \[1\]: it must be an integer CPU tensor"),
+    ],
+)
+def test_wrong_positions_are_refused(positions: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout.from_positions([torch.tensor([0]), positions])
+
+
 def test_a_layout_is_a_value() -> None:
     """Equal however it was made, and small when it travels: without its caches."""
     same = [Layout.contiguous(8, 1), Layout.zigzag(8, 1), Layout.striped(8, 1), Layout([[(0, 3), (3, 5)]])]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, positions, ring_attention, shard, unshard
 from ringattn.comm import LocalGroup
 from ringattn.comm.transports.local import DEFAULT_TIMEOUT, LocalMesh, LocalTransport
-from ringattn.ring.mesh import joined, rings_of, shared, spans_of
+from ringattn.ring.mesh import joined, rings_of, shared
 from ringattn.ring.ring import ring_of
 from ringattn.ring.schedule.mask import BlockMask
 
@@ -134,14 +134,9 @@ def test_layouts_of_places(make: Any, ulysses: int, tokens: int) -> None:
         ranks = range(place * ulysses, (place + 1) * ulysses)
         held = torch.cat([layout.positions(rank) for rank in ranks]).sort().values
         assert whole.positions(place).equal(held)
-        assert whole.spans(place) == Layout([spans_of(held)]).spans(0)
+        assert whole.spans(place) == Layout.from_positions([held]).spans(0)
         for u, rank in enumerate(ranks):
             assert held[shared(layout, ulysses, place).positions(u)].equal(layout.positions(rank))
-
-
-def test_few_spans() -> None:
-    assert spans_of(torch.tensor([0, 1, 2, 8, 9, 10, 16, 17])) == [(0, 3, 1), (8, 3, 1), (16, 2, 1)]
-    assert spans_of(torch.tensor([3, 7, 11, 12, 13, 20])) == [(3, 3, 4), (12, 2, 1), (20, 1, 1)]
 
 
 @pytest.mark.parametrize("layout", [Layout.zigzag(10, 6), Layout.striped(10, 6), Layout.uneven([7, 0, 1, 2, 0, 0])])

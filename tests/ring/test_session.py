@@ -1,0 +1,103 @@
+"""A session of a framework integration, used as an integration outside of the package would: by public names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ringattn import LocalWorld, Ring, Session, single_rank
+from ringattn.comm import GroupLike, LocalGroup, TransportError
+
+from ..support.forked import results
+
+
+def whole(member: LocalGroup) -> GroupLike:
+    return member
+
+
+def mesh(member: LocalGroup) -> GroupLike:
+    return member.mesh(2, 2)
+
+
+def gathered(session: Session) -> tuple[int, int, list[object]]:
+    with session.call():
+        session.agree({"call": "an integration", "layout": session.resolve_layout("zigzag", 16)})
+        return session.rank, session.size, session.gather({"rank": session.rank})
+
+
+@pytest.mark.parametrize("group", [whole, mesh])
+def test_values_arrive_in_rank_order(group: Callable[[LocalGroup], GroupLike]) -> None:
+    with LocalWorld(4) as world:
+        seen = world.run(lambda member: gathered(Session(group(member))))
+    assert seen == [(rank, 4, [{"rank": other} for other in range(4)]) for rank in range(4)]
+
+
+def in_process(_rank: int) -> list[object]:
+    return gathered(Session())[2]
+
+
+def test_processes_gather_values() -> None:
+    assert results(2, in_process) == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
+def test_one_rank_gathers_its_own_value() -> None:
+    assert gathered(Session()) == (0, 1, [{"rank": 0}])
+
+
+def errors(body: Callable[[Session], object], group: Callable[[LocalGroup], GroupLike] = whole) -> list[Exception]:
+    """Return the error of each of four ranks whose sessions run ``body``."""
+
+    def of_rank(member: LocalGroup) -> Exception:
+        session = Session(group(member))
+        try:
+            with session.call():
+                body(session)
+        except Exception as error:
+            return error
+        raise AssertionError(f"rank {member.rank()} saw no error")
+
+    with LocalWorld(4, timeout=20) as world:
+        found: list[Exception] = world.run(of_rank)
+    return found
+
+
+@pytest.mark.parametrize("group", [whole, mesh])
+@pytest.mark.parametrize("agreed", [False, True])
+def test_an_error_on_one_rank_reaches_all(agreed: bool, group: Callable[[LocalGroup], GroupLike]) -> None:
+    def body(session: Session) -> object:
+        if agreed:
+            session.agree({"call": "an integration"})
+        if session.rank == 2:
+            raise KeyError("my_framework: x is missing")
+        return session.gather(1) if agreed else session.agree({"call": "an integration"})
+
+    found = errors(body, group)
+    assert isinstance(found[2], KeyError)
+    for rank in (0, 1, 3):
+        assert isinstance(found[rank], TransportError if agreed else ValueError)
+        # After the comparison a rank may first meet one that heard of the error earlier and has returned
+        assert agreed or "rank 2 refused this call: KeyError: 'my_framework: x is missing'" in str(found[rank])
+
+
+@pytest.mark.parametrize("group", [whole, mesh])
+@pytest.mark.parametrize("by_value", [False, True])
+def test_differing_calls_are_refused_on_all_ranks(by_value: bool, group: Callable[[LocalGroup], GroupLike]) -> None:
+    def body(session: Session) -> None:
+        differing = {"width": 3 + (session.rank == 3)}
+        session.agree({"call": "an integration"} | ({} if by_value else differing), differing if by_value else None)
+
+    for error in errors(body, group):
+        assert isinstance(error, ValueError)
+        assert "width" in str(error)
+
+
+def test_a_session_takes_the_ring_it_is_given() -> None:
+    def of_rank(member: LocalGroup) -> bool:
+        with Ring(member, chunks=2) as ring:
+            return Session(ring=ring).ring is ring and Session(member).ring is not ring
+
+    with LocalWorld(2) as world:
+        assert all(world.run(of_rank))
+    with pytest.raises(ValueError, match="ring and group are both given"):
+        Session(single_rank(), ring=Ring())
