@@ -15,8 +15,8 @@ from ..bench.common.errors import Inputs, Judge, judge_of
 from ..bench.common.timing import Clock
 from ..bench.kernels.accuracy import draw
 from ..bench.kernels.beside import Copy, bytes_for
+from ..comm.cuda_threads import HIGH_PRIORITY, new_stream
 from ..comm.topology import nvml
-from ..comm.transports.lanes import HIGH_PRIORITY, new_stream
 from ..kernels import FULL, Bounds, Tile, attention_delta
 from ..kernels.tables import DTYPES, SINGLE_PASS, Point
 from ..reference.masks import Masks

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from ..comm import Limits, resolve_group
 from ..comm.control import control_of
+from ..comm.registry import AUTO, transports
 from ..kernels.files import converted, read_object
 from ..kernels.gpu import INTERPRETER_GPU, GpuSpec
 from ..kernels.tables import RefusedTable, folder_of, folders_of, slug_of
 from .store import write
 
-TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one
 CHUNKS = (1, 2, 4, 8)
 CHANNELS = (None, 2, 4, 8, 16)
 """Of NCCL's point-to-point transfers; each takes a multiprocessor from the kernels. None: NCCL's choice, at most 8."""
@@ -172,9 +172,11 @@ def shared_ring_settings(
 def settings(point: RingPoint, device: str) -> list[RingSetting]:
     """All that are tried on a ``cuda`` or ``cpu`` device, the default first."""
     chunks = [count for count in CHUNKS if count <= point.kv_heads]
+    made_for_gpus = [entry for entry in transports() if device == "cuda" and entry.devices == ("cuda",)]
+    names = {entry.name: CHANNELS if "channels" in entry.limits else (None,) for entry in made_for_gpus}
     others = [
         RingSetting(transport, count, channels)
-        for transport, count in product(TRANSPORTS[device], chunks)
-        for channels in (CHANNELS if transport == "nccl" else (None,))
+        for transport, count in product(names or [AUTO], chunks)
+        for channels in names.get(transport, (None,))
     ]
     return [*dict.fromkeys([DEFAULT, *others])]

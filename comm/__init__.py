@@ -1,16 +1,23 @@
 """Moves bytes between ranks and says when a buffer may be touched; knows nothing of attention."""
 
-from .groups import Group, GroupLike, group_rank_size, open_transport, open_transports, resolve_group, resolve_mesh
+from .control import Control
+from .groups import Group, GroupLike, group_rank_size, resolve_group, resolve_mesh
 from .limits import Limits
+from .registry import TransportFactory, register_transport, transport_names, unregister_transport
 from .slots import Slots, slot_nbytes
 from .topology.topology import Topology
-from .transport import DONE, Edge, Fence, Message, Transport, TransportError
-from .transports.local import LocalGroup, LocalMesh, LocalTransport, LocalWorld, WorldAborted, single_rank
+from .transport import DONE, Edge, Fence, Message, Transport, TransportBase, TransportError, check_messages
+from .transports.choice import open_transport, open_transports
+from .transports.copy_engine.copy_engine import CopyEngineTransport
+from .transports.local import LocalTransport
 from .transports.nccl import NcclTransport
 from .transports.process_group import ProcessGroupTransport
+from .world import LocalGroup, LocalMesh, LocalWorld, WorldAborted, single_rank
 
 __all__ = [
     "DONE",
+    "Control",
+    "CopyEngineTransport",
     "Edge",
     "Fence",
     "Group",
@@ -26,13 +33,19 @@ __all__ = [
     "Slots",
     "Topology",
     "Transport",
+    "TransportBase",
     "TransportError",
+    "TransportFactory",
     "WorldAborted",
+    "check_messages",
     "group_rank_size",
     "open_transport",
     "open_transports",
+    "register_transport",
     "resolve_group",
     "resolve_mesh",
     "single_rank",
     "slot_nbytes",
+    "transport_names",
+    "unregister_transport",
 ]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .transports.lanes import indexed
+from .cuda_threads import indexed
 
 LONGEST_SECONDS = 1e9  # some 30 years, which every clock that waits can count
 MOST_RANKS = 1 << 20

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store
 from .kept import CONNECTION, kept_of
 from .processes import has_ended, own_process, shut_socket
 from .transport import TransportError, decoded, encoded
-from .transports.local import DEFAULT_TIMEOUT, Hub, LocalGroup, WorldAborted
+from .world import DEFAULT_TIMEOUT, Hub, LocalGroup, WorldAborted
 
 # What a rank that gives up, or leaves, grants the store for its last words.
 LAST_SECONDS = 1.0

@@ -23,6 +23,24 @@ THREAD_LOCAL = 1
 HOST = torch.device("cpu")
 
 
+# Any priority above the compute stream's 0 lets the scheduler place a transfer's few blocks first.
+HIGH_PRIORITY = -1
+
+
+def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """A CUDA stream; the lower the number, the higher the priority."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device=device, priority=priority)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def indexed(device: torch.device | str) -> torch.device:
+    """The device with its index: "cuda" alone means the current one, and never equals any tensor's device."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
     """Make `device` the current one, and let this thread ask for events while another captures a graph.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .cuda_threads import HOST, on_device, start
 
 if TYPE_CHECKING:
-    from .transports.local import LocalGroup
+    from .world import LocalGroup
 
 
 class Closes(Protocol):

@@ -1,4 +1,4 @@
-"""What moves bytes between ranks: the protocol of every transport, what all of them check, and the warm-up."""
+"""The protocol of every transport, what all of them check, and the warm-up."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Transport(Protocol):
 
     A tensor of a post must stay allocated until the fence of that post has been waited for on the stream that owns the
     tensor; the fence itself holds it until then. Opening a transport, `warm_up`, `post` and `gather` are things that
-    every rank does in the same order.
+    every rank does in the same order. `comm.register_transport` has an example and `comm.testing` a conformance suite;
+    `TransportBase` and `check_messages` have what transports share.
     """
 
     name: str
@@ -106,6 +107,10 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give back what the transport holds. Idempotent."""
+
+
+TRANSPORT_ATTRIBUTES = ("name", "rank", "size", *(name for name in vars(Transport) if not name.startswith("_")))
+"""All that a transport must have but `reason`, which is set once it is open."""
 
 
 class Done:
@@ -225,6 +230,8 @@ class TransportBase(Transport):
         self.names: Sequence[int] = range(size)
         """What errors call each rank."""
         self.reason = ""
+        self.multiprocessors: int | None = None
+        """How many multiprocessors of a GPU its transfers take, if that is known."""
         self._device = device
         self._timeout = timeout
         self._open = True

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from ..comm import Limits, Topology
 from ..comm.checked import FLAG, RANK, RANKS, SECONDS, Kind, instance, listed, narrowed, number, one_of, optional, whole
-from ..comm.groups import TRANSPORTS
+from ..comm.registry import TRANSPORT
 from ..kernels import KernelConfig
 from ..kernels.checks import LARGEST, LEAST_CAP, LEAST_SCALE
 from ..kernels.scores import SEEDS
@@ -50,7 +50,7 @@ ARGUMENTS = {
     "backend": one_of("auto", "triton", "aten"),
     "config": optional(instance("a kernels.KernelConfig", KernelConfig)),
     # Ring; its dtypes are `wire.dtype_of`'s
-    "transport": one_of(*TRANSPORTS),
+    "transport": TRANSPORT,
     "slots": whole(1, MOST_SLOTS),
     "prefetch": optional(whole(0, MOST_SLOTS)),
     "chunks": whole(1, MOST_SLOTS),

@@ -26,6 +26,7 @@ from ..comm import (
     Topology,
     Transport,
     TransportError,
+    TransportFactory,
     group_rank_size,
     open_transport,
     open_transports,
@@ -35,6 +36,7 @@ from ..comm.checked import shown
 from ..comm.control import Control
 from ..comm.cuda_threads import HOST, within
 from ..comm.kept import handle_of, kept_of
+from ..comm.registry import label
 from ..comm.topology.nvml import Reader
 from ..comm.topology.topology import discover
 from ..comm.watchdog.telemetry import Report
@@ -67,8 +69,8 @@ class Ring:
     Args:
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a :class:`LocalWorld` member; None is
             the default group where ``torch.distributed`` is initialised, else one device alone.
-        transport: ``auto``, ``nccl`` (CuPy), ``copy_engine`` (CUDA IPC copies inside a node), ``process_group`` or
-            ``local``.
+        transport: ``auto``, ``nccl`` (CuPy), ``copy_engine`` (CUDA IPC copies inside a node), ``process_group``,
+            ``local`` or the name of another registered one; or a factory, see :func:`comm.register_transport`.
         wire_dtype: how K/V travel: None as they are, ``torch.bfloat16``, or ``torch.float8_e4m3fn`` with one scale per
             head and 128 tokens. Encoded once, by their owner; the own shard is computed with as it is.
         grad_wire_dtype: how partial dK/dV travel: None or ``torch.float32`` as they are summed, or ``torch.bfloat16``.
@@ -101,7 +103,7 @@ class Ring:
         self,
         group: GroupLike = None,
         *,
-        transport: str = "auto",
+        transport: str | TransportFactory = "auto",
         wire_dtype: torch.dtype | str | None = None,
         grad_wire_dtype: torch.dtype | str | None = None,
         slots: int = KV_SLOTS,
@@ -135,7 +137,7 @@ class Ring:
         self._rings = FailTogether()
         self._partners: dict[Group, Ring] = {}
         self.number = handle_of(self)  # what names this ring in a graph of torch.compile
-        self._transport_name = transport
+        self._transport = transport
         self._transports: tuple[Transport, ...] = ()
         self._flat: Transport | None = None
         self._opened: list[Transport] = []  # what the watch aborts; it must not keep the ring alive
@@ -160,7 +162,7 @@ class Ring:
     def settings(self) -> dict[str, Any]:
         """What all ranks of a ring must have in common, beside what they compute."""
         return {
-            "transport": self._transport_name,
+            "transport": label(self._transport),
             "limits": self.limits,
             "direction": self.direction,
             "topology": None if self.topology is None else self.topology.nodes,
@@ -204,7 +206,7 @@ class Ring:
             if self.topology is None and device.type == "cuda" and not isinstance(self.group, LocalGroup):
                 self.topology = discover(self._shared(), device)
                 self._set_depth(self.slots)
-            self._transports = open_transports(self.group, transport=self._transport_name, **self._opening(device))
+            self._transports = open_transports(self.group, transport=self._transport, **self._opening(device))
             self._opened.extend(self._transports)
         return self._transports
 
@@ -218,23 +220,23 @@ class Ring:
             return transports[0]
         if self._flat is None:
             # What reaches other nodes reaches all ranks; copy engines, if those were given, would not.
-            self._flat = open_transport(self.group, transport=transports[-1].name, **self._opening(device))
+            transport = self._transport if callable(self._transport) else transports[-1].name
+            self._flat = open_transport(self.group, transport=transport, **self._opening(device))
             self._opened.append(self._flat)
         return self._flat
 
     @property
     def transport(self) -> str:
         """Name of the transport in use, or the argument before the first call."""
-        return self._transports[0].name if self._transports else self._transport_name
+        return self._transports[0].name if self._transports else label(self._transport)
 
     def leaving_room(self, config: KernelConfig | None) -> KernelConfig | None:
         """``config``, whose persistent kernels leave what this ring's transfers take where it says nothing of that."""
-        levels = [transport.name for transport in self._transports]
-        known = {*levels} <= {"nccl", "copy_engine"} and levels  # the latter takes none
-        if not known or config is None or not config.persistent or config.sm_margin is not None:
+        taken = [getattr(transport, "multiprocessors", None) for transport in self._transports]
+        if not taken or None in taken or config is None or not config.persistent or config.sm_margin is not None:
             return config
         most = gpu_or_interpreter(self._device or torch.device("cpu")).multiprocessors // 2
-        return replace(config, sm_margin=min(levels.count("nccl") * self.limits.multiprocessors, most))
+        return replace(config, sm_margin=min(sum(taken), most))
 
     @contextmanager
     def call(

@@ -319,16 +319,19 @@ def check_transport(name: str, device: str, world: int) -> None:
     """Refuse what carries nothing between so many processes on a device of this kind, as far as flags tell.
 
     Raises:
-        typer.BadParameter: no such transport, or one of GPUs on the CPU, or ``local`` between processes.
+        typer.BadParameter: no such transport, or one of another device, or of one process between several.
     """
-    from ...comm.groups import PREFERENCE, TRANSPORTS
+    from ...comm.registry import AUTO, PROCESSES, find_transport, transport_names
 
-    if name not in TRANSPORTS:
-        raise typer.BadParameter(f"--transport is {name!r}: it takes {', '.join(TRANSPORTS)}")
-    if device == "cpu" and name in {*PREFERENCE["cuda"]} - {*PREFERENCE["cpu"]}:
-        raise typer.BadParameter(f"--transport is {name}, of GPUs, and the device is cpu: take process_group")
-    if name == "local" and world > 1:
-        raise typer.BadParameter(f"--transport is local, of one process, and {world} are to run: take auto")
+    if name == AUTO:
+        return
+    if name not in transport_names():
+        raise typer.BadParameter(f"--transport is {name!r}: it takes {', '.join([AUTO, *transport_names()])}")
+    entry = find_transport(name)
+    if device not in entry.devices:
+        raise typer.BadParameter(f"--transport is {name}, of {' and '.join(entry.devices)}, and the device is {device}")
+    if PROCESSES not in entry.ranks and world > 1:
+        raise typer.BadParameter(f"--transport is {name}, of one process, and {world} are to run: take auto")
 
 
 def device_name(text: str) -> str:

@@ -41,7 +41,7 @@ def host(
         return  # one rank tells what there is to tell
     import torch
 
-    from ...comm.transports.lanes import indexed
+    from ...comm.cuda_threads import indexed
     from ..common.attention import AttentionConfig
     from ..common.memory import Needs, needs_of_ranks, refuse_too_large
     from ..common.memory_table import OURS, candidate_bytes

@@ -28,9 +28,9 @@ from ...autotune.compile import StandInDriver
 from ...comm.control import control_of
 from ...comm.transport import Edge, Transport
 from ...comm.transports import nccl
-from ...comm.transports.local import DEFAULT_TIMEOUT, Hub, LocalGroup, single_rank
 from ...comm.transports.nccl import NcclTransport
 from ...comm.watchdog import watch
+from ...comm.world import DEFAULT_TIMEOUT, Hub, LocalGroup, single_rank
 from ...kernels import launch as launching
 from ...kernels.device.forward import forward_kernel
 from ...ring import Ring

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.transports.lanes import HIGH_PRIORITY, new_stream
+from ...comm.cuda_threads import HIGH_PRIORITY, new_stream
 from ...kernels import Bounds, attention_forward
 from ...ring import Layout, Mask, bounds
 from ..common.attention import BACKWARD_FLOPS, DTYPES, AttentionConfig, forward_flops, mask_title

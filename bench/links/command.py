@@ -11,7 +11,7 @@ from rich.console import Console
 from ..common import flags
 from ..common.launching import member, world_of
 from ..common.result import finish
-from .names import EVERY, FORWARD, IN_PROCESS, MATMUL, SWEPT
+from .names import FORWARD, IN_PROCESS, MATMUL, swept
 
 if TYPE_CHECKING:
     from ..common.result import Result
@@ -57,10 +57,13 @@ def limits_list(text: str) -> tuple[int | None, ...]:
 
 def transports_of(text: str) -> tuple[str, ...]:
     """The transports to try: typer.BadParameter where one is unknown."""
-    names = EVERY if text == "all" else tuple(text.split(","))
-    if not {*names} <= {*EVERY}:
-        raise typer.BadParameter(f"--transport is {text!r}: it takes all, or a comma list of {', '.join(EVERY)}")
-    return names
+    from ...comm import transport_names
+
+    names = transport_names() if text == "all" else text.split(",")
+    if not {*names} <= {*transport_names()}:
+        known = ", ".join(transport_names())
+        raise typer.BadParameter(f"--transport is {text!r}: it takes all, or a comma list of {known}")
+    return tuple(names)
 
 
 def beside_name(text: str, device: str) -> str:
@@ -89,7 +92,7 @@ def links(
     world: Annotated[
         int | None, typer.Option(min=1, help="Ranks; default: as many as GPUs, or 2; under a launcher, its ranks.")
     ] = None,
-    transport: Annotated[str, typer.Option(metavar="NAME,…", help=f"all, or some of {', '.join(EVERY)}.")] = "all",
+    transport: Annotated[str, typer.Option(metavar="NAME,…", help="all, or the names of some.")] = "all",
     device: flags.DeviceFlag = "",
     channels: Annotated[
         Any,
@@ -119,8 +122,9 @@ def links(
         flags.check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas"})
     timer = flags.timer_of_rings(device, timer)
     names = transports_of(transport)
-    if not {*names} & {*SWEPT}:
-        flags.check_mode(context, f"without {SWEPT[0]} among --transport", context.params.keys() - {"channels", "ctas"})
+    if not {*names} & {*swept()}:
+        mode = f"without {' or '.join(swept())} among --transport"
+        flags.check_mode(context, mode, context.params.keys() - {"channels", "ctas"})
     for name in names if transport != "all" else ():
         flags.check_transport(name, device, 1)  # local is between virtual ranks here
     config = LinksConfig(

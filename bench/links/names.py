@@ -4,5 +4,10 @@ from __future__ import annotations
 
 IN_PROCESS = "local"
 FORWARD, MATMUL = "forward", "matmul"  # kernels beside a transfer
-SWEPT = ("nccl",)  # transports with channels and CTAs
-EVERY = ("nccl", "copy_engine", "process_group", IN_PROCESS)
+
+
+def swept() -> list[str]:
+    """Return the transports that have channels and CTAs to sweep."""
+    from ...comm.registry import transports  # with torch, which flags must not import
+
+    return [entry.name for entry in transports() if {"channels", "ctas"} <= {*entry.limits}]

@@ -23,7 +23,7 @@ from ..common.launching import Member, member, spawn, threads
 from ..common.memory import Needs, needs_of_ranks, refuse_too_large
 from ..common.result import Result, Row
 from ..common.timing import HOST_AHEAD_CYCLES, Step
-from .names import FORWARD, IN_PROCESS, SWEPT
+from .names import FORWARD, IN_PROCESS, swept
 
 PERIOD = 65537  # of the pattern, a prime: no block of any power of two repeats within it
 STRIDE = 167
@@ -334,7 +334,7 @@ def of_group(group: Group, config: LinksConfig, device: torch.device) -> Result:
 
 def limits_of(name: str, config: LinksConfig) -> Iterator[Limits]:
     """What a transport is held to, one after the other; nothing where it has neither channels nor CTAs."""
-    if name not in SWEPT:
+    if name not in swept():
         yield Limits()
         return
     for channels, ctas in itertools.product(config.channels, config.ctas):

@@ -9,18 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..cuda_threads import on_device
+from ..cuda_threads import HIGH_PRIORITY, new_stream, on_device
 from ..transport import DONE, Fence
-
-# Any priority above the compute stream's 0 lets the scheduler place a transfer's few blocks first.
-HIGH_PRIORITY = -1
-
-
-def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A CUDA stream; the lower the number, the higher the priority."""
-    stream: torch.cuda.Stream = torch.cuda.Stream(device=device, priority=priority)  # type: ignore[no-untyped-call]
-    return stream
-
 
 # Of every record in this process: on one stream, a larger number is a later point, as both are taken under the lock.
 _numbers = itertools.count()
@@ -147,11 +137,3 @@ class StreamLane:
 
 
 Lane = HostLane | StreamLane
-
-
-def indexed(device: torch.device | str) -> torch.device:
-    """The device with its index: "cuda" alone means the current one, and never equals any tensor's device."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

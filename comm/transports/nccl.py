@@ -30,7 +30,9 @@ import torch
 
 from ..control import Control
 from ..cuda_threads import on_device, start, within
+from ..groups import Group
 from ..limits import CGA_CLUSTER_SIZE, CLUSTER_VARIABLE, CTA_VARIABLES, CTAS, NO_LIMITS, Limits, environment_ctas
+from ..registry import PROCESSES, register_transport
 from ..transport import (
     WARM_UP_SECONDS,
     Edge,
@@ -265,6 +267,7 @@ class NcclTransport(TransportBase):
         self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
         super().__init__(rank, size, device, timeout)
         self._control, self.names = control.fresh_scope("nccl"), control.names
+        self.multiprocessors = limits.multiprocessors
         self._lane = StreamLane(device) if lane is None else lane
         self._last: StreamFence | None = None
         self._ending = threading.Lock()
@@ -506,3 +509,21 @@ class ByNodeTransport(NcclTransport):
 
     def _near(self, message: Message) -> bool:
         return self._node[message.peer] == self._node[self.rank]
+
+
+def _open(
+    group: Group, device: torch.device, *, members: Sequence[int], nodes: Sequence[Sequence[int]], **opening: Any
+) -> NcclTransport:
+    opening |= {"rank": group.rank(), "size": group.size(), "device": device}
+    return ByNodeTransport(nodes=nodes, **opening) if nodes else NcclTransport(members=members, **opening)
+
+
+register_transport(
+    "nccl",
+    _open,
+    devices=("cuda",),
+    ranks=(PROCESSES,),
+    preference=30,
+    limits=(*OVERRIDES,),
+    unavailable=lambda group, device, limits: nccl_missing() or overridden(limits),
+)

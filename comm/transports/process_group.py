@@ -12,14 +12,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..control import INTERRUPT_TAG, Control, control_of, receive_nothing
 from ..cuda_threads import join_at_exit
+from ..groups import Group
 from ..limits import NO_LIMITS, Limits
+from ..registry import PROCESSES, register_transport
 from ..transport import (
     DONE,
     WARM_UP_SECONDS,
@@ -31,7 +33,11 @@ from ..transport import (
     check_messages,
     self_pairs,
 )
+from ..world import LocalGroup
 from .lanes import StreamLane
+
+# Backends of torch.distributed that read memory from the host: they cannot take CUDA tensors in stream order.
+HOST_BACKENDS = ("gloo", "mpi")
 
 # zero would mean the group's own timeout
 AT_ONCE = timedelta(milliseconds=1)
@@ -363,3 +369,29 @@ def _wait(pending: _Pending) -> None:
         pending.work.wait()
     except RuntimeError as error:
         raise TransportError(f"{pending.what} failed: {error}") from error
+
+
+def _open(
+    group: dist.ProcessGroup, device: torch.device, *, control: Control, limits: Limits, timeout: float, **_: Any
+) -> ProcessGroupTransport:
+    return ProcessGroupTransport(group, device, control=control, limits=limits, timeout=timeout)
+
+
+def _unavailable(group: Group, device: torch.device, limits: Limits) -> str | None:
+    if isinstance(group, LocalGroup):
+        return "torch.distributed is not initialised"
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    backend = {device_type: backend for device_type, _, backend in pairs}.get(device.type, "")
+    if device.type == "cpu" and not backend:
+        return 'the group has no backend for CPU tensors: init_process_group("cpu:gloo,cuda:nccl") makes one with both'
+    if device.type == "cuda" and (not backend or backend in HOST_BACKENDS):
+        return (
+            f"the group's backend for CUDA tensors is {backend or 'none'}: it takes one that works in stream order, as "
+            'init_process_group("cpu:gloo,cuda:nccl") makes, or transport="nccl" beside any group'
+        )
+    return limits.refused_by("process_group") if device.type == "cuda" else None
+
+
+register_transport(
+    "process_group", _open, ranks=(PROCESSES,), preference=10, limits=("bytes_per_second",), unavailable=_unavailable
+)

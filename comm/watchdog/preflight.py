@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..control import LONGEST_POLL_SECONDS, Control
 from ..transport import TransportError
-from ..transports.local import WorldAborted
+from ..world import WorldAborted
 
 Fields = Mapping[str, str]  # name -> repr of the value
 

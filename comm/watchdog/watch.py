@@ -22,7 +22,7 @@ from ..cuda_threads import HOST, join_at_exit, on_device, within
 from ..groups import Group
 from ..kept import end_destroyed
 from ..transport import Fence, Transport, TransportError
-from ..transports.local import LocalGroup
+from ..world import LocalGroup
 from .deadlines import FIRST_SECONDS, NEVER, Deadlines, Post, Sizes
 from .preflight import Preflight
 from .telemetry import TICK_RANKS, TICK_SECONDS, Gauges, Report, Telemetry, period

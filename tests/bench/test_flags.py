@@ -54,7 +54,7 @@ def test_parsers() -> None:
         (flags.check_chunks, ([1, 9], 8), "--chunks is 1,9: a chunk is at least one of the 8 key heads"),
         (flags.check_chunks, ([0], 8), "--chunks is 0: a chunk is at least one"),
         (flags.check_transport, ("magic", "cpu", 2), "--transport is 'magic': it takes auto, local"),
-        (flags.check_transport, ("nccl", "cpu", 2), "--transport is nccl, of GPUs, and the device is cpu"),
+        (flags.check_transport, ("nccl", "cpu", 2), "--transport is nccl, of cuda, and the device is cpu"),
         (flags.check_transport, ("local", "cpu", 2), "--transport is local, of one process, and 2 are to run"),
         (flags.device_name, ("tpu",), "--device is 'tpu': it takes cpu or cuda"),
         (flags.timer_on, ("cpu", "events"), "--timer is 'events': on cpu it must be one of clock"),

@@ -18,7 +18,7 @@ from ringattn.bench.links import command as links
 from ringattn.bench.links import runs
 from ringattn.bench.links.runs import BOTH_WAYS, ONE_WAY, RING, LinksConfig, measured, pattern, ways
 from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, LocalWorld, Message
-from ringattn.comm.transports.local import single_rank
+from ringattn.comm.world import single_rank
 
 from ..support.cuda.device import FakeCuda
 

@@ -30,7 +30,7 @@ from ringattn.comm.control import (
     control_of,
 )
 from ringattn.comm.processes import has_ended, own_process
-from ringattn.comm.transports.local import Hub
+from ringattn.comm.world import Hub
 
 from ..support.forked import Ranks, ending, join, serve
 from ..support.transport_cases import HANGS, until

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from ringattn.comm import Fence, LocalGroup, LocalWorld, Message, Topology, TransportError, groups
+from ringattn.comm import Fence, LocalGroup, LocalWorld, Message, Topology, TransportError, open_transports
 from ringattn.comm.control import control_of
-from ringattn.comm.limits import NO_LIMITS
+from ringattn.comm.registry import find_transport
 from ringattn.comm.transports.copy_engine import copy_engine
 from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport
 from ringattn.comm.transports.copy_engine.memory import Board
@@ -256,10 +256,9 @@ def test_members_of_two_nodes(workers: Workers) -> None:
     def fn(group: LocalGroup) -> None:
         node, place = divmod(group.rank(), 2)
         members = [2 * node, 2 * node + 1]
-        (level, _), control = groups._levels(group.rank(), Topology.grid(2, 2)), control_of(group)
-        (transport,) = groups._open(
-            groups._Wanted(group, CPU, [level], NO_LIMITS), ["copy_engine"], control, "as asked for"
-        )
+        open_copy_engine, nodes = find_transport("copy_engine").open, Topology.grid(2, 2)
+        transport, between = open_transports(group, transport=open_copy_engine, device=CPU, topology=nodes)
+        between.close()
         other, arrived = members[1 - place], filled(-1, 4, CPU)
         mine = filled(group.rank(), 4, CPU)
         transport.post(sends=[Message(other, mine)], receives=[Message(other, arrived)]).wait()

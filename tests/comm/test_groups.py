@@ -23,19 +23,19 @@ from ringattn.comm import (
     Message,
     ProcessGroupTransport,
     Topology,
+    Transport,
     TransportError,
     group_rank_size,
-    groups,
     open_transport,
     open_transports,
     resolve_group,
 )
 from ringattn.comm.control import control_of
-from ringattn.comm.groups import Request, choose, request_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transport import WARM_UP_SECONDS
+from ringattn.comm.transports import choice, nccl
+from ringattn.comm.transports.choice import Request, choose, request_of
 from ringattn.comm.transports.copy_engine import copy_engine
-from ringattn.comm.transports.local import single_rank
 from ringattn.comm.transports.process_group import _Pending
 
 from ..support.cuda.device import install_streams
@@ -62,6 +62,9 @@ class Peers:
         self.change: dict[str, object] = {}  # field of the peers' request, or name of a transport -> its value there
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
 
+    def size(self) -> int:
+        return 1 + self.others
+
     def merged(self, value: tuple[object, ...], merge: Callable[[list[Any]], object], *, what: str) -> object:
         request = Request(*value)  # type: ignore[arg-type]
         fields = {name: there for name, there in self.change.items() if name in Request._fields and name != "problems"}
@@ -72,7 +75,7 @@ class Peers:
     def choose(
         self, transport: str, device: torch.device, limits: Limits = NO_LIMITS, levels: int = 1
     ) -> list[tuple[str, ...]]:
-        request = request_of(self, transport, device, None, limits)  # type: ignore[arg-type]
+        request = request_of(self, transport, device, None, limits, levels)  # type: ignore[arg-type]
         return choose(self, request, levels)[0]  # type: ignore[arg-type]
 
 
@@ -104,23 +107,22 @@ def test_none_is_one_device_alone() -> None:
 
 def test_transports_of_processes_and_of_virtual_ranks(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     def fn(group: LocalGroup) -> None:
-        with pytest.raises(ValueError, match="transport is 'nccl', the ranks of a LocalWorld share one process"):
-            open_transport(group, transport="nccl", device="cpu")
+        with pytest.raises(ValueError, match='the ranks of a LocalWorld share one process: use "local"'):
+            open_transport(group, transport="process_group", device="cpu")
 
     on_ranks(2, fn)
-    monkeypatch.setattr(type(gloo), "size", lambda group: 2)
-    with pytest.raises(ValueError, match='transport is "local", the group has 2 processes'):
-        open_transport(gloo, transport="local", device="cpu")
+    with pytest.raises(ValueError, match='"local", and on rank 0 the group has 2 processes: use "nccl" or "copy'):
+        Peers(monkeypatch, "gloo").choose("local", CPU)
 
 
 @pytest.mark.parametrize(
     ("transport", "device", "match"),
     [
-        ("ncl", CPU, "transport is 'ncl', it takes one of auto, local, nccl, copy_engine, process_group"),
+        ("ncl", CPU, "transport is 'ncl': it must be one of auto, local, nccl, copy_engine, process_group"),
         ("auto", torch.device("meta"), "device is meta: transports move tensors of cpu or cuda"),
         ("process_group", CPU, "torch.distributed is not initialised"),
         ("nccl", CPU, "it moves CUDA tensors, device is cpu"),
-        ("copy_engine", CPU, 'transport is "copy_engine", and it moves CUDA tensors, device is cpu'),
+        ("copy_engine", CPU, '"copy_engine", and on rank 0 it moves CUDA tensors, device is cpu'),
         ("nccl", torch.device("cuda"), "device is cuda, and torch sees no CUDA device here"),
     ],
 )
@@ -167,16 +169,16 @@ def test_disagreements_name_the_value_of_every_rank(field: str, monkeypatch: pyt
 
 def test_levels_of_a_topology() -> None:
     topology = Topology(((0, 2), (3, 1)))
-    inside, between = groups._levels(3, topology)
+    inside, between = choice._levels(3, topology)
     assert (inside.members, set(inside.edges)) == ((3, 1), {(0, 2), (2, 0), (3, 1), (1, 3)})
     assert (between.members, set(between.edges)) == ((0, 3), {(0, 3), (3, 0), (2, 1), (1, 2)})
-    (flat,) = groups._levels(1, Topology(((2, 0), (1,))))
+    (flat,) = choice._levels(1, Topology(((2, 0), (1,))))
     assert (flat.members, flat.nodes) == ((2, 0, 1), ((2, 0), (1,)))
     assert set(flat.edges) == {(2, 0), (0, 1), (1, 2), (0, 2), (1, 0), (2, 1)}
-    (flat,) = groups._levels(3, topology, flat=True)
+    (flat,) = choice._levels(3, topology, flat=True)
     assert (flat.members, flat.nodes) == ((0, 2, 3, 1), topology.nodes)
     for nodes in (((0, 1, 2),), ((0,), (1,))):
-        assert groups._levels(0, Topology(nodes))[0].nodes == ()  # every edge is of one kind
+        assert choice._levels(0, Topology(nodes))[0].nodes == ()  # every edge is of one kind
 
 
 def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Path) -> None:
@@ -196,32 +198,17 @@ def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Pat
     assert not held._thread.is_alive(), "the thread of a transport that nobody holds"
 
 
-def test_transports_that_cannot_be_opened_together_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two levels the first opened, and nobody else would give it back."""
-    closed, warm = list[str](), list[Any]()
-
-    def make(wanted: object, name: str, *_: object) -> Any:
-        if name == "process_group":
-            raise TransportError("no level between the nodes")
-        return SimpleNamespace(warm_up=warm.append, close=lambda: closed.append(name))
-
-    monkeypatch.setattr(groups, "_make", make)
-    levels = groups._levels(0, Topology.grid(2, 2))
-    wanted = groups._Wanted(single_rank(), CPU, levels, NO_LIMITS)
-    with pytest.raises(TransportError, match="no level between the nodes"):
-        groups._open(wanted, ["nccl", "process_group"], control_of(single_rank()), "")
-    assert closed == ["nccl"] and warm == [levels[0].edges]
-
-
 def test_warm_ups_end_while_others_still_wait_for_them(gloo: dist.ProcessGroup) -> None:
     """Half of the patience: who waits for what the others say of a warm-up has had one of its own."""
-    level = groups._levels(0, Topology.flat(1))
-    for patience, timeout in ((4.0, 2.0), (1e6, WARM_UP_SECONDS)):
-        control = control_of(gloo, patience).fresh_scope("test")
-        control.patience = patience
-        made: Any = groups._make(groups._Wanted(gloo, CPU, level, NO_LIMITS), "process_group", level[0], control)
-        assert made._timeout == timeout
-        made.close()
+    timeouts = list[float]()
+
+    def factory(group: dist.ProcessGroup, device: torch.device, *, timeout: float, **_: object) -> Transport:
+        timeouts.append(timeout)
+        return ProcessGroupTransport(group, device)
+
+    for patience in (4.0, 1e6):
+        open_transport(gloo, transport=factory, device=CPU, control=control_of(gloo, patience)).close()
+    assert timeouts == [2.0, WARM_UP_SECONDS]
 
 
 @pytest.mark.parametrize(("sent", "received"), [(400, 400), (100, 400), (400, 100)])
@@ -246,7 +233,7 @@ def test_a_failure_before_the_choice_is_propagated_with_its_reason(monkeypatch: 
     def fails(*limits: object) -> str:
         raise OSError("/proc is not mounted")
 
-    monkeypatch.setattr(groups, "nccl_missing", fails)
+    monkeypatch.setattr(nccl, "nccl_missing", fails)
     with pytest.raises(ValueError, match='transport is "nccl", and on rank 0 OSError: /proc is not mounted'):
         Peers(monkeypatch, "cuda:nccl").choose("nccl", CUDA)
 

@@ -18,7 +18,7 @@ from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, Proce
 from ringattn.comm.control import control_of
 from ringattn.comm.transport import DONE, TransportError
 from ringattn.comm.transports.lanes import StreamLane, passed
-from ringattn.comm.transports.local import single_rank
+from ringattn.comm.world import single_rank
 
 from ..support.cuda.device import Device, Event, Stream, install_streams
 from ..support.cuda.nccl import check_held

@@ -9,7 +9,7 @@ import pytest
 
 from ringattn import Ring
 from ringattn.comm import Limits
-from ringattn.comm.transports.local import single_rank
+from ringattn.comm.world import single_rank
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.order import MARGIN
 
@@ -42,20 +42,20 @@ def test_the_margin_of_persistent_kernels_is_room_for_two_communicators() -> Non
 
 
 @pytest.mark.parametrize(
-    ("transports", "limits", "options", "margin"),
+    ("taken", "options", "margin"),
     [
-        (("nccl",), Limits(ctas=4), {"persistent": True}, 4),
-        (("copy_engine",), Limits(), {"persistent": True}, 0),
-        (("nccl",), Limits(ctas=64), {"persistent": True}, 10),  # half of what the interpreter is taken to have
-        (("nccl",), Limits(), {"persistent": True, "sm_margin": 3}, 3),
-        (("process_group",), Limits(), {"persistent": True}, None),
+        ((4,), {"persistent": True}, 4),
+        ((0, 4), {"persistent": True}, 4),
+        ((64,), {"persistent": True}, 10),  # half of what the interpreter is taken to have
+        ((8,), {"persistent": True, "sm_margin": 3}, 3),
+        ((4, None), {"persistent": True}, None),
     ],
 )
 def test_a_ring_leaves_room_for_its_own_transfers(
-    transports: tuple[str, ...], limits: Limits, options: dict[str, Any], margin: int | None
+    taken: tuple[int | None, ...], options: dict[str, Any], margin: int | None
 ) -> None:
     tile = Tile(16, 16, 4, 1)
-    with Ring(single_rank(), limits=limits) as ring:
-        ring._transports = tuple(SimpleNamespace(name=name) for name in transports)
+    with Ring(single_rank()) as ring:
+        ring._transports = tuple(SimpleNamespace(multiprocessors=count, close=bool) for count in taken)
         config = ring.leaving_room(KernelConfig(tile, tile, tile, **options))
     assert config is not None and config.sm_margin == margin

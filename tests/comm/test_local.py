@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, TransportError, WorldAborted
-from ringattn.comm.transports.local import Hub
+from ringattn.comm.world import Hub
 
 CPU = torch.device("cpu")
 
@@ -106,7 +106,7 @@ def test_keyboard_interrupt_unblocks_the_ranks(monkeypatch: pytest.MonkeyPatch) 
     waiting = threading.Event()
 
     def interrupted(futures: object) -> None:
-        monkeypatch.setattr("ringattn.comm.transports.local.wait", wait)
+        monkeypatch.setattr("ringattn.comm.world.wait", wait)
         assert waiting.wait(60)
         time.sleep(0.05)
         raise KeyboardInterrupt
@@ -115,7 +115,7 @@ def test_keyboard_interrupt_unblocks_the_ranks(monkeypatch: pytest.MonkeyPatch) 
         waiting.set()
         LocalTransport(group, CPU).post(sends=[], receives=[Message(1 - group.rank(), torch.empty(1))])
 
-    monkeypatch.setattr("ringattn.comm.transports.local.wait", interrupted)
+    monkeypatch.setattr("ringattn.comm.world.wait", interrupted)
     with world_of(2) as world, pytest.raises(KeyboardInterrupt):
         world.run(fn)
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm import DONE, Limits, LocalGroup, Message, NcclTransport, Topology, TransportError, groups
+from ringattn.comm import DONE, Limits, LocalGroup, Message, NcclTransport, Topology, TransportError, open_transports
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
+from ringattn.comm.registry import find_transport
 from ringattn.comm.transports import nccl
-from ringattn.comm.transports.local import single_rank
 from ringattn.comm.transports.nccl import (
     ByNodeTransport,
     ConfiguredCommunicator,
@@ -30,6 +30,7 @@ from ringattn.comm.transports.nccl import (
     several_loaded,
 )
 from ringattn.comm.watchdog.watch import Watch, _tick
+from ringattn.comm.world import single_rank
 
 from ..support.cuda.device import Device, Op, install_streams
 from ..support.cuda.nccl import Fabric, check_held, install_nccl
@@ -436,9 +437,10 @@ def test_a_communicator_for_each_ring_inside_and_between_the_nodes(
     monkeypatch.setattr(nccl, "ConfiguredCommunicator", noted)
 
     def fn(group: LocalGroup) -> None:
-        levels = groups._levels(group.rank(), Topology(((0, 2, 1), (3, 4, 5))))
-        wanted = groups._Wanted(group, CPU, levels, Limits(ctas=4))
-        inside, between = groups._open(wanted, ["nccl"] * 2, control_of(group), "as asked for")
+        open_nccl, topology = find_transport("nccl").open, Topology(((0, 2, 1), (3, 4, 5)))
+        inside, between = open_transports(
+            group, transport=open_nccl, device=CPU, topology=topology, limits=Limits(ctas=4)
+        )
         assert isinstance(inside, NcclTransport) and isinstance(between, NcclTransport)
         assert inside._lane.stream is not between._lane.stream
         with pytest.raises(TransportError, match=r"rank 0: peer is 5, this communicator joins ranks \[0, 3\]"):

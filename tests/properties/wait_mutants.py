@@ -82,7 +82,7 @@ BACKWARDS = "ring/test_disagreements.py -k another_order_are"
 NCCL_POST = ("NcclTransport.mark", "NcclTransport.post", "NcclTransport._group")
 NODE_POST = ("ByNodeTransport.post", "ByNodeTransport._near")
 LOCAL_POST = (
-    *("_LocalFence.wait", "_LocalFence.order", "_LocalFence._parts", "LocalWorld._stream_of"),
+    *("_LocalFence.wait", "_LocalFence.order", "_LocalFence._parts"),
     *(f"LocalTransport.{name}" for name in ("mark", "post", "_publish", "_receive", "_take")),
 )
 ENGINE_CALLS = ("mark", "post", "_offers", "_announce", "_fetch", "_await_taken", "_await", "_copy")
@@ -108,6 +108,7 @@ TARGETS = (
     Target("comm.transports.copy_engine.copy_engine", ENGINE_POST, ("copy_engine",), ENGINE),
     Target("comm.transports.copy_engine.memory", ("Flags.put_up", "Flags.wait_for"), ("copy_engine",), ENGINE),
     Target("comm.transports.local", LOCAL_POST, ("local",), LOCAL),
+    Target("comm.world", ("LocalWorld._stream_of",), ("local",), LOCAL),
     Target("kernels.shared", ("Shared", "SharedCache"), ("local",), ("kernels/test_shared.py",), tuple(CACHED)),
     *AGREEMENT,
 )

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, positions, ring_attention, shard, unshard
 from ringattn.comm import LocalGroup
-from ringattn.comm.transports.local import DEFAULT_TIMEOUT, LocalMesh, LocalTransport
+from ringattn.comm.transports.local import LocalTransport
+from ringattn.comm.world import DEFAULT_TIMEOUT, LocalMesh
 from ringattn.ring.mesh import joined, rings_of, shared
 from ringattn.ring.ring import ring_of
 from ringattn.ring.schedule.mask import BlockMask

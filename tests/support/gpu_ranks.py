@@ -28,10 +28,17 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import LocalWorld, Ring, ring_attention
-from ringattn.comm import Group, LocalGroup, LocalTransport, NcclTransport, ProcessGroupTransport, Transport
+from ringattn.comm import (
+    CopyEngineTransport,
+    Group,
+    LocalGroup,
+    LocalTransport,
+    NcclTransport,
+    ProcessGroupTransport,
+    Transport,
+)
 from ringattn.comm.control import control_of
 from ringattn.comm.groups import MESH_DIMS, GroupLike
-from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport
 
 from .baselines import Results
 from .forked import join

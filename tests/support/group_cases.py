@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 
 from ringattn.comm import (
-    Edge,
     Limits,
     Message,
     ProcessGroupTransport,
     Transport,
     TransportError,
     control,
-    groups,
     open_transport,
+    register_transport,
+    unregister_transport,
 )
 from ringattn.comm.transport import ring_edges
 
@@ -107,35 +107,31 @@ def buffers_of_inference_mode_are_taken(group: dist.ProcessGroup) -> None:
 
 @group_case
 def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> None:
-    class Fine(ProcessGroupTransport):
-        name = "nccl"
-
-        def warm_up(self, edges: Sequence[Edge]) -> None:
-            assert edges
-
-    def make(wanted: Any, name: str, level: Any, control: Any) -> Transport:
-        if name == "nccl" and wanted.group.rank() == 1:
+    def flaky(group: dist.ProcessGroup, device: torch.device, *, control: Any, **_: object) -> Transport:
+        if group.rank() == 1:
             control.fresh_scope("process_group").gather(0, what="the tag")  # the others count what this rank does not
             raise RuntimeError("out of memory")
-        made.append((Fine if name == "nccl" else ProcessGroupTransport)(wanted.group, wanted.device, control=control))
+        made.append(ProcessGroupTransport(group, device, control=control))
+        made[-1].name = "flaky"
         return made[-1]
 
     made: list[Transport] = []
     failed = "rank 1: RuntimeError: out of memory"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "_make", make)
-        patch.setattr(groups, "choose", lambda *args: ([("nccl",), ("process_group",)], ["local: of another kind"]))
+    register_transport("flaky", flaky, preference=99)
+    register_transport("never", flaky, preference=98, unavailable=lambda *_: "of another kind")
+    try:
         transport = open_transport(group, device="cpu")
-        patch.setattr(groups, "choose", lambda *rest: ([("nccl",)], []))
-        for name, match in (("nccl", f"^{failed}$"), ("auto", '"auto" finds none that works')):
-            with pytest.raises(TransportError, match=match):
-                open_transport(group, transport=name, device="cpu")
-    assert transport.reason == f"auto takes process_group; not local: of another kind; not nccl: {failed}"
+        with pytest.raises(TransportError, match=f"^{failed}$"):
+            open_transport(group, transport="flaky", device="cpu")
+    finally:
+        unregister_transport("flaky")
+        unregister_transport("never")
+    never = "never: on rank 0 of another kind"
+    assert transport.reason == f"auto takes process_group; not {never}; not flaky: {failed}"
     transport.post(sends=[], receives=[]).wait()
     for other in made:
-        if other is not transport:
-            with pytest.raises(TransportError, match="is closed"):
-                other.post(sends=[], receives=[])
+        with pytest.raises(TransportError, match="is closed"):
+            other.post(sends=[], receives=[])
 
 
 @group_case

@@ -14,8 +14,8 @@ from ...bench.common.errors import Inputs, judge_of
 from ...bench.common.flags import binary, human
 from ...bench.kernels.accuracy import shards_of, unsharded
 from ...bench.links.runs import ONE_WAY, Ends, Way
-from ...comm import Transport
-from ...comm.groups import TRANSPORTS, open_transports
+from ...comm import Transport, open_transports, transport_names
+from ...comm.registry import AUTO
 from ...comm.topology.topology import Edge as EdgeInfo
 from ...comm.topology.topology import Topology, discover
 from ...reference.masks import Masks
@@ -23,7 +23,6 @@ from ...ring import Layout, Ring, ring_attention
 from .findings import FAIL, OK, Failed, Finding, Ranks, Skipped, checked, error_text
 from .machine import facts, machine
 
-AUTO = "auto"
 REPEATS = 3  # timed transfers of one way, one behind the other, after one that is not
 MOST_ALL_PAIRS = 16  # ranks up to which every pair is warmed up, since any rank may send dK/dV to its owner
 FRACTION = 0.25  # of what an edge should carry: less is no matter of tuning, the bytes take another way
@@ -65,7 +64,7 @@ def examine(ranks: Ranks, seqlen: int, dtype: str, nbytes: int) -> Iterator[Find
 
 def transports(ranks: Ranks, ring: Topology, nbytes: int) -> Iterator[Finding]:
     """For every transport: does it open, do the bytes arrive, how fast; then which one ``auto`` takes, and why."""
-    for name in sorted(TRANSPORTS, key=lambda name: name == AUTO):
+    for name in [*transport_names(), AUTO]:
         opened: list[Transport] = []
         try:
             finding = checked(f"transport {name}", LOOK_AT_LINKS, partial(_opens, ranks, ring, name, opened))

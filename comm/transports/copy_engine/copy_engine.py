@@ -48,6 +48,8 @@ import torch
 
 from ...control import Control
 from ...cuda_threads import start
+from ...groups import Group
+from ...registry import PROCESSES, register_transport
 from ...slots import aligned
 from ...transport import (
     WARM_UP_SECONDS,
@@ -103,6 +105,7 @@ class CopyEngineTransport(TransportBase):
         timeout: float = WARM_UP_SECONDS,
     ) -> None:
         super().__init__(rank, size, device, timeout)
+        self.multiprocessors = 0
         self._members = tuple(sorted(range(size) if members is None else members))
         if rank not in self._members:
             raise ValueError(f"members is {self._members}: it takes the rank that opens the transport, {rank}, too")
@@ -299,3 +302,19 @@ class CopyEngineTransport(TransportBase):
                     raise ValueError(
                         f"{kind}[{index}]: peer is {message.peer}, this transport joins ranks {list(self._members)}"
                     )
+
+
+def _open(group: Group, device: torch.device, *, nodes: object, limits: object, **opening: Any) -> CopyEngineTransport:
+    return CopyEngineTransport(rank=group.rank(), size=group.size(), device=device, **opening)
+
+
+# Copy engines leave the SMs alone but are not known to be faster: until they are measured, NCCL goes first.
+register_transport(
+    "copy_engine",
+    _open,
+    devices=("cuda",),
+    ranks=(PROCESSES,),
+    preference=20,
+    across_nodes=False,
+    unavailable=lambda group, device, limits: copy_engine_missing(),
+)

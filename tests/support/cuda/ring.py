@@ -24,7 +24,7 @@ from ringattn import LocalWorld, Ring, ring_attention, unshard
 from ringattn.comm import LocalGroup, LocalTransport, Slots, Topology, groups
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
-from ringattn.comm.transports.local import LocalMesh
+from ringattn.comm.world import LocalMesh
 from ringattn.kernels import shared as shared_module
 from ringattn.kernels.shared import Shared
 from ringattn.ring import Layout, Mask, args, buffers, mesh, ops, ulysses

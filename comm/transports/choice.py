@@ -1,0 +1,314 @@
+"""Choose the transports that every rank of a group can open, and open them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..checked import shown
+from ..control import Control, control_of
+from ..cuda_threads import indexed
+from ..groups import Group, GroupLike, resolve_group
+from ..limits import NO_LIMITS, Limits
+from ..registry import AUTO, TransportFactory, find_transport, is_within_node, label, transports
+from ..topology.topology import Topology
+from ..transport import TRANSPORT_ATTRIBUTES, WARM_UP_SECONDS, Edge, Transport, TransportError, ring_edges
+from ..watchdog.preflight import brief
+from ..world import LocalGroup
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN = "no transport of that name is registered"
+
+
+class Request(NamedTuple):
+    """What one rank asks for, and why this rank cannot use each transport that comes into question."""
+
+    transport: str
+    device: str
+    topology: str
+    limits: str
+    problems: dict[str, str | None]  # by name, the most preferred first
+
+
+def request_of(
+    group: Group,
+    transport: str | TransportFactory,
+    device: torch.device,
+    topology: object,
+    limits: Limits,
+    levels: int = 1,
+) -> Request:
+    """Return what this rank brings to the choice."""
+    served = [entry for entry in transports() if entry.serves(group, device)]
+    entries = served
+    if transport != AUTO:
+        entries = [find_transport(transport)]
+        if levels > 1 and not entries[0].across_nodes:
+            entries += [entry for entry in served if entry.across_nodes]
+    problems: dict[str, str | None] = {}
+    for entry in entries:
+        problems[entry.name] = entry.problem(group, device, limits)
+        if group.size() == 1 and problems[entry.name] is None:
+            break  # nobody else has a say, and looking for a library may import it
+    return Request(label(transport), device.type, brief(topology), repr(limits), problems)
+
+
+def choose(control: Control, request: Request, levels: int) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Return the transports that every rank could open, the best first, and why each other one is passed over.
+
+    Each choice has one name per level. The same on every rank.
+
+    Raises:
+        ValueError: on every rank: some rank cannot open what was asked for, or there is nothing that all can.
+        TransportError: on every rank: they do not ask for the same.
+    """
+    merge = partial(_chosen, levels=levels, names=control.names)
+    choice: Any = _merged(control, tuple(request), merge, "the choice of a transport")
+    kind, choices, passed_over = choice
+    if kind:
+        raise {"ValueError": ValueError, "TransportError": TransportError}[kind](choices)
+    return [tuple(names) for names in choices], passed_over
+
+
+def _merged(control: Control, value: object, merge: Callable[[list[Any]], Any], what: str) -> Any:
+    return merge([value]) if control.size == 1 else control.merged(value, merge, what=what)
+
+
+def _chosen(values_of_ranks: list[Any], levels: int, names: Sequence[int]) -> tuple[str, object, list[str]]:
+    """Return the kind of error and its text, or "" and what `choose` returns."""
+    requests = [Request(*values) for values in values_of_ranks]
+    for field in ("transport", "device", "topology", "limits"):
+        values = [getattr(request, field) for request in requests]
+        if len(set(values)) > 1:
+            who = ", ".join(f"rank {rank}: {value}" for rank, value in zip(names, values, strict=True))
+            return "TransportError", f"the ranks disagree on {field} ({who})", []
+    requested, candidates = requests[0].transport, [*requests[0].problems]
+    choices, passed_over = [], []
+    for name in candidates if requested == AUTO else [requested]:
+        choice, problem = _per_level(name, requests, levels, names)
+        if problem is None:
+            choices.append(choice)
+        elif requested != AUTO:
+            return "ValueError", f'transport is "{name}", and {problem}', []
+        else:
+            passed_over.append(f"{name}: {problem}")
+    if not choices:
+        return "ValueError", f'transport "auto" finds none that works: {"; ".join(passed_over)}', []
+    return "", choices, passed_over
+
+
+def _per_level(
+    name: str, requests: Sequence[Request], levels: int, names: Sequence[int]
+) -> tuple[tuple[str, ...], str | None]:
+    """Return the names for all levels, and why some rank cannot have them."""
+    problem = _first_problem(name, requests, names)
+    if problem or levels == 1 or not is_within_node(name):
+        return (name,) * levels, problem
+    wider = [other for other in requests[0].problems if not is_within_node(other)]
+    others = {other: _first_problem(other, requests, names) for other in wider}
+    for other, problem in others.items():
+        if problem is None:
+            return (name, other), None
+    problems = "; ".join(f"{other}: {problem}" for other, problem in others.items())
+    return (name, ""), f"there is nothing for the level between the nodes ({problems})"
+
+
+def _first_problem(name: str, requests: Sequence[Request], names: Sequence[int]) -> str | None:
+    problems = ((rank, request.problems.get(name, UNKNOWN)) for rank, request in zip(names, requests, strict=True))
+    return next((f"on rank {rank} {problem}" for rank, problem in problems if problem), None)
+
+
+def open_transport(
+    group: GroupLike = None,
+    *,
+    transport: str | TransportFactory = AUTO,
+    device: torch.device | str,
+    topology: Topology | None = None,
+    limits: Limits = NO_LIMITS,
+    control: Control | None = None,
+) -> Transport:
+    """Open the one transport of a flat ring; see `open_transports`, whose `topology` gives the order here."""
+    (opened,) = open_transports(
+        group, transport=transport, device=device, topology=topology, limits=limits, control=control, flat=True
+    )
+    return opened
+
+
+def open_transports(
+    group: GroupLike = None,
+    *,
+    transport: str | TransportFactory = AUTO,
+    device: torch.device | str,
+    topology: Topology | None = None,
+    limits: Limits = NO_LIMITS,
+    control: Control | None = None,
+    flat: bool = False,
+) -> tuple[Transport, ...]:
+    """Open the transports between the ranks of a group for tensors of one device; every rank calls it together.
+
+    One for a flat ring. Where `topology` makes two levels, and the ring is not to be `flat`, one for the rings inside
+    the nodes and one for the rings between them. If the transport connects ranks of one node only, the level between
+    the nodes takes the most preferred one that reaches further. Without a topology the ring goes by rank.
+
+    "auto" takes the most preferred transport of the registry that all ranks can use and whose warm-up passed: `local`
+    for a `LocalWorld` member or one device alone; for CUDA tensors `nccl`, `copy_engine`, `process_group`; for CPU
+    tensors `process_group`. It logs what it took and why; `reason` of a transport says the same. Both directions of
+    every ring edge are checked with patterned bytes before it returns.
+
+    Through `control` the ranks agree, and no wait of opening is longer than its patience; None: the group's own.
+
+    Raises:
+        ValueError: an unknown name, or a transport that this group or device cannot use, or limits that the transport
+            cannot keep; nothing has been sent.
+        TransportError: the ranks disagree on what to open, or a rank could not open it, or no warm-up passed.
+    """
+    if transport != AUTO:
+        find_transport(transport)
+    device = _usable(torch.device(device))
+    members = resolve_group(group)
+    if isinstance(members, LocalGroup):
+        members.check_thread()
+    if topology is not None and topology.world != members.size():
+        raise ValueError(f"topology has {topology.world} ranks, the group has {members.size()}")
+    levels = _levels(members.rank(), topology or Topology.flat(members.size()), flat=flat)
+    wanted = _Wanted(members, device, levels, limits, transport)
+    control = (control or control_of(members)).fresh_scope("open")
+    choices, passed_over = choose(
+        control, request_of(members, transport, device, topology, limits, len(levels)), len(levels)
+    )
+    for names in choices:
+        called = " and ".join(dict.fromkeys(names))
+        chosen = f"auto takes {called}" if transport == AUTO else f"{called} as asked for"
+        try:
+            opened = _open(wanted, names, control, "; not ".join([chosen, *passed_over]))
+        except TransportError as error:
+            if transport != AUTO:
+                raise
+            logger.info('rank %d: transport "auto" passes over %s: %s', members.rank(), called, error)
+            passed_over.append(f"{called}: {error}")
+        else:
+            logger.info("rank %d of %d, tensors on %s: %s", members.rank(), members.size(), device, opened[0].reason)
+            return opened
+    raise TransportError(f'transport "auto" finds none that works: {"; ".join(passed_over)}')
+
+
+class _Level(NamedTuple):
+    """One level of a ring, as one rank sees it."""
+
+    members: tuple[int, ...]  # of the communicator that this rank is in
+    edges: list[Edge]  # of all ranks
+    nodes: tuple[tuple[int, ...], ...] = ()  # of a ring some of whose edges leave a node, and some do not
+
+
+class _Wanted(NamedTuple):
+    """What transports are opened for."""
+
+    group: Group
+    device: torch.device
+    levels: list[_Level]
+    limits: Limits
+    transport: str | TransportFactory
+
+
+def _levels(rank: int, topology: Topology, *, flat: bool = False) -> list[_Level]:
+    if flat or not topology.two_level:
+        several = 1 < len(topology.nodes) < topology.world
+        return [_Level(topology.order, ring_edges(topology.order), topology.nodes if several else ())]
+    return [
+        _Level(next(ring for ring in rings if rank in ring), [edge for ring in rings for edge in ring_edges(ring)])
+        for rings in (topology.nodes, tuple(zip(*topology.nodes, strict=True)))
+    ]
+
+
+def _usable(device: torch.device) -> torch.device:
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device}: transports move tensors of cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device}, and torch sees no CUDA device here")
+    return indexed(device)
+
+
+def _open(wanted: _Wanted, names: Sequence[str], control: Control, reason: str) -> tuple[Transport, ...]:
+    """Open and warm up all levels; raise a `TransportError` on every rank if that failed on any."""
+    # Keys of its own: what ranks that gave up early say must not be heard where the others still are.
+    inner = control.fresh_scope(names[0])
+    opened: list[Transport] = []
+
+    def open_all() -> None:
+        for name, level in zip(names, wanted.levels, strict=True):
+            opened.append(_opened(wanted, name, level, inner))
+
+    def warm_up() -> None:
+        for transport, level in zip(opened, wanted.levels, strict=True):
+            transport.reason = reason
+            transport.warm_up(level.edges)
+
+    try:
+        _on_every_rank(open_all, control, f"whether {names[0]} opens")
+        _on_every_rank(warm_up, control, f"whether {names[0]} works")
+    except BaseException:
+        for transport in opened:
+            with suppress(Exception):
+                transport.close()
+        raise
+    return tuple(opened)
+
+
+def _on_every_rank(step: Callable[[], None], control: Control, what: str) -> None:
+    """Take one step of opening; raise a `TransportError` on every rank if it failed on any."""
+    problem = None
+    try:
+        step()
+    except TransportError as error:
+        problem = str(error)
+    except Exception as error:  # the others must hear of it all the same
+        problem = f"rank {control.names[control.rank]}: {type(error).__name__}: {error}"
+    problems = [str(text) for text in _merged(control, problem, list, what) if text]
+    if problems:
+        raise TransportError("; ".join(dict.fromkeys(problems)))
+
+
+def _opened(wanted: _Wanted, name: str, level: _Level, control: Control) -> Transport:
+    """Open one level.
+
+    Raises:
+        TransportError: the factory returned something else than this rank's end of that transport.
+    """
+    group = wanted.group
+    factory = wanted.transport if callable(wanted.transport) else find_transport(name).open
+    opened = factory(
+        group,
+        wanted.device,
+        control=control,
+        limits=wanted.limits,
+        # Half: who waits for what the others say of a warm-up has had one of its own.
+        timeout=min(WARM_UP_SECONDS, control.patience / 2),
+        members=level.members,
+        nodes=level.nodes,
+    )
+    problem = _mistake(opened, "" if callable(wanted.transport) else name, group)
+    if problem is None:
+        return opened
+    with suppress(Exception):
+        opened.close()
+    raise TransportError(f"rank {control.names[control.rank]}: {label(factory)} returned {shown(opened)}, {problem}")
+
+
+def _mistake(opened: Any, name: str, group: Group) -> str | None:
+    """Return why this is not what a factory must return; without a name any name will do."""
+    missing = [attribute for attribute in TRANSPORT_ATTRIBUTES if not hasattr(opened, attribute)]
+    if missing:
+        return f"which is no Transport: it has no {', '.join(missing)}"
+    expected = {"name": name or opened.name, "rank": group.rank(), "size": group.size()}
+    wrong = [
+        f"{key} {getattr(opened, key)!r} and not {value!r}"
+        for key, value in expected.items()
+        if getattr(opened, key) != value
+    ]
+    return f"which has {', '.join(wrong)}" if wrong else None
