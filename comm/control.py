@@ -118,7 +118,7 @@ class Connection(Protocol):
         """End the connection. Idempotent."""
 
 
-class _Looks:
+class Looks:
     """When a rank that waits should look at what costs something to look at."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class StoreConnection(Connection):
         super().__init__(DEFAULT_TIMEOUT)
         self.prefix = ""
         self._group = None if group is None else weakref.ref(group)  # which a connection does not outlive
-        self._looks = _Looks()
+        self._looks = Looks()
         self._gone: str | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         thread = threading.Thread(target=_serve, args=(self._jobs,), name="ringattn-store", daemon=True)
@@ -347,6 +347,8 @@ class Control:
         self._closed = False
         self.names: Sequence[int] = range(size)
         """What errors call each rank; shared with the scopes that are made of this one."""
+        self.stop: Callable[[], str | None] | None = None
+        """Asked while a rank waits here, and shared likewise; a reason that it returns ends the wait."""
 
     def gather(
         self,
@@ -386,6 +388,8 @@ class Control:
             TransportError: the store is gone, `stop` said so, or ranks (they are named) are gone, or did not answer in
                 time; on other ranks also for what ended rank 0's part.
         """
+        if self.size == 1:
+            return decoded(encoded(merge([decoded(encoded(value), what)])), what)
         scope = self._connection.scopes[self._prefix]
         key, answer = f"gather{scope.gathers}/{{}}".format, f"gather{scope.gathers}/all"
         scope.gathers += 1
@@ -512,7 +516,7 @@ class Control:
     def scope(self, name: str) -> Control:
         """The same ranks with other keys; the same `name` names the same keys again."""
         scope = Control(self._connection, self.rank, self.size, f"{self._prefix}{name}/", self.patience)
-        scope.names = self.names
+        scope.names, scope.stop = self.names, self.stop
         return scope
 
     def fresh_scope(self, name: str) -> Control:
@@ -558,7 +562,7 @@ class Control:
     ) -> None:
         """Wait for the keys `wanted`, by rank; late are those that have not left their key of `said`, else of these."""
         begun, pause = time.monotonic(), FIRST_POLL_SECONDS
-        missing = list(wanted)
+        missing, stop = list(wanted), stop or self.stop
 
         def left() -> float:
             return min(max(begun + timeout - time.monotonic(), LAST_SECONDS), ANSWER_SECONDS)

@@ -109,8 +109,8 @@ class Transport(Protocol):
         """Give back what the transport holds. Idempotent."""
 
 
-TRANSPORT_ATTRIBUTES = ("name", "rank", "size", *(name for name in vars(Transport) if not name.startswith("_")))
-"""All that a transport must have but `reason`, which is set once it is open."""
+TRANSPORT_ATTRIBUTES = ("rank", "size", *(name for name in vars(Transport) if not name.startswith("_")))
+"""What a transport must have when it opens; `name` and `reason` are set then."""
 
 
 class Done:

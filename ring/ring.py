@@ -232,7 +232,7 @@ class Ring:
 
     def leaving_room(self, config: KernelConfig | None) -> KernelConfig | None:
         """``config``, whose persistent kernels leave what this ring's transfers take where it says nothing of that."""
-        taken = [getattr(transport, "multiprocessors", None) for transport in self._transports]
+        taken: list[Any] = [getattr(transport, "multiprocessors", None) for transport in self._transports]
         if not taken or None in taken or config is None or not config.persistent or config.sm_margin is not None:
             return config
         most = gpu_or_interpreter(self._device or torch.device("cpu")).multiprocessors // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -10,12 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checked import shown
-from ..control import Control, control_of
-from ..cuda_threads import indexed
+from ..checked import DEVICE, shown
+from ..control import Control, Looks, control_of
 from ..groups import Group, GroupLike, resolve_group
 from ..limits import NO_LIMITS, Limits
-from ..registry import AUTO, TransportFactory, find_transport, is_within_node, label, transports
+from ..registry import AUTO, TRANSPORT, TransportEntry, TransportFactory, find_transport, label, transports
 from ..topology.topology import Topology
 from ..transport import TRANSPORT_ATTRIBUTES, WARM_UP_SECONDS, Edge, Transport, TransportError, ring_edges
 from ..watchdog.preflight import brief
@@ -37,12 +37,7 @@ class Request(NamedTuple):
 
 
 def request_of(
-    group: Group,
-    transport: str | TransportFactory,
-    device: torch.device,
-    topology: object,
-    limits: Limits,
-    levels: int = 1,
+    group: Group, transport: str | TransportFactory, device: torch.device, topology: object, limits: Limits, levels: int
 ) -> Request:
     """Return what this rank brings to the choice."""
     served = [entry for entry in transports() if entry.serves(group, device)]
@@ -69,15 +64,11 @@ def choose(control: Control, request: Request, levels: int) -> tuple[list[tuple[
         TransportError: on every rank: they do not ask for the same.
     """
     merge = partial(_chosen, levels=levels, names=control.names)
-    choice: Any = _merged(control, tuple(request), merge, "the choice of a transport")
+    choice: Any = control.merged(tuple(request), merge, what="the choice of a transport")
     kind, choices, passed_over = choice
     if kind:
         raise {"ValueError": ValueError, "TransportError": TransportError}[kind](choices)
     return [tuple(names) for names in choices], passed_over
-
-
-def _merged(control: Control, value: object, merge: Callable[[list[Any]], Any], what: str) -> Any:
-    return merge([value]) if control.size == 1 else control.merged(value, merge, what=what)
 
 
 def _chosen(values_of_ranks: list[Any], levels: int, names: Sequence[int]) -> tuple[str, object, list[str]]:
@@ -108,9 +99,10 @@ def _per_level(
 ) -> tuple[tuple[str, ...], str | None]:
     """Return the names for all levels, and why some rank cannot have them."""
     problem = _first_problem(name, requests, names)
-    if problem or levels == 1 or not is_within_node(name):
+    within_nodes = [entry.name for entry in transports() if not entry.across_nodes]
+    if problem or levels == 1 or name not in within_nodes:
         return (name,) * levels, problem
-    wider = [other for other in requests[0].problems if not is_within_node(other)]
+    wider = [other for other in requests[0].problems if other not in within_nodes]
     others = {other: _first_problem(other, requests, names) for other in wider}
     for other, problem in others.items():
         if problem is None:
@@ -124,19 +116,9 @@ def _first_problem(name: str, requests: Sequence[Request], names: Sequence[int])
     return next((f"on rank {rank} {problem}" for rank, problem in problems if problem), None)
 
 
-def open_transport(
-    group: GroupLike = None,
-    *,
-    transport: str | TransportFactory = AUTO,
-    device: torch.device | str,
-    topology: Topology | None = None,
-    limits: Limits = NO_LIMITS,
-    control: Control | None = None,
-) -> Transport:
+def open_transport(group: GroupLike = None, **opening: Any) -> Transport:
     """Open the one transport of a flat ring; see `open_transports`, whose `topology` gives the order here."""
-    (opened,) = open_transports(
-        group, transport=transport, device=device, topology=topology, limits=limits, control=control, flat=True
-    )
+    (opened,) = open_transports(group, **opening, flat=True)
     return opened
 
 
@@ -168,33 +150,33 @@ def open_transports(
             cannot keep; nothing has been sent.
         TransportError: the ranks disagree on what to open, or a rank could not open it, or no warm-up passed.
     """
-    if transport != AUTO:
-        find_transport(transport)
-    device = _usable(torch.device(device))
+    TRANSPORT.of("transport", transport)
+    device = torch.device(DEVICE.of("device", device))
     members = resolve_group(group)
     if isinstance(members, LocalGroup):
         members.check_thread()
     if topology is not None and topology.world != members.size():
         raise ValueError(f"topology has {topology.world} ranks, the group has {members.size()}")
     levels = _levels(members.rank(), topology or Topology.flat(members.size()), flat=flat)
-    wanted = _Wanted(members, device, levels, limits, transport)
     control = (control or control_of(members)).fresh_scope("open")
-    choices, passed_over = choose(
-        control, request_of(members, transport, device, topology, limits, len(levels)), len(levels)
-    )
+    request = request_of(members, transport, device, topology, limits, len(levels))
+    choices, passed_over = choose(control, request, len(levels))
     for names in choices:
         called = " and ".join(dict.fromkeys(names))
         chosen = f"auto takes {called}" if transport == AUTO else f"{called} as asked for"
+        entries = [find_transport(transport if callable(transport) else name) for name in names]
         try:
-            opened = _open(wanted, names, control, "; not ".join([chosen, *passed_over]))
+            opened = _open(entries, levels, members, device, limits, control)
         except TransportError as error:
             if transport != AUTO:
                 raise
             logger.info('rank %d: transport "auto" passes over %s: %s', members.rank(), called, error)
             passed_over.append(f"{called}: {error}")
-        else:
-            logger.info("rank %d of %d, tensors on %s: %s", members.rank(), members.size(), device, opened[0].reason)
-            return opened
+            continue
+        for one in opened:
+            one.reason = "; not ".join([chosen, *passed_over])
+        logger.info("rank %d of %d, tensors on %s: %s", members.rank(), members.size(), device, opened[0].reason)
+        return opened
     raise TransportError(f'transport "auto" finds none that works: {"; ".join(passed_over)}')
 
 
@@ -204,16 +186,6 @@ class _Level(NamedTuple):
     members: tuple[int, ...]  # of the communicator that this rank is in
     edges: list[Edge]  # of all ranks
     nodes: tuple[tuple[int, ...], ...] = ()  # of a ring some of whose edges leave a node, and some do not
-
-
-class _Wanted(NamedTuple):
-    """What transports are opened for."""
-
-    group: Group
-    device: torch.device
-    levels: list[_Level]
-    limits: Limits
-    transport: str | TransportFactory
 
 
 def _levels(rank: int, topology: Topology, *, flat: bool = False) -> list[_Level]:
@@ -226,32 +198,43 @@ def _levels(rank: int, topology: Topology, *, flat: bool = False) -> list[_Level
     ]
 
 
-def _usable(device: torch.device) -> torch.device:
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device}: transports move tensors of cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device}, and torch sees no CUDA device here")
-    return indexed(device)
-
-
-def _open(wanted: _Wanted, names: Sequence[str], control: Control, reason: str) -> tuple[Transport, ...]:
+def _open(
+    entries: Sequence[TransportEntry],
+    levels: Sequence[_Level],
+    group: Group,
+    device: torch.device,
+    limits: Limits,
+    control: Control,
+) -> tuple[Transport, ...]:
     """Open and warm up all levels; raise a `TransportError` on every rank if that failed on any."""
     # Keys of its own: what ranks that gave up early say must not be heard where the others still are.
-    inner = control.fresh_scope(names[0])
+    inner = control.fresh_scope(entries[0].name)
+    # Half: who waits for what the others say of a warm-up has had one of its own.
+    inner.patience = control.patience / 2
+    timeout = min(WARM_UP_SECONDS, inner.patience)
+    # A factory may wait for a rank whose factory has raised.
+    inner.stop = partial(_failure, inner, Looks())
     opened: list[Transport] = []
 
     def open_all() -> None:
-        for name, level in zip(names, wanted.levels, strict=True):
-            opened.append(_opened(wanted, name, level, inner))
+        for entry, (members, _, nodes) in zip(entries, levels, strict=True):
+            opened.append(
+                entry.open(group, device, control=inner, limits=limits, timeout=timeout, members=members, nodes=nodes)
+            )
+            missing = [attribute for attribute in TRANSPORT_ATTRIBUTES if not hasattr(opened[-1], attribute)]
+            if missing:
+                name = label(entry.open)
+                raise TypeError(f"{name} returned {shown(opened[-1])}, no Transport: it has no {', '.join(missing)}")
+            if entry in transports():
+                opened[-1].name = entry.name
 
     def warm_up() -> None:
-        for transport, level in zip(opened, wanted.levels, strict=True):
-            transport.reason = reason
+        for transport, level in zip(opened, levels, strict=True):
             transport.warm_up(level.edges)
 
     try:
-        _on_every_rank(open_all, control, f"whether {names[0]} opens")
-        _on_every_rank(warm_up, control, f"whether {names[0]} works")
+        _on_every_rank(open_all, control, inner, f"whether {entries[0].name} opens")
+        _on_every_rank(warm_up, control, inner, f"whether {entries[0].name} works")
     except BaseException:
         for transport in opened:
             with suppress(Exception):
@@ -260,7 +243,12 @@ def _open(wanted: _Wanted, names: Sequence[str], control: Control, reason: str) 
     return tuple(opened)
 
 
-def _on_every_rank(step: Callable[[], None], control: Control, what: str) -> None:
+def _failure(control: Control, looks: Looks) -> str | None:
+    text = control.look("failure") if looks.due(time.monotonic()) else None
+    return None if text is None else str(text)
+
+
+def _on_every_rank(step: Callable[[], None], control: Control, inner: Control, what: str) -> None:
     """Take one step of opening; raise a `TransportError` on every rank if it failed on any."""
     problem = None
     try:
@@ -269,46 +257,8 @@ def _on_every_rank(step: Callable[[], None], control: Control, what: str) -> Non
         problem = str(error)
     except Exception as error:  # the others must hear of it all the same
         problem = f"rank {control.names[control.rank]}: {type(error).__name__}: {error}"
-    problems = [str(text) for text in _merged(control, problem, list, what) if text]
+    if problem:
+        inner.publish("failure", problem)
+    problems = [str(text) for text in control.gather(problem, what=what) if text]
     if problems:
         raise TransportError("; ".join(dict.fromkeys(problems)))
-
-
-def _opened(wanted: _Wanted, name: str, level: _Level, control: Control) -> Transport:
-    """Open one level.
-
-    Raises:
-        TransportError: the factory returned something else than this rank's end of that transport.
-    """
-    group = wanted.group
-    factory = wanted.transport if callable(wanted.transport) else find_transport(name).open
-    opened = factory(
-        group,
-        wanted.device,
-        control=control,
-        limits=wanted.limits,
-        # Half: who waits for what the others say of a warm-up has had one of its own.
-        timeout=min(WARM_UP_SECONDS, control.patience / 2),
-        members=level.members,
-        nodes=level.nodes,
-    )
-    problem = _mistake(opened, "" if callable(wanted.transport) else name, group)
-    if problem is None:
-        return opened
-    with suppress(Exception):
-        opened.close()
-    raise TransportError(f"rank {control.names[control.rank]}: {label(factory)} returned {shown(opened)}, {problem}")
-
-
-def _mistake(opened: Any, name: str, group: Group) -> str | None:
-    """Return why this is not what a factory must return; without a name any name will do."""
-    missing = [attribute for attribute in TRANSPORT_ATTRIBUTES if not hasattr(opened, attribute)]
-    if missing:
-        return f"which is no Transport: it has no {', '.join(missing)}"
-    expected = {"name": name or opened.name, "rank": group.rank(), "size": group.size()}
-    wrong = [
-        f"{key} {getattr(opened, key)!r} and not {value!r}"
-        for key, value in expected.items()
-        if getattr(opened, key) != value
-    ]
-    return f"which has {', '.join(wrong)}" if wrong else None

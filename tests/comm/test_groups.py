@@ -119,11 +119,19 @@ def test_transports_of_processes_and_of_virtual_ranks(gloo: dist.ProcessGroup, m
     ("transport", "device", "match"),
     [
         ("ncl", CPU, "transport is 'ncl': it must be one of auto, local, nccl, copy_engine, process_group"),
-        ("auto", torch.device("meta"), "device is meta: transports move tensors of cpu or cuda"),
+        (
+            "auto",
+            torch.device("meta"),
+            "device is device\\(type='meta'\\): it must be cpu or a CUDA device that torch sees",
+        ),
         ("process_group", CPU, "torch.distributed is not initialised"),
         ("nccl", CPU, "it moves CUDA tensors, device is cpu"),
         ("copy_engine", CPU, '"copy_engine", and on rank 0 it moves CUDA tensors, device is cpu'),
-        ("nccl", torch.device("cuda"), "device is cuda, and torch sees no CUDA device here"),
+        (
+            "nccl",
+            torch.device("cuda"),
+            "device is device\\(type='cuda'\\): it must be cpu or a CUDA device that torch sees",
+        ),
     ],
 )
 def test_what_one_device_alone_cannot_open(

@@ -92,7 +92,7 @@ ENGINE_POST = tuple(f"CopyEngineTransport.{name}" for name in ENGINE_CALLS)
 AGREEMENT = (
     Target("comm.watchdog.preflight", ("",), (), ("comm/test_preflight.py", BACKWARDS)),
     Target("comm.watchdog.watch", ("Watch",), (), ("comm/test_watch.py",)),
-    Target("comm.control", ("_Looks", "Control"), (), ("comm/test_control.py",)),
+    Target("comm.control", ("Looks", "Control"), (), ("comm/test_control.py",)),
     Target("ring.mesh", ("",), (), ("ring/test_ulysses.py", "ring/test_args.py -k two_values", BACKWARDS)),
 )
 TARGETS = (

@@ -1,0 +1,438 @@
+"""The conformance suite of transports: what every one must do, as functions of an open transport.
+
+`check_transport` runs all of it::
+
+    with LocalWorld(3) as world:
+        world.run(partial(check_transport, open_counting))
+
+or, in the processes of a group, `check_transport("counting", group)`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from .groups import GroupLike
+from .registry import TransportFactory
+from .slots import Slots
+from .transport import Fence, Message, Transport, TransportError
+from .transports.choice import open_transport
+
+Case = Callable[[Transport, torch.device], None]
+CASES: dict[str, Case] = {}
+HOST_CASES: dict[str, Case] = {}
+"""For transports of CPU tensors, whose transfers the host waits for; a process group may be of no use after these."""
+
+HANGS = 60.0
+"""Seconds after which a short wait is taken for a hang: far more than a busy machine needs."""
+# More than any backend buffers on its own: a send of this size is only over once its receiver takes it.
+LARGE = 1 << 20
+
+
+def check_transport(
+    transport: str | TransportFactory, group: GroupLike = None, *, device: torch.device | str = "cpu"
+) -> None:
+    """Run every case on a transport that is opened for it; every rank of the group calls this together.
+
+    Raises:
+        AssertionError: naming the case that failed, and what was wrong.
+    """
+    device = torch.device(device)
+    for name, case in (CASES | (HOST_CASES if device.type == "cpu" else {})).items():
+        opened = open_transport(group, transport=transport, device=device)
+        try:
+            case(opened, device)
+        except Exception as error:
+            raise AssertionError(f"rank {opened.rank}, {name}: {type(error).__name__}: {error}") from error
+        finally:
+            opened.close()
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def expect(arrived: Any, expected: Any, what: str = "what arrived") -> None:
+    """Raise an `AssertionError` if two values differ."""
+    same = torch.equal(arrived, expected) if isinstance(arrived, torch.Tensor) else arrived == expected
+    if not same:
+        raise AssertionError(f"{what} is {arrived}, expected {expected}")
+
+
+@contextmanager
+def refused(kind: type[Exception], words: str = "") -> Iterator[None]:
+    """Raise an `AssertionError` unless this error, with these words, is raised inside."""
+    try:
+        yield
+    except kind as error:
+        if words not in str(error):
+            raise AssertionError(f"a {kind.__name__} must say {words!r}, this one says {str(error)!r}") from error
+    else:
+        raise AssertionError(f"nothing was raised, expected a {kind.__name__}")
+
+
+class Calling:
+    """A fence that calls a function when it is waited for."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function = function
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.function()
+
+    def done(self) -> bool:
+        return self.waits > 0
+
+
+def until(condition: Callable[[], object], what: str = "it never came to that") -> None:
+    """Wait for a state, as long as a busy machine may take to get there."""
+    ends = time.monotonic() + HANGS
+    while not condition():
+        if time.monotonic() > ends:
+            raise AssertionError(what)
+        time.sleep(0.001)
+
+
+def filled(value: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.full((count,), value, dtype=torch.int32, device=device)
+
+
+def values(tensor: torch.Tensor) -> list[float]:
+    """The distinct values of a tensor."""
+    return sorted(set(tensor.tolist())) if tensor.numel() < 100 else torch.unique(tensor).tolist()
+
+
+def neighbours(transport: Transport) -> tuple[int, int]:
+    return (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+
+
+@case
+def a_pair_matches_in_order(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+    arrived: list[torch.Tensor] = []
+    fences: list[Fence] = []
+    for post in range(4):  # several posts in flight, three messages of one size in each
+        outgoing = [filled(100 * transport.rank + 3 * post + index, 1000, device) for index in range(3)]
+        incoming = [filled(-1, 1000, device) for _ in range(3)]
+        arrived += incoming
+        fences.append(
+            transport.post(
+                sends=[Message(onward, tensor) for tensor in outgoing],
+                receives=[Message(back, tensor) for tensor in incoming],
+                after=[transport.mark()],
+            )
+        )
+    for fence in fences:
+        fence.wait()
+    expect([int(tensor[0]) for tensor in arrived], [100 * back + index for index in range(12)])
+    expect({len(values(tensor)) for tensor in arrived}, {1}, "the number of values in a message")
+
+
+@case
+def sizes_and_dtypes_arrive_bit_for_bit(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+
+    def payload(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    kinds = [
+        (dtype, shape)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for shape in ((1,), (3, 5), (2, 33, 7), ())
+    ]
+    kinds.append((torch.float32, (LARGE // 4,)))
+    sends = [Message(onward, payload(transport.rank, *kind)) for kind in kinds]
+    receives = [Message(back, torch.zeros(shape, dtype=dtype, device=device)) for dtype, shape in kinds]
+    transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
+    for kind, message in zip(kinds, receives, strict=True):
+        expect(message.tensor, payload(back, *kind), f"{kind}")
+
+
+@case
+def a_ring_reuses_its_slots(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+    slots = Slots(3, device)
+    specs = [((64, 8), torch.float32), ((5,), torch.float16)]
+    slots.reserve(4096)
+    current: Sequence[torch.Tensor] = [torch.full(shape, transport.rank, dtype=dtype) for shape, dtype in specs]
+    current = [tensor.to(device) for tensor in current]
+    held = None
+    for hop in range(40):
+        slot = hop % slots.count
+        arriving = slots.tensors(slot, specs)
+        fence = transport.post(
+            sends=[Message(onward, tensor) for tensor in current],
+            receives=[Message(back, tensor) for tensor in arriving],
+            after=[*slots.free(slot), transport.mark()],
+        )
+        slots.busy(slot, fence)
+        if held is not None:
+            slots.busy(held, fence)  # its bytes leave from there
+        if (hop + transport.rank) % 7 == 0:
+            time.sleep(0.002)  # ranks drift apart
+        fence.wait()
+        expected = (transport.rank - hop - 1) % transport.size
+        expect([values(tensor) for tensor in arriving], [[expected]] * len(arriving), f"hop {hop}")
+        current, held = arriving, slot
+    slots.drain()
+
+
+@case
+def both_neighbours_in_one_post(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+    for _ in range(3):
+        sends = [
+            Message(onward, filled(transport.rank, 10, device)),
+            Message(back, filled(-transport.rank, 10, device)),
+        ]
+        receives = [Message(back, filled(99, 10, device)), Message(onward, filled(99, 10, device))]
+        transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
+        expect([int(message.tensor[3]) for message in receives], [back, -onward])
+
+
+@case
+def a_rank_sends_to_itself(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+    mine, sums = filled(7, 33, device), torch.randn(5, 3, device=device)
+    copies = (filled(0, 33, device), torch.zeros(5, 3, device=device))
+    sends = [Message(transport.rank, mine), Message(transport.rank, sums)]
+    receives = [Message(transport.rank, tensor) for tensor in copies]
+    transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
+    expect(copies[0], mine)
+    expect(copies[1], sums)
+
+    neighbour = filled(0, 33, device)
+    copies[0].zero_()
+    transport.post(
+        sends=[Message(onward, filled(transport.rank, 33, device)), Message(transport.rank, mine)],
+        receives=[Message(back, neighbour), Message(transport.rank, copies[0])],
+        after=[transport.mark()],
+    ).wait()
+    expect(copies[0], mine)
+    expect(neighbour, filled(back, 33, device))
+
+
+@case
+def nothing_leaves_before_after_is_over(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+    outgoing, arrived = filled(-1, 1000, device), filled(-2, 1000, device)
+
+    def write() -> None:
+        outgoing.fill_(transport.rank)
+        if device.type == "cuda":  # this fence is a point of the host
+            torch.cuda.synchronize(device)
+
+    ready = Calling(write)
+    fence = transport.post(sends=[Message(onward, outgoing)], receives=[Message(back, arrived)], after=[ready])
+    fence.wait()
+    expect(ready.done(), True, "whether `after` was waited for")
+    expect(arrived, filled(back, 1000, device))
+
+
+@case
+def nothing_arrives_before_after_is_over(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+    arrived = filled(-2, LARGE // 4, device)
+    readings: list[float] = []
+
+    def still_reading() -> None:
+        time.sleep(0.05 * (1 + transport.rank))
+        readings.extend(values(arrived))
+
+    sends = [Message(onward, filled(transport.rank, LARGE // 4, device))]
+    reading = Calling(still_reading)
+    transport.post(sends=sends, receives=[Message(back, arrived)], after=[reading]).wait()
+    expect(readings, [-2], "what a reader saw while its fence was not over")
+    expect(values(arrived), [back])
+
+
+@case
+def a_post_may_follow_another(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+    first, second = filled(-1, LARGE // 4, device), filled(-1, LARGE // 4, device)
+    mine = filled(transport.rank, LARGE // 4, device)
+    came = transport.post(sends=[Message(onward, mine)], receives=[Message(back, first)], after=[transport.mark()])
+    # Sends on what is still arriving, as a ring that runs ahead does.
+    went_on = transport.post(sends=[Message(onward, first)], receives=[Message(back, second)], after=[came])
+    went_on.wait()
+    expect(values(second), [(transport.rank - 2) % transport.size])
+    came.wait()
+
+
+@case
+def posts_run_ahead(transport: Transport, device: torch.device) -> None:
+    """Twice around the ring, every hop posted before any is waited for."""
+    onward, back = neighbours(transport)
+    held = filled(transport.rank, 1000, device)
+    fences: list[Fence] = [transport.mark()]
+    for _ in range(2 * transport.size):
+        arriving = filled(-1, 1000, device)
+        after = [fences[-1], transport.mark()]
+        # Each fence holds its tensors until it has been waited for.
+        fences.append(transport.post(sends=[Message(onward, held)], receives=[Message(back, arriving)], after=after))
+        held = arriving
+    for fence in reversed(fences):
+        fence.wait()
+    expect(values(held), [transport.rank])
+
+
+@case
+def done_says_what_is_over(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+    until(transport.mark().done)  # a point of a device is over some time after the host has gone past it
+    tensor, arrived = filled(transport.rank, LARGE // 4, device), filled(-1, LARGE // 4, device)
+    fence = transport.post(sends=[Message(onward, tensor)], receives=[Message(back, arrived)], after=[transport.mark()])
+    until(fence.done)  # nobody needs to wait for it
+    fence.wait()
+    expect(values(arrived), [back])
+    expect(fence.done(), True, "done() of a fence that is over")
+
+
+@case
+def a_sent_buffer_is_free_after_the_wait(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+    outgoing, arrived = filled(5 + transport.rank, LARGE, device), filled(0, LARGE, device)
+    sends, receives = [Message(onward, outgoing)], [Message(back, arrived)]
+    if transport.size == 1:
+        sent = received = transport.post(sends=sends, receives=receives, after=[transport.mark()])
+    elif transport.rank % 2 == 0 and transport.rank + 1 < transport.size:
+        sent = transport.post(sends=sends, receives=[], after=[transport.mark()])
+        sent.wait()
+        outgoing.fill_(-1)  # the receiver, late as it is, has what was there before
+        received = transport.post(sends=[], receives=receives, after=[transport.mark()])
+    else:
+        time.sleep(0.1)
+        received = transport.post(sends=[], receives=receives, after=[transport.mark()])
+        sent = transport.post(sends=sends, receives=[], after=[transport.mark()])
+    sent.wait()
+    outgoing.fill_(-1)
+    received.wait()
+    expect(values(arrived), [5 + back])
+
+
+@case
+def waiting_is_idempotent(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+    arrived = filled(0, 4, device)
+    sends = [Message(onward, filled(transport.rank, 4, device))]
+    fence = transport.post(sends=sends, receives=[Message(back, arrived)], after=[transport.mark()])
+    for _ in range(3):
+        fence.wait()
+    mark = transport.mark()
+    mark.wait()
+    mark.wait()
+    transport.post(sends=[], receives=[], after=[fence, mark]).wait()
+    expect(int(arrived[0]), back)
+
+
+@case
+def sending_leaves_autograd_alone(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+    weight = torch.full((6,), float(transport.rank), device=device, requires_grad=True)
+    doubled = weight * 2
+    arrived = torch.zeros(6, device=device)
+    transport.post(sends=[Message(onward, doubled)], receives=[Message(back, arrived)], after=[transport.mark()]).wait()
+    torch.autograd.backward(doubled.sum())
+    expect(weight.grad is not None and values(weight.grad), [2.0], "the gradient")
+    expect(arrived.requires_grad, False, "requires_grad of what arrived")
+    expect(values(arrived), [2.0 * back])
+
+
+@case
+def gather_is_in_rank_order(transport: Transport, device: torch.device) -> None:
+    for step in range(3):
+        gathered = transport.gather({"rank": transport.rank, "step": step, "shape": [1, transport.rank]})
+        expect(gathered, [{"rank": rank, "step": step, "shape": [1, rank]} for rank in range(transport.size)])
+    expect(transport.gather(None), [None] * transport.size)
+
+
+@case
+def wrong_messages_are_refused(transport: Transport, device: torch.device) -> None:
+    me, tensor = transport.rank, filled(0, 6, device)
+    wrong: list[tuple[list[Message], list[Message]]] = [
+        ([Message(transport.size, tensor)], []),  # no such peer
+        ([], [Message(-1, tensor)]),
+        ([Message(0, filled(0, 12, device)[::2])], []),  # not contiguous
+        ([], [Message(0, filled(0, 0, device))]),  # no bytes
+        ([Message(0, tensor.to("meta"))], []),  # another device
+        ([Message(me, tensor)], []),  # to oneself, and never received
+        ([Message(me, tensor)], [Message(me, tensor[:3])]),
+    ]
+    for sends, receives in wrong:
+        with refused(ValueError):
+            transport.post(sends=sends, receives=receives)
+    transport.gather(None)  # nothing was sent: the transport still works
+
+
+@case
+def every_pair_warms_up(transport: Transport, device: torch.device) -> None:
+    ranks = range(transport.size)
+    for _ in range(2):
+        transport.warm_up([*itertools.permutations(ranks, 2), *((rank, rank) for rank in ranks)])
+    for edge in ((0, transport.size), (-1, 0)):
+        with refused(ValueError):
+            transport.warm_up([edge])
+
+
+@case
+def an_aborted_transport_refuses_posts(transport: Transport, device: torch.device) -> None:
+    transport.gather(None)  # nobody aborts under another rank's last transfer
+    transport.abort("somebody said so")
+    transport.abort("for the second time")
+    for _ in range(2):
+        with refused(TransportError, "somebody said so"):
+            transport.post(sends=[], receives=[])
+    transport.close()
+
+
+def abort_ends_a_wait(transport: Transport, device: torch.device) -> None:
+    """Nobody sends. Another thread of rank 0 ends its wait, and what was posted behind it; the others wait for that."""
+    onward, back = neighbours(transport)
+    if transport.size == 1:  # a rank alone waits for nobody
+        return
+    transport.gather(None)
+    fences: list[Fence] = []
+    if transport.rank == 0:
+        timer = threading.Timer(0.1, transport.abort, ["it took too long"])
+        timer.start()
+        with refused(TransportError, "it took too long"):
+            for peer in (onward, back):
+                fences.append(transport.post(sends=[], receives=[Message(peer, filled(0, 1000, device))]))
+            for fence in fences:
+                fence.wait()
+        timer.join()
+        with suppress(TransportError):
+            transport.gather(None)
+    else:
+        with suppress(TransportError):  # a virtual rank is told with rank 0
+            transport.gather(None)
+        transport.abort("it took too long")
+    for fence in fences:
+        expect(fence.done(), True, "done() of a fence that is over")
+        with refused(TransportError, "it took too long"):
+            fence.wait()
+    with refused(TransportError, "it took too long"):
+        transport.post(sends=[], receives=[])
+
+
+HOST_CASES[abort_ends_a_wait.__name__] = abort_ends_a_wait
+
+
+@case
+def closing_twice_is_fine(transport: Transport, device: torch.device) -> None:
+    transport.gather(None)  # nobody closes under another rank's last transfer
+    transport.close()
+    transport.close()
+    with refused(TransportError, "closed"):
+        transport.post(sends=[], receives=[])

@@ -1,0 +1,269 @@
+"""Transports from outside of the package: this file imports nothing but public names and torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.comm import (
+    DONE,
+    Fence,
+    LocalGroup,
+    LocalTransport,
+    Message,
+    Topology,
+    Transport,
+    TransportError,
+    open_transport,
+    open_transports,
+    register_transport,
+    transport_names,
+    unregister_transport,
+)
+from ringattn.comm.testing import check_transport
+
+WORLD, TOKENS, HEADS, HEAD_DIM = 3, 24, 2, 16
+KV_BYTES = 2 * (TOKENS // WORLD) * HEADS * HEAD_DIM * 4
+EXAMPLE = textwrap.dedent((register_transport.__doc__ or "").split("::\n")[1].split("\n    `ringattn")[0])
+IMPORTS = "from ringattn.comm import LocalGroup, open_transport, register_transport\n"
+
+
+class Counting:
+    """Counts the bytes that another transport sends."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.sent_bytes = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
+        self.sent_bytes += sum(message.tensor.nbytes for message in sends)
+        return self.inner.post(sends=sends, receives=receives, after=after)
+
+
+class Opener:
+    """A factory that keeps what it opened; it may wait for the other ranks while it opens."""
+
+    def __init__(self, waits: bool = True) -> None:
+        self.opened, self.waits = list[Any](), waits
+
+    def __call__(self, group: Any, device: torch.device, *, control: Any, limits: Any, **_: object) -> Any:
+        inner = "local" if isinstance(group, LocalGroup) else "process_group"
+        if self.waits:
+            made = open_transport(group, transport=inner, device=device, control=control, limits=limits)
+        else:
+            made = LocalTransport(group, device)
+        self.opened.append(Counting(made))
+        return self.opened[-1]
+
+
+def train_step(group: Any, transport: str | Opener, opener: Opener | None = None) -> list[torch.Tensor]:
+    """The output and the gradients of one zigzag step; the bytes of the forward are checked."""
+    generator, rank = torch.Generator().manual_seed(7), group.rank()
+    layout = Layout.zigzag(TOKENS, WORLD)
+    q, k, v, dout = (
+        layout.shard(torch.randn(1, TOKENS, HEADS, HEAD_DIM, generator=generator), rank).requires_grad_()
+        for _ in range(4)
+    )
+    with Ring(group, transport=transport) as ring:
+        out: Any = ring_attention(q, k, v, ring=ring, layout=layout, causal=True)
+        if opener is not None:
+            (mine,) = [one for one in opener.opened if one.rank == rank]
+            assert mine.sent_bytes == (WORLD - 1) * KV_BYTES
+            assert ring.transport == (transport if isinstance(transport, str) else mine.inner.name)
+        out.backward(dout)
+    return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+
+
+def check_steps(group: Any, by_object: Opener, by_name: Opener) -> None:
+    expected = train_step(group, "auto")
+    for transport, opener in ((by_object, by_object), ("counting", by_name)):
+        results = train_step(group, transport, opener)
+        assert len(results) == 4 and all(map(torch.equal, results, expected))
+
+
+def in_process(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    by_name = Opener()
+    register_transport("counting", by_name)
+    check_steps(dist.group.WORLD, Opener(), by_name)
+    with pytest.raises(TransportError, match="rank 1: MemoryError: no room"):
+        open_transport(transport=partial(fails, no_room, by_name), device="cpu")
+    check_transport("counting")
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    yield "counting"
+    unregister_transport("counting")
+
+
+def test_training_step_of_virtual_ranks(name: str) -> None:
+    by_name = Opener()
+    register_transport(name, by_name)
+    with LocalWorld(WORLD, device="cpu") as world:
+        world.run(partial(check_steps, by_object=Opener(), by_name=by_name))
+
+
+def test_training_step_of_processes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(in_process, (f"{tmp_path}/store",), nprocs=WORLD)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_example_passes_the_conformance_suite(world_size: int, name: str) -> None:
+    exec(IMPORTS + EXAMPLE, {})
+    with LocalWorld(world_size, device="cpu", timeout=60) as world:
+        world.run(partial(check_transport, name))
+
+
+def test_example_as_an_entry_point_of_a_package(tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text(IMPORTS + EXAMPLE)
+    (tmp_path / "counted-1.dist-info").mkdir()
+    points = "[ringattn.transports]\ncounting = counted\nbroken = no_such_module\n"
+    (tmp_path / "counted-1.dist-info" / "entry_points.txt").write_text(points)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    flags = "bench links --device cpu --world 2 --transport counting -b 1k -e 1k -n 1 -w 0 --beside none"
+    command = [sys.executable, "-m", "ringattn", *flags.split()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": paths})
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "best between processes: counting" in ran.stdout
+    assert "broken = no_such_module does not load" in ran.stderr
+
+
+def test_auto_takes_the_most_preferred(name: str) -> None:
+    register_transport(name, Opener(), preference=1000, unavailable=lambda group, device, limits: "on strike")
+    refused = open_transport(device="cpu")
+    assert refused.reason == "auto takes local; not counting: on rank 0 on strike"
+    unregister_transport(name)
+    register_transport(name, Opener(), preference=1000)
+    assert transport_names()[0] == name
+    assert (open_transport(device="cpu").name, open_transport(device="cpu").reason) == (name, f"auto takes {name}")
+
+
+# mistakes
+
+
+def fails(mistake: Callable[[], Any], opener: Opener, group: Any, device: torch.device, **opening: Any) -> Any:
+    return mistake() if group.rank() == 1 else opener(group, device, **opening)
+
+
+def no_room() -> Transport:
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize("topology", [None, Topology.grid(2, 2)])
+@pytest.mark.parametrize(
+    ("mistake", "match"),
+    [
+        (no_room, "rank 1: MemoryError: no room"),
+        (lambda: 3, r"rank 1: TypeError: .* returned 3, no Transport: it has no rank, size, mark, post, "),
+        (object, r"rank 1: TypeError: .* returned an object, no Transport"),
+    ],
+)
+@pytest.mark.parametrize("waits", [False, True])
+def test_factories_that_fail_on_one_rank(
+    mistake: Callable[[], Any], match: str, topology: Topology | None, waits: bool
+) -> None:
+    opener = Opener(waits)
+
+    def fn(group: LocalGroup) -> None:
+        with pytest.raises(TransportError, match=match):
+            open_transports(group, transport=partial(fails, mistake, opener), device="cpu", topology=topology)
+
+    with LocalWorld(4, device="cpu", timeout=60) as world:
+        world.run(fn)
+    assert waits or len(opener.opened) >= 3
+    for transport in opener.opened:
+        with pytest.raises(TransportError, match="closed"):
+            transport.post(sends=[], receives=[])
+
+
+def test_factories_that_differ_between_ranks() -> None:
+    openers = Opener(), lambda group, device, **_: LocalTransport(group, device)
+
+    def fn(group: LocalGroup) -> None:
+        with pytest.raises(TransportError, match=r"disagree on transport \(rank 0: .*Opener, rank 1: .*<lambda>\)"):
+            open_transport(group, transport=openers[group.rank()], device="cpu")
+        with Ring(group, transport=openers[group.rank()]) as ring, pytest.raises(ValueError, match="transport differs"):
+            ring_attention(*torch.randn(3, 1, 4, 1, 16), ring=ring, layout="contiguous")
+
+    with LocalWorld(2, device="cpu", timeout=60) as world:
+        world.run(fn)
+    assert openers[0].opened == []  # type: ignore[attr-defined]
+
+
+def test_names_that_cannot_be_registered(name: str) -> None:
+    register_transport(name, Opener())
+    wrong: list[tuple[Any, Any, str]] = [
+        (name, Opener(), "name is 'counting': .*Opener is registered under it"),
+        ("auto", Opener(), "name is 'auto'"),
+        ("a,b", Opener(), "name is 'a,b'"),
+        (3, Opener(), "name is 3"),
+        ("other", "counting", "factory is 'counting': it must be a function"),
+    ]
+    for taken, factory, match in wrong:
+        with pytest.raises(ValueError, match=match):
+            register_transport(taken, factory)
+    for transport in ("countin", 3):
+        with pytest.raises(ValueError, match="auto, local, nccl, copy_engine, process_group, counting, or a factory"):
+            Ring(transport=transport)  # type: ignore[arg-type]
+
+
+# the suite finds mistakes
+
+
+class Broken:
+    """A local transport with a mistake."""
+
+    def __init__(self, group: LocalGroup, device: torch.device, mistake: str, **_: object) -> None:
+        self.inner, self.mistake = LocalTransport(group, device), mistake
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
+        given = [*receives]
+        if self.mistake == "order":
+            given = given[::-1]
+        fence = self.inner.post(sends=sends, receives=given, after=() if self.mistake == "after" else after)
+        if self.mistake == "bits" and given:
+            fence.wait()
+            given[-1].tensor.flatten()[-1:].add_(1)
+        return DONE if self.mistake == "fence" else fence
+
+    def gather(self, value: object) -> list[object]:
+        gathered = self.inner.gather(value)
+        return gathered[::-1] if self.mistake == "gather" else gathered
+
+    def abort(self, reason: str) -> None:
+        self.inner.abort("something happened" if self.mistake == "abort" else reason)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case"),
+    [
+        ("order", "a_pair_matches_in_order"),
+        ("after", "nothing_leaves_before_after_is_over"),
+        ("bits", "a_pair_matches_in_order"),
+        ("fence", "a_sent_buffer_is_free"),
+        ("gather", "gather_is_in_rank_order"),
+        ("abort", "an_aborted_transport_refuses_posts"),
+    ],
+)
+def test_conformance_suite_finds(mistake: str, case: str) -> None:
+    broken: Any = partial(Broken, mistake=mistake)
+    with LocalWorld(2, device="cpu", timeout=60) as world, pytest.raises(AssertionError, match=case):
+        world.run(partial(check_transport, broken))
