@@ -152,6 +152,8 @@ def open_transports(
     """
     TRANSPORT.of("transport", transport)
     device = torch.device(DEVICE.of("device", device))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device}, and torch sees no CUDA device here")
     members = resolve_group(group)
     if isinstance(members, LocalGroup):
         members.check_thread()
