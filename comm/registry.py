@@ -23,6 +23,7 @@ AUTO = "auto"
 PROCESSES, THREADS = "processes", "threads"  # kinds of ranks: of a process group, and of a `LocalWorld`
 ENTRY_POINTS = "ringattn.transports"
 TransportFactory = Callable[..., Transport]
+"""Opens one transport, see `register_transport`."""
 
 
 @dataclass(frozen=True)

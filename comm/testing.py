@@ -19,11 +19,7 @@ from typing import Any
 
 import torch
 
-from .groups import GroupLike
-from .registry import TransportFactory
-from .slots import Slots
-from .transport import Fence, Message, Transport, TransportError
-from .transports.choice import open_transport
+from . import Fence, GroupLike, Message, Slots, Transport, TransportError, TransportFactory, open_transport
 
 Case = Callable[[Transport, torch.device], None]
 CASES: dict[str, Case] = {}

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 
-from ringattn.comm import GroupLike
+from ringattn.comm import GroupLike, unregister_transport
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -168,6 +168,12 @@ def nothing(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
+def registers_counting(group: GroupLike) -> Iterator[dict[str, Any]]:
+    yield {}
+    unregister_transport("counting")
+
+
+@contextmanager
 def attention(group: GroupLike) -> Iterator[dict[str, Any]]:
     """Yield q, k and v of this rank."""
     from ringattn import ring_attention
@@ -293,6 +299,7 @@ def of_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
 SETUPS = {
     "README.md#example": Setup(readme),
     "docs/ring.md#a-ring-and-its-choices": Setup(attention, virtual=8, replaced=("Limits(ctas=16)", "Limits()")),
+    "docs/ring.md#bring-your-own-transport": Setup(registers_counting),
     "docs/ring.md#ulysses-x-ring": Setup(attention, processes=8, replaced=('"cuda"', '"cpu"'), nightly=True),
     "docs/integrations.md#hugging-face-transformers": Setup(a_model),
     "docs/integrations.md#trainer": Setup(a_model),
