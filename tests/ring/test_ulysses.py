@@ -301,6 +301,24 @@ def test_ranks_that_disagree(field: str) -> None:
     run_ranks(6, of_rank)
 
 
+def test_a_refusal_along_the_ring_calls_the_exchange_off() -> None:
+    """Else ranks whose exchange had agreed would end it, and the next call with it."""
+    cpu = torch.device("cpu")
+
+    def of_rank(group: LocalGroup) -> object:
+        mesh = group.mesh(2, 2)
+        rings = rings_of((mesh.ring, mesh.ulysses), cpu)
+        watch, number = rings.ulysses._use(cpu), list[object]()
+        with pytest.raises(ValueError, match="causal differs between ranks"), rings._entered(cpu):
+            try:
+                rings._agree({"causal": group.rank() == 3}, cpu)
+            finally:
+                number.append(watch._number)
+        return number
+
+    assert run_ranks(4, of_rank) == [[None]] * 4
+
+
 def test_a_rank_that_fails_in_the_ring() -> None:
     """All of them end, those of other rows and columns too."""
 
