@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import traceback
@@ -33,7 +34,7 @@ HOST_CASES: dict[str, Case] = {}
 
 CPU = torch.device("cpu")
 # Seconds after which a wait that is short where all is well is taken for a hang: far more than a busy machine needs.
-HANGS = 60.0
+HANGS = float(os.environ.get("RINGATTN_TEST_HANGS", "60"))
 # More than any backend buffers on its own: a send of this size is only over once its receiver takes it.
 LARGE = 1 << 20
 
