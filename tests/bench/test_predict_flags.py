@@ -289,7 +289,9 @@ def test_a_launch_takes_what_its_row_says(tmp_path: Path) -> None:
     speed, lines = measured(result_file(tmp_path, ROWS, gpu=GPU), call, None)
     assert len(lines) == 3 and "NVIDIA H200" in lines[0]
     flops = 4 * 128 * 16 * area.pairs
-    assert flops / speed.seconds(FOLD, area, call, hop=0) == pytest.approx(500e12)
+    first, later = (speed.seconds(FOLD, area, call, hop=hop) for hop in (0, 1))
+    assert flops / first == pytest.approx(500e12)
+    assert later - first == pytest.approx(speed.moved((4 + 4) * 16384 * 16 * 128))  # out so far, read and written
     # the rate is that of the products; the sums that the second kernel keeps are the ring's, and come on top
     products = speed.launch + speed.products(area, call, backward=True)
     assert 2.5 * flops / products == pytest.approx(300e12)
@@ -312,8 +314,8 @@ def test_links_of_presets_numbers_and_files(tmp_path: Path) -> None:
         assert [link_of(text).rate, link_of(text).latency] == pytest.approx(expected)
     others = [
         transfer(1 << 20, 1e9, transport="process_group"), transfer(1 << 20, 1e-3, transport="local"),
-        transfer(1 << 20, 1e-3, transport="nccl, registered"), transfer(1 << 20, 1e-3, channels=4),
-        transfer(1 << 20, 1e-3, edge="0->0"), transfer(1 << 20, 1e-3, way="one way"),
+        transfer(1 << 20, 1e-3, transport="nccl, registered"), transfer(1 << 20, 1e4, channels=4),
+        transfer(1 << 20, 1e4, edge="0->0"), transfer(1 << 20, 1e-3, way="one way"),
         transfer(1 << 16, 1.0, edge="other"),
     ]  # fmt: skip
     link = link_of(str(result_file(tmp_path, LINK_ROWS + others)))

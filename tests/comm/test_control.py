@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import signal
 import subprocess
 import threading
@@ -287,6 +288,29 @@ def test_a_rank_whose_process_has_ended_is_named(monkeypatch: pytest.MonkeyPatch
     control.exchange({"process/1": own, "process/2": ended})  # rank 3 has told nothing
     assert control.hopeless([1, 3]) is None
     assert str(control.hopeless([1, 2, 3])) == "rank 2 is gone: its process has ended"
+
+
+def test_every_store_thread_is_joined_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those behind one that no shutdown frees, because the system does not tell its socket."""
+    serving: dict[threading.Thread, queue.SimpleQueue[Any]] = {}
+    answers = {}
+    for _ in range(2):
+        jobs, answer = queue.SimpleQueue[Any](), threading.Event()
+        jobs.put(lambda answer=answer: answer.wait(HANGS))
+        thread = threading.Thread(target=control_module._serve, args=(jobs,), daemon=True)
+        serving[thread], answers[thread] = jobs, answer
+        thread.start()
+    first, second = serving
+
+    def shut(thread: threading.Thread) -> bool:
+        threading.Timer(0.5 if thread is first else 0.0, answers[thread].set).start()
+        return thread is second
+
+    monkeypatch.setattr(control_module, "_SERVING", serving)
+    monkeypatch.setattr(control_module, "LAST_SECONDS", 0.01)
+    monkeypatch.setattr(control_module, "shut_socket", shut)
+    control_module._end_all()
+    assert not first.is_alive() and not second.is_alive()
 
 
 def test_what_nobody_waits_for_may_fail() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from ringattn.comm import TransportError
-from ringattn.comm.watchdog.preflight import KEPT_CALLS, LONG_TEXT, Preflight, Verdict, difference
+from ringattn.comm.watchdog.preflight import KEPT_CALLS, LONG_TEXT, LOOKS, Preflight, Said, Verdict, difference
 
 from ..support.transport_cases import HANGS
 from ..support.watch_cases import MemoryConnection, controls, on_all
@@ -67,9 +69,11 @@ def verdicts(ranks: list[Preflight], rounds: int = 5) -> list[Verdict | None]:
 
 
 def test_agreeing_ranks_exchange_nothing_for_repeated_calls() -> None:
-    ranks = preflights(3)
+    ranks, before = preflights(3), list[int]()
     for fields in ({"heads": 8}, {"heads": 16}, {"heads": 8}):
         assert on_all(ranks, lambda rank, fields=fields: agree(rank, fields)) == [None] * 3  # type: ignore[misc]
+        before = before or [traffic(rank) for rank in ranks]
+    assert before.count(1) == 1  # the last to come asks for nothing more
     before = [traffic(rank) for rank in ranks]
     for fields in ({"heads": 16}, {"heads": 8}, {"heads": 16}):
         assert [agree(rank, fields) for rank in ranks] == [None] * 3  # one after the other: nobody waits
@@ -249,8 +253,11 @@ def test_a_question_is_repeated_when_another_one_took_its_place(
     assert questions[1:] == [other if stays else 3] * 3
 
 
-def test_short_waits_send_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringattn.comm.watchdog.preflight.LATE_SECONDS", 60.0)
+@pytest.mark.parametrize(("late", "requests"), [(60.0, [1, 2, 3]), (0.0, [1, 5, 7])])
+def test_short_waits_send_no_question(late: float, requests: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer ones send one, and look at the others' words from then on; each asks whether all have come."""
+    monkeypatch.setattr("ringattn.comm.watchdog.preflight.LATE_SECONDS", late)
+    monkeypatch.setattr("ringattn.comm.watchdog.preflight.ASK_SECONDS", 60.0)
     rank, _ = preflights(2)
     looks: list[int] = []
 
@@ -260,7 +267,28 @@ def test_short_waits_send_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(TransportError, match="enough"):
         rank.agree({"heads": 8}, stop=stop)
-    assert looks == [1, 2, 3]  # whether all have come, each time
+    assert looks == requests
+
+
+def test_words_of_many_ranks_are_read_in_turn() -> None:
+    rank, ranks = preflights(2)[0], [*range(2 * LOOKS + 3)]
+    assert rank._some(ranks[:LOOKS]) == ranks[:LOOKS]
+    turns = [rank._some(ranks) for _ in range(3)]
+    assert [len(turn) for turn in turns] == [LOOKS] * 3
+    assert sorted({rank for turn in turns for rank in turn}) == ranks
+
+
+def test_a_rank_that_speaks_before_it_arrives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringattn.comm.watchdog.preflight.LATE_SECONDS", 0.0)
+    ranks, looks = preflights(2), itertools.count()
+    ranks[1]._say(1, Said({"heads": "8"}, None, False))
+    with ThreadPoolExecutor(1) as pool:
+
+        def stop() -> None:
+            if next(looks) == 3:
+                pool.submit(agree, ranks[1], {"heads": 8})
+
+        assert ranks[0].agree({"heads": 8}, stop=stop) is None
 
 
 def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
@@ -357,6 +385,22 @@ def test_a_refusal_is_kept_until_all_ranks_have_read_it() -> None:
         return one(rank)
 
     assert on_all(ranks, ticking) == [[None], [*refused, None]]
+
+
+def test_a_rank_that_refuses_twice_is_told_of_one_that_goes_on() -> None:
+    """Past the second call, after all have read the first refusal."""
+    ranks = preflights(3)
+    for refuses in (False, True, False):
+        on_all(ranks, lambda rank, refuses=refuses: rank.refuse(OSError()) if refuses else agree(rank, {"heads": 8}))  # type: ignore[misc]
+    first, refusing, third = ranks
+    for heads in (6, 7):
+        refusing.refuse(ValueError(f"k has {heads} heads"))
+    refused = [Verdict(f"rank 1 refused this call: ValueError: k has {heads} heads", heads == 7) for heads in (6, 7)]
+    assert on_all([first, third], lambda rank: agree(rank, {"heads": 2})) == [refused[0]] * 2
+    assert tick(refusing) is None
+    assert agree(first, {"heads": 8}) is None  # it expects the call that came after a refusal before
+    told = on_all(ranks, lambda rank: agree(rank, {"heads": 4}) if rank is third else heard(rank))
+    assert told == [refused[1]] * 3
 
 
 @pytest.mark.parametrize("length", [LONG_TEXT - 1, LONG_TEXT, 100 * LONG_TEXT])

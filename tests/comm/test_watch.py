@@ -6,11 +6,14 @@ import gc
 import itertools
 import logging
 import os
+import re
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ import torch
 from ringattn.comm import DONE, LocalGroup, LocalWorld, TransportError
 from ringattn.comm.control import Control
 from ringattn.comm.watchdog import watch as module
-from ringattn.comm.watchdog.deadlines import NEVER
+from ringattn.comm.watchdog.deadlines import NEVER, Post
 from ringattn.comm.watchdog.watch import FailTogether, Watch, Watchdog, open_watch, ring_control
 
 from ..support.transport_cases import HANGS, until
@@ -61,8 +64,10 @@ def test_late_transfers_are_propagated_to_all_ranks(clock: Clock) -> None:
         assert heard.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 found: rank 2: ")
         assert text in heard
     # whoever waits raises what was found, and a call that comes later is refused with the same words
+    requests = ranks.connection(2).asked
     raised = ranks.watches[2].failed(TransportError("the local transport of rank 0 was aborted"))
     assert isinstance(raised, TransportError) and str(raised) == text
+    assert ranks.connection(2).asked == requests
     with pytest.raises(TransportError, match="forward hop 1: K/V"):
         ranks.watches[2].agree({"heads": 8})
 
@@ -75,6 +80,89 @@ def test_the_root_cause_is_named_not_the_closed_connection() -> None:
     fences[0].finish("send to rank 1 failed: Connection reset by peer")
     message = str(ranks.watches[0].failed(TransportError("send to rank 1 failed: Connection reset by peer")))
     assert "Connection reset by peer. Rank 1 found: " in message and "receive from rank 2 failed: killed" in message
+
+
+def test_the_transfer_that_failed_is_named_not_the_oldest(caplog: pytest.LogCaptureFixture) -> None:
+    ranks, _ = running(2)
+    watch, broken = ranks.watches[0], Transfer()
+    watch.posted("forward hop 2: K/V", broken, [DONE], [(1, 8)], [])
+    broken.finish("killed")
+    text = str(watch.failed(TransportError("killed")))
+    assert text.startswith("rank 0: forward hop 2: K/V (8 bytes rank 0 -> rank 1) failed: killed")
+    assert [record.message for record in caplog.records] == [text]  # no traceback: the caller raises
+
+
+def test_a_problem_that_a_transport_notices_ends_the_ring() -> None:
+    ranks, _ = running(2)
+    ranks.transports[0].check = lambda: "the link is down"  # type: ignore[method-assign,assignment,return-value]
+    ranks.watches[0].tick()
+    assert "forward hop 1: K/V" in ranks.transports[0].reasons[0]
+    assert " failed: the link is down" in ranks.transports[0].reasons[0]
+
+
+def test_virtual_ranks_leave_errors_to_their_world() -> None:
+    (ranks, _), error = running(2), TransportError("the link is down")
+    watch = ranks.watches[0]
+    watch._together = True
+    assert watch.failed(error) is error
+    assert watch.stopped() is None
+    watch.close()
+    requests = ranks.connection(0).asked
+    watch.tick()
+    assert not watch._posts.busy and ranks.connection(0).asked == requests
+    on_gpu = Watch(ranks.controls[0], deadline=None, device=torch.device("cuda"), transports=list)
+    assert not on_gpu._posts._ask_why  # a fence of a stream
+
+
+def test_a_ring_of_one_rank_asks_nobody() -> None:
+    rings = FailTogether()
+    (ranks, _), other = running(1, rings=rings), Ranks(2, rings=rings)
+    watch, error = ranks.watches[0], ValueError("k has 6 heads")
+    watch.enter()
+    assert watch.agree({"heads": 8}) == 0
+    with watch.span("compute"):
+        pass
+    watch.left(error)
+    assert watch.failed(error) is error
+    other.watches[0].failed(error)
+    assert watch.stopped() is None
+    assert not watch._posts.busy and not [*watch._telemetry.stopwatch.finished()]
+    assert ranks.connection(0).asked == 0
+
+
+def test_last_steps_are_those_of_the_edge_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(3)
+    for watch in ranks.watches[1:]:
+        watch._telemetry.report("between calls", 0, 0)
+        watch._control.publish(f"table/{watch.rank}", watch._telemetry.table.packed())
+    text = re.sub(r"\d\.\d s", "a while", ranks.watches[0]._last_steps(None))
+    assert text == "Last reported: rank 1: between calls (a while ago); rank 2: between calls (a while ago)"
+    many, asked = Ranks(module.ASKED_RANKS + 4), [19, 18, *range(1, module.ASKED_RANKS - 1)]
+    post = Post("a hop", Transfer(), [DONE], [(19, 8)], [(18, 8)], 0.0, 1)
+    text = f"Last reported: nothing; nothing from rank {', '.join(map(str, asked))}"
+    assert many.watches[0]._last_steps(post) == text
+
+
+def test_ticks_without_a_turn_to_gossip_move_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = running(2)[0].watches[0]
+    exchange, warn = Mock(return_value={}), Mock()
+    monkeypatch.setattr(watch._telemetry, "next_peer", lambda: None)
+    monkeypatch.setattr(watch._telemetry, "warn", warn)
+    monkeypatch.setattr(watch._control, "exchange", exchange)
+    watch.tick()
+    exchange.assert_called_once_with(None, ["failure", "asked"], module.STORE_SECONDS)
+    warn.assert_called_once()
+
+
+def test_failures_are_heard_for_a_while_after_a_call(clock: Clock) -> None:
+    ranks, fences = running(2)
+    fences[0].finish()
+    clock.now += 4.0
+    ranks.watches[0].end()
+    ranks.controls[1].publish("failure", (1, "TransportError", "a reason"))
+    clock.now += module.GRACE_SECONDS
+    ranks.watches[0].tick()
+    assert "a reason" in str(ranks.watches[0].stopped())
 
 
 def test_other_errors_are_kept_and_propagated_to_peers() -> None:
@@ -224,6 +312,24 @@ def test_a_refusal_ends_no_ring(both: bool) -> None:
         assert ranks.controls[1].look("failure") is None
 
 
+@pytest.mark.parametrize("heads", [[8, 4], [8, 8]])
+def test_an_error_that_all_ranks_know_is_told_once(heads: list[int]) -> None:
+    """They disagreed, or another ring of theirs refused the call on which they agreed here."""
+    ranks = Ranks(2)
+
+    def call(watch: Watch) -> None:
+        watch.enter()
+        with suppress(ValueError):
+            watch.agree({"heads": heads[watch.rank]})
+            watch.call_off()
+        watch.left(ValueError("heads"))
+
+    on_all(ranks.watches, call)
+    assert ranks.controls[1].look("failure") is None
+    assert [watch._preflight.number for watch in ranks.watches] == [1, 1]
+    assert ranks.watches[0]._step() == "between calls"
+
+
 @pytest.mark.parametrize(("error", "agreed"), [(TransportError("rank 1 is gone"), False), (MemoryError("of 0"), True)])
 def test_what_ends_a_mesh_is_no_refusal(error: Exception, agreed: bool) -> None:
     """Where the other ring was lost, or has agreed on the call."""
@@ -276,6 +382,7 @@ def test_a_connection_that_breaks_because_a_rank_refused_and_left(ticks: int) ->
     assert (type(raised), str(raised)) == (ValueError, text)
     words = ranks.controls[1].look("words/0")
     assert "2" in words
+    assert ranks.controls[1].look("failure") == [0, "ValueError", text]
 
 
 @pytest.mark.parametrize("answered", [False, True])
@@ -363,7 +470,9 @@ def test_stream_deadlines_end_the_process_with_the_reason(clock: Clock, caplog: 
 
 def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:
     ranks = Ranks(2, patience=0.2)
-    with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.2 s\. Last reported: nothing"):
+    with pytest.raises(
+        TransportError, match=r"^rank 0: comparing .* no answer from rank 1 within 0\.2 s\. Last reported: nothing"
+    ):
         ranks.watches[0].agree({"heads": 8})
 
 
@@ -433,20 +542,24 @@ def test_only_streams_of_a_gpu_end_the_process(
     assert ("this process ends: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(codes)
 
 
-def test_the_first_failure_stays_and_aborts_once() -> None:
+def test_the_first_failure_stays_and_aborts_once(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(2, deadline=HANGS)
     for text in ("the first", "another"):
         ranks.watches[0]._fail(module.Failure(0, "TransportError", text))
     assert ranks.transports[0].reasons == ["the first"] and ranks.watches[0].stopped() == "the first"
     assert ranks.controls[1].look("failure") == [0, "TransportError", "the first"]
+    assert [record.message for record in caplog.records] == ["the first"]
 
 
-def test_a_store_that_answered_again_is_soon_asked_again(clock: Clock) -> None:
-    """However long it was left alone before."""
-    ranks = Ranks(2, deadline=HANGS)
+def test_a_store_that_answered_again_is_soon_asked_again(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """However long it was left alone before. The log says once that it is silent."""
+    ranks, pauses = Ranks(2, deadline=HANGS), list[float]()
     watch, connection = ranks.watches[0], ranks.connection(0)
-    for problem in ("silent", "silent", None, "silent"):
-        connection.problem = problem
-        watch._exchange()
-        clock.now += module.MOST_SILENT_SECONDS
-    assert watch._ask_again == clock.now - module.MOST_SILENT_SECONDS + module.SILENT_STORE_SECONDS
+    with caplog.at_level(logging.INFO, "ringattn"):
+        for problem in ("silent", "silent", "silent", None, "silent"):
+            connection.problem = problem
+            watch._exchange()
+            pauses += [watch._ask_again - clock.now] if problem else []
+            clock.now += module.MOST_SILENT_SECONDS
+    assert pauses == [2.0, 4.0, 8.0, 2.0]
+    assert [record.message for record in caplog.records] == ["rank 0: silent"]

@@ -135,6 +135,10 @@ def test_tree_attn_decode(dtype: torch.dtype, tokens: int) -> None:
         compare_with_theirs("whole sharded", [*rank], [right[0]] * 2, [right[1]] * 2)
 
 
+def test_a_bucket_is_no_longer_than_the_tokens() -> None:
+    torch.testing.assert_close(ours.ring_flash_attn(Q, Q, Q, striped_ring_attn=True), ours.ring_flash_attn(Q, Q, Q))
+
+
 def test_a_last_stride_that_is_not_1() -> None:
     turned = Q.transpose(-1, -2).contiguous().transpose(-1, -2)
     for call in (ours.ring_flash_attn, ours.zig_zag_attn):

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ringattn import reference, ring_attention, single_rank
 from ringattn.kernels import FULL, BlockSparseIndex, Bounds, KernelConfig, Scores, attention_backward, attention_forward
 from ringattn.kernels.launch import counter_of
+from ringattn.reference.philox import philox, words
 
 from ..support import kernel_cases
 from ..support.baselines import Modified, Results, pytorch
@@ -178,6 +180,19 @@ def test_seeds_and_thresholds_are_words() -> None:
         assert sum(half << 16 * place for place, half in enumerate(seed_halves)) == seed
         assert (head_low, head_high) == (3, 0)
     assert Scores(dropout_p=1 - 2**-40).threshold == (1 << 32) - 1, "the threshold stays a 32-bit word"
+
+
+@pytest.mark.parametrize("p", [0, 1], ids=["at the threshold", "below the threshold"])
+def test_dropout_keeps_the_weight_whose_word_is_the_threshold(p: int) -> None:
+    at, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, 1, 1, 16)
+    word = int(philox(words(0, 0, 0, 0), (3, 0))[0])  # of the only weight, under this seed
+    options: Any = {"dropout_p": (word + p) / 2**32, "dropout_seed": 3}
+    outs = [
+        ring_attention(one, one, one, group=single_rank(), backend=backend, **options) for backend in ("triton", "aten")
+    ]
+    outs.append(reference.attention(one, one, one, q_positions=at, k_positions=at, **options)[0])
+    expected = (1 - p) / (1 - options["dropout_p"])
+    assert [out[0, 0, 0, 0].item() for out in outs] == pytest.approx([expected] * 3)
 
 
 @pytest.mark.parametrize("x", [0.0, 1e-6, 0.2499, 0.25, 100.0])

@@ -297,6 +297,27 @@ def test_ranks_that_disagree(field: str) -> None:
     run_ranks(6, of_rank)
 
 
+def test_a_refusal_along_the_ring_calls_the_exchange_off() -> None:
+    """Else ranks whose exchange had agreed would end it, and the next call with it. Ranks are those of the mesh."""
+    cpu = torch.device("cpu")
+
+    def of_rank(group: LocalGroup) -> object:
+        mesh = group.mesh(2, 2)
+        rings = rings_of((mesh.ring, mesh.ulysses), cpu)
+        watch, number = rings.ulysses._use(cpu), list[object]()
+        told = (
+            "causal differs" if group.rank() > 1 else f"rank {group.rank() + 2} refused this call: ValueError: causal"
+        )
+        with pytest.raises(ValueError, match=rf"^{told}.* \(rank 2: False, rank 3: True\)"), rings._entered(cpu):
+            try:
+                rings._agree({"causal": group.rank() == 3}, cpu)
+            finally:
+                number.append(watch._number)
+        return number
+
+    assert run_ranks(4, of_rank) == [[None]] * 4
+
+
 def test_a_rank_that_fails_in_the_ring() -> None:
     """All of them end, those of other rows and columns too."""
 

@@ -8,7 +8,9 @@ import math
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from typer.testing import CliRunner
 from ringattn.autotune.compile import ROLES
 from ringattn.kernels import Tile, hopper_backward_launch
 from ringattn.kernels.config import config_for
-from ringattn.kernels.gpu import ARCHS
+from ringattn.kernels.gpu import ARCHS, MULTIPROCESSOR_SPECS
+from ringattn.tools.export import kernels
 from ringattn.tools.export.command import app
 from ringattn.tools.export.config import ExportConfig, Tiles, chosen_tiles
 
@@ -146,6 +149,18 @@ def test_tiles_of_a_table(
     save(folders[0], *ENTRIES)
     tiles, source = tiles_of(replace(CONFIG, **changed))[name]
     assert tiles == (tile or getattr(config_for(90, BF16, 128), name)) and source.endswith(whence)
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_shared_memory_beyond_the_chips_is_refused(over: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything else of the binary is read."""
+    limit = MULTIPROCESSOR_SPECS[90].shared_per_block
+    binary = SimpleNamespace(metadata=SimpleNamespace(shared=limit + over), asm={"cubin": b""})
+    monkeypatch.setattr(kernels, "compiled_launch", lambda *_: SimpleNamespace(binary=binary))
+    monkeypatch.setattr(kernels, "symbols_of", Mock(side_effect=LookupError))
+    words = f"the dq kernel takes {limit + over} bytes of shared memory, sm_90 has {limit}"
+    with pytest.raises(ValueError if over else LookupError, match=words if over else None):
+        kernels.export(ExportConfig(90), "dq")
 
 
 BOUNDS = """

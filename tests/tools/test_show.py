@@ -232,6 +232,7 @@ def test_pictures(flags: str, name: str, begins: bytes, tmp_path: Path, monkeypa
     ("--lengths 1k --world 2", "--world and --lengths are both given: pass one of them"),
     ("--direction 3", "direction is 3: it must be 1"),
     ("--world 8 --nodes 3", "nodes is 3: it must cut 8 ranks into equal nodes of at least 2"),
+    ("--world 4 --nodes 4", "nodes is 4: it must cut 4 ranks into equal nodes of at least 2"),
     ("--seqlen 0", "there are 0 tokens: a call has at least one"),
     ("--block-mask strided,block=4", "does not say all of strided, or more: it must be strided,block=SIZE,"),
     ("--seqlen 1m --block-mask strided,block=1,stride=4", "over 4 ranks in blocks of 1 are too many to count"),
