@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ringattn import Layout
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring import Mask
@@ -96,3 +98,12 @@ def test_kv_leave_a_node_first_and_its_dkv_return_under_the_next_outer_step() ->
             "post dK/dV by rail: 2 out, 2 in",  # hidden by the own dK/dV
             "dkdv continued",
         ]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_only_the_last_part_of_the_last_hop_is_final(phase: str) -> None:
+    """A part before it would be rounded to the dtype of the model."""
+    whole = schedule(Layout.contiguous(4, 2), Mask())
+    for rank in run_ranks(whole, phase, parts=2):
+        computed = [line for line in rank.lines if line.startswith(("out", "dq"))]
+        assert [line.endswith("final") for line in computed] == [False, False, False, True]
