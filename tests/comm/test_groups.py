@@ -34,6 +34,7 @@ from ringattn.comm.control import control_of
 from ringattn.comm.groups import Request, choose, request_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transport import WARM_UP_SECONDS
+from ringattn.comm.transports import process_group
 from ringattn.comm.transports.copy_engine import copy_engine
 from ringattn.comm.transports.local import single_rank
 from ringattn.comm.transports.process_group import _Pending
@@ -238,6 +239,25 @@ def test_a_throttled_link_moves_both_directions_at_once(
     transport._transfer([Message(0, torch.empty(sent // 4))], [Message(0, torch.empty(received // 4))], [], [])
     transport.close()
     assert waits == [4.0]
+
+
+def test_what_is_left_of_a_failed_group_of_transfers_is_ended(
+    gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would write to memory that is free by then."""
+
+    def fail() -> None:
+        raise RuntimeError("closed by peer")
+
+    transport, ended, message = ProcessGroupTransport(gloo, CPU), list[Any](), Message(0, torch.empty(1))
+    broken: Any = _Pending(SimpleNamespace(wait=fail), torch.empty(0), "")  # type: ignore[arg-type]
+    monkeypatch.setattr(transport, "_start", lambda *_: broken)
+    monkeypatch.setattr(process_group, "_interrupt", ended.append)
+    for receives in ([message], [message, message]):
+        with pytest.raises(TransportError, match="closed by peer"):
+            transport._transfer([], receives, [], [])
+    assert ended == [gloo]
+    transport.close()
 
 
 def test_a_failure_before_the_choice_is_propagated_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

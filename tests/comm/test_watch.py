@@ -276,6 +276,7 @@ def test_a_connection_that_breaks_because_a_rank_refused_and_left(ticks: int) ->
     assert (type(raised), str(raised)) == (ValueError, text)
     words = ranks.controls[1].look("words/0")
     assert "2" in words
+    assert ranks.controls[1].look("failure") == [0, "ValueError", text]  # for ranks that have heard nothing else
 
 
 @pytest.mark.parametrize("answered", [False, True])
