@@ -401,6 +401,9 @@ def test_a_hop_between_two_communicators(device: Device) -> None:
         assert transport.lane.stream is transport._inside.lane.stream
         with pytest.raises(ValueError, match=r"receives\[0\]: peer is 3, the ranks of this group are 0 to 2"):
             transport.post(sends=[Message(following, came)], receives=[Message(3, came)])
+        assert transport.check() is None
+        transport._inside.check = lambda: "a network error"  # type: ignore[method-assign]
+        assert transport.check() == "a network error"
         transport.close()
         with pytest.raises(TransportError, match="is closed"):
             transport.post(sends=[], receives=[])

@@ -558,7 +558,7 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
             return threading.current_thread().name
 
     def refused(group: LocalGroup) -> None:
-        with pytest.raises(ValueError, match="^torch differs between ranks"):
+        with pytest.raises(ValueError, match=r"^torch differs between ranks"):
             ring_attention(**DOORS["ring_attention"][1], layout="zigzag", group=group)
 
     monkeypatch.setitem(ring_module.VERSIONS, "torch", OfThread())
