@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from ringattn.comm import (
     TransportError,
     group_rank_size,
     groups,
+    kept,
     open_transport,
     open_transports,
     resolve_group,
@@ -274,6 +276,19 @@ def test_an_abort_ends_the_transfers_of_a_stream(gloo: dist.ProcessGroup, monkey
     for _ in range(2):
         transport.abort("enough")
     assert ended == [CPU]
+
+
+def test_what_is_kept_ends_on_its_device_and_the_connection_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings are kept by device, and by device and deadline."""
+    entered, cuda = list[torch.device](), torch.device("cuda", 1)
+
+    def on_device(device: torch.device) -> Any:
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(kept, "on_device", on_device)
+    kept.end({key: SimpleNamespace(close=str) for key in (cuda, (cuda, 4.0), kept.CONNECTION)})
+    assert entered == [CPU, cuda, cuda]
 
 
 def test_what_is_left_of_a_failed_group_of_transfers_is_ended(

@@ -45,6 +45,7 @@ def test_the_margin_of_persistent_kernels_is_room_for_two_communicators() -> Non
     ("transports", "limits", "options", "margin"),
     [
         (("nccl",), Limits(ctas=4), {"persistent": True}, 4),
+        (("nccl", "nccl"), Limits(ctas=4), {"persistent": True}, 8),
         (("copy_engine",), Limits(), {"persistent": True}, 0),
         (("nccl",), Limits(ctas=64), {"persistent": True}, 10),  # half of what the interpreter is taken to have
         (("nccl",), Limits(), {"persistent": True, "sm_margin": 3}, 3),
