@@ -103,10 +103,11 @@ def narrowed(kind: str, queries: int, keys: int) -> Bounds:
     whole = interval("window", queries, keys)
     if kind == "used":
         return Bounds(whole.lo, whole.hi, torch.tensor([keys // 3, keys], dtype=torch.int32))
-    return Bounds(whole.lo, whole.hi, None, scored.pattern(queries, keys, 16))
+    lo, hi = (None, None) if kind == "blocks alone" else (whole.lo, whole.hi)
+    return Bounds(lo, hi, None, scored.pattern(queries, keys, 16))
 
 
-TURNS = ("full", "causal", "window", "documents", "last rows blind", "used", "block_sparse")
+TURNS = ("full", "causal", "window", "documents", "last rows blind", "used", "block_sparse", "blocks alone")
 
 
 @pytest.mark.parametrize("kind", TURNS)
