@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -309,6 +310,15 @@ def test_a_tile_that_does_not_fit_is_refused_with_one_that_does(field: str, gpu:
     if field != "forward":
         attention_forward(x.q, x.k, x.v, config=config)
         assert [*seen] == ["forward_kernel"], "no tile of another kernel is looked at"
+
+
+def test_what_is_known_of_slots_is_kept_with_them() -> None:
+    """Else another tensor could have their ids, and another alignment."""
+    slot = torch.zeros(1, 8, 1, 64)
+    bound, alive = choice.Bound(torch.zeros(1, 8, 1, 64), 1.0, None), weakref.ref(slot)
+    assert bound._takes("forward", slot, slot, lambda: True)
+    del slot
+    assert alive() is not None
 
 
 @pytest.mark.parametrize(("dtype", "fits"), [(torch.float32, False), (torch.float16, True)])
