@@ -262,7 +262,7 @@ class Preflight:
             now, reason, hopeless = time.monotonic(), stop(), control.hopeless(silent)
             if all(word == mine for word in said.values()) and control.count(here, 0) == control.size:
                 return None
-            if now >= ask_at or hopeless is not None:
+            if now >= ask_at:
                 self._say(number, mine)
                 ask_at = now + ASK_SECONDS
             if number in self._words:

@@ -326,7 +326,7 @@ class AtenBackward:
         dout, q, dq = (x[region.items, region.rows, heads.queries] for x in (self._dout, self._q, self._dq))
         dout, q = dout[..., : v.shape[-1]], q[..., : k.shape[-1]]
         lse, delta = (x[region.items, heads.queries, region.rows] for x in (self._lse, self._delta))
-        modifiers = None if scores.is_plain else Modifiers(scores, region, heads.queries.start)
+        modifiers = None if scores.is_plain else Modifiers(scores, region)
         blockwise.backward(
             dout, q, k, v, lse, delta, limits(bounds, region),
             scale=self._scale, grads=(dq, *accum), modifiers=modifiers,

@@ -85,7 +85,6 @@ class Modifiers:
 
     scores: Scores
     region: Region
-    first_head: int = 0  # of the region, among the heads that `scores` speaks of
 
     @property
     def drops(self) -> bool:
@@ -108,7 +107,7 @@ class Modifiers:
             own = slopes if slopes.dim() == 1 else slopes[self.region.batch + at.item]
             rows, keys = self._positions(at)
             distance = (rows[:, None] - keys).abs_().float()
-            tile.addcmul_(own[_moved(at.heads, self.first_head), None, None], distance, value=-LOG2_E)
+            tile.addcmul_(own[at.heads, None, None], distance, value=-LOG2_E)
         return derivative
 
     def kept(self, at: RegionTile) -> Tensor:
@@ -120,10 +119,10 @@ class Modifiers:
         seed, threshold = self.scores.dropout_seed, self.scores.threshold
         rows, keys = self._positions(at)
         item = torch.tensor(self.region.batch + at.item)
-        first = self.scores.first_head + self.first_head
+        first = self.scores.first_head + at.heads.start
         factors = torch.empty(at.heads.stop - at.heads.start, len(rows), len(keys), dtype=torch.float32)
         for number, factor in enumerate(factors):  # one head at a time: 64-bit words of more would leave the cache
-            head = torch.tensor(first + at.heads.start + number)
+            head = torch.tensor(first + number)
             factor.copy_(first_word(seed, (rows[:, None], keys, head, item)) >= threshold)
         return factors.mul_(1 / (1 - self.scores.dropout_p))
 

@@ -154,6 +154,7 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
     rings[0].close()
     rings[1].close()
     assert store.num_keys() == 0
+    assert not any(prefix.startswith("test/ring") for ring in rings for prefix in ring._connection.scopes)
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
@@ -231,10 +232,10 @@ def test_a_killed_store_is_an_error_at_once(host: StoreHost, capfd: pytest.Captu
     assert capfd.readouterr().err.count("Exception raised from") <= 1  # torch's: it was asked once
     with pytest.raises(TransportError, match="the store of the group"):
         StoreConnection(client, 1.0)
-    assert time.monotonic() - begun < 0.75 * control_module.ANSWER_SECONDS
     for thread in {*threading.enumerate()} - others:
         thread.join(HANGS)
         assert not thread.is_alive()
+    assert time.monotonic() - begun < 0.75 * control_module.ANSWER_SECONDS
 
 
 def test_an_unresponsive_store_blocks_no_rank(host: StoreHost) -> None:
@@ -311,6 +312,16 @@ def test_every_store_thread_is_joined_at_exit(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(control_module, "shut_socket", shut)
     control_module._end_all()
     assert not first.is_alive() and not second.is_alive()
+
+
+def test_what_nobody_waits_for_any_more_is_not_done() -> None:
+    connection, gate, done = StoreConnection(HashStore()), threading.Event(), list[Store]()
+    connection.tell(lambda store: gate.wait(HANGS))
+    with pytest.raises(TransportError, match=r"has not answered for 0\.05 s"):
+        connection.ask(done.append, 0.05)
+    gate.set()
+    connection.ask(lambda store: store.num_keys(), HANGS)
+    assert not done
 
 
 def test_what_nobody_waits_for_may_fail() -> None:

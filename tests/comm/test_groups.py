@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,17 +27,22 @@ from ringattn.comm import (
     Transport,
     TransportError,
     group_rank_size,
+    kept,
     open_transport,
     open_transports,
     resolve_group,
 )
-from ringattn.comm.control import control_of
+from ringattn.comm.control import Control, control_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transport import WARM_UP_SECONDS
-from ringattn.comm.transports import choice, nccl
+from ringattn.comm.transports import choice, nccl, process_group
 from ringattn.comm.transports.choice import Request, choose, request_of
 from ringattn.comm.transports.copy_engine import copy_engine
+from ringattn.comm.transports.lanes import HostLane
 from ringattn.comm.transports.process_group import _Pending
+from ringattn.comm.watchdog.deadlines import FIRST_SECONDS
+from ringattn.comm.watchdog.watch import ring_control
+from ringattn.comm.world import DEFAULT_TIMEOUT, single_rank
 
 from ..support.cuda.device import install_streams
 from ..support.cuda.nccl import Fabric, install_nccl
@@ -233,6 +239,70 @@ def test_a_throttled_link_moves_both_directions_at_once(
     transport._transfer([Message(0, torch.empty(sent // 4))], [Message(0, torch.empty(received // 4))], [], [])
     transport.close()
     assert waits == [4.0]
+
+
+def test_transports_of_one_group_take_tags_in_turn(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank has counted three more: here they could not be opened."""
+    monkeypatch.setattr(Control, "gather", lambda control, value, **_: [value, 3])
+    for tag in (3, 4):
+        transport = ProcessGroupTransport(gloo, CPU)
+        assert transport._tag == process_group.FIRST_TAG + tag
+        transport.close()
+
+
+@pytest.mark.parametrize(("patience", "waits"), [(2.0, 2.0), (1e6, DEFAULT_TIMEOUT), (None, DEFAULT_TIMEOUT)])
+def test_virtual_ranks_wait_as_long_as_their_control_does(patience: float | None, waits: float) -> None:
+    """And no longer than their world."""
+    transport = open_transport(device="cpu", control=control_of(single_rank(), patience))
+    assert isinstance(transport, LocalTransport) and transport._patience == waits
+
+
+def test_the_first_wait_of_a_ring_is_for_ranks_that_compile(gloo: dist.ProcessGroup) -> None:
+    given: list[tuple[Any, float | None]] = [(gloo, None), (gloo, 4.0), (single_rank(), None), (single_rank(), 4.0)]
+    waits = [ring_control(group, deadline).patience for group, deadline in given]
+    assert waits == [FIRST_SECONDS, 4.0, DEFAULT_TIMEOUT, 4.0]
+
+
+def test_an_abort_ends_the_transfers_of_a_stream(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, ended, lane = ProcessGroupTransport(gloo, CPU), list[torch.device](), HostLane()
+    backend = SimpleNamespace(abort=lambda: ended.append(CPU))
+    monkeypatch.setattr(transport, "_lane", lane)
+    monkeypatch.setattr(transport, "_group", SimpleNamespace(_get_backend=lambda device: backend))
+    for _ in range(2):
+        transport.abort("enough")
+    assert ended == [CPU]
+
+
+def test_what_is_kept_ends_on_its_device_and_the_connection_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings are kept by device, and by device and deadline."""
+    entered, cuda = list[torch.device](), torch.device("cuda", 1)
+
+    def on_device(device: torch.device) -> Any:
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(kept, "on_device", on_device)
+    kept.end({key: SimpleNamespace(close=str) for key in (cuda, (cuda, 4.0), kept.CONNECTION)})
+    assert entered == [CPU, cuda, cuda]
+
+
+def test_what_is_left_of_a_failed_group_of_transfers_is_ended(
+    gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would write to memory that is free by then."""
+
+    def fail() -> None:
+        raise RuntimeError("closed by peer")
+
+    transport, ended, message = ProcessGroupTransport(gloo, CPU), list[Any](), Message(0, torch.empty(1))
+    broken: Any = _Pending(SimpleNamespace(wait=fail), torch.empty(0), "")  # type: ignore[arg-type]
+    monkeypatch.setattr(transport, "_start", lambda *_: broken)
+    monkeypatch.setattr(process_group, "_interrupt", ended.append)
+    for receives in ([message], [message, message]):
+        with pytest.raises(TransportError, match="closed by peer"):
+            transport._transfer([], receives, [], [])
+    assert ended == [gloo]
+    transport.close()
 
 
 def test_a_failure_before_the_choice_is_propagated_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

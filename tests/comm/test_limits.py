@@ -46,6 +46,7 @@ def test_the_margin_of_persistent_kernels_is_room_for_two_communicators() -> Non
     [
         ((4,), {"persistent": True}, 4),
         ((0, 4), {"persistent": True}, 4),
+        ((4, 4), {"persistent": True}, 8),
         ((64,), {"persistent": True}, 10),  # half of what the interpreter is taken to have
         ((8,), {"persistent": True, "sm_margin": 3}, 3),
         ((4, None), {"persistent": True}, None),

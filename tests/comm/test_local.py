@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,19 @@ def exchange(group: LocalGroup, value: float = 0.0) -> torch.Tensor:
     receives = [Message((group.rank() - 1) % group.size(), arrived)]
     transport.post(sends=sends, receives=receives).wait()
     return arrived
+
+
+def test_what_a_failed_run_has_kept_is_closed() -> None:
+    closed: list[int] = []
+
+    def fn(group: LocalGroup) -> None:
+        group.kept["a ring"] = SimpleNamespace(close=lambda: closed.append(group.rank()))
+        raise KeyError
+
+    with world_of(2) as world:
+        with pytest.raises(KeyError):
+            world.run(fn)
+        assert sorted(closed) == [0, 1]
 
 
 def test_autograd_stays_in_the_rank_s_thread() -> None:

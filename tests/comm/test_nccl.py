@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import re
 import sys
 import threading
@@ -288,8 +289,9 @@ def test_a_transport_that_nobody_closed_is_aborted(device: Device) -> None:
     assert ends(device) == ["abort", "free"]
 
 
-def test_a_transport_that_nobody_closed_at_exit(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread can be started, as from Python 3.12 on, and nothing may block."""
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_transport_that_nobody_closed_at_exit(forked: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started, as from Python 3.12 on, and nothing may block; in a fork it is the parent's."""
 
     def refuse(*args: object) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -298,8 +300,10 @@ def test_a_transport_that_nobody_closed_at_exit(device: Device, monkeypatch: pyt
     monkeypatch.setattr(nccl, "start", refuse)
     monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
     assert transport._dropped.atexit
+    if forked:
+        monkeypatch.setattr(os, "getpid", lambda: 0)
     transport._dropped()
-    assert ends(device) == ["abort"]
+    assert ends(device) == ([] if forked else ["abort"])
 
 
 @pytest.mark.parametrize("end", [NcclTransport.close, lambda transport: transport.abort("enough")])
@@ -402,6 +406,9 @@ def test_a_hop_between_two_communicators(device: Device) -> None:
         assert transport.lane.stream is transport._inside.lane.stream
         with pytest.raises(ValueError, match=r"receives\[0\]: peer is 3, the ranks of this group are 0 to 2"):
             transport.post(sends=[Message(following, came)], receives=[Message(3, came)])
+        assert transport.check() is None
+        transport._inside.check = lambda: "a network error"  # type: ignore[method-assign]
+        assert transport.check() == "a network error"
         transport.close()
         with pytest.raises(TransportError, match="is closed"):
             transport.post(sends=[], receives=[])
@@ -422,6 +429,21 @@ def test_both_communicators_end_where_one_edge_fails(fabric: Fabric, device: Dev
                 edge.post(sends=[], receives=[])
 
     on_ranks(3, fn)
+
+
+def test_no_communicator_is_left_where_the_other_fails(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    join, joined = NcclTransport._join, list[object]()
+
+    def once(transport: NcclTransport, limits: Limits) -> object:
+        if joined:
+            raise TransportError("rank 0: ranks [0, 1] did not join")
+        joined.append(join(transport, limits))
+        return joined[0]
+
+    monkeypatch.setattr(NcclTransport, "_join", once)
+    with pytest.raises(TransportError, match="did not join") as raised:
+        through(((0,),), single_rank())
+    assert "abort" in ends(device), raised  # which holds it: that nobody does is not waited for
 
 
 def test_a_communicator_for_each_ring_inside_and_between_the_nodes(

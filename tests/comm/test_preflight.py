@@ -450,3 +450,10 @@ def test_what_is_remembered_of_calls_has_an_end(monkeypatch: pytest.MonkeyPatch)
         remembered = [(rank._expected._next, rank._expected._values) for rank in ranks]
         assert remembered[0] == remembered[1]
         assert all(len(known) <= 8 + 2 for of_rank in remembered for known in of_rank)
+
+
+def test_words_of_many_ranks_are_looked_at_in_turn() -> None:
+    (preflight,), ranks = preflights(1), [*range(2 * LOOKS + 8)]
+    looks = [preflight._some(ranks) for _ in range(3)]
+    assert [len(look) for look in looks] == [LOOKS] * 3
+    assert {rank for look in looks for rank in look} == {*ranks}

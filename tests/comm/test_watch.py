@@ -278,6 +278,22 @@ def test_a_failure_reaches_the_ranks_of_the_other_ring(kind: str) -> None:
     assert [len(transport.reasons) for transport in there.transports] == [1, 1]
 
 
+def test_a_failure_is_told_as_that_of_this_process_s_rank_in_each_ring() -> None:
+    rings = FailTogether()
+    here, there = (Ranks(2, rings=rings, place=place) for place in (0, 1))
+    here.watches[0].failed(MemoryError("out of memory"))
+    told: Any = [ranks.controls[0].look("failure") for ranks in (here, there)]
+    assert [rank for rank, *_ in told] == [0, 1]
+
+
+def test_an_error_before_the_first_tick_names_its_transfer() -> None:
+    ranks, _ = running(2)
+    raised = ranks.watches[0].failed(TransportError("closed by peer"))
+    assert str(raised).startswith("rank 0: forward hop 1: K/V (64 bytes rank 1 -> rank 0, ")
+    ranks.watches[1].close()
+    assert not ranks.watches[1]._posts.busy  # a fence holds its tensors
+
+
 def test_the_ranks_of_the_other_ring_are_told_before_the_process_ends() -> None:
     here, there = two_rings(fatal=True)
     told = list[Any]()

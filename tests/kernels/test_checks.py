@@ -137,6 +137,7 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"scores": DROPS}, "q_positions of the scores is None: ALiBi and dropout need int32 .8."),
     ({"scores": replace(DROPS, q_positions=range(8))}, "q_positions of the scores is <class 'range'>: it must be"),  # type: ignore[arg-type]
     ({"scores": replace(DROPS, q_positions=INDEX.long())}, r"q_positions of the scores is torch.int64 \[8\]"),
+    ({"scores": replace(DROPS, q_positions=INDEX[:7])}, r"q_positions of the scores is torch.int32 \[7\]"),
 ]
 """Of attention_forward alone, or of what every entry checks by the same function."""
 

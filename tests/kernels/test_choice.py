@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -309,6 +310,22 @@ def test_a_tile_that_does_not_fit_is_refused_with_one_that_does(field: str, gpu:
     if field != "forward":
         attention_forward(x.q, x.k, x.v, config=config)
         assert [*seen] == ["forward_kernel"], "no tile of another kernel is looked at"
+
+
+def test_what_is_known_of_slots_is_kept_with_them() -> None:
+    """Else another tensor could have their ids, and another alignment."""
+    slot = torch.zeros(1, 8, 1, 64)
+    bound, alive = choice.Bound(torch.zeros(1, 8, 1, 64), 1.0, None), weakref.ref(slot)
+    assert bound._takes("forward", slot, slot, lambda: True)
+    del slot
+    assert alive() is not None
+
+
+@pytest.mark.parametrize(("dtype", "fits"), [(torch.float32, False), (torch.float16, True)])
+def test_the_room_of_a_tile_is_that_of_its_dtype(dtype: torch.dtype, fits: bool, gpu: Folders) -> None:
+    x = torch.zeros(1, 8, 1, 64, dtype=dtype)
+    with nullcontext() if fits else pytest.raises(ValueError, match=r"config\.forward is .* at least 262,144 bytes"):
+        choice.check_tiles(KernelConfig(Tile(64, 256, 8, 3), SMALL, SMALL), x, x, None)
 
 
 def kernel(run: Callable[..., None]) -> Any:

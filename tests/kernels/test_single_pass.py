@@ -103,10 +103,11 @@ def narrowed(kind: str, queries: int, keys: int) -> Bounds:
     whole = interval("window", queries, keys)
     if kind == "used":
         return Bounds(whole.lo, whole.hi, torch.tensor([keys // 3, keys], dtype=torch.int32))
-    return Bounds(whole.lo, whole.hi, None, scored.pattern(queries, keys, 16))
+    lo, hi = (None, None) if kind == "blocks alone" else (whole.lo, whole.hi)
+    return Bounds(lo, hi, None, scored.pattern(queries, keys, 16))
 
 
-TURNS = ("full", "causal", "window", "documents", "last rows blind", "used", "block_sparse")
+TURNS = ("full", "causal", "window", "documents", "last rows blind", "used", "block_sparse", "blocks alone")
 
 
 @pytest.mark.parametrize("kind", TURNS)
@@ -132,11 +133,12 @@ def test_a_query_tile_is_added_to_as_often_as_the_order_says(kind: str, monkeypa
 @pytest.mark.parametrize("kind", [kind for kind in TURNS if kind != "full"])
 def test_late_keys_add_first(kind: str) -> None:
     """Each waits for those of later keys that visit its query tile, all launched before it: no order can lock up."""
-    bounds, tile = narrowed(kind, 90, 160), Tile(16, 16, 4, 1)
-    visits, table = key_tile_visits(bounds, 90, 160, tile, CPU), add_order(bounds, 2, 90, 160, tile, CPU)
-    assert table is not None and visits.any()
-    for row, key_tile, query_tile in visits.nonzero().tolist():
-        assert table[row, key_tile, query_tile] == visits[row, key_tile + 1 :, query_tile].sum()
+    bounds = narrowed(kind, 90, 160)
+    for tile in (Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)):  # each keeps a table of its own
+        visits, table = key_tile_visits(bounds, 90, 160, tile, CPU), add_order(bounds, 2, 90, 160, tile, CPU)
+        assert table is not None and visits.any() and table.shape[1:] == visits.shape[1:]
+        for row, key_tile, query_tile in visits.nonzero().tolist():
+            assert table[row, key_tile, query_tile] == visits[row, key_tile + 1 :, query_tile].sum()
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

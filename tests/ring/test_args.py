@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -22,6 +24,8 @@ from ringattn.comm import GroupLike, Limits, LocalGroup, Message, Topology, Tran
 from ringattn.comm.control import control_of
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, fixed, longformer, strided
+from ringattn.ring import args as args_module
+from ringattn.ring import ring as ring_module
 from ringattn.ring.args import OWN, AttentionArgs, Options, autocast, prepare_call
 from ringattn.ring.ops import OP_ARGUMENTS, pack_args
 from ringattn.ring.schedule.layout import Documents
@@ -97,6 +101,10 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"}, "the block mask has blocks of 8"),
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
     ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be 0 to 8"),
+    (
+        {"k": x(4, 2), "v": x(4, 2), "kv_layout": Layout.contiguous(4, 1), "seqused_k": [5, 4]},
+        r"seqused_k\[0\] is 5: it must be 0 to 4",
+    ),
     ({"softmax_scale": 1e-31}, "softmax_scale is 1e-31: it must be a number from 1e-30 to 1e30, or None"),
     ({"softcap": -1.0}, "softcap is -1.0: it must be a number from 1e-8 to 1e30, or 0 or None for none"),
     ({"softcap": 1e-9}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 or None for none"),
@@ -463,6 +471,7 @@ OF_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 CASES = [
     *((name, {name: mine} | more, {name: its} | more) for name, rows in TWO_VALUES.items() for mine, its, more in rows),
     *((name, *calls) for name, calls in OF_TENSORS.items()),
+    ("gradient", {"learnable_sink": torch.zeros(4)}, {"learnable_sink": torch.zeros(4).requires_grad_()}),
 ]
 
 
@@ -541,6 +550,35 @@ def test_two_values_of_every_argument_of_shards_are_told_apart(
     with LocalWorld(2) as world:
         world.run(refused)
     assert takes - {"x"} <= {*OF_SHARDS}
+
+
+def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfThread:
+        def __repr__(self) -> str:
+            return threading.current_thread().name
+
+    def refused(group: LocalGroup) -> None:
+        with pytest.raises(ValueError, match=r"^torch differs between ranks"):
+            ring_attention(**DOORS["ring_attention"][1], layout="zigzag", group=group)
+
+    monkeypatch.setitem(ring_module.VERSIONS, "torch", OfThread())
+    with LocalWorld(2) as world:
+        world.run(refused)
+
+
+@pytest.mark.parametrize("most", [15, 16])
+def test_positions_of_packed_rows_are_counted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of 8 tokens are one sequence of 16."""
+    monkeypatch.setattr(args_module, "MOST_SCORED", most)
+    with pytest.raises(ValueError, match="reaches position 15: with dropout_p") if most == 15 else nullcontext():
+        ring_attention(**DOORS["ring_attention"][1], leftpad_k=[1, 0], dropout_p=0.5)
+
+
+def test_a_ring_works_on_one_device() -> None:
+    with Ring() as ring:
+        ring_attention(**DOORS["ring_attention"][1], ring=ring)
+        with pytest.raises(ValueError, match="q is on meta, this ring works on cpu"):
+            ring.open(torch.device("meta"))
 
 
 def test_autocast_leaves_double_precision_alone() -> None:

@@ -135,3 +135,14 @@ def test_arriving_keys_are_waited_for_last(local: bool, blockwise_only: bool) ->
         back.dkdv(k[:, :9], v[:, :9], bounds_of_hop, local=local, accum=arrive, out=accum)
     assert not {name for name in recorder.names if "bmm" in name or "attention" in name or "exp" in name}
     assert "aten.add.out" in recorder.names
+
+
+def test_a_gradient_through_lse_keeps_what_its_rounding_drops() -> None:
+    extra = torch.randn(1, 2, 5)
+    columns = aten._widen(torch.zeros(1, 5, 2, 4, dtype=torch.bfloat16), extra)[..., 4:]
+    torch.testing.assert_close(columns.float().sum(-1).transpose(1, 2), extra, rtol=2**-15, atol=0)
+
+
+def test_rows_that_share_memory_are_copied() -> None:
+    """BLAS takes no leading dimension that is less than a row."""
+    assert aten._rows(torch.zeros(1, 1, 2, 4).expand(1, 3, 2, 4)).is_contiguous()

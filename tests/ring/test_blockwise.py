@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from ringattn import ring_attention
 from ringattn.kernels import Bounds
 from ringattn.reference.philox import philox
 from ringattn.reference.philox import words as philox_words
@@ -88,3 +89,10 @@ def test_windows_of_large_scores_and_values(score: float, value: float) -> None:
     out, lse = work.result()
     torch.testing.assert_close(out, v)
     torch.testing.assert_close(lse[0, 0], score / math.log2(math.e) + hi.clamp(max=90).log())
+
+
+def test_a_sink_beyond_the_range_of_small_scores() -> None:
+    """The scores are 36: without a maximum, the sum would overflow by the sink alone."""
+    q = torch.full((1, 8, 1, 16), 3.0)
+    out = ring_attention(q, q, q, window_size=(2, 2), learnable_sink=torch.tensor([200.0]))
+    assert torch.equal(out, torch.zeros_like(q))

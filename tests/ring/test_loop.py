@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+import torch
+
 from ringattn import Layout
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring import Mask
+from ringattn.ring.loop import add
 from ringattn.ring.schedule.schedule import schedule
 
 from ..support.rendezvous import run_ranks
@@ -96,3 +102,25 @@ def test_kv_leave_a_node_first_and_its_dkv_return_under_the_next_outer_step() ->
             "post dK/dV by rail: 2 out, 2 in",  # hidden by the own dK/dV
             "dkdv continued",
         ]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_only_the_last_part_of_the_last_hop_is_final(phase: str) -> None:
+    """A part before it would be rounded to the dtype of the model."""
+    whole = schedule(Layout.contiguous(4, 2), Mask())
+    for rank in run_ranks(whole, phase, parts=2):
+        computed = [line for line in rank.lines if line.startswith(("out", "dq"))]
+        assert [line.endswith("final") for line in computed] == [False, False, False, True]
+
+
+def test_parts_before_the_last_are_added_in_fp32() -> None:
+    dtypes = []
+
+    class Backend:
+        def dkdv(self, *_: Any, out: tuple[torch.Tensor, ...], **__: Any) -> None:
+            dtypes.append({x.dtype for x in out})
+
+    backend: Any = Backend()
+    pair = torch.zeros(1).half(), torch.zeros(1).half()
+    add(backend, pair, [{}, {}], local=True, accum=None, out=pair)  # type: ignore[typeddict-item]
+    assert dtypes == [{torch.float32}, {torch.float16}]

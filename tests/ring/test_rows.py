@@ -207,3 +207,5 @@ def test_one_row_takes_everything_but_blocks(call: dict[str, Any]) -> None:
     layouts = {"layout": Layout.contiguous(TOKENS, 1), "kv_layout": Layout([[(p, 1) for p in kept.tolist()]])}
     expected = ring_attention(q, k[:, kept], v[:, kept], **layouts, **call)  # type: ignore[call-overload]
     assert torch.equal(ring_attention(q, k, v, key_mask=HOLES[:1], **call), expected)
+    with pytest.raises(ValueError, match="block_mask is given with key_mask"):
+        ring_attention(q, k, v, key_mask=HOLES[:1], **call | {"block_mask": BlockMask(torch.eye(9).bool(), 4)})

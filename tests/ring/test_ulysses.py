@@ -280,6 +280,21 @@ def test_bad_arguments_of_one_rank(wrong: dict[str, Any], message: str) -> None:
     run_ranks(6, of_rank)
 
 
+def test_too_many_chunks_are_refused_before_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this rank's part of the heads each chunk has one at least."""
+
+    def of_rank(group: LocalGroup) -> None:
+        mesh = group.mesh(1, 2)
+        with (
+            Ring(mesh.ring, chunks=3) as ring,
+            pytest.raises(ValueError, match="chunks of the ring is 3, k has 2 heads"),
+        ):
+            attend(mesh, *qkv(group, 4, 4), ring=ring)
+
+    monkeypatch.setattr("ringattn.ring.ulysses.exchange_all", None)
+    run_ranks(2, of_rank)
+
+
 @pytest.mark.parametrize("field", ["causal", "return_lse", "dropout_seed", "gradient"])
 def test_ranks_that_disagree(field: str) -> None:
     """Rank 3's row says who has what; the others, that this row refused."""
@@ -378,10 +393,14 @@ def test_the_exchange_takes_the_deadline_of_the_ring() -> None:
         mesh, cpu = group.mesh(2, 2), torch.device("cpu")
         lines = mesh.ring, mesh.ulysses
         first, second = Ring(mesh.ring, deadline=50.0), Ring(mesh.ring, deadline=70.0)
+        assert first._shared().names == [0, 1]  # not yet of a mesh
         for ring, others in ((first, rings_of(lines, cpu, first)), (second, rings_of(lines, cpu, second))):
             assert others.ring is ring and others.ulysses.deadline == ring.deadline
             assert others == rings_of(lines, cpu, ring)
         assert [ring.deadline for ring in rings_of(lines, cpu)] == [70.0, 70.0]
+        column, row = group.rank() % 2, group.rank() // 2
+        names = [ring._shared().names for ring in rings_of(lines, cpu, first)]
+        assert names == [[column, column + 2], [2 * row, 2 * row + 1]]
         assert ring_of(mesh.ring, cpu).deadline == 70.0 and ring_of(mesh.ulysses, cpu).deadline is None
         leaves = qkv(group)
         out = attend(mesh, *leaves, ring=second)

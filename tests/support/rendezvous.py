@@ -190,10 +190,13 @@ class Rank:
         self.dkdv_of_own = [Counter({rank: count for rank, count in chunk if count}) for chunk in counts]
 
 
-def steps(plan: Schedule, rank: int) -> Plan:
+def steps(plan: Schedule, rank: int, parts: int = 1) -> Plan:
     """A plan of shards of one token, whose masks are the hops themselves."""
     hops = plan.hops(rank)
-    masks = [(HopMask(hop, None, hop.shard),) if hop.computes or not hop.index else () for hop in hops]  # type: ignore[arg-type]
+    masks = [
+        tuple(HopMask(hop, None, hop.shard) for _ in range(parts if hop.computes or not hop.index else 0))  # type: ignore[arg-type]
+        for hop in hops
+    ]
     return Plan(
         rank=rank,
         hops=hops,
@@ -218,12 +221,12 @@ def active_end(plan: Schedule, shard: int, begin: int) -> int:
     return max(step for step in range(plan.inner) if not step or plan.active[shard][begin + step])
 
 
-def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1) -> list[Rank]:
-    """All ranks after a forward or a backward."""
+def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1, parts: int = 1) -> list[Rank]:
+    """All ranks after a forward or a backward, of masks of so many parts."""
     world, ranks = World(plan.world), [Rank(rank) for rank in range(plan.world)]
 
     def one(rank: int) -> None:
-        mine = steps(plan, rank)
+        mine = steps(plan, rank, parts)
         transports: Any = tuple(Level(world, level, rank, edges) for level, edges in enumerate(plan.edges))
         call = RingCall(
             plan=mine,

@@ -115,7 +115,7 @@ class Aborted:
 
 
 class Ranks:
-    """Watches of all ranks of a ring, ticked by the test; `rings` is what fails with rank 0's."""
+    """Watches of all ranks of a ring, ticked by the test; `rings` is what fails with that of rank `place`."""
 
     def __init__(
         self,
@@ -125,6 +125,7 @@ class Ranks:
         patience: float = HANGS,
         fatal: bool = False,
         rings: FailTogether | None = None,
+        place: int = 0,
         names: Sequence[int] | None = None,
     ) -> None:
         self.transports = [Aborted() for _ in range(size)]
@@ -139,7 +140,7 @@ class Ranks:
                 device=torch.device("cpu"),
                 transports=lambda transport=transport: [transport],  # type: ignore[misc]
                 fatal=(lambda text, rank=control.rank: self.ended.append((rank, text))) if fatal else None,  # type: ignore[misc]
-                rings=rings if control.rank == 0 else None,
+                rings=rings if control.rank == place else None,
             )
             for control, transport in zip(self.controls, self.transports, strict=True)
         ]
