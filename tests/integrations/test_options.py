@@ -84,6 +84,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             sys.modules[name] = module_before
 
 
+OFF = (
+    "qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention",
+    "batch_invariant_mode", "flash_decode",
+)  # fmt: skip
+"""Fields of Megatron's config."""
+
+
 def group_of(rank: int, size: int) -> SimpleNamespace:
     return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
@@ -106,6 +113,7 @@ def megatron(
         "context_parallel_size": 1, "kv_channels": 16, "attention_dropout": 0.0, "window_size": None,
         "window_attn_skip_freq": None, "softmax_type": "vanilla", "use_cpu_initialization": True,
         "num_attention_heads": heads, "params_dtype": torch.float32, "perform_initialization": False,
+        **dict.fromkeys(OFF, False),
     }  # fmt: skip
     config = SimpleNamespace(**fields | {name: made.pop(name) for name in [*made] if name in fields})
     groups = SimpleNamespace(tp=tp or group_of(0, 1))
@@ -388,6 +396,40 @@ def test_padding_between_documents() -> None:
         call, out = record(patch, megatron, {"call": {"packed_seq_params": packed}})
     assert call["causal"] and list(call["cu_seqlens"]) == [0, 3, 4, 6, 8]
     assert out.any(-1).tolist() == [True, True, True, False, True, True, False, False]
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("own", "size", "group"), [(None, None, "layer"), (None, 1, None), ("own", 2, "own")])
+def test_the_group_of_a_micro_batch(own: Any, size: int | None, group: Any) -> None:
+    """Of Megatron: a micro-batch on one rank has no group, whatever the layer's."""
+    packed = SimpleNamespace(cp_group=own, local_cp_size=size)
+    assert import_module("ringattn.integrations.megatron")._group_of(packed, "layer") == group
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("field", OFF)
+def test_fields_of_megatron_that_must_be_off(field: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{field} of the config is on"):
+        megatron(**{field: True})
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("uneven", ["ring_anything", "ulysses_anything"])
+def test_uneven_shards_of_two_sequences(uneven: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of diffusers: queries and keys have lengths of their own."""
+    integration, calls = import_module("ringattn.integrations.diffusers"), list[Call]()
+    fields: Call = {"ring_anything": False, "ulysses_anything": False, "convert_to_fp32": True, "ulysses_degree": 1}
+    context = SimpleNamespace(**fields | {uneven: True}, _ring_mesh=None, _flattened_mesh=group_of(0, 2))
+    context._flattened_mesh.get_group = lambda: None
+    monkeypatch.setattr(integration, "gather_size_by_comm", lambda tokens, group: [tokens, 3])
+    monkeypatch.setattr(integration, "ring_attention", lambda q, k, v, **call: calls.append(call) or (q, q[..., 0].mT))
+    given: Call = {"enable_gqa": True, "_parallel_config": SimpleNamespace(context_parallel_config=context)}
+    _, lse = integration._attention(Q, K[:, :5], K[:, :5], **given)
+    assert [calls[0][name].lengths for name in ("layout", "kv_layout")] == [(8, 3), (5, 3)]
+    assert lse.shape == Q.shape[:3]
+    context.convert_to_fp32 = False
+    with pytest.raises(NotImplementedError, match="convert_to_fp32 is False"):
+        integration._attention(Q, K, K, **given)
 
 
 def test_a_window_without_a_mask_is_refused() -> None:
