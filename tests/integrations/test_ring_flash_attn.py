@@ -238,6 +238,21 @@ def test_names_and_arguments_are_theirs() -> None:
         assert getattr(ours, name).__name__ == name
 
 
+@pytest.mark.parametrize(
+    ("rank", "causal", "q", "k", "keys"),
+    [
+        (0, True, [0, 4, 8], [0, 4, 8], slice(0, 8)),
+        (0, False, [0, 4, 8], [0, 4, 12], slice(0, 12)),
+        (1, True, [0, 4, 8], [0, 8, 12], slice(4, 16)),
+    ],
+)
+def test_llama3_arguments(rank: int, causal: bool, q: list[int], k: list[int], keys: slice) -> None:
+    """A query sees the keys of its whole document, and with ``causal`` none behind the rank's run."""
+    made = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 4, 12, 16]), causal, rank, 2)
+    longest = [max(stop - start for start, stop in pairwise(edges)) for edges in (q, k)]
+    assert [made[0].tolist(), made[1].tolist(), *made[2:]] == [q, k, *longest, keys]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("documents", "world"), [([0, 7, 14, 16], 8), ([0, 120, 1248, 4232], 4), ([0, 4, 4, 8], 2)])

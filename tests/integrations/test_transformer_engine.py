@@ -327,6 +327,7 @@ ENDS = torch.tensor([0, 8])
         (Boundaries(torch.tensor([0, 6, 16]), q_padded=torch.tensor([0, 16])), 8, "cu_seqlens_q_padded has 2"),
         (Boundaries(torch.tensor([0, 6]), q_padded=torch.tensor([0, 4])), 2, "document 0 has 6 tokens, 4"),
         (Boundaries(torch.tensor([0, 16]), torch.tensor([0, 8])), 8, "cu_seqlens_kv"),
+        (Boundaries(torch.tensor([0, 6]), None, ENDS, 2 * ENDS), 4, "cu_seqlens_kv differs"),
         (Boundaries(torch.tensor([0, 16])), 7, "query has 7 tokens"),
         (Boundaries(torch.tensor([0.0, 16.0])), 8, "cu_seqlens_q is torch.float32"),
         (Boundaries(torch.tensor([False, True])), 8, "cu_seqlens_q is torch.bool"),
