@@ -407,6 +407,21 @@ def test_the_group_of_a_micro_batch(own: Any, size: int | None, group: Any) -> N
 
 
 @pytest.mark.usefixtures("stand_ins")
+def test_a_copy_of_a_spec_of_megatron_has_ring_attention_everywhere() -> None:
+    def spec_of(**submodules: Any) -> SimpleNamespace:
+        return SimpleNamespace(submodules=SimpleNamespace(**submodules))
+
+    names, integration = ("self_attention", "cross_attention"), import_module("ringattn.integrations.megatron")
+    spec = spec_of(layer_specs=[spec_of(**{name: spec_of(core_attention=name) for name in names})])
+    for one, expected in (
+        (integration.with_ring_attention(spec), [integration.RingCoreAttention] * 2),
+        (spec, [*names]),
+    ):
+        (layer,) = one.submodules.layer_specs
+        assert [getattr(layer.submodules, name).submodules.core_attention for name in names] == expected
+
+
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("field", OFF)
 def test_fields_of_megatron_that_must_be_off(field: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{field} of the config is on"):
