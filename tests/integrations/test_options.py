@@ -106,8 +106,9 @@ def transformer_engine(call: Call | None = None, *, train: bool = True, keys: in
 
 
 def megatron(
-    call: Call | None = None, *, train: bool = True, tp: Any = None, layer: int = 1, heads: int = 4, **made: Any
-) -> Any:
+    call: Call | None = None, *, train: bool = True, tp: Any = None, cp: Any = None, layer: int = 1, heads: int = 4,
+    **made: Any,
+) -> Any:  # fmt: skip
     integration = import_module("ringattn.integrations.megatron")
     fields = {
         "context_parallel_size": 1, "kv_channels": 16, "attention_dropout": 0.0, "window_size": None,
@@ -116,7 +117,7 @@ def megatron(
         **dict.fromkeys(OFF, False),
     }  # fmt: skip
     config = SimpleNamespace(**fields | {name: made.pop(name) for name in [*made] if name in fields})
-    groups = SimpleNamespace(tp=tp or group_of(0, 1))
+    groups = SimpleNamespace(tp=tp or group_of(0, 1), cp=cp)
     module = integration.RingCoreAttention(config, layer, AttnMaskType.causal, "self", pg_collection=groups, **made)
     if module.softmax_offset is not None:
         assert module.softmax_offset.shape == SINK.shape
@@ -426,6 +427,13 @@ def test_a_copy_of_a_spec_of_megatron_has_ring_attention_everywhere() -> None:
 def test_fields_of_megatron_that_must_be_off(field: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{field} of the config is on"):
         megatron(**{field: True})
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_group_of_another_size_than_the_config_of_megatron_says(size: int) -> None:
+    with pytest.raises(ValueError, match=f"of the config is 4: the cp group of pg_collection has {size} ranks"):
+        megatron(context_parallel_size=4, cp=group_of(0, size))
 
 
 @pytest.mark.usefixtures("stand_ins")
