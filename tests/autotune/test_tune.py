@@ -338,6 +338,15 @@ def test_wrong_results_are_reported(
     assert re.match(message, str(trials.wrong(Tile(16, 16, 4, 1))))
 
 
+def test_a_broken_device_is_no_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(trials: DeviceTrials, tile: Tile) -> None:
+        raise torch.AcceleratorError("an illegal memory access")
+
+    monkeypatch.setattr(DeviceTrials, "_results", breaks)
+    with pytest.raises(torch.AcceleratorError):
+        DeviceTrials(Point("forward", "fp32", 16, 16, 2, "full", 40), SHAPE, CPU).wrong(Tile(16, 16, 4, 1))
+
+
 def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     point = Point("forward", "fp32", 16, 16, 2, "full", 40)
     trials, drawn = DeviceTrials(point, SHAPE, CPU), []

@@ -195,6 +195,7 @@ def changed(at: int, value: Any) -> tuple[Any, ...]:
     [
         (lambda: ours.ring_flash_attn_qkvpacked_func(Q), r"qkv is \[8, 2, 16\]: it must be \[..., 3, heads"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 9]), 6), "ends at 9, q has 8 tokens"),
+        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 7]), 4), "ends at 7, q has 8 tokens"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 8]), 4), "max_seqlen is 4, the longest"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 9, 8]), 9), "it must not descend"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 8]), None), "max_seqlen is None, the"),

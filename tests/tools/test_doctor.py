@@ -209,11 +209,16 @@ def test_the_slower_end_of_an_edge_counts(
     assert checks(target)["GB/s local"].startswith(status)
 
 
-def test_a_transport_that_does_not_open(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+@pytest.mark.parametrize("lacking", [False, True])
+def test_a_transport_that_does_not_open(lacking: bool, monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+    """Also where another rank lacks what it takes, which by itself is no failure."""
+
     def opens(group: Any, *, transport: str, **rest: Any) -> Any:
         opened = open_transports(group, transport=transport, **rest)
         if transport == "local" and group.rank() == 1:
             raise TransportError("no memory")
+        if lacking and transport == "local" and group.rank() == 0:
+            raise ValueError("no GPU")
         return opened
 
     monkeypatch.setattr(doctor_ring, "open_transports", opens)
