@@ -101,7 +101,8 @@ SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "2"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "gpus", "shared"), [({}, 1, 4), ({}, 2, 2), (SRUN, 1, 1), (TORCHRUN, 1, 4), (TORCHRUN, 4, 1)]
+    ("variables", "gpus", "shared"),
+    [({}, 1, 4), ({}, 2, 2), ({}, 3, 2), (SRUN, 1, 1), (TORCHRUN, 1, 4), (TORCHRUN, 4, 1)],
 )
 def test_ranks_that_a_gpu_holds(
     alone: None, variables: dict[str, str], gpus: int, shared: int, monkeypatch: pytest.MonkeyPatch

@@ -269,6 +269,14 @@ def test_refusals(call: Callable[[GroupLike], object], message: str) -> None:
         run_ranks(1, lambda group: call(group.mesh(1, 1)))
 
 
+def test_another_rank_than_that_of_the_mesh_is_refused() -> None:
+    def take(group: Any) -> Tensor:
+        return ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8, 2), 1 - group.rank(), 2, group=group.mesh(2, 1))
+
+    with pytest.raises(ValueError, match=r"rank is \d, world_size is 2, .*: this is rank"):
+        run_ranks(2, take)
+
+
 def test_a_ring_where_ulysses_is_alone() -> None:
     with pytest.raises(ValueError, match="a mesh of 2 x 1 ranks"):
         run_ranks(2, lambda group: ours.UlyssesAttention(group.mesh(2, 1)))

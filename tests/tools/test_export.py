@@ -8,6 +8,7 @@ import math
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from typer.testing import CliRunner
 from ringattn.autotune.compile import ROLES
 from ringattn.kernels import Tile, hopper_backward_launch
 from ringattn.kernels.config import config_for
-from ringattn.kernels.gpu import ARCHS
+from ringattn.kernels.gpu import ARCHS, shared_limit
+from ringattn.tools.export import kernels
 from ringattn.tools.export.command import app
 from ringattn.tools.export.config import ExportConfig, Tiles, chosen_tiles
 
@@ -105,11 +107,18 @@ def test_the_manifest_says_what_and_whence(export: Export) -> None:
         assert str(ROOT).encode() not in (export.folder / kernel["cubin"]).read_bytes()
 
 
+def test_a_binary_that_does_not_fit_the_chip_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    binary = SimpleNamespace(metadata=SimpleNamespace(shared=shared_limit(90) + 1), asm={"cubin": b""})
+    monkeypatch.setattr(kernels, "compiled_launch", lambda *_: SimpleNamespace(binary=binary))
+    with pytest.raises(ValueError, match="bytes of shared memory, sm_90 has"):
+        kernels.export(ExportConfig(90), "forward")
+
+
 # tiles of tables
 
 ENTRIES = [
     entry(POINT, Tile(64, 64, 4, 2)),
-    entry(POINT._replace(length=1024), Tile(32, 64, 4, 2)),
+    entry(POINT._replace(length=1024, group=16), Tile(32, 64, 4, 2)),
     entry(POINT._replace(group=1), Tile(64, 32, 4, 2)),
     entry(POINT._replace(mask="bounded"), HOPPER),
     estimate(POINT._replace(kernel="dq"), Tile(64, 64, 4, 1)),
