@@ -274,6 +274,15 @@ def test_estimates_stay_where_nothing_was_measured(
     assert any(entry.estimated for entry in table.entries) and any("cut short" in note for note in outcome.notes)
 
 
+def test_a_kernel_of_which_no_tile_passes_fails_the_run(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = AtOnce(lambda job: CompileResult(("it spills",)) if job.kernel == "dq" else fine(job))
+    monkeypatch.setattr(tune, "Pool", lambda work, workers: pool)
+    monkeypatch.setattr(tune, "DeviceTrials", lambda *args: StandIn(slow))
+    outcome = tune.tune(config_of(folders[0], kernels=("forward", "dq")), 1, no_progress)
+    assert [row["kernel"] for row in outcome.rows] == ["forward", "dq"]
+    assert outcome.failed == ["dq fp32 D16/16 group 2 full 64: no candidate passes"]
+
+
 def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> None:
     config = config_of(folders[0], kernels=("forward",))
     compiled = compile_part(config, journal_of(config), AtOnce(), no_progress)  # type: ignore[arg-type]
