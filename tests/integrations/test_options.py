@@ -107,7 +107,7 @@ def transformer_engine(call: Call | None = None, *, train: bool = True, keys: in
 
 def megatron(
     call: Call | None = None, *, train: bool = True, tp: Any = None, cp: Any = None, layer: int = 1, heads: int = 4,
-    **made: Any,
+    own: Call | None = None, **fields_of_config: Any,
 ) -> Any:  # fmt: skip
     integration = import_module("ringattn.integrations.megatron")
     fields = {
@@ -116,9 +116,11 @@ def megatron(
         "num_attention_heads": heads, "params_dtype": torch.float32, "perform_initialization": False,
         **dict.fromkeys(OFF, False),
     }  # fmt: skip
-    config = SimpleNamespace(**fields | {name: made.pop(name) for name in [*made] if name in fields})
+    config = SimpleNamespace(**fields | fields_of_config)
     groups = SimpleNamespace(tp=tp or group_of(0, 1), cp=cp)
-    module = integration.RingCoreAttention(config, layer, AttnMaskType.causal, "self", pg_collection=groups, **made)
+    module = integration.RingCoreAttention(
+        config, layer, AttnMaskType.causal, "self", pg_collection=groups, **own or {}
+    )
     if module.softmax_offset is not None:
         assert module.softmax_offset.shape == SINK.shape
         module.softmax_offset.data.copy_(SINK)
@@ -263,7 +265,8 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
     ],
     megatron: [
         ({}, {}),
-        ({"softmax_scale": 0.5}, {"softmax_scale": 0.5}),
+        ({"own": {"softmax_scale": 0.5}}, {"softmax_scale": 0.5}),
+        ({"kv_channels": 8, "own": {"k_channels": 16, "v_channels": 16}}, {}),
         ({"window_size": (3, 0)}, {"window_size": (3, 0)}),
         ({"window_size": (3, 0), "window_attn_skip_freq": 2, "layer": 2}, {}),
         ({"call": {"attn_mask_type": AttnMaskType.no_mask}}, {"causal": False}),
@@ -272,6 +275,8 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"softmax_type": "off-by-one", "heads": 8, "tp": group_of(0, 2)}, {"learnable_sink": torch.zeros(4)}),
         ({"attention_dropout": 0.3}, {"dropout_p": 0.3}),
         ({"attention_dropout": 0.3, "train": False}, {}),
+        ({"attention_dropout": 0.3, "own": {"attention_dropout": 0.1}}, {"dropout_p": 0.1}),
+        ({"attention_dropout": 0.3, "own": {"attention_dropout": 0.0}}, {}),
         ({"heads": 12, "tp": group_of(2, 3)}, {"first_head": 8}),
     ],
     attend: [

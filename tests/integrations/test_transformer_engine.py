@@ -282,6 +282,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"attn_mask_type": "arbitrary"}, "attn_mask_type"),
     ({}, {"attn_mask_type": "padding_causal"}, "without cu_seqlens_q"),
     ({}, {"cu_seqlens_q": torch.tensor([0, 8])}, "cu_seqlens_q"),
+    ({}, {"cu_seqlens_q": torch.tensor([0]), "attn_mask_type": "padding"}, "cu_seqlens_q has 0 lengths"),
     ({}, {"window_size": (-1, 2)}, "window_size"),
     ({}, {"window_size": (4,)}, "window_size is"),
     ({}, {"window_size": ("4", 0)}, "window_size is"),
