@@ -260,6 +260,11 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
                 ),
                 ("causal", {}, {"bottom_right_diagonal": True}, {"align": "top-left"}),
                 ("causal_bottom_right", {}, {"bottom_right_diagonal": False}, {"align": "bottom-right"}),
+                (
+                    "padding_causal_bottom_right", {},
+                    {"bottom_right_diagonal": False, "cu_seqlens_q": torch.tensor([0, 6])},
+                    {"align": "bottom-right", "seqused_k": (6,)},
+                ),
             )
         ),
     ],
@@ -480,7 +485,9 @@ def test_the_number_of_items_is_the_one_given_or_counted(items: Any) -> None:
     right = 6 if items is None else int(items)
 
     def part(group: Any) -> int:
-        return int(transformers.shard_batch(batch, "contiguous", group, cu_seqlens=[0, 4, 6])["num_items_in_batch"])
+        sharded = transformers.shard_batch(batch, "contiguous", group, cu_seqlens=[0, 4, 6])
+        assert sharded.cu_seqlens == (0, 4, 6)
+        return int(sharded["num_items_in_batch"])
 
     assert run_ranks(2, part) == [right, right]
 
