@@ -20,7 +20,7 @@ from ringattn.autotune.candidates import CompileResult, job_of
 from ringattn.autotune.compile import Variant
 from ringattn.autotune.measure import DeviceTrials, checked_sides
 from ringattn.autotune.search import Budget, Measured
-from ringattn.autotune.space import Shape, gpu_for_arch, space
+from ringattn.autotune.space import Shape, gpu_for_arch, point_text, space
 from ringattn.autotune.tune import TuneConfig, built_in, compile_part, estimated_entry, journal_of, measure_part
 from ringattn.kernels import Tile, choice, default_config, tables
 from ringattn.kernels.gpu import GpuSpec, assumed_gpu
@@ -251,7 +251,9 @@ def test_a_run_measures_and_is_the_default_from_then_on(folders: Folders, monkey
         assert stored.clocks == {"sm_mhz": 1980.0, "throttled": ""}
     rows = [answer.as_row() for answer in answers]
     assert all(row["time"] <= row["default's time"] and row["beside"] == 2 * row["time"] for row in rows)
-    assert f" of {len(rows)} are faster than the default, at most " in tune.notes_of(answers, None)[-1]
+    most = min(answers, key=lambda answer: slow(answer.tile or answer.default) / slow(answer.default))
+    told = f" of {len(rows)} are faster than the default, at most {point_text(most.point)} by "
+    assert told in tune.notes_of(answers, None)[-1]
     monkeypatch.setattr(choice, "gpu_specs", lambda device: H200)
     q, v = torch.empty(1, 64, 2, 16), torch.empty(1, 64, 1, 16)
     config_now = default_config(q, v)
