@@ -103,6 +103,12 @@ def test_throttled_runs_are_repeated() -> None:
     assert clocks_of(outcome.readings[TILES[0]]) == {"sm_mhz": 1580.0, "throttled": "software thermal slowdown"}
 
 
+def test_repeats_end_at_the_budget() -> None:
+    gpu = StandIn(steady, throttles=lambda run: ("power cap",))
+    searched(gpu, 7.0)
+    assert 7.0 < gpu.now < 7.0 + COOL_DOWN + 2.0 and gpu.timed == [BASELINE] * 2
+
+
 @pytest.mark.parametrize("seconds", [0.0, 3.0, 30.0, 85.0])
 def test_search_ends_at_its_budget(seconds: float) -> None:
     """Checks are paid for, too; of what was timed often enough the best is the answer."""

@@ -20,7 +20,7 @@ from ringattn.autotune.candidates import CompileResult, job_of
 from ringattn.autotune.compile import Variant
 from ringattn.autotune.measure import DeviceTrials, checked_sides
 from ringattn.autotune.search import Budget, Measured
-from ringattn.autotune.space import Shape, gpu_for_arch, space
+from ringattn.autotune.space import Shape, gpu_for_arch, point_text, space
 from ringattn.autotune.tune import TuneConfig, built_in, compile_part, estimated_entry, journal_of, measure_part
 from ringattn.kernels import Tile, choice, default_config, tables
 from ringattn.kernels.gpu import GpuSpec, assumed_gpu
@@ -251,7 +251,9 @@ def test_a_run_measures_and_is_the_default_from_then_on(folders: Folders, monkey
         assert stored.clocks == {"sm_mhz": 1980.0, "throttled": ""}
     rows = [answer.as_row() for answer in answers]
     assert all(row["time"] <= row["default's time"] and row["beside"] == 2 * row["time"] for row in rows)
-    assert f" of {len(rows)} are faster than the default, at most " in tune.notes_of(answers, None)[-1]
+    most = min(answers, key=lambda answer: slow(answer.tile or answer.default) / slow(answer.default))
+    told = f" of {len(rows)} are faster than the default, at most {point_text(most.point)} by "
+    assert told in tune.notes_of(answers, None)[-1]
     monkeypatch.setattr(choice, "gpu_specs", lambda device: H200)
     q, v = torch.empty(1, 64, 2, 16), torch.empty(1, 64, 1, 16)
     config_now = default_config(q, v)
@@ -272,6 +274,15 @@ def test_estimates_stay_where_nothing_was_measured(
     assert len(table.entries) == len(outcome.rows) == len(TUNED)
     assert sum(not entry.estimated for entry in table.entries) >= measured
     assert any(entry.estimated for entry in table.entries) and any("cut short" in note for note in outcome.notes)
+
+
+def test_a_kernel_of_which_no_tile_passes_fails_the_run(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = AtOnce(lambda job: CompileResult(("it spills",)) if job.kernel == "dq" else fine(job))
+    monkeypatch.setattr(tune, "Pool", lambda work, workers: pool)
+    monkeypatch.setattr(tune, "DeviceTrials", lambda *args: StandIn(slow))
+    outcome = tune.tune(config_of(folders[0], kernels=("forward", "dq")), 1, no_progress)
+    assert [row["kernel"] for row in outcome.rows] == ["forward", "dq"]
+    assert outcome.failed == ["dq fp32 D16/16 group 2 full 64: no candidate passes"]
 
 
 def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> None:
@@ -336,6 +347,15 @@ def test_wrong_results_are_reported(
     monkeypatch.setattr(compile_, name, lambda *args, **how: wrong(real(*args, **how)))
     trials = DeviceTrials(Point(kernel, "fp32", 16, 16, 2, "full", 40), SHAPE, CPU, checked=70)
     assert re.match(message, str(trials.wrong(Tile(16, 16, 4, 1))))
+
+
+def test_a_broken_device_is_no_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(trials: DeviceTrials, tile: Tile) -> None:
+        raise torch.AcceleratorError("an illegal memory access")
+
+    monkeypatch.setattr(DeviceTrials, "_results", breaks)
+    with pytest.raises(torch.AcceleratorError):
+        DeviceTrials(Point("forward", "fp32", 16, 16, 2, "full", 40), SHAPE, CPU).wrong(Tile(16, 16, 4, 1))
 
 
 def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

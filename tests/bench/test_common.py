@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 from ringattn import reference
 from ringattn.bench.common import errors, timing
+from ringattn.bench.common import provenance as origin
 from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig, forward_flops, packed
 from ringattn.bench.common.provenance import command, provenance
 from ringattn.bench.common.timing import Clock, Samples, interleaved, repeats_within
@@ -144,6 +147,22 @@ def test_provenance_names_everything_and_no_folder(monkeypatch: pytest.MonkeyPat
     assert "/some" not in json.dumps(stated)
     monkeypatch.setattr("sys.argv", ["/some/ringattn/__main__.py", "demo"])
     assert command() == "python -m ringattn demo"
+
+
+def test_provenance_changes_with_sources_and_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(origin, "ROOT", tmp_path)
+    digests = []
+    for folder in ("kernels", "comm", "autotune", "ring", "reference", "bench", ".git"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "code.py").touch()
+        digests.append(origin.sources())
+    assert len({*digests}) == 6 and digests[-1] == digests[-2]
+    for status in ("", " M code.py"):
+        answers = {"rev-parse": "abc\n", "status": status}
+        monkeypatch.setattr(subprocess, "run", lambda words, **_: SimpleNamespace(stdout=answers[words[3]]))  # noqa: B023
+        assert origin.git() == {"commit": "abc", "modified": bool(status)}
+    monkeypatch.setattr(origin, "_read", lambda path: "MemTotal:  12582912 kB" if path == "/proc/meminfo" else "")
+    assert origin.cpu()["memory_gib"] == 12.0
 
 
 def test_progress_into_a_pipe_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

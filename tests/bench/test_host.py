@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.result import read
+from ringattn.bench.common.timing import Clock
 from ringattn.bench.host import command, hop
 from ringattn.bench.host.hop import HOPS
 from ringattn.bench.overlap.runs import BACKWARD, FORWARD, PHASES, TOGETHER
@@ -57,6 +59,15 @@ def test_verdict_on_the_host(device: str, timer: str, host: float, note: str, fa
     """Timed by clock, host time is part of the compute, and there is no note."""
     rows = [{"phase": FORWARD, "host": host, "compute": 100.0}]
     assert command.verdict(rows, device, timer) == (note, failed)
+
+
+def test_columns_are_of_one_hop(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([8e-3, 6e-3] * len(PHASES))  # of a pass, with launches and without
+    monkeypatch.setattr(hop, "posting", lambda step, device: next(seconds))
+    monkeypatch.setattr(hop, "calls_of", lambda step: 2 * HOPS)
+    columns = {"host": pytest.approx(8e3 / HOPS), "of it Triton": pytest.approx(2e3 / HOPS), "Python calls": 2}
+    shard: Any = SimpleNamespace(run=print)
+    assert hop.rows_of(shard, Clock(CPU)) == [{"phase": phase} | columns for phase in PHASES]
 
 
 def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,8 @@ SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "2"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "gpus", "shared"), [({}, 1, 4), ({}, 2, 2), (SRUN, 1, 1), (TORCHRUN, 1, 4), (TORCHRUN, 4, 1)]
+    ("variables", "gpus", "shared"),
+    [({}, 1, 4), ({}, 2, 2), ({}, 3, 2), (SRUN, 1, 1), (TORCHRUN, 1, 4), (TORCHRUN, 4, 1)],
 )
 def test_ranks_that_a_gpu_holds(
     alone: None, variables: dict[str, str], gpus: int, shared: int, monkeypatch: pytest.MonkeyPatch
@@ -215,11 +216,11 @@ def test_memory_that_grows_fails(last: int, code: int, alone: None, monkeypatch:
     monkeypatch.setattr(memory_bench, "spawn", lambda *args: rows)
     result = CliRunner().invoke(cli.app, ["bench", "memory", "--world", "2,4", "--tokens", "64"])
     assert result.exit_code == code and f"+{last - 100}.00%" in result.output, result.output
-    first, second = memory_bench.rows_of([2, 4], rows)
+    first, second, third = memory_bench.rows_of([2, 4, 8], [*rows, rows[1]])
     assert first == {
         "world": 2, "peak": 100, "least rank": 99, "after forward": 20, "inputs and results": 5, "relative": 1,
     }  # fmt: skip
-    assert second["relative"] == last / 100
+    assert second["relative"] == third["relative"] == last / 100  # to the first
 
 
 def test_worlds_within_a_launcher() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,7 +20,7 @@ from ringattn.bench import cli
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.launching import spawn
 from ringattn.bench.common.result import Result, Row, read
-from ringattn.bench.common.timing import Samples
+from ringattn.bench.common.timing import Samples, Team
 from ringattn.bench.overlap import runs
 from ringattn.bench.overlap.runs import (
     BACKWARD,
@@ -45,6 +47,15 @@ SMALL = AttentionConfig(3 * 24, 3, heads=4, kv_heads=2, head_dim=16, causal=True
 def times(together: float, communication: float = 8.0) -> Times:
     """Compute alone takes 10 seconds."""
     return Times(Samples((10.0,)), Samples((communication,)), Samples((together,)), 4)
+
+
+def test_the_link_is_as_fast_as_its_share_of_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = SimpleNamespace(run=print, nbytes=dict(zip(PHASES, (10, 30), strict=True)))
+    monkeypatch.setattr(runs, "Ring", lambda **_: nullcontext())
+    monkeypatch.setattr(runs, "Shard", lambda *_: shard)
+    monkeypatch.setattr(runs, "interleaved", lambda steps, clock, repeats: dict.fromkeys(steps, Samples((2.0,))))
+    monkeypatch.setattr(runs, "Ranks", Team)
+    assert runs.link_speed(OverlapConfig(SMALL, ((2, 1, 1),)), 0.5, CPU) == 40 / (0.5 * 4)
 
 
 @pytest.mark.parametrize(

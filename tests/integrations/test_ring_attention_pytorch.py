@@ -10,6 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,13 @@ def held(rank: int, world: int, bucket_size: int | None) -> Tensor:
     """Which tokens a rank holds in which order, as ``RingAttention`` rearranges them; None: no stripes."""
     whole = torch.arange(TOKENS)
     return (whole if bucket_size is None else whole.view(bucket_size, -1).T.flatten()).chunk(world)[rank]
+
+
+@pytest.mark.parametrize(("rank", "first"), [(0, 0), (3, 2), (4, 4)])
+def test_neighbours_share_a_ring(rank: int, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "ranks_of", lambda *_: SimpleNamespace(rank=rank, size=6))
+    monkeypatch.setattr(ours, "_neighbours", lambda *members: members[:2])
+    assert ours._members(2, None, torch.device("cpu")) == (first, 2)
 
 
 def check(

@@ -195,6 +195,7 @@ def changed(at: int, value: Any) -> tuple[Any, ...]:
     [
         (lambda: ours.ring_flash_attn_qkvpacked_func(Q), r"qkv is \[8, 2, 16\]: it must be \[..., 3, heads"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 9]), 6), "ends at 9, q has 8 tokens"),
+        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 7]), 4), "ends at 7, q has 8 tokens"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 8]), 4), "max_seqlen is 4, the longest"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 9, 8]), 9), "it must not descend"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 8]), None), "max_seqlen is None, the"),
@@ -236,6 +237,21 @@ def test_names_and_arguments_are_theirs() -> None:
         defaults = [ast.literal_eval(one) for one in arguments.defaults]
         assert [one.default for one in mine if one.default is not empty] == defaults
         assert getattr(ours, name).__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("rank", "causal", "q", "k", "keys"),
+    [
+        (0, True, [0, 4, 8], [0, 4, 8], slice(0, 8)),
+        (0, False, [0, 4, 8], [0, 4, 12], slice(0, 12)),
+        (1, True, [0, 4, 8], [0, 8, 12], slice(4, 16)),
+    ],
+)
+def test_llama3_arguments(rank: int, causal: bool, q: list[int], k: list[int], keys: slice) -> None:
+    """A query sees the keys of its whole document, and with ``causal`` none behind the rank's run."""
+    made = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 4, 12, 16]), causal, rank, 2)
+    longest = [max(stop - start for start, stop in pairwise(edges)) for edges in (q, k)]
+    assert [made[0].tolist(), made[1].tolist(), *made[2:]] == [q, k, *longest, keys]
 
 
 @pytest.mark.nightly

@@ -199,6 +199,16 @@ def test_layers_that_backward_runs_again(reentrant: bool) -> None:
         assert torch.equal(ours, plain)
 
 
+def test_layers_that_autograd_runs_again() -> None:
+    """``torch.autograd.grad`` and ``torch.autograd.backward`` are seen into as ``Tensor.backward`` is."""
+    qkv = [x.requires_grad_() for x in tensors(8)]
+    with ring_sdpa("contiguous"):
+        out = checkpoint(lambda *qkv: SDPA(*(2 * x for x in qkv)), *qkv, use_reentrant=False)
+        grads = torch.autograd.grad(out.sum(), qkv, retain_graph=True)
+        torch.autograd.backward(out.sum())
+    assert all(torch.equal(x.grad, grad) for x, grad in zip(qkv, grads, strict=True))
+
+
 def test_backward_outside_of_checkpointed_layers_raises() -> None:
     q, k, v = (x.requires_grad_() for x in tensors(8))
     with ring_sdpa("contiguous"):

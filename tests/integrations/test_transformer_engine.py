@@ -282,6 +282,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"attn_mask_type": "arbitrary"}, "attn_mask_type"),
     ({}, {"attn_mask_type": "padding_causal"}, "without cu_seqlens_q"),
     ({}, {"cu_seqlens_q": torch.tensor([0, 8])}, "cu_seqlens_q"),
+    ({}, {"cu_seqlens_q": torch.tensor([0]), "attn_mask_type": "padding"}, "cu_seqlens_q has 0 lengths"),
     ({}, {"window_size": (-1, 2)}, "window_size"),
     ({}, {"window_size": (4,)}, "window_size is"),
     ({}, {"window_size": ("4", 0)}, "window_size is"),
@@ -308,6 +309,14 @@ def test_what_is_refused_by_name(made: dict[str, Any], called: dict[str, Any], n
         DotProductAttention(**arguments | {"qkv_format": "bshd"} | made)(*heads(), **called)
 
 
+def test_other_ranks_than_the_group_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 2])
+    group = dist.ProcessGroup(0, 2)
+    DotProductAttention(HEADS, DIM, cp_group=group, cp_global_ranks=[0, 2])
+    with pytest.raises(ValueError, match=r"cp_global_ranks is \[0, 1\]: cp_group has \[0, 2\]"):
+        DotProductAttention(HEADS, DIM, cp_group=group, cp_global_ranks=[0, 1])
+
+
 ENDS = torch.tensor([0, 8])
 
 
@@ -319,6 +328,7 @@ ENDS = torch.tensor([0, 8])
         (Boundaries(torch.tensor([0, 6, 16]), q_padded=torch.tensor([0, 16])), 8, "cu_seqlens_q_padded has 2"),
         (Boundaries(torch.tensor([0, 6]), q_padded=torch.tensor([0, 4])), 2, "document 0 has 6 tokens, 4"),
         (Boundaries(torch.tensor([0, 16]), torch.tensor([0, 8])), 8, "cu_seqlens_kv"),
+        (Boundaries(torch.tensor([0, 6]), None, ENDS, 2 * ENDS), 4, "cu_seqlens_kv differs"),
         (Boundaries(torch.tensor([0, 16])), 7, "query has 7 tokens"),
         (Boundaries(torch.tensor([0.0, 16.0])), 8, "cu_seqlens_q is torch.float32"),
         (Boundaries(torch.tensor([False, True])), 8, "cu_seqlens_q is torch.bool"),

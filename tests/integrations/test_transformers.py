@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -307,12 +308,15 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         NotImplementedError, "qwen3_next .*linear_attention",
         lambda: attention_without_a_mask(transformers.Qwen3NextConfig()),
     ),
-    "rotary by length": (
-        NotImplementedError, "rope_type",
-        lambda: attention_without_a_mask(
-            transformers.LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-        ),
-    ),
+    **{
+        f"rotary by length: {kind}": (
+            NotImplementedError, "rope_type",
+            lambda kind=kind: attention_without_a_mask(
+                SimpleNamespace(model_type="phi3", rope_parameters={"full_attention": {"rope_type": kind}})
+            ),
+        )
+        for kind in ("dynamic", "longrope")
+    },
     "temperature": (
         NotImplementedError, "attn_temperature_tuning",
         lambda: attention_without_a_mask(transformers.Llama4TextConfig()),

@@ -204,6 +204,19 @@ def in_process(rank: int) -> list[Any]:
     return made
 
 
+@pytest.mark.parametrize(("low", "right"), [(True, [[0, 1], [2, 3], [4, 5]]), (False, [[0, 3], [1, 4], [2, 5]])])
+def test_the_mesh_has_ring_or_ulysses_low(low: bool, right: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are the places of the ring, columns those of Ulysses; the second six ranks share another sequence."""
+    made: list[Tensor] = []
+    monkeypatch.setattr(
+        ours, "DeviceMesh", lambda device, ranks, **_: made.append(ranks) or {("ring", "ulysses"): None}
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 12)
+    ours.set_seq_parallel_pg(2, 3, 0, 12, use_ulysses_low=low)
+    assert made[0].tolist() == [right, (torch.tensor(right) + 6).tolist()]
+
+
 @pytest.mark.nightly
 def test_processes() -> None:
     for ranks in zip(*results(4, in_process), strict=True):
@@ -254,6 +267,14 @@ def test_extraction_without_degrees_and_a_last_stride_that_is_not_1() -> None:
 def test_refusals(call: Callable[[GroupLike], object], message: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=message):
         run_ranks(1, lambda group: call(group.mesh(1, 1)))
+
+
+def test_another_rank_than_that_of_the_mesh_is_refused() -> None:
+    def take(group: Any) -> Tensor:
+        return ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8, 2), 1 - group.rank(), 2, group=group.mesh(2, 1))
+
+    with pytest.raises(ValueError, match=r"rank is \d, world_size is 2, .*: this is rank"):
+        run_ranks(2, take)
 
 
 def test_a_ring_where_ulysses_is_alone() -> None:

@@ -102,6 +102,13 @@ FEATURES["all"] = {name: value for feature in FEATURES.values() for name, value 
     "window_size": (8, 3)
 }
 
+FEATURES |= {
+    "padding on the left": {"leftpad_k": [2, 0]},
+    "keys that are there": {"key_mask": torch.arange(2 * TOKENS).view(2, TOKENS) % 3 > 0},
+    "documents by batch row": {"cu_seqlens": [[0, 5, TOKENS], [0, 2, 9, TOKENS]]},
+    "dropout of later heads": FEATURES["dropout"] | {"first_head": 3},
+}
+
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
 KNOWN_ANSWERS = {
     ((0,) * 4, (0,) * 2): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
@@ -134,7 +141,11 @@ def sees(call: dict[str, Any], row: int, p: int, key: int) -> bool:
     whole = any(start <= x < end for start, end in call.get("global_tokens", ()) for x in (p, key))
     if not (-left <= key - p <= right or whole):
         return False
-    if "cu_seqlens" in call and not any(a <= min(p, key) and max(p, key) < b for a, b in pairwise(call["cu_seqlens"])):
+    edges = call.get("cu_seqlens", [0, TOKENS])
+    edges = edges[row] if isinstance(edges[0], list) else edges
+    if not any(a <= min(p, key) and max(p, key) < b for a, b in pairwise(edges)):
+        return False
+    if key < call.get("leftpad_k", [0, 0])[row] or ("key_mask" in call and not call["key_mask"][row, key]):
         return False
     if "seqused_k" in call and key >= call["seqused_k"][row]:
         return False
@@ -153,7 +164,7 @@ def score(call: dict[str, Any], row: int, head: int, p: int, key: int, product: 
 def factor(call: dict[str, Any], row: int, head: int, p: int, key: int) -> float:
     """What dropout makes of one weight."""
     share, seed = call.get("dropout_p", 0.0), call.get("dropout_seed", 0)
-    word = by_hand([p, key, head, row], [seed % 2**32, seed // 2**32])[0]
+    word = by_hand([p, key, call.get("first_head", 0) + head, row], [seed % 2**32, seed // 2**32])[0]
     return 0.0 if word < round(share * 2**32) else 1 / (1 - share)
 
 

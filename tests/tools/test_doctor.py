@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,11 +190,34 @@ def test_a_slow_edge(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     assert slow.startswith("FAIL 0->1 ") and " of 380 expected" in slow
 
 
-def test_a_transport_that_does_not_open(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+@pytest.mark.parametrize(("share", "status"), [(0.2, "FAIL 0->1 76 of 380 expected"), (0.3, "ok 0->1 114")])
+def test_the_slower_end_of_an_edge_counts(
+    share: float, status: str, monkeypatch: pytest.MonkeyPatch, target: Path
+) -> None:
+    """Below a quarter of what the link carries it fails."""
+    ring, clock = ring_topology([replace(place, unknown=None) for place in hgx("a")[:2]]), threading.local()
+
+    def run_ends(ends: Any, count: int) -> None:
+        speed = 380e9 * (share if ends._transport.rank else 1.0)
+        clock.now = getattr(clock, "now", 0.0) + count * 4096 / speed
+
+    monkeypatch.setattr(doctor_ring, "discover", lambda control, device: ring)
+    monkeypatch.setattr(doctor_ring, "time", SimpleNamespace(perf_counter=lambda: getattr(clock, "now", 0.0)))
+    monkeypatch.setattr(doctor_ring.Ends, "run", run_ends)
+    run("--json", str(target), "--world", "2")
+    assert checks(target)["GB/s local"].startswith(status)
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+def test_a_transport_that_does_not_open(lacking: bool, monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+    """Also where another rank lacks what it takes, which by itself is no failure."""
+
     def opens(group: Any, *, transport: str, **rest: Any) -> Any:
         opened = open_transports(group, transport=transport, **rest)
         if transport == "local" and group.rank() == 1:
             raise TransportError("no memory")
+        if lacking and transport == "local" and group.rank() == 0:
+            raise ValueError("no GPU")
         return opened
 
     monkeypatch.setattr(doctor_ring, "open_transports", opens)
@@ -264,6 +289,7 @@ def stranger(unknown: str) -> list[DeviceInfo]:
 @pytest.mark.parametrize(("finding", "status", "text"), [
     (machine.versions([WELL, WELL]), OK, "torch 2.13, triton 3.7, driver 580, Python 3.11"),
     (machine.versions([WELL, WELL, TORCH_14]), FAIL, "torch ranks 0 and 1: 2.13; rank 2: 2.14"),
+    (machine.versions([WELL, {**WELL, "versions": {**WELL["versions"], "triton": "3.8"}}]), FAIL, "rank 1: 3.8"),  # type: ignore[dict-item]
     (machine.libraries([WELL, OTHER_NCCL], on_gpu=True), FAIL, "rank 0: 2.29.7; rank 1: 2.27.3"),
     (machine.libraries([NO_NCCL], on_gpu=False), SKIPPED, "none is loaded: nothing on a CPU loads it"),
     (machine.cupy([WELL, {**WELL, "no_nccl": "no CuPy"}]), SKIPPED, "no transport nccl: rank 1: no CuPy"),
@@ -278,6 +304,7 @@ def stranger(unknown: str) -> list[DeviceInfo]:
         machine.settings([WELL, {**WELL, "settings": {"NCCL_ALGO": "Ring"}}, WELL]), OK,
         "NCCL_ALGO=ranks 0 and 2: unset; rank 1: Ring; " + machine.ORDERED,
     ),
+    (machine.settings([{**WELL, "settings": {"NCCL_P2P_DISABLE": "0"}}]), OK, "NCCL_P2P_DISABLE=0; "),
     (machine.settings([{**WELL, "settings": {machine.IMPLICIT_ORDER: "1"}}]), OK, "NCCL_LAUNCH_ORDER_IMPLICIT=1"),
 ])  # fmt: skip
 def test_the_machine(finding: Finding, status: str, text: str) -> None:

@@ -112,7 +112,7 @@ def test_the_manifest_says_what_and_whence(export: Export) -> None:
 
 ENTRIES = [
     entry(POINT, Tile(64, 64, 4, 2)),
-    entry(POINT._replace(length=1024), Tile(32, 64, 4, 2)),
+    entry(POINT._replace(length=1024, group=16), Tile(32, 64, 4, 2)),
     entry(POINT._replace(group=1), Tile(64, 32, 4, 2)),
     entry(POINT._replace(mask="bounded"), HOPPER),
     estimate(POINT._replace(kernel="dq"), Tile(64, 64, 4, 1)),

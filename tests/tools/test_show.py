@@ -194,6 +194,7 @@ def test_files_say_what_the_schedule_says(target: Path) -> None:
     assert of_ranks(call, "sends forward") == [*plan.bytes(per_token)]
     assert of_ranks(call, "sends backward") == [*plan.bytes(per_token, per_token)]
     assert of_ranks(call, "visible pairs") == [10, 5, 21]
+    assert call["balance"] == 36 / (3 * (10 + 12 + 4))  # the slowest of each hop: ranks 0, 2 and 1
     moved = [(row["rank"], row["index"], row["kv_to"]) for row in result.rows]
     assert moved == [(rank, hop.index, hop.kv_to) for rank in range(3) for hop in plan.hops(rank)]
     with table.open() as file:
