@@ -272,7 +272,9 @@ def test_a_look_for_gone_ranks_takes_no_longer_than_the_wait(host: StoreHost, mo
 
 def of_a_group(store: Store) -> StoreConnection:
     """A connection that looks for gone ranks whenever it is asked."""
-    connection = StoreConnection(store, group=Mock(rank=Mock(return_value=0)))
+    group = Mock(rank=Mock(return_value=0))
+    connection = StoreConnection(store, group=group)
+    connection._group = lambda: group  # a weak reference would let go of it
     connection._looks = Mock(due=Mock(return_value=True))
     return connection
 
