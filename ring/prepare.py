@@ -101,9 +101,13 @@ def prepare(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     check_ring(ring, k[:, :, its])
     call.softmax_scale = 1.0 / sqrt(q.shape[3]) if args.softmax_scale is None else args.softmax_scale
     call.backend = resolve_backend(args.backend, q.device)
+    if call.backend == "triton" and q.device.type == "cpu":
+        check_cpu((q,))
+    if call.backend == "aten" and args.config is not None:
+        raise ValueError("config sets the tiles of the Triton kernels, and the backend is aten: leave it out")
     call.layouts = held = layouts_of(q, k, args, ranks)
     call.args, rows, fields_of_rows = by_row(args, held, q.shape[0])
-    call.mask = mask = _mask(held, q.shape[0], call.args)
+    call.mask = mask = build_mask(held, q.shape[0], call.args)
     if isinstance(ranks, Rings):
         held = Layouts(*(joined(layout, ranks.ulysses.size) for layout in held))
         tokens, keys = (shared(layout, ranks.ulysses.size, ring.rank) for layout in call.layouts)
@@ -253,10 +257,11 @@ def by_row(args: AttentionArgs, layouts: Layouts, batch: int) -> tuple[Attention
 
 def mask_of(layouts: Layouts, batch: int, **options: Unpack[Options]) -> Mask:
     """Return the mask that arguments of ``ring_attention`` mean."""
-    return _mask(layouts, batch, check_args(AttentionArgs(**options)))  # type: ignore[misc]
+    return build_mask(layouts, batch, check_args(AttentionArgs(**options)))  # type: ignore[misc]
 
 
-def _mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
+def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
+    """Return the mask of checked arguments: ValueError if they do not fit the layouts."""
     block_mask, used = args.block_mask, args.seqused_k
     cu_seqlens: Any = args.cu_seqlens
     window: Any = args.window_size
@@ -332,12 +337,8 @@ def check_tiles(mask: Mask, scores: Scores, backend: str, config: KernelConfig |
 
     Else the first to learn of it were the first hop, or the backward, with other ranks' shards on their way.
     """
-    if config is not None and backend == "aten":
-        raise ValueError("config sets the tiles of the Triton kernels, and the backend is aten: leave it out")
     if backend != "triton":
         return
-    if q.device.type == "cpu":
-        check_cpu((q,))
     check_config(config, q, v)
     if config is not None and config.forward_kernel == "hopper":
         hopper_launch.check_call(q, v, scores, config.forward)
