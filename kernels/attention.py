@@ -43,25 +43,30 @@ DELTA_BLOCK = 64  # rows of a memory-bound pass: enough loads in flight, few idl
 
 
 class Forward(Bound):
-    """:func:`attention_forward` of one tensor of queries, one shard after the other."""
+    """:func:`attention_forward` of one tensor of queries, one shard after the other; the state rides in the kernel."""
 
-    def __call__(
-        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, state: Pair | None, final: bool
-    ) -> Pair:
-        """Fold one shard in."""
+    def __init__(
+        self, q: torch.Tensor, softmax_scale: float, config: KernelConfig | None, state: Pair | None = None
+    ) -> None:
+        super().__init__(q, softmax_scale, config)
+        self._state = state
+
+    def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
+        """Continue the state with the keys of one shard."""
         q, plan = self._q, self._plan("forward", k, v, bounds, scores)
         dtype, out = q.dtype if final else torch.float32, None
-        if state is None:
+        if self._state is None:
             lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device, dtype=torch.float32)
         else:
-            out, lse = state
+            out, lse = self._state
         in_place = out is not None and out.dtype == dtype
         result = out if out is not None and in_place else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
+        self._state = result, lse
         if plan.hopper and self._takes(
             id(plan), k, v, lambda: takes(q, k, v, bounds, scores, plan.tile, requested=self._config is not None)
         ):
             launch_hopper(q, k, v, out, result, lse, bounds, self._scale, plan.tile, self._described)
-            return result, lse
+            return
         before = self._continued(result if out is None else out)
         launch(
             forward_kernel, plan.grid, q.device,
@@ -69,7 +74,11 @@ class Forward(Bound):
             interval(bounds), plan.shape, self._scale, modifiers(scores),
             HAS_STATE=out is not None, IN_PLACE=in_place, **plan.options,
         )  # fmt: skip
-        return result, lse
+
+    def result(self) -> Pair:
+        """Return ``(out, lse)``, after the final shard."""
+        assert self._state is not None
+        return self._state
 
 
 class Backward(Bound):
@@ -197,7 +206,9 @@ def attention_forward(
     else:
         check_like("state[0]", out, (*q.shape[:3], v.shape[3]), torch.float32, q.device, written=True)
         check_like("state[1]", lse, (q.shape[0], q.shape[2], q.shape[1]), torch.float32, q.device, contiguous=True)
-    return Forward(q, scale, config)(k, v, bounds=bounds, scores=scores, state=state, final=final)
+    made = Forward(q, scale, config, state)
+    made.fold(k, v, bounds, scores=scores, final=final)
+    return made.result()
 
 
 def attention_delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None = None) -> torch.Tensor:

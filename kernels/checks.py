@@ -40,6 +40,12 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Ranks, dtypes, devices, strides, batches, heads and head dims of q, k and v: ValueError."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, may_be_meta=x is not q)  # of k and v below: they must be where q is
+    check_shapes(q, k, v)
+
+
+def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse tensors whose dtypes, devices, strides or sizes do not fit each other: ValueError."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
         check_values(name, x)
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype}, q is {q.dtype}: they must have one dtype")

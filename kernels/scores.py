@@ -69,6 +69,10 @@ class Scores:
             raise ValueError(f"dropout_p is {self.dropout_p!r}: it must be a number of at least 0 and below 1")
         if not is_real(self.dropout_seed, Integral) or not 0 <= self.dropout_seed < SEEDS:
             raise ValueError(f"dropout_seed is {self.dropout_seed!r}: it must be a whole number from 0 to 2^64 - 1")
+        self.check_slopes(batch, heads, device)
+
+    def check_slopes(self, batch: int, heads: int, device: torch.device) -> None:
+        """Refuse ALiBi slopes of another shape, dtype, device or stride: ValueError."""
         slopes = self.alibi_slopes
         if slopes is None:
             return

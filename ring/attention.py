@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
-from ..comm import GroupLike, resolve_mesh
+from ..comm import GroupLike
+from ..comm.checked import FLAG
 from ..kernels import KernelConfig
 from ..kernels.checks import check_local
-from .args import AttentionArgs, Options, autocast, check_tensors, unknown_keyword
-from .checked import checked
-from .ops import EagerCall, RingAttention, packed_call, traced
-from .ring import Ring, device_of, resolve_ring
+from .args import Options, take_args, unknown_keyword
+from .mesh import Rings, ranks_of
+from .ops import RingAttention, pack_handle, traced
+from .prepare import Call, autocast, check_tensors, prepare
+from .ring import Ring, device_of
 from .schedule.layout import LayoutLike
 from .schedule.mask import BlockMask, Longformer
-from .ulysses import attention_over_mesh
 
 
 @overload
@@ -156,46 +157,30 @@ def ring_attention(
     """
     if unknown:
         raise unknown_keyword(next(iter(unknown)))
-    args = AttentionArgs(
-        layout=layout,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        learnable_sink=learnable_sink,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        first_head=first_head,
-        cu_seqlens=cu_seqlens,
-        seqused_k=seqused_k,
-        key_mask=key_mask,
-        leftpad_k=leftpad_k,
-        prefix_length=prefix_length,
-        block_mask=block_mask,
-        kv_layout=kv_layout,
-        align=align,
-        backend=backend,
-        config=config,
-    )
+    args = take_args(locals())
     if torch.compiler.is_compiling():
         for name, value in (("q", q), ("k", k), ("v", v), *args._asdict().items()):
             check_local(name, value)
         q, k, v = autocast(q, k, v)
         out, lse = traced(q, k, v, args, ring, group)
         return (out, lse) if return_lse else out
-    mesh = resolve_mesh(group)
-    if mesh is not None:
-        out, maybe_lse, _ = attention_over_mesh(q, k, v, args, mesh, ring, return_lse=return_lse)
-        return out if maybe_lse is None else (out, maybe_lse)
     device = device_of(q, k, v)
-    used = resolve_ring(ring, group, device)
-    with used._entered(device):
+    ranks = ranks_of(group, device, ring)
+    with ranks._entered(device):
         check_tensors(q, k, v, args)
-        (return_lse,) = checked(return_lse=return_lse)
+        return_lse = FLAG.of("return_lse", return_lse)
         q, k, v = autocast(q, k, v)
-    leaves = [x for x in (q, k, v, learnable_sink) if isinstance(x, torch.Tensor)]
-    call = EagerCall(args, used, torch.is_grad_enabled() and any(x.requires_grad for x in leaves))
+        wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, learnable_sink)]
+        call = Call(args, ranks, {"gradient": any(wanted)})
+        if isinstance(ranks, Rings):
+            call.compare = {"gradient": (any(wanted[:3]), any(wanted)), "return_lse": return_lse}
+            prepare(call, q, k, v)
+        if call.exchange is not None:
+            q, k, v = call.exchange.gather_tokens(call.exchange_number, q, k, v)
     # After the checks: what hooks of saved tensors raise, as checkpointing does to stop, is nothing to tell other ranks
-    out, lse, _ = RingAttention.apply(None, q, k, v, *packed_call(call))  # type: ignore[no-untyped-call]
-    return (out, lse) if return_lse else out
+    out, lse, _ = RingAttention.apply(None, q, k, v, *pack_handle(call))  # type: ignore[no-untyped-call]
+    results: tuple[Any, ...] = (out, lse) if return_lse else (out,)
+    if call.exchange is not None:
+        del q, k, v  # the exchange needs memory of its own
+        results = call.exchange.gather_heads(*results)
+    return results if return_lse else results[0]

@@ -37,7 +37,7 @@ def forward_backends(
     softmax_scale: float,
     config: KernelConfig | None = None,
     start: Pair | None = None,
-) -> list[AtenForward] | list[TritonForward]:
+) -> list[AtenForward] | list[Forward]:
     """What computes the forward of each chunk of heads; ``start`` is the ``(out, lse)`` before any key, fp32."""
     parts: list[tuple[torch.Tensor, Pair | None]] = [(q[:, :, heads.q], None) for heads in chunks]
     if start is not None:
@@ -45,7 +45,7 @@ def forward_backends(
         parts = [(q[:, :, heads.q], (out[:, :, heads.q], lse[:, heads.q].contiguous())) for heads in chunks]
     if backend == "aten":
         return [AtenForward(part, softmax_scale=softmax_scale, start=state) for part, state in parts]
-    return [TritonForward(part, softmax_scale=softmax_scale, config=config, start=state) for part, state in parts]
+    return [Forward(part, softmax_scale, config, state) for part, state in parts]
 
 
 def backward_backends(
@@ -88,29 +88,6 @@ def row_delta(backend: str, dout: torch.Tensor, out: torch.Tensor, dlse: torch.T
 def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """The chunks of heads of a result as one tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
-class TritonForward:
-    """One launch per hop; the state rides in the kernel."""
-
-    def __init__(
-        self,
-        q: torch.Tensor,
-        *,
-        softmax_scale: float,
-        config: KernelConfig | None,
-        start: Pair | None = None,
-    ) -> None:
-        self._fold = Forward(q, softmax_scale, config)
-        self._state = start
-
-    def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
-        self._state = self._fold(k, v, bounds=bounds, scores=scores, state=self._state, final=final)
-
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(out, lse)``, after the final fold."""
-        assert self._state is not None
-        return self._state
 
 
 class TritonBackward:

@@ -1,4 +1,4 @@
-"""The arguments of ``ring_attention``, ``Ring`` and layouts: what each may be, wherever it is passed."""
+"""Arguments of ``Ring`` and of layouts: what each may be, wherever it is passed."""
 
 from __future__ import annotations
 
@@ -8,47 +8,18 @@ import torch
 from torch.autograd import forward_ad
 
 from ..comm import Limits, Topology
-from ..comm.checked import FLAG, RANK, RANKS, SECONDS, Kind, instance, listed, narrowed, number, one_of, optional, whole
+from ..comm.checked import RANK, RANKS, SECONDS, Kind, instance, listed, narrowed, one_of, optional, whole
 from ..comm.registry import TRANSPORT
-from ..kernels import KernelConfig
-from ..kernels.checks import LARGEST, LEAST_CAP, LEAST_SCALE
 from ..kernels.scores import SEEDS
 
 MOST_POSITIONS = (1 << 62) - 1  # so that a position and a side of a window add up in 64 bits
 MOST_SLOTS = 1 << 16
 MOST_DIMS = 64  # that a tensor has
-FIRST_HEADS = 1 << 31  # numbers that the first head may have
 
 POSITIONS = whole(0, MOST_POSITIONS)
 INTEGERS = whole(-MOST_POSITIONS, MOST_POSITIONS)
-_SIDE = whole(-1, MOST_POSITIONS)
-_CAP = number("a number from 1e-8 to 1e30, or 0 or None for none", lambda cap: cap == 0 or LEAST_CAP <= cap <= LARGEST)
-
-
-def _window(value: Any) -> tuple[int, int]:
-    left, right = sides_of(value)
-    return _SIDE.read(left), _SIDE.read(right)
-
-
-def sides_of(window_size: Any) -> Any:
-    """A window with -1 for each side that is None, and for both where it is None itself."""
-    return (-1, -1) if window_size is None else [-1 if side is None else side for side in window_size]
-
-
 ARGUMENTS = {
-    # ring_attention
-    "causal": FLAG,
-    "window_size": Kind("(left, right), whole numbers from 0 to 2^62 - 1, or -1 or None: no end on that side", _window),
-    "softmax_scale": optional(number("a number from 1e-30 to 1e30", lambda value: LEAST_SCALE <= value <= LARGEST)),
-    "softcap": Kind(_CAP.takes, lambda cap: 0.0 if cap is None else _CAP.read(cap)),
-    "dropout_p": number("a number of at least 0 and below 1", lambda value: 0 <= value < 1),
-    "dropout_seed": optional(whole(0, SEEDS - 1)),
-    "first_head": whole(0, FIRST_HEADS - 1),
-    "prefix_length": optional(POSITIONS),
-    "align": optional(one_of("top-left", "bottom-right")),
-    "return_lse": FLAG,
     "backend": one_of("auto", "triton", "aten"),
-    "config": optional(instance("a kernels.KernelConfig", KernelConfig)),
     # Ring; its dtypes are `wire.dtype_of`'s
     "transport": TRANSPORT,
     "slots": whole(1, MOST_SLOTS),

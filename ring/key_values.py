@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
 from ..comm import Fence
 from .buffers import BETWEEN, INSIDE, NO_LOAD, Arrival, Heads, Key, Kind, Pair, RingBuffer, RingCall, Tensors, load
-from .schedule.plan import KvPost
 from .schedule.schedule import Hop
 
 
@@ -25,10 +26,31 @@ class KeyValues(RingBuffer):
         self._arrivals: dict[tuple[int, int], Arrival] = {}
 
     def advance(self, now: Hop, kind: Kind = Kind.KV) -> None:
-        """Post what is due during hop ``now``: at its beginning or, as ``PREFETCH``, behind its dK/dV."""
-        for post in self._posts[now.index]:
-            for heads in self.call.chunks:
-                self._post(now, post, heads, kind)
+        """Post what is due during hop ``now``: at its beginning or, as ``PREFETCH``, behind its dK/dV.
+
+        Each group passes on what an earlier hop works with, and receives what ``coming`` works with.
+        """
+        for (coming, leaving, to, by_rail, waits), heads in product(self._posts[now.index], self.call.chunks):
+            after: list[Fence] = []
+            sends, sent_slot = NO_LOAD, None
+            if to is not None:
+                held = self._held(leaving, heads)
+                own_slot = None if self._wire is None else self.call.plan.kv_slots
+                sent_slot = leaving.kv_slot if leaving.index else own_slot
+                sends = self.load(to, sent_slot, leaving, heads) if leaving.index else load(to, held.tensors)
+                # protects what leaves: K/V of this level arrive in its own order, others must be waited for
+                if held.fence is not None and waits:
+                    after.append(held.fence)
+            buffers: Tensors = ()
+            if coming.kv_slot is not None:
+                after += self.free(coming.kv_slot, heads)  # protects the slot: its last compute, and its last send
+                buffers = self.buffers(coming.kv_slot, coming, heads)
+            key = Key(self.call.phase, now.index, Kind.RAIL if by_rail else kind, coming.index, heads.number)
+            receives = self.load(coming.kv_from, coming.kv_slot, coming, heads)
+            fence = self.call.post(BETWEEN if by_rail else INSIDE, key, sends, receives, after)
+            self.busy(sent_slot, heads, fence)
+            self.busy(coming.kv_slot, heads, fence)
+            self._arrivals[coming.index, heads.number] = Arrival(fence, buffers)
 
     def arrived(self, hop: Hop, heads: Heads) -> Pair:
         """K and V of a chunk in the dtype of the model; what is issued from now on runs after their arrival."""
@@ -38,30 +60,6 @@ class KeyValues(RingBuffer):
         if self._wire is not None:
             pair = self.decode(pair, self.staging(hop, heads))
         return pair[0], pair[1]
-
-    def _post(self, now: Hop, post: KvPost, heads: Heads, kind: Kind) -> None:
-        """One group: pass on what an earlier hop works with, and receive what ``post.coming`` works with."""
-        coming, leaving, to, by_rail, waits = post
-        after: list[Fence] = []
-        sends, sent_slot = NO_LOAD, None
-        if to is not None:
-            held = self._held(leaving, heads)
-            own_slot = None if self._wire is None else self.call.plan.kv_slots
-            sent_slot = leaving.kv_slot if leaving.index else own_slot
-            sends = self.load(to, sent_slot, leaving, heads) if leaving.index else load(to, held.tensors)
-            # protects what leaves: K/V that this level brought are there in its own order, others must be waited for
-            if held.fence is not None and waits:
-                after.append(held.fence)
-        buffers: Tensors = ()
-        if coming.kv_slot is not None:
-            after += self.free(coming.kv_slot, heads)  # protects the slot: its last compute, and its last send
-            buffers = self.buffers(coming.kv_slot, coming, heads)
-        key = Key(self.call.phase, now.index, Kind.RAIL if by_rail else kind, coming.index, heads.number)
-        receives = self.load(coming.kv_from, coming.kv_slot, coming, heads)
-        fence = self.call.post(BETWEEN if by_rail else INSIDE, key, sends, receives, after)
-        self.busy(sent_slot, heads, fence)
-        self.busy(coming.kv_slot, heads, fence)
-        self._arrivals[coming.index, heads.number] = Arrival(fence, buffers)
 
     def _held(self, hop: Hop, heads: Heads) -> Arrival:
         if hop.index:

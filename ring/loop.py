@@ -6,7 +6,7 @@ are different data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -130,7 +130,8 @@ def key_gradients(
         out, near = dkv.out(hop, heads), arrived(call, moving, hop, heads)
         with call.span("compute", hop):
             parts = [call.mask_args(hop_mask, heads) for hop_mask in hop_masks]
-            add(backend, near, parts, local=False, accum=came, out=out)
+            for part, accum, into in partial_sums(parts, came, out):
+                backend.dkdv(*near, **part, local=False, accum=accum, out=into)
         if call.plan.is_outer_root(hop):
             moving.computed(hop.kv_slot, heads)
     elif came is not None and call.plan.is_outer_root(hop):
@@ -149,23 +150,18 @@ def own_gradients(
     came, out = dkv.total(heads), dkv.own(heads, dkdv)
     parts = [call.mask_args(hop_mask, heads) for hop_mask in call.plan.hop_masks[0]]
     with call.span("compute", own):
-        add(backend, moving.arrived(own, heads), parts, local=True, accum=came, out=out)
+        near = moving.arrived(own, heads)
+        for part, accum, into in partial_sums(parts, came, out):
+            backend.dkdv(*near, **part, local=True, accum=accum, out=into)
     dkv.finish(heads, dkdv)
 
 
-def add(
-    backend: BackwardBackend,
-    near: Pair,
-    parts: Sequence[MaskArgs],
-    *,
-    local: bool,
-    accum: Callable[[], Tensors] | None,
-    out: Tensors,
-) -> None:
-    """``out`` = ``accum()`` plus the dK/dV of every part of the mask."""
-    *others, last = parts
-    for one in others:  # in fp32, whatever the dtype of what they go into
+def partial_sums(
+    parts: Sequence[MaskArgs], accum: Callable[[], Tensors] | None, out: Tensors
+) -> Iterator[tuple[MaskArgs, Callable[[], Tensors] | None, Tensors]]:
+    """Yield each part of a mask, the dK/dV that its own are added to, and where the sum goes: at last to ``out``."""
+    for part in parts[:-1]:  # in fp32, whatever the dtype of out
         between = tuple(torch.empty_like(x, dtype=torch.float32) for x in out)
-        backend.dkdv(*near, **one, local=local, accum=accum, out=between)
+        yield part, accum, between
         accum = partial(tuple, between)
-    backend.dkdv(*near, **last, local=local, accum=accum, out=out)
+    yield parts[-1], accum, out

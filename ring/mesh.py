@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Group, GroupLike, resolve_mesh
-from .ring import Ring, resolve_ring, ring_of
+from .ring import Ring, resolve_ring
 from .schedule.layout import Layout
 from .schedule.plan import PLANS
 
@@ -93,10 +93,14 @@ def rings_of(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Ring
     return rings
 
 
-def ranks_of(group: GroupLike, device: torch.device) -> Ring | Rings:
-    """What calls with this group share that work in either."""
+Ranks = Ring | Rings
+"""The ranks of one call: a ring, or a mesh of two dimensions."""
+
+
+def ranks_of(group: GroupLike, device: torch.device, ring: Ring | None = None) -> Ranks:
+    """Return the ring or rings that calls with this group share; ``ring``: the one that a call names."""
     mesh = resolve_mesh(group)
-    return ring_of(group, device) if mesh is None else rings_of(mesh, device)
+    return resolve_ring(ring, group, device) if mesh is None else rings_of(mesh, device, ring)
 
 
 @lru_cache(maxsize=PLANS)

@@ -10,13 +10,8 @@ op, too: how many tokens they bring depends on the spans of a layout, which a gr
 
 from __future__ import annotations
 
-from collections import namedtuple
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,18 +20,14 @@ from torch import Tensor
 from ..comm import LocalGroup
 from ..comm.groups import dims_of
 from ..comm.kept import handle_of, of_handle
-from ..kernels.ops import NO_SLOPE, pack_config, unpack_config
+from ..kernels.ops import NO_SLOPE
 from ..kernels.scores import SEEDS
-from . import loop
-from .args import AttentionArgs, PreparedCall, prepare_call
+from . import loop, ulysses
+from .args import ENTRIES, AttentionArgs, pack, signed, unpack
 from .backends import backward_backends, forward_backends, joined, row_delta
-from .checked import sides_of
-from .mesh import Rings
+from .mesh import Rings, rings_of
+from .prepare import Call, check_tensors, prepare
 from .ring import Ring, resolve_ring
-from .rows import Boundaries, is_by_row
-from .schedule.layout import Layout
-from .schedule.mask import BlockMask, Longformer
-from .schedule.plan import PLANS
 
 ONCE = "ring_attention has no second derivative: its gradients cannot be differentiated again"
 NAMESPACE = __package__.rpartition(".")[0].replace(".", "__")  # another copy under another name has ops of its own
@@ -64,269 +55,113 @@ def sink_gradient(sink: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
 
 # --- arguments of an op -------------------------------------------------------------------------------------------
 
-
-def _one(value: Any) -> tuple[Any]:
-    return (value,)
-
-
-class OpArgument(NamedTuple):
-    """One argument in the op: its part of the schema, what it is packed into, and what that stands for."""
-
-    schema: str
-    pack: Callable[[Any], Sequence[Any]] = _one
-    unpack: Callable[..., Any] = lambda value: value
-
-
-def _pack_layout(layout: object) -> tuple[Tensor | None, str | None]:
-    """The text also of what is neither a name nor a layout, for the op to refuse."""
-    if isinstance(layout, Layout):
-        return layout.table, None
-    return None, None if layout is None else str(layout)
-
-
-def _unpack_layout(table: Tensor | None, name: str | None) -> Layout | str | None:
-    return name if table is None else _layout(table.numpy().tobytes())
-
-
-@lru_cache(maxsize=PLANS)
-def _layout(table: bytes) -> Layout:
-    spans: list[list[tuple[int, ...]]] = []
-    for rank, *span in torch.frombuffer(bytearray(table), dtype=torch.int64).view(-1, 4).tolist():
-        spans.extend([] for _ in range(len(spans), rank + 1))
-        spans[rank].append(tuple(span))
-    return Layout(spans)
-
-
-def _pack_mask(block_mask: Tensor | BlockMask | Longformer | None) -> tuple[Tensor | None, int, list[int] | None]:
-    """Its blocks and how many positions each has, 0: as many as make equal ones; or of a Longformer the two sides of
-    its window, then begin and end of its stretches."""
-    if isinstance(block_mask, Longformer):
-        return None, 0, [*block_mask.window, *(edge for stretch in block_mask.global_tokens for edge in stretch)]
-    if isinstance(block_mask, BlockMask):
-        return block_mask.visible, block_mask.block, None
-    return block_mask, 0, None
-
-
-def _unpack_mask(
-    blocks: Tensor | None, block: int, longformer: list[int] | None
-) -> Tensor | BlockMask | Longformer | None:
-    if longformer is not None:
-        left, right, *edges = longformer
-        return Longformer((left, right), tuple(zip(edges[::2], edges[1::2], strict=True)))
-    if blocks is None or not block:
-        return blocks
-    if blocks.device.type != "cpu" or not blocks.numel():
-        return BlockMask(blocks, block)  # which says why it refuses
-    return _block_mask(blocks.numpy().tobytes(), blocks.shape[1], block)
-
-
-@lru_cache(maxsize=PLANS)
-def _block_mask(visible: bytes, columns: int, block: int) -> BlockMask:
-    return BlockMask(torch.frombuffer(bytearray(visible), dtype=torch.bool).view(-1, columns), block)
-
-
-def _pack_numbers(numbers: Boundaries | None) -> tuple[Tensor | None]:
-    if numbers is None or isinstance(numbers, Tensor):
-        return (numbers,)
-    given: list[Any] = list(numbers)
-    if is_by_row(given):  # filled up by empty documents
-        most = max(1, *map(len, given))
-        given = [number for row in given for number in (*row, *[*row[-1:], 0][:1] * (most - len(row)))]
-        return (torch.tensor(given, device="cpu").view(-1, most),)
-    # fractions stay fractions, for the op to refuse
-    dtype = None if any(isinstance(x, float) for x in given) else torch.int64
-    return (torch.tensor(given, dtype=dtype, device="cpu"),)
-
-
-def _pack_seed(seed: int | None) -> tuple[Tensor | None, bool]:
-    if seed is None:
-        return None, False
-    if not isinstance(seed, int) or not 0 <= seed < SEEDS:  # signed, others would stand for seeds that there are
-        raise ValueError(f"dropout_seed is {seed!r}: it must be 0 to 2^64 - 1")
-    return torch.full((), _signed(seed), dtype=torch.int64, device="cpu"), False
-
-
-def _unpack_seed(seed: Tensor | None, drawn: bool) -> int | None:
-    return None if seed is None else int(seed) if drawn else int(seed) % SEEDS
-
-
-def _signed(seed: int) -> int:
-    return seed - SEEDS if seed >= SEEDS // 2 else seed
-
-
-OP_ARGUMENTS: dict[str, OpArgument] = {
-    "layout": OpArgument("Tensor? layout, str? layout_name", _pack_layout, _unpack_layout),
-    "causal": OpArgument("bool causal"),
-    "window_size": OpArgument("SymInt[] window_size", lambda window: (list(sides_of(window)),), tuple),
-    "softmax_scale": OpArgument("float? softmax_scale"),
-    "softcap": OpArgument("float? softcap"),
-    "learnable_sink": OpArgument("Tensor? learnable_sink"),
-    "alibi_slopes": OpArgument("Tensor? alibi_slopes"),
-    "dropout_p": OpArgument("float dropout_p"),
-    "dropout_seed": OpArgument(
-        "Tensor? dropout_seed, bool drawn", _pack_seed, _unpack_seed
-    ),  # by every rank for itself
-    "first_head": OpArgument("SymInt first_head"),
-    "cu_seqlens": OpArgument("Tensor? cu_seqlens", _pack_numbers),
-    "seqused_k": OpArgument("Tensor? seqused_k", _pack_numbers),
-    "key_mask": OpArgument("Tensor? key_mask"),
-    "leftpad_k": OpArgument("Tensor? leftpad_k", _pack_numbers),
-    "prefix_length": OpArgument("SymInt? prefix_length"),
-    "block_mask": OpArgument("Tensor? blocks, SymInt block, SymInt[]? longformer", _pack_mask, _unpack_mask),
-    "kv_layout": OpArgument("Tensor? kv_layout, str? kv_layout_name", _pack_layout, _unpack_layout),
-    "align": OpArgument("str? align"),
-    "backend": OpArgument("str backend"),
-    "config": OpArgument("int[]? tiles, str[] choices", pack_config, unpack_config),
-}
-"""Of every field of :class:`AttentionArgs`."""
-
 _WHERE = "SymInt ring, SymInt member, str group, SymInt ulysses_member, str ulysses_group, SymInt call"
-SCHEMA = ", ".join([*(argument.schema for argument in OP_ARGUMENTS.values()), _WHERE])
-_made: Any = namedtuple  # of names that no type checker knows
-Packed = _made("Packed", [one.split()[-1] for one in SCHEMA.split(", ")])
+SCHEMA = ", ".join([*(entry.schema for entry in ENTRIES.values()), _WHERE])
+INDEX = {one.split()[-1]: index for index, one in enumerate(SCHEMA.split(", "))}
+_SINK, _SLOPES, _SEED, _DRAWN, _CALL = (
+    INDEX[name] for name in ("learnable_sink", "alibi_slopes", "dropout_seed", "drawn", "call")
+)
 
 
-def pack_args(args: AttentionArgs, ring: Ring | None, group: Any) -> Any:
-    """A call besides q, k and v as the arguments of an op, a ``Packed``."""
+def pack_args(args: AttentionArgs, ring: Ring | None, group: Any) -> list[Any]:
+    """Return a call besides q, k and v as the arguments of an op."""
     along_ring, along_ulysses = dims_of(group) or (group, None)
-    packed = Packed(
-        *(part for name, argument in OP_ARGUMENTS.items() for part in argument.pack(getattr(args, name))),
-        0 if ring is None else ring.number,
-        *_names_of(along_ring),
-        *_names_of(along_ulysses),
-        call=0,
-    )
-    if not args.dropout_p or args.dropout_seed is not None:
-        return packed
-    # an op of torch's own, so that checkpointing repeats the number that it drew
-    drawn = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
-    return packed._replace(dropout_seed=drawn, drawn=True)
+    where = (0 if ring is None else ring.number, *_group_names(along_ring), *_group_names(along_ulysses), 0)
+    packed = [*pack(args), *where]
+    if args.dropout_p and args.dropout_seed is None:
+        # an op of torch's own, so that checkpointing repeats the number that it drew
+        packed[_SEED] = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+        packed[_DRAWN] = True
+    return packed
 
 
-def _names_of(group: Any) -> tuple[int, str]:
-    """The number of a virtual rank, the name of processes."""
+def _group_names(group: Any) -> tuple[int, str]:
+    """Return the number of a virtual rank, or the name of a process group."""
     if group is None or isinstance(group, LocalGroup):
         return 0 if group is None else group.number, ""
     whole = group if isinstance(group, dist.ProcessGroup) else group.get_group()  # of a one-dimensional DeviceMesh
     return 0, str(whole.group_name)
 
 
-_NOTHING = pack_args(AttentionArgs(), None, None)
-
-
-def unpack_args(packed: Any) -> AttentionArgs:
-    """What :func:`pack_args` was given."""
-    parts = iter(packed)
-    made = {
-        name: argument.unpack(*islice(parts, argument.schema.count(",") + 1)) for name, argument in OP_ARGUMENTS.items()
-    }
-    return AttentionArgs(**made)
-
-
-def ring_of_call(packed: Any, device: torch.device) -> Ring:
-    """The ring that a call names.
+def call_in_graph(packed: Sequence[Any], device: torch.device) -> Call:
+    """Return the call that :func:`pack_args` packed.
 
     Raises:
-        RuntimeError: it, or the group, is gone.
+        RuntimeError: its ring, or its group, is gone.
     """
-    call: Any = of_handle(packed.call)
-    if call is not None:
-        made: Ring = call.ring
-        return made
-    return resolve_ring(_kept("ring", packed.ring), _group(packed.member, packed.group), device)
+    *_, number, member, name, ulysses_member, ulysses_name, _call = packed
+    ring: Ring | None = _alive("ring", number)
+    group, ulysses = _find_group(member, name), _find_group(ulysses_member, ulysses_name)
+    ranks = resolve_ring(ring, group, device) if ulysses is None else rings_of((group, ulysses), device, ring)
+    return Call(unpack(packed), ranks, {"gradient": None}, packed[_DRAWN])  # a graph does not say
 
 
-def _kept(what: str, number: int) -> Any:
+def _alive(what: str, number: int) -> Any:
     thing: Any = of_handle(number)
     if number and thing is None:
         raise RuntimeError(f"the {what} of a compiled call is gone: keep it until its backward is done")
     return thing
 
 
-def _group(member: int, name: str) -> Any:
+def _find_group(member: int, name: str) -> Any:
     c10d: Any = dist.distributed_c10d  # what functional collectives find a group by
-    return c10d._resolve_process_group(name) if name else _kept("group", member)
+    return c10d._resolve_process_group(name) if name else _alive("group", member)
 
 
-def mesh_of_call(packed: Any) -> tuple[Any, Ring | None] | None:
-    """The mesh that a call of a graph names, and the ring beside it; None: the call is of one dimension."""
-    ulysses = _group(packed.ulysses_member, packed.ulysses_group)
-    if ulysses is None:
-        return None
-    return (_group(packed.member, packed.group), ulysses), _kept("ring", packed.ring)
+_NOTHING = pack_args(AttentionArgs(), None, None)
 
 
-def entered(packed: Any, ring: Ring, device: torch.device) -> AbstractContextManager[None]:
-    """One forward or backward, whose errors reach the other ranks."""
-    call: Any = of_handle(packed.call)
-    rings: Ring | Rings = ring if call is None or call.rings is None else call.rings
-    return rings._entered(device)
+def pack_handle(call: Call) -> list[Any]:
+    """Return the arguments of an op for a call of eager: its handle, which lives as long as the call, and its tensors.
+
+    Autograd is to see these.
+    """
+    packed = [*_NOTHING]
+    tensors = call.args.learnable_sink if call.number is None else call.sink, call.args.alibi_slopes
+    packed[_SINK], packed[_SLOPES] = (x if isinstance(x, Tensor) else None for x in tensors)
+    packed[_CALL] = handle_of(call)
+    return packed
 
 
 # --- the ops --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class EagerCall:
-    """A call that no graph holds: its arguments as they were given, and what the forward has prepared of them."""
-
-    args: AttentionArgs
-    ring: Ring
-    has_backward: bool
-    prepared: PreparedCall | None = None
-    rings: Rings | None = None
-    """Both of a mesh, all of whose ranks hear of an error."""
-
-
 def traced(
     q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring | None, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """``ring_attention`` as torch.compile reads it: it only packs."""
+    """Call ``ring_attention`` as torch.compile reads it: only pack."""
     out, lse, _ = _FORWARD(q, k, v, *pack_args(args, ring, group))
     return out, lse
 
 
-def packed_call(call: EagerCall) -> Any:
-    """The handle of a call as the arguments of an op, which lives as long as the call; and what autograd is to see."""
-    given = (call.args.learnable_sink, call.args.alibi_slopes)
-    sink, slopes = (x if isinstance(x, Tensor) else None for x in given)
-    return _NOTHING._replace(learnable_sink=sink, alibi_slopes=slopes, call=handle_of(call))
-
-
 def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``out``, ``lse``, and what a graph's backward must have: the seed of dropout, and the numbers of the forward."""
-    packed = Packed(*args)
-    mesh = mesh_of_call(packed)
-    if mesh is not None:
-        from . import ulysses  # here: it calls this op for its ring
-
-        with torch.no_grad():
-            out, lse, numbers = ulysses.attention_over_mesh(
-                q, k, v, unpack_args(packed), *mesh, return_lse=True, drawn=packed.drawn
-            )
-        assert lse is not None
-        return out, lse, _numbers(*numbers)
-    ring = ring_of_call(packed, q.device)
-    with entered(packed, ring, q.device):
-        call, sink = prepare_packed(packed, q, k, v, ring)
-        rows = call.rows
-        if rows is not None:
-            q, k, v = rows.pack(q), rows.pack_keys(k), rows.pack_keys(v)
-        with ring.call(call.plan, "forward", q, k, call.scores) as running:
+    """Return ``out``, ``lse``, and for the backward of a graph the seed of dropout and the numbers of the call."""
+    call: Any = of_handle(args[_CALL])
+    if call is None:
+        return _forward_in_graph(q, k, v, *args)
+    with call.ranks._entered(q.device):
+        if call.number is None:
+            prepare(call, q, k, v)
+        else:  # over a mesh: before the exchange
+            call.ring._agree({"call": "forward along the ring"}, q.device, of=call.number)
+        if call.rows is not None:
+            q, k, v = call.rows.pack(q), call.rows.pack_keys(k), call.rows.pack_keys(v)
+        with call.ring.call(call.plan, "forward", q, k, call.scores) as running:
             backends = forward_backends(
                 call.backend,
                 running.chunks,
                 q,
                 softmax_scale=call.softmax_scale,
                 config=call.config,
-                start=None if sink is None else sink_state(sink, q, v.shape[3]),
+                start=None if call.sink is None else sink_state(call.sink, q, v.shape[3]),
             )
             loop.forward(running, backends, k, v)
         outs, lses = zip(*(backend.result() for backend in backends), strict=True)
         out, lse = joined(outs, 2).contiguous(), joined(lses, 1).contiguous()
-        if rows is not None:
-            out, lse = rows.unpack(out), rows.unpack_lse(lse)
-    return _without_base(out), _without_base(lse), _numbers(call.scores.dropout_seed, call.number)
+        if call.rows is not None:
+            out, lse = call.rows.unpack(out), call.rows.unpack_lse(lse)
+    numbers = [signed(call.scores.dropout_seed), call.number, call.exchange_number]
+    return _without_base(out), _without_base(lse), torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _without_base(x: Tensor) -> Tensor:
@@ -334,15 +169,20 @@ def _without_base(x: Tensor) -> Tensor:
     return x.data if x._is_view() else x  # nobody else has the tensor that it is a view of
 
 
-def _numbers(seed: int, number: int, in_ulysses: int = 0) -> Tensor:
-    """Of a graph's forward, for its backward."""
-    return torch.tensor([_signed(seed), number, in_ulysses], dtype=torch.int64, device="cpu")
-
-
-def _of_forward(packed: Any, numbers: Tensor) -> tuple[AttentionArgs, int, int]:
-    """The arguments with the seed that the forward took, and its numbers."""
-    args, (seed, number, in_ulysses) = unpack_args(packed), numbers.tolist()
-    return args._replace(dropout_seed=seed % SEEDS if args.dropout_p else None), number, in_ulysses
+def _forward_in_graph(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = call_in_graph(args, q.device)
+    with call.ranks._entered(q.device), torch.no_grad():
+        check_tensors(q, k, v, call.args)
+        if isinstance(call.ranks, Rings):
+            prepare(call, q, k, v)
+        if call.exchange is not None:
+            q, k, v = call.exchange.gather_tokens(call.exchange_number, q, k, v)
+    out, lse, numbers = _ring_attention(q, k, v, *pack_handle(call))
+    if call.exchange is not None:
+        del q, k, v  # the exchange needs memory of its own
+        with torch.no_grad():
+            out, lse = call.exchange.gather_heads(out, lse)
+    return out, lse, numbers
 
 
 def gradients(
@@ -356,34 +196,27 @@ def gradients(
     numbers: Tensor,
     *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, and this rank's part of that of the sink, empty where there is none.
+    """Return dq, dk, dv, and this rank's part of that of the sink, empty where there is none.
 
     Raises:
         ValueError: another rank is at the backward of another forward.
     """
-    packed = Packed(*args)
-    mesh = mesh_of_call(packed)
-    if mesh is not None:
-        from . import ulysses  # as in the forward
-
-        call_args, *calls = _of_forward(packed, numbers)
-        return ulysses.gradients_over_mesh(dout, dlse, q, k, v, out, lse, call_args, *mesh, *calls)
-    ring = ring_of_call(packed, q.device)
-    with entered(packed, ring, q.device):
-        call, sink = prepare_packed(packed, q, k, v, ring, numbers)
-        ring._agree({"call": "backward"}, q.device, of=call.number)
+    call: Any = of_handle(args[_CALL])
+    if call is None:
+        return _gradients_in_graph(dout, dlse, q, k, v, out, lse, numbers, *args)
+    sink, rows = args[_SINK], call.rows
+    with call.ranks._entered(q.device):
+        call.ring._agree({"call": "backward"}, q.device, of=call.number)
         dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
-        rows, of_keys = call.rows, (k, v)
+        dlse, of_keys = None if dlse is None else dlse.contiguous(), (k, v)
         if rows is not None:
             dout, q, out, lse = rows.pack(dout), rows.pack(q), rows.pack(out), rows.pack_lse(lse)
             dlse = None if dlse is None else rows.pack_lse(dlse)
             k, v = rows.pack_keys(k), rows.pack_keys(v)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-        with ring.call(call.plan, "backward", q, k, call.scores) as running:
-            given = (dout, q, out, lse, dlse)
-            scale, config = call.softmax_scale, call.config
-            backends = backward_backends(call.backend, running.chunks, *given, softmax_scale=scale, config=config)
+        with call.ring.call(call.plan, "backward", q, k, call.scores) as running:
+            given, scale = (dout, q, out, lse, dlse), call.softmax_scale
+            backends = backward_backends(call.backend, running.chunks, *given, softmax_scale=scale, config=call.config)
             loop.backward(running, backends, k, v, (dk, dv))
         delta = None if sink is None else row_delta(call.backend, dout, out, dlse)
         dsink = lse.new_empty(0) if sink is None or delta is None else sink_gradient(sink, delta, lse)
@@ -394,21 +227,48 @@ def gradients(
     return dq, dk, dv, dsink
 
 
-def prepare_packed(
-    packed: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, numbers: Tensor | None = None
-) -> tuple[PreparedCall, Tensor | None]:
-    """The call of an op and its sink; ``numbers`` are those of the forward whose backward this is."""
-    call: Any = of_handle(packed.call)
-    if call is None:
-        args, number = (unpack_args(packed), None) if numbers is None else _of_forward(packed, numbers)[:2]
-        return prepare_call(q, k, v, args, ring, number=number, drawn=packed.drawn)
-    if numbers is None:
-        call.prepared, _ = prepare_call(q, k, v, call.args, ring, has_backward=call.has_backward)
-    return call.prepared, packed.learnable_sink
+def _gradients_in_graph(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    numbers: Tensor,
+    *args: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Prepare the call once more; over a mesh q, k, v and the result, of which a graph keeps shards, are exchanged."""
+    call, (seed, call_number, exchange_number) = call_in_graph(args, q.device), numbers.tolist()
+    call.args = call.args._replace(dropout_seed=seed % SEEDS if call.args.dropout_p else None)
+    call.number, call.exchange_number = call_number, exchange_number
+    with call.ranks._entered(q.device):
+        prepare(call, q, k, v)
+        if call.exchange is not None:
+            (_, exchange), queries, keys = call.exchange
+            fields = {"call": "backward in a graph", "gradient of lse": dlse is not None}
+            exchange._agree(fields, q.device, of=exchange_number)
+            dout = torch.zeros_like(out) if dout is None else dout
+            tensors = [q, k, v, out, dout, *(ulysses.in_rows(x) for x in (lse, dlse) if x is not None)]
+            shares = [queries, keys, keys, *[queries] * (len(tensors) - 3)]
+            q, k, v, out, dout, *in_rows = ulysses.heads_for_tokens(exchange, shares, tensors)
+            lse, *more = map(ulysses.from_rows, in_rows)
+            dlse = more[0] if more else None
+    dq, dk, dv, dsink = gradients(dout, dlse, q, k, v, out, lse, numbers, *pack_handle(call))
+    if call.exchange is not None:
+        del q, k, v, out, dout, lse, dlse, tensors, in_rows, more  # as in the forward
+        with call.ranks._entered(dq.device):
+            exchange._agree({"call": "gradients of a graph"}, dq.device, of=exchange_number)
+            dq, dk, dv = ulysses.tokens_for_heads(exchange, shares[:3], (dq, dk, dv))
+        sink = call.args.learnable_sink
+        if sink is not None:
+            own, dsink = dsink, sink.new_zeros(sink.shape)
+            dsink[queries.heads[exchange.rank]] = own
+    return dq, dk, dv, dsink
 
 
 def _fake_ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if Packed(*args).call:  # no graph's: the dispatcher comes here for a tensor on meta, which the checks refuse
+    if args[_CALL]:  # no graph's: the dispatcher comes here for a tensor on meta, which the checks refuse
         return _ring_attention(q, k, v, *args)
     batch, rows, heads, _dim = q.shape
     out, lse = q.new_empty(batch, rows, heads, v.shape[3]), q.new_empty(batch, heads, rows, dtype=torch.float32)
@@ -418,7 +278,7 @@ def _fake_ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[T
 def _fake_gradients(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sink = Packed(*rest[1:]).learnable_sink
+    sink = rest[1 + _SINK]
     dsink = lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
 
@@ -437,25 +297,28 @@ class RingAttention(torch.autograd.Function):
             )
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(numbers)
-        packed = Packed(*args)
-        if packed.alibi_slopes is not None and packed.alibi_slopes.requires_grad:
+        packed = [*args]
+        if packed[_SLOPES] is not None and packed[_SLOPES].requires_grad:
             raise ValueError(NO_SLOPE)
-        ctx.call = of_handle(packed.call)  # kept for the backward
-        packed = packed._replace(dropout_seed=None, drawn=False)
+        ctx.call = of_handle(packed[_CALL])  # kept for the backward
+        packed[_SEED], packed[_DRAWN] = None, False
         # slopes too, for autograd's check that nobody has changed them in place by the time of the backward
-        tensors = {name: x for name, x in zip(packed._fields, packed, strict=True) if isinstance(x, Tensor)}
-        ctx.names, ctx.packed = tuple(tensors), packed._replace(**dict.fromkeys(tensors))
-        ctx.save_for_backward(q, k, v, out, lse, numbers, *tensors.values())
+        ctx.tensors = [index for index, x in enumerate(packed) if isinstance(x, Tensor)]
+        ctx.save_for_backward(q, k, v, out, lse, numbers, *(packed[index] for index in ctx.tensors))
+        ctx.packed = [None if isinstance(x, Tensor) else x for x in packed]
         return out, lse, numbers
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        """Of q, k, v and the sink; refuses to be differentiated again."""
+        """Return the gradients of q, k, v and the sink; refuse to be differentiated again."""
         q, k, v, out, lse, numbers, *tensors = ctx.saved_tensors
-        packed = ctx.packed._replace(**dict(zip(ctx.names, tensors, strict=True)))
+        packed = [*ctx.packed]
+        for index, x in zip(ctx.tensors, tensors, strict=True):
+            packed[index] = x
         dq, dk, dv, dsink = _GRADIENTS(dout, dlse, q, k, v, out, lse, numbers, *packed)
-        of_args = packed._replace(**dict.fromkeys(packed._fields))
-        return None, dq, dk, dv, *of_args._replace(learnable_sink=None if packed.learnable_sink is None else dsink)
+        grads: list[Tensor | None] = [None] * len(packed)
+        grads[_SINK] = None if packed[_SINK] is None else dsink
+        return None, dq, dk, dv, *grads
 
 
 def _autograd(keyset: Any, *args: Any) -> Any:

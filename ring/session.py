@@ -9,7 +9,7 @@ import torch
 
 from ..comm import GroupLike
 from .mesh import Rings, ranks_of
-from .ring import Ring, device_of, resolve_ring
+from .ring import Ring, device_of
 from .schedule.layout import Layout, LayoutLike
 from .shards import resolve_layout
 
@@ -43,9 +43,7 @@ class Session:
         self, group: GroupLike = None, *, device: torch.device | None = None, ring: Ring | None = None
     ) -> None:
         self.device = device if device is not None and device.type in ("cpu", "cuda") else device_of()
-        self._ranks: Ring | Rings = (
-            ranks_of(group, self.device) if ring is None else resolve_ring(ring, group, self.device)
-        )
+        self._ranks = ranks_of(group, self.device, ring)
 
     @property
     def ring(self) -> Ring:

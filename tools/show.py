@@ -70,7 +70,7 @@ def show(
     from ..bench.common.provenance import provenance
     from ..bench.common.result import Result, Row, finish
     from ..ring import Layout
-    from ..ring.args import Layouts, mask_of
+    from ..ring.prepare import Layouts, mask_of
     from ..ring.schedule.mask import UNLIMITED
     from .call import ShownCall, described, hop_rows
 

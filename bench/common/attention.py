@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...reference.masks import Masks
 from ...ring import Layout, Mask, visible_pairs
-from ...ring.args import Layouts, mask_of
+from ...ring.prepare import Layouts, mask_of
 from ...ring.schedule import mask as patterns
 from ...ring.schedule.mask import UNLIMITED, BlockMask, Longformer
 from .flags import DTYPE_BYTES, Pattern, binary, counted

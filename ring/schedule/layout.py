@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...comm.checked import listed, number, shown, whole
+from ...comm.checked import FLAG, listed, number, shown, whole
 from ...kernels.checks import check_local, check_tensor
 from ...kernels.shared import SharedCache
 from ..checked import INTEGERS, MOST_POSITIONS, POSITIONS, checked
@@ -384,7 +384,7 @@ class Layout:
         Raises:
             ValueError: a negative length, or speeds that are not finite numbers of at least 0 with one above it.
         """
-        seqlen, causal = checked(seqlen=seqlen, causal=causal)
+        (seqlen,), causal = checked(seqlen=seqlen), FLAG.of("causal", causal)
         exact = _speeds_of(speeds)
         return cls(_by_causal_pairs(seqlen, exact)) if causal else cls.uneven(_by_tokens(seqlen, exact))
 

@@ -37,7 +37,7 @@ from ringattn.kernels.choice import backward_config, launch_traits, tile_for
 from ringattn.kernels.config import config_for, single_pass_tile
 from ringattn.kernels.gpu import assumed_gpu
 from ringattn.kernels.tables import Point, with_options
-from ringattn.ring.args import check_tiles
+from ringattn.ring.prepare import check_tiles
 from ringattn.ring.schedule.mask import Mask
 
 from ..support.kernel_cases import Sizes, check, inputs, ours

@@ -22,8 +22,8 @@ from ringattn import Layout, LocalWorld, Ring, shard, unshard
 from ringattn.comm import LocalGroup
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import Scores, attention_backward, attention_delta, attention_forward
-from ringattn.ring.args import Layouts, mask_of
 from ringattn.ring.ops import sink_gradient
+from ringattn.ring.prepare import Layouts, mask_of
 from ringattn.ring.schedule import mask as patterns
 from ringattn.ring.schedule.mask import bounds
 from ringattn.ring.shards import NAMES

@@ -24,10 +24,11 @@ from ringattn.comm import GroupLike, Limits, LocalGroup, Message, Topology, Tran
 from ringattn.comm.control import control_of
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, fixed, longformer, strided
-from ringattn.ring import args as args_module
+from ringattn.ring import prepare as prepare_module
 from ringattn.ring import ring as ring_module
-from ringattn.ring.args import OWN, AttentionArgs, Options, autocast, prepare_call
-from ringattn.ring.ops import OP_ARGUMENTS, pack_args
+from ringattn.ring.args import ENTRIES, AttentionArgs, Compare, Options
+from ringattn.ring.ops import pack_args
+from ringattn.ring.prepare import Call, autocast, prepare
 from ringattn.ring.schedule.layout import Documents
 
 from ..support.forked import results
@@ -488,7 +489,7 @@ def test_two_values_of_every_argument_are_told_apart(mesh: tuple[int, int] | Non
 
     with LocalWorld(2) as world:
         world.run(refused)
-    assert {*TWO_VALUES} == {*AttentionArgs._fields} - {*OWN}
+    assert {*TWO_VALUES} == {name for name, entry in ENTRIES.items() if entry.compare is not Compare.OWN}
 
 
 OF_RINGS: dict[str, tuple[Any, Any]] = {
@@ -569,7 +570,7 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("most", [15, 16])
 def test_positions_of_packed_rows_are_counted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of 8 tokens are one sequence of 16."""
-    monkeypatch.setattr(args_module, "MOST_SCORED", most)
+    monkeypatch.setattr(prepare_module, "MOST_SCORED", most)
     with pytest.raises(ValueError, match="reaches position 15: with dropout_p") if most == 15 else nullcontext():
         ring_attention(**DOORS["ring_attention"][1], leftpad_k=[1, 0], dropout_p=0.5)
 
@@ -590,6 +591,12 @@ def test_autocast_leaves_double_precision_alone() -> None:
             ring_attention(*[x(8, heads).double() for heads in (4, 2, 2)])  # type: ignore[call-overload]
 
 
+def prepared(ring: Ring, **arguments: Any) -> Call:
+    call = Call(AttentionArgs(**arguments), ring, {})
+    prepare(call, x(8, 4), x(8, 2), x(8, 2))
+    return call
+
+
 def test_a_call_leaves_room_for_its_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     given = KernelConfig(TILE, TILE, TILE, persistent=True)
     roomy = replace(given, sm_margin=3)
@@ -600,10 +607,7 @@ def test_a_call_leaves_room_for_its_transfers(monkeypatch: pytest.MonkeyPatch) -
         return roomy
 
     monkeypatch.setattr(Ring, "leaving_room", leaving_room)
-    args = AttentionArgs(backend="triton", config=given)
-    with Ring() as ring:
-        prepared, _ = prepare_call(x(8, 4), x(8, 2), x(8, 2), args, ring)
-    assert (prepared.config, asked) == (roomy, [given])
+    assert (prepared(Ring(), backend="triton", config=given).config, asked) == (roomy, [given])
 
 
 def test_a_call_is_planned_as_its_ring_says() -> None:
@@ -611,7 +615,7 @@ def test_a_call_is_planned_as_its_ring_says() -> None:
 
     def visits(group: LocalGroup, **settings: Any) -> tuple[list[int], int]:
         with Ring(group, **settings) as ring:
-            plan = prepare_call(x(8, 4), x(8, 2), x(8, 2), AttentionArgs(layout="contiguous"), ring)[0].plan
+            plan = prepared(ring, layout="contiguous").plan
             return [hop.shard for hop in plan.hops], plan.slots
 
     def of_rank(group: LocalGroup) -> None:
@@ -662,7 +666,7 @@ def test_the_signature_is_the_list_of_arguments() -> None:
     others = {name: named.pop(name) for name in ("q", "k", "v", "return_lse", "ring", "group")}
     assert AttentionArgs()._asdict() == named
     assert {*Options.__annotations__} == {*named, "ring", "group"} < {*named, *others}
-    assert set(OP_ARGUMENTS) == set(named)
+    assert [*ENTRIES] == [*named]
 
 
 @pytest.mark.parametrize(

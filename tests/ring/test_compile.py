@@ -21,7 +21,7 @@ from ringattn.comm import GroupLike
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, longformer, ulysses
 from ringattn.ring.args import AttentionArgs
-from ringattn.ring.ops import pack_args
+from ringattn.ring.ops import INDEX, pack_args
 
 from ..support.forked import results
 
@@ -248,7 +248,8 @@ def test_rank_0s_seed_is_used(mesh: tuple[int, int] | None) -> None:
 
     def draws(q: Tensor, k: Tensor, v: Tensor, *, group: Any, layout: Layout) -> Tensor:
         rank = group.rank() if mesh is None else max(group.ring.rank(), group.ulysses.rank())
-        packed = packed_call(group=group, layout=layout, dropout_p=0.5)._replace(dropout_seed=seeds[rank])
+        packed = packed_call(group=group, layout=layout, dropout_p=0.5)
+        packed[INDEX["dropout_seed"]] = seeds[rank]
         out: Tensor = torch.ops.ringattn.ring_attention(q * 2, k, v, *packed)[0]
         return out.sin()
 

@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -300,29 +300,40 @@ def test_a_captured_stream_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPa
         world.run(one)
 
 
-def test_frames_between_a_call_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    depths: dict[bool, int] = {}
+@pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
+def test_frames_between_a_call_and_what_it_asks_for(
+    mesh: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch, and a post once the ring is open; both ends count."""
+    depths: dict[str, int] = {}
     module: Any = attention
-    launch, root = module.launch, Path(module.__file__).parents[1]
+    root = Path(module.__file__).parents[1]
+    folders = tuple(f"{root / name}/" for name in ("ring", "kernels"))
 
-    def counted(*args: Any, **named: Any) -> None:
-        frame, ours = sys._getframe(1), []
-        while frame is not None:
-            if frame.f_code.co_filename.startswith((f"{root / 'ring'}/", f"{root / 'kernels'}/")):
-                ours.append(frame.f_code.co_name)
-            frame = frame.f_back  # type: ignore[assignment]
-        is_backward = "gradients" in ours
-        depths[is_backward] = max(depths.get(is_backward, 0), len(ours))
-        launch(*args, **named)
+    def counted(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def called(*args: Any, **named: Any) -> Any:
+            frame, names = sys._getframe(1), [kind]
+            while frame is not None:
+                names += [frame.f_code.co_name] * frame.f_code.co_filename.startswith(folders)
+                frame = frame.f_back  # type: ignore[assignment]
+            if "open" not in names:
+                key = f"{kind} in a backward" if "backward" in names else kind
+                depths[key] = max(depths.get(key, 0), len(names))
+            return function(*args, **named)
 
-    monkeypatch.setattr(attention, "launch", counted)
+        return called
+
+    monkeypatch.setattr(attention, "launch", counted(module.launch, "launch"))
+    monkeypatch.setattr(LocalTransport, "post", counted(LocalTransport.post, "post"))
     q, k, v = (inputs(32)[name].requires_grad_() for name in "qkv")
 
     def one(group: LocalGroup) -> None:
-        out = ring_attention(q, k, v, layout=Layout.contiguous(64, 2), group=group, backend="triton")
+        where = group if mesh is None else group.mesh(*mesh)
+        out = ring_attention(q, k, v, layout=Layout.contiguous(64, 2), group=where, backend="triton")
         assert isinstance(out, torch.Tensor)
         out.sum().backward()
 
     with LocalWorld(2) as world:
         world.run(one)
-    assert depths[False] <= 7 and depths[True] <= 7, depths
+    most = {"launch": 6, "launch in a backward": 7, "post": 7, "post in a backward": 7}
+    assert {*depths} == {*most} and all(depths[kind] <= most[kind] for kind in most), depths

@@ -9,7 +9,8 @@ import torch
 
 from ringattn import Layout, ring_attention
 from ringattn.ring import BlockMask, longformer
-from ringattn.ring.args import AttentionArgs, Layouts, by_row
+from ringattn.ring.args import AttentionArgs
+from ringattn.ring.prepare import Layouts, by_row
 
 from ..support.baselines import Results
 from ..support.mask_cases import Case, check, compare, expected, run

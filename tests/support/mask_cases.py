@@ -13,7 +13,7 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import LocalGroup
 from ringattn.reference.masks import pairs
 from ringattn.reference.scores import Options
-from ringattn.ring.args import Layouts, mask_of
+from ringattn.ring.prepare import Layouts, mask_of
 from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.mask import BlockMask, Longformer
 from ringattn.ring.wire import Wire, grad_wire_of, wire_of

@@ -15,7 +15,7 @@ HIDDEN = "where sums posted after these K/V are waited for first, or K/V are wai
 TOLD = "a later chunk, or a slot that is free since longer: the same line is what counts for the first"
 
 COMMON = {
-    "RingCall.settle waits for post of KeyValues._post": (
+    "RingCall.settle waits for post of KeyValues.advance": (
         SOMETIMES,
         "the caller may write k and v when a forward returns; before a backward it may not, and nobody notices",
     ),
@@ -27,7 +27,7 @@ COMMON = {
         ALWAYS,
         SETTLED + "; the slots' own notes protect the sums",
     ),
-    "KeyValues.arrived waits for post of KeyValues._post": (SOMETIMES, HIDDEN),
+    "KeyValues.arrived waits for post of KeyValues.advance": (SOMETIMES, HIDDEN),
     "DkvAccumulators.out waits for post of DkvAccumulators.post": (
         ALWAYS,
         "the slot's last send: this rank has since waited for K/V or dK/dV that were posted behind it",
@@ -36,16 +36,16 @@ COMMON = {
         SOMETIMES,
         "zeros of a new arena: needed where a rank receives before it has marked anything, once in the life of a ring",
     ),
-    "post of KeyValues._post waits for mark of KeyValues._held": (SOMETIMES, TOLD),
-    "post of KeyValues._post waits for mark of forward": (
+    "post of KeyValues.advance waits for mark of KeyValues._held": (SOMETIMES, TOLD),
+    "post of KeyValues.advance waits for mark of forward": (
         SOMETIMES,
         "the last call's compute on the slot: implied where this call's first post waits for the newer k and v",
     ),
-    "post of KeyValues._post waits for mark of query_gradient": (
+    "post of KeyValues.advance waits for mark of query_gradient": (
         SOMETIMES,
         "the compute on the slot: implied where the sums of the same hop were posted behind it",
     ),
-    "post of KeyValues._post waits for post of KeyValues._post": (
+    "post of KeyValues.advance waits for post of KeyValues.advance": (
         SOMETIMES,
         "from one level to the other: a shard that is passed on before this rank computes with it has no other wait",
     ),
@@ -56,29 +56,29 @@ COPY_ENGINE = COMMON | {
         SOMETIMES,
         "every message has its two flags, whatever else orders it; K and V of one post share one write of each",
     )
-    for post in ("KeyValues._post", "DkvAccumulators.post", "DkvAccumulators.send_return")
+    for post in ("KeyValues.advance", "DkvAccumulators.post", "DkvAccumulators.send_return")
 }
 
 BOTH = "one fence stands for a post, what came and what went: who waits may need only one of the two"
 
 LOCAL = COMMON | {
-    "RingCall.settle waits for post of KeyValues._post": (ALWAYS, SETTLED),
-    "RingCall.settle waits for _receive of KeyValues._post": (SOMETIMES, SETTLED),
+    "RingCall.settle waits for post of KeyValues.advance": (ALWAYS, SETTLED),
+    "RingCall.settle waits for _receive of KeyValues.advance": (SOMETIMES, SETTLED),
     "RingCall.settle waits for _receive of DkvAccumulators.post": (ALWAYS, SETTLED),
     "RingCall.settle waits for _receive of DkvAccumulators.send_return": (ALWAYS, SETTLED),
-    "KeyValues.arrived waits for _receive of KeyValues._post": (SOMETIMES, BOTH),
+    "KeyValues.arrived waits for _receive of KeyValues.advance": (SOMETIMES, BOTH),
     "DkvAccumulators.out waits for post of DkvAccumulators.post": (ALWAYS, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.send_return": (SOMETIMES, BOTH),
     "DkvAccumulators.out waits for _receive of DkvAccumulators.post": (ALWAYS, BOTH),
     "post of DkvAccumulators.post waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
     "post of DkvAccumulators.send_return waits for _receive of DkvAccumulators.send_return": (ALWAYS, BOTH),
-    "post of KeyValues._post waits for _receive of KeyValues._post": (SOMETIMES, BOTH),
+    "post of KeyValues.advance waits for _receive of KeyValues.advance": (SOMETIMES, BOTH),
     "_receive of DkvAccumulators.post waits for post of DkvAccumulators.post": (
         SOMETIMES,
         "dK and dV of one post have one point where they are final",
     ),
-    "_receive of KeyValues._post waits for post of KeyValues._post": (
+    "_receive of KeyValues.advance waits for post of KeyValues.advance": (
         SOMETIMES,
         "K and V of one post have one point where they are final, and what passes on has waited for it before",
     ),
@@ -87,7 +87,7 @@ LOCAL = COMMON | {
 LATER = "the same stream waits for something that was cached behind it"
 CACHES = {
     f"_admit of {place} waits for __init__ of {place}": (SOMETIMES, LATER)
-    for place in ("prepare_call", "RingCall.mask_args", "TritonBackward.dkdv")
+    for place in ("prepare", "RingCall.mask_args", "TritonBackward.dkdv")
 }
 
 NCCL = COMMON | CACHES | {"_admit waits for __init__": (ALWAYS, "the order of an unshard: its slots are waited for")}
@@ -97,7 +97,6 @@ LOCAL |= CACHES | {
     "_receive waits for post": (SOMETIMES, BOTH),
     "exchange_all waits for _receive": (SOMETIMES, BOTH),
     "exchange_all of ring_attention waits for _receive of ring_attention": (SOMETIMES, BOTH),
-    "attention_over_mesh of KeyValues.arrived waits for _receive of KeyValues._post": (ALWAYS, BOTH),
 }
 
 IMPLIED = {"nccl": NCCL, "copy_engine": COPY_ENGINE, "local": LOCAL}

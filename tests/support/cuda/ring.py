@@ -27,7 +27,7 @@ from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.world import LocalMesh
 from ringattn.kernels import shared as shared_module
 from ringattn.kernels.shared import Shared
-from ringattn.ring import Layout, Mask, args, buffers, mesh, ops, ulysses
+from ringattn.ring import Layout, Mask, buffers, ops, prepare
 from ringattn.ring import rows as rows_module
 from ringattn.ring.buffers import Key
 from ringattn.ring.schedule import plan as plan_module
@@ -198,18 +198,18 @@ class _Session:
         self._barrier = threading.Barrier(case.world)
         monkeypatch.setattr(ring_module, "open_transports", self.open)
         monkeypatch.setattr(ring_module, "open_transport", lambda *rest, **more: self.open(*rest, **more, flat=True)[0])
-        monkeypatch.setattr(args, "mask_of", self.mask_of)
+        monkeypatch.setattr(prepare, "build_mask", self.build_mask)
         # without the dispatcher, inside whose ops the modes of the stand-in are off
         monkeypatch.setattr(ops, "_FORWARD", ops._ring_attention)
         monkeypatch.setattr(ops, "_GRADIENTS", ops.gradients)
-        monkeypatch.setattr(mesh, "ring_of", lambda *_: self.exchange)
+        monkeypatch.setattr(ring_module, "ring_of", lambda *_: self.exchange)
         monkeypatch.setattr(
             ring_module,
             "_default_ring",
             lambda group, deadline: Ring(group, transport=case.transport, deadline=deadline),
         )
         self._caches: list[Any] = []
-        for module, name in ((plan_module, "_shared_plan"), (rows_module, "_shared_rows"), (ulysses, "shared")):
+        for module, name in ((plan_module, "_shared_plan"), (rows_module, "_shared_rows"), (prepare, "shared")):
             monkeypatch.setattr(module, name, self.of_process(getattr(module, name)))
         # of every process its own, as what they cache of the device is
         self.layouts = [{call.layout: fresh(call.layout) for call in case.calls} for _ in self._processes]
@@ -225,7 +225,7 @@ class _Session:
         graph = Graph(self.recorder.log, self.where)
         return Recording(self.case, self.recorder, graph, self.results, self.keys)
 
-    def mask_of(self, *_: object, **__: object) -> Mask:
+    def build_mask(self, *_: object, **__: object) -> Mask:
         """In the place of what makes one of a call's arguments: the masks of the cases may be of any kind."""
         return self.case.calls[self.calls[self.recorder.thread.rank]].mask
 

@@ -1,0 +1,362 @@
+"""From the arguments of a call to its plan: every check, what the ranks agree on, and who sends what when.
+
+One :func:`prepare` for a ring, for a mesh of two dimensions and for a graph of torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import sqrt
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from ..kernels import KernelConfig, Scores, choice, hopper_backward_launch, hopper_launch
+from ..kernels.checks import TRANSPOSED, check_local, check_shapes, check_tensor
+from ..kernels.choice import check_config
+from ..kernels.launch import check_cpu
+from .args import ENTRIES, FIRST_HEADS, AttentionArgs, Compare, Options, check_args
+from .backends import resolve_backend
+from .checked import check_autograd
+from .mesh import Ranks, Rings, joined, shared
+from .ring import Ring
+from .rows import PackedRows, Rows, is_by_row, lengths_of, packed_rows, rows_of
+from .schedule.layout import Documents, Layout, LayoutLike, shifted
+from .schedule.mask import UNLIMITED, BlockMask, Longformer, Mask
+from .schedule.plan import Plan, plan
+from .shards import resolve_layout
+from .ulysses import Exchange, Shares, heads_of
+from .wire import wire_of
+
+MOST_SCORED = 1 << 31  # positions that dropout and ALiBi count: the kernels' 32 bits
+BY_POSITION = ("cu_seqlens", "seqused_k", "prefix_length", "block_mask")
+"""Arguments that have no one meaning where queries are counted from other positions than keys."""
+_COMPARED = {kind: [name for name, entry in ENTRIES.items() if entry.compare is kind] for kind in Compare}
+
+
+class Layouts(NamedTuple):
+    """Who holds which queries, and which keys."""
+
+    queries: Layout
+    keys: Layout
+
+    @property
+    def reach(self) -> int:
+        """One past the last position of either."""
+        return max(self.queries.reach, self.keys.reach)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of ``ring_attention``: its arguments, and once it is prepared all that forward and backward need.
+
+    Ranks have agreed on it if it has a ``number``.
+    """
+
+    args: AttentionArgs
+    ranks: Ranks
+    compare: Mapping[str, object]
+    """Compared between ranks, besides what the arguments mean."""
+    drawn: bool = False
+    """Every rank has drawn ``dropout_seed``, and rank 0's counts."""
+    number: int | None = None
+    """Number of the forward among the calls of the ring."""
+    exchange_number: int = 0
+    """The same among those of the exchange of heads."""
+    softmax_scale: float = field(init=False)
+    backend: str = field(init=False)
+    config: KernelConfig | None = field(init=False)
+    layouts: Layouts = field(init=False)
+    mask: Mask = field(init=False)
+    scores: Scores = field(init=False)
+    sink: Tensor | None = field(init=False)
+    plan: Plan = field(init=False)
+    rows: PackedRows | None = None
+    """Given if batch rows see different keys: q, k and v are to be packed."""
+    exchange: Exchange | None = None
+    """Of heads for tokens, over a mesh."""
+
+    @property
+    def ring(self) -> Ring:
+        """The ring along which K/V travel."""
+        return self.ranks.ring if isinstance(self.ranks, Rings) else self.ranks
+
+
+def prepare(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check a call and plan it; agree on it with the other ranks unless its forward already has a number.
+
+    Over a mesh the ring's part is planned: all tokens of its ranks, some of the heads.
+
+    Raises:
+        ValueError, NotImplementedError: as ``ring_attention``.
+    """
+    ring, ranks, args = call.ring, call.ranks, check_args(call.args)
+    check_shapes(q, k, v)
+    mine = its = slice(None)
+    if isinstance(ranks, Rings):
+        heads, kv_heads = heads_of(q.shape[2], k.shape[2], ranks.ulysses.size)
+        mine, its = heads[ranks.ulysses.rank], kv_heads[ranks.ulysses.rank]
+    check_ring(ring, k[:, :, its])
+    call.softmax_scale = 1.0 / sqrt(q.shape[3]) if args.softmax_scale is None else args.softmax_scale
+    call.backend = resolve_backend(args.backend, q.device)
+    if call.backend == "triton" and q.device.type == "cpu":
+        check_cpu((q,))
+    if call.backend == "aten" and args.config is not None:
+        raise ValueError("config sets the tiles of the Triton kernels, and the backend is aten: leave it out")
+    call.layouts = held = layouts_of(q, k, args, ranks)
+    call.args, rows, fields_of_rows = by_row(args, held, q.shape[0])
+    call.mask = mask = build_mask(held, q.shape[0], call.args)
+    if isinstance(ranks, Rings):
+        held = Layouts(*(joined(layout, ranks.ulysses.size) for layout in held))
+        tokens, keys = (shared(layout, ranks.ulysses.size, ring.rank) for layout in call.layouts)
+        call.exchange = Exchange(ranks, Shares(tokens, heads), Shares(keys, kv_heads))
+    if rows is not None:
+        call.rows = packed_rows(rows, *held, ring.rank, q.device)
+        held, mask = Layouts(call.rows.queries, call.rows.keys), replace(mask, documents=call.rows.documents)
+    call.sink, call.scores = sink_of(q, args.learnable_sink), scores_of(q, args, held)
+    if isinstance(ranks, Rings) and args.first_head > FIRST_HEADS - q.shape[2]:  # some rank's may be as large
+        raise ValueError(
+            f"first_head is {args.first_head}: with {q.shape[2]} heads of q over a mesh it must be 0 to "
+            f"{FIRST_HEADS - q.shape[2]}, since every rank counts from the first of its own"
+        )
+    check_tiles(call.mask, call.scores, call.backend, args.config, q, v)
+    if call.number is None:
+        agree(call, q, k, v, fields_of_rows)
+    if call.exchange is not None:
+        call.scores, call.sink = call.scores.of_heads(mine), None if call.sink is None else call.sink[mine]
+    call.config = ring.leaving_room(args.config)
+    where = (ring.rank, ring.direction, q.device, ring.topology, ring.slots)
+    call.plan = plan(held.queries, mask, *where, kv_layout=held.keys)
+
+
+def agree(call: Call, q: Tensor, k: Tensor, v: Tensor, fields_of_rows: dict[str, Any]) -> None:
+    """Compare a call with the other ranks', draw the seed of dropout, and open the ring."""
+    meant = {name: getattr(call.args, name) if e.agreed is None else e.agreed(call) for name, e in ENTRIES.items()}
+    is_layout = [isinstance(layout, Layout) for layout in (call.args.layout, call.args.kv_layout)]
+    fields = {
+        "call": "forward",
+        "batch size": q.shape[0],
+        "heads": (q.shape[2], k.shape[2]),
+        "head dim": (q.shape[3], v.shape[3]),
+        "dtype": q.dtype,
+        # before the layouts that a name and these numbers mean
+        "tokens per rank": None if is_layout[0] else q.shape[1],
+        "keys per rank": None if any(is_layout) else k.shape[1],
+        **{name: meant[name] for name in _COMPARED[Compare.ALWAYS]},
+        **call.compare,
+    }
+    values = {name: meant[name] for name in _COMPARED[Compare.CHANGING]} | fields_of_rows
+    number = call.ranks._agree(fields, q.device, values)
+    call.number, call.exchange_number = number if isinstance(number, tuple) else (number, 0)
+    if call.scores.dropout_p and (call.drawn or call.args.dropout_seed is None):
+        call.scores = replace(call.scores, dropout_seed=call.ranks._draw_seed(call.args.dropout_seed))
+    call.ring.open(q.device)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
+    """Refuse what is no tensor, before any attribute is read, or a DTensor; and transforms of functions."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, may_be_meta=x is not q)
+    if args.learnable_sink is not None:
+        check_tensor("learnable_sink", args.learnable_sink)
+    check_local("alibi_slopes", args.alibi_slopes)  # of which the dispatcher would make another error
+    check_autograd("ring_attention", q, k, v)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast floating tensors to autocast's dtype where it is on for their device, as SDPA does."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def check_ring(ring: Ring, k: Tensor) -> None:
+    """Refuse keys that a ring cannot cut into its chunks, or send in its dtype: ValueError."""
+    if ring.chunks > k.shape[2]:
+        raise ValueError(f"chunks of the ring is {ring.chunks}, k has {k.shape[2]} heads: a chunk has at least one")
+    wire_of(ring.wire_dtype, k.dtype)
+
+
+def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ranks) -> Layouts:
+    """The layouts of a call, checked against this rank's shards."""
+    queries, kv_layout, align = _layout_of("q", "layout", args.layout, ring, q), args.kv_layout, args.align
+    if align is not None and kv_layout is None and not isinstance(args.layout, Layout):
+        kv_layout = args.layout
+    if kv_layout is not None or (align is not None and ring.size == 1):
+        layouts = Layouts(queries, _layout_of("k", "kv_layout", kv_layout, ring, k))
+        return layouts if align is None else _aligned(layouts, align, args)
+    if k.shape[1] != q.shape[1]:
+        swapped = k.shape[2] == q.shape[2] and k.shape[1] and q.shape[1] % k.shape[1] == 0
+        raise ValueError(
+            f"k has {k.shape[1]} tokens, q has {q.shape[1]}: without kv_layout a rank's queries and keys are the same "
+            "tokens; pass kv_layout to say at which positions the keys are, or with layouts by name align"
+            f"{TRANSPOSED if swapped else ''}"
+        )
+    return Layouts(queries, queries)
+
+
+def _aligned(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts:
+    """Layouts that both count from 0 as positions: the later ones of ``bottom-right`` end where the others do."""
+    for name, layout in zip(("layout", "kv_layout"), layouts, strict=True):
+        if layout.reach != layout.seqlen:
+            raise ValueError(
+                f"align is {align!r}, and {name} holds {layout.seqlen} of the positions 0 to {layout.reach - 1}: it "
+                "says already where queries and keys are; leave align out, or count both from 0"
+            )
+    more = layouts.keys.seqlen - layouts.queries.seqlen
+    if align == "top-left" or not more:
+        return layouts
+    for name in (*BY_POSITION, *(() if more > 0 else ("key_mask", "leftpad_k"))):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"{name} is given with align='bottom-right', {layouts.queries.seqlen} queries and "
+                f"{layouts.keys.seqlen} keys: it speaks of positions, and conventions differ on whose; pass layout and "
+                "kv_layout with the positions of both, without align"
+            )
+    if more > 0:
+        return layouts._replace(queries=shifted(layouts.queries, more))
+    return layouts._replace(keys=shifted(layouts.keys, -more))
+
+
+def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ranks, x: Tensor) -> Layout:
+    rows = x.shape[1]
+    seqlen = layout.seqlen if isinstance(layout, Layout) else rows * ring.size
+    whole = resolve_layout(layout, seqlen, ring.size, name)
+    if rows != whole.lengths[ring.rank]:
+        swapped = TRANSPOSED if x.shape[2] == whole.lengths[ring.rank] else ""
+        raise ValueError(
+            f"{tensor} has {rows} tokens, {name} gives rank {ring.rank} {whole.lengths[ring.rank]}{swapped}"
+        )
+    return whole
+
+
+def by_row(args: AttentionArgs, layouts: Layouts, batch: int) -> tuple[AttentionArgs, Rows | None, dict[str, Any]]:
+    """``args`` without what tells batch rows apart, that, and what ranks compare of it; see :func:`.rows.rows_of`."""
+    arguments = args.cu_seqlens, args.key_mask, args.leftpad_k, args.seqused_k
+    if args.key_mask is None and args.leftpad_k is None and not is_by_row(args.cu_seqlens):
+        return args, None, {}
+    changes, rows, said = rows_of(*arguments, batch=batch, keys=layouts.keys.reach, length=layouts.reach)
+    slopes, pattern = args.alibi_slopes, args.block_mask
+    problems = {
+        "block_mask": pattern is not None and (batch > 1 or not isinstance(pattern, Longformer)),
+        "prefix_length": args.prefix_length is not None and batch > 1,
+        "alibi_slopes": isinstance(slopes, Tensor) and slopes.dim() == 2 and batch > 1,
+    }
+    for name in (name for name, is_problem in problems.items() if rows is not None and is_problem):
+        names = " and ".join(each for each, value in said.items() if value is not None)
+        raise ValueError(
+            f"{name} is given with {names}, by which batch rows see different keys: they are computed as one sequence "
+            f"without what is hidden, and of each row alone {name} cannot speak there; call row by row, or leave it out"
+        )
+    return args._replace(**changes), rows, said
+
+
+def mask_of(layouts: Layouts, batch: int, **options: Unpack[Options]) -> Mask:
+    """Return the mask that arguments of ``ring_attention`` mean."""
+    return build_mask(layouts, batch, check_args(AttentionArgs(**options)))  # type: ignore[misc]
+
+
+def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
+    """Return the mask of checked arguments: ValueError if they do not fit the layouts."""
+    block_mask, used = args.block_mask, args.seqused_k
+    cu_seqlens: Any = args.cu_seqlens
+    window: Any = args.window_size
+    documents = None if cu_seqlens is None else Documents(cu_seqlens)
+    if documents is not None and documents.seqlen != layouts.reach:
+        raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {layouts.reach}, the number of tokens")
+    lengths = None if used is None else lengths_of("seqused_k", used, batch, layouts.keys.reach)
+    mask = Mask(args.causal, window, documents, _prefix(args.prefix_length, args.causal, layouts.reach), lengths)
+    if isinstance(block_mask, Longformer):
+        if window != (UNLIMITED, UNLIMITED):
+            raise ValueError(
+                f"window_size is {window} with the Longformer mask, which has its own: {block_mask.window}"
+            )
+        return replace(mask, window=block_mask.window, global_tokens=block_mask.global_tokens)
+    return mask if block_mask is None else replace(mask, blocks=_blocks(block_mask, layouts))
+
+
+def _blocks(block_mask: object, layouts: Layouts) -> BlockMask:
+    made = block_mask if isinstance(block_mask, BlockMask) else _equal_blocks(block_mask, layouts.queries.reach)
+    wanted = tuple(-(-layout.reach // made.block) for layout in layouts)
+    if tuple(made.visible.shape) != wanted:
+        raise ValueError(
+            f"block_mask is {list(made.visible.shape)} blocks of {made.block} positions: for {layouts.queries.reach} "
+            f"queries and {layouts.keys.reach} keys it must be {list(wanted)}"
+        )
+    for name, layout in zip(("layout", "kv_layout"), layouts, strict=True):
+        made.check(name, layout)
+    return made
+
+
+def _equal_blocks(block_mask: object, reach: int) -> BlockMask:
+    """A tensor alone says how many blocks there are, and so their size, where they are all of one."""
+    check_local("block_mask", block_mask)
+    if not isinstance(block_mask, Tensor) or block_mask.dim() != 2 or not len(block_mask):
+        got = list(block_mask.shape) if isinstance(block_mask, Tensor) else type(block_mask).__name__
+        raise ValueError(
+            f"block_mask is {got}: it must be bool [query blocks, key blocks], a BlockMask or a Longformer"
+        )
+    if reach % len(block_mask):
+        raise ValueError(
+            f"block_mask has {len(block_mask)} blocks of queries for {reach}: where the last block is shorter, pass a "
+            "BlockMask(visible, block), which says how long the others are"
+        )
+    return BlockMask(block_mask, reach // len(block_mask))
+
+
+def _prefix(length: int | None, causal: bool, reach: int) -> int:
+    if length is None:
+        return 0
+    if length > reach:
+        raise ValueError(f"prefix_length is {length}: it must be 0 to {reach}, the number of tokens")
+    if not causal:
+        raise ValueError(f"prefix_length is {length} without causal: it says what a causal mask shows all the same")
+    return length
+
+
+def sink_of(q: Tensor, learnable_sink: Tensor | None) -> Tensor | None:
+    """The sink logits of a call, one per query head."""
+    if learnable_sink is None:
+        return None
+    if not learnable_sink.is_floating_point():
+        raise ValueError(f"learnable_sink is {learnable_sink.dtype}: it must be a floating tensor [{q.shape[2]}]")
+    if tuple(learnable_sink.shape) != (q.shape[2],) or learnable_sink.device != q.device:
+        raise ValueError(
+            f"learnable_sink is {list(learnable_sink.shape)} on {learnable_sink.device}: it must be "
+            f"[{q.shape[2]}] on {q.device}, one logit per head of q"
+        )
+    return learnable_sink
+
+
+def check_tiles(mask: Mask, scores: Scores, backend: str, config: KernelConfig | None, q: Tensor, v: Tensor) -> None:
+    """Refuse a config that does not fit heads, scores or the GPU, and blocks that its tiles do not divide: ValueError.
+
+    Else the first to learn of it were the first hop, or the backward, with other ranks' shards on their way.
+    """
+    if backend != "triton":
+        return
+    check_config(config, q, v)
+    if config is not None and config.forward_kernel == "hopper":
+        hopper_launch.check_call(q, v, scores, config.forward)
+    if config is not None and config.backward == "hopper":
+        hopper_backward_launch.check_call(q, v, scores, config.single_pass)
+    choice.check_tiles(config, q, v, None if mask.blocks is None else mask.blocks.block)
+
+
+def scores_of(q: Tensor, args: AttentionArgs, layouts: Layouts) -> Scores:
+    """Return softcap, ALiBi and dropout of a call; a seed that is not given is drawn later."""
+    alibi_slopes = args.alibi_slopes
+    if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
+        raise ValueError("alibi_slopes requires a gradient, and there is none: pass alibi_slopes.detach()")
+    if args.dropout_seed is not None and not args.dropout_p:
+        raise ValueError(f"dropout_seed is {args.dropout_seed} with dropout_p 0: nothing is dropped")
+    made = Scores(args.softcap or 0.0, alibi_slopes, args.dropout_p, args.dropout_seed or 0, args.first_head)
+    made.check_slopes(q.shape[0], q.shape[2], q.device)
+    if made.by_position and layouts.reach > MOST_SCORED:
+        name = "dropout_p" if args.dropout_p else "alibi_slopes"
+        raise ValueError(f"layout reaches position {layouts.reach - 1}: with {name} positions must be below 2^31")
+    return made
