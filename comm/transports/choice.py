@@ -212,8 +212,7 @@ def _open(
     # Keys of its own: what ranks that gave up early say must not be heard where the others still are.
     inner = control.fresh_scope(entries[0].name)
     # Half: who waits for what the others say of a warm-up has had one of its own.
-    inner.patience = control.patience / 2
-    timeout = min(WARM_UP_SECONDS, inner.patience)
+    timeout = min(WARM_UP_SECONDS, control.patience / 2)
     # A factory may wait for a rank whose factory has raised.
     inner.stop = partial(_failure, inner, Looks())
     opened: list[Transport] = []
