@@ -151,10 +151,11 @@ def test_other_rings(name: str, ring: dict[str, Any]) -> None:
     check(case_of(4, "zigzag", (MASKS | SCORES)[name], sink=True, ring=ring))
 
 
-def test_wires() -> None:
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])  # of which the chunks have as many, or not
+def test_wires(heads: tuple[int, int]) -> None:
     """K/V as fp8, dK/dV as bfloat16: measured against keys as they arrive."""
     ring = {"wire_dtype": torch.float8_e4m3fn, "grad_wire_dtype": torch.bfloat16, "chunks": 2}
-    check(case_of(3, "zigzag", MASKS["causal documents"], ring=ring))
+    check(Case(Layout.zigzag(TOKENS, 3), inputs(TOKENS, heads), MASKS["causal documents"], ring=ring))
 
 
 @pytest.mark.parametrize(
