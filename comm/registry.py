@@ -165,7 +165,7 @@ class _TransportKind(Kind):
 
     def of(self, name: str, value: object) -> Any:
         known = [AUTO, *transport_names()]
-        if callable(value) or value in known:
+        if callable(value) or (isinstance(value, str) and value in known):
             return value
         raise ValueError(f"{name} is {shown(value)}: it must be one of {', '.join(known)}, or a factory")
 

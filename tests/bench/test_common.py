@@ -151,12 +151,12 @@ def test_provenance_names_everything_and_no_folder(monkeypatch: pytest.MonkeyPat
 
 def test_provenance_changes_with_sources_and_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(origin, "ROOT", tmp_path)
-    digests = []
+    digests = [origin.sources()]
     for folder in ("kernels", "comm", "autotune", "ring", "reference", "bench", ".git"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "code.py").touch()
         digests.append(origin.sources())
-    assert len({*digests}) == 6 and digests[-1] == digests[-2]
+    assert len({*digests}) == 7 and digests[-1] == digests[-2]
     for status in ("", " M code.py"):
         answers = {"rev-parse": "abc\n", "status": status}
         monkeypatch.setattr(subprocess, "run", lambda words, **_: SimpleNamespace(stdout=answers[words[3]]))  # noqa: B023

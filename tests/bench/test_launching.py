@@ -57,6 +57,16 @@ def test_launcher_variables_are_removed(alone: None, monkeypatch: pytest.MonkeyP
     assert launching.member() is None and not {"TORCHELASTIC_RUN_ID", "MASTER_ADDR"} & set(os.environ)
 
 
+def test_ranks_of_a_machine_share_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "cores", lambda: 16)
+    assert Member(rank=5, world=8, local_rank=1, local_world=4).threads == 4
+    for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
+        monkeypatch.delenv(name, raising=False)
+    two = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    three = two | {"NCCL_MAX_CTAS": launching.SHARED_CTAS}
+    assert [launching.sharing(ranks, 2) for ranks in (2, 4, 5)] == [{}, two, three]
+
+
 # -- where they meet
 
 

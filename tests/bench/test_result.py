@@ -60,6 +60,15 @@ def test_failure_ends_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> No
     assert ended.value.exit_code == 1 and "FAILED: edge 0 -> 1 is wrong" in capsys.readouterr().out
 
 
+def test_a_failure_ends_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that print nothing."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(typer.Exit) as ended:
+        finish(Result("bench ring", {}, failed=["wrong"]))
+    assert ended.value.exit_code == 1 and capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

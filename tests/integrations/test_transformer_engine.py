@@ -311,7 +311,7 @@ def test_what_is_refused_by_name(made: dict[str, Any], called: dict[str, Any], n
 
 def test_other_ranks_than_the_group_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 2])
-    group = dist.ProcessGroup(0, 2)
+    group = dist.ProcessGroup(0, 2)  # type: ignore[call-arg]
     DotProductAttention(HEADS, DIM, cp_group=group, cp_global_ranks=[0, 2])
     with pytest.raises(ValueError, match=r"cp_global_ranks is \[0, 1\]: cp_group has \[0, 2\]"):
         DotProductAttention(HEADS, DIM, cp_group=group, cp_global_ranks=[0, 1])

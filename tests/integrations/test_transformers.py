@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +205,11 @@ def attention_without_a_mask(config: Any, **given: Any) -> None:
     run_ranks(2, call)
 
 
+def rotary_by_length(kind: str) -> None:
+    rope = {"full_attention": {"rope_type": kind}}
+    attention_without_a_mask(SimpleNamespace(model_type="phi3", rope_parameters=rope))
+
+
 def llama(**given: Any) -> None:
     model_of("llama")(**{"input_ids": ids_of()} | given)
 
@@ -309,12 +315,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         lambda: attention_without_a_mask(transformers.Qwen3NextConfig()),
     ),
     **{
-        f"rotary by length: {kind}": (
-            NotImplementedError, "rope_type",
-            lambda kind=kind: attention_without_a_mask(
-                SimpleNamespace(model_type="phi3", rope_parameters={"full_attention": {"rope_type": kind}})
-            ),
-        )
+        f"rotary by length: {kind}": (NotImplementedError, "rope_type", partial(rotary_by_length, kind))
         for kind in ("dynamic", "longrope")
     },
     "temperature": (

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from ringattn.bench import cli
 from ringattn.bench.common import launching
 from ringattn.bench.common.result import read
+from ringattn.bench.links.runs import Ends
 from ringattn.comm import LocalTransport, TransportError, open_transports
 from ringattn.comm.topology.nvml import DeviceInfo
 from ringattn.comm.topology.topology import Topology, ring_topology
@@ -203,7 +204,7 @@ def test_the_slower_end_of_an_edge_counts(
 
     monkeypatch.setattr(doctor_ring, "discover", lambda control, device: ring)
     monkeypatch.setattr(doctor_ring, "time", SimpleNamespace(perf_counter=lambda: getattr(clock, "now", 0.0)))
-    monkeypatch.setattr(doctor_ring.Ends, "run", run_ends)
+    monkeypatch.setattr(Ends, "run", run_ends)
     run("--json", str(target), "--world", "2")
     assert checks(target)["GB/s local"].startswith(status)
 
