@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..comm import GroupLike
-from ..kernels import KernelConfig, Scores, choice, hopper_backward_launch, hopper_launch
+from ..kernels import KernelConfig, Scores
 from ..kernels.checks import TRANSPOSED, check_local, check_qkv, check_scale, check_tensor
-from ..kernels.choice import check_config
-from ..kernels.launch import check_cpu
-from .backends import resolve_backend
+from .backends import check_call
 from .checked import check_autograd, checked
+from .local.protocol import LocalAttention
+from .local.registry import resolve_backend
 from .ring import Ring
 from .rows import Boundaries, PackedRows, Rows, is_by_row, lengths_of, packed_rows, rows_of
 from .schedule.layout import Documents, Layout, LayoutLike, shifted
@@ -59,7 +59,7 @@ class AttentionArgs(NamedTuple):
     block_mask: Tensor | BlockMask | Longformer | None = None
     kv_layout: LayoutLike = None
     align: Literal["top-left", "bottom-right"] | None = None
-    backend: str = "auto"
+    backend: str | LocalAttention = "auto"
     config: KernelConfig | None = None
 
 
@@ -86,7 +86,7 @@ class Options(TypedDict, total=False):
     block_mask: Tensor | BlockMask | Longformer | None
     kv_layout: LayoutLike
     align: Literal["top-left", "bottom-right"] | None
-    backend: str
+    backend: str | LocalAttention
     config: KernelConfig | None
 
 
@@ -121,7 +121,7 @@ class PreparedCall(NamedTuple):
     plan: Plan
     softmax_scale: float
     scores: Scores
-    backend: str
+    backend: LocalAttention
     config: KernelConfig | None
     rows: PackedRows | None
     """Where batch rows see different keys: q, k and v are to be packed."""
@@ -179,7 +179,7 @@ def prepare_call(
         packed = packed_rows(rows, *layouts, ring.rank, q.device)
         held = Layouts(packed.queries, packed.keys)
     sink, scores = sink_of(q, args.learnable_sink), scores_of(q, args, held)
-    check_tiles(mask, scores, backend, args.config, q, v)
+    check_call(backend, q, v, mask, scores, args, has_backward=has_backward, by_row=rows is not None)
     if number is None:
         fields, values = compared(
             q, k, v, args, layouts, mask, scores, scale, backend, drawn=drawn, has_backward=has_backward
@@ -204,7 +204,7 @@ def compared(
     mask: Mask,
     scores: Scores,
     scale: float,
-    backend: str,
+    backend: LocalAttention,
     *,
     drawn: bool,
     has_backward: bool | None,
@@ -227,7 +227,7 @@ def compared(
         "prefix_length": mask.prefix,
         "block_mask": (mask.blocks, mask.global_tokens),
         "kv_layout": layouts.keys,
-        "backend": backend,
+        "backend": backend.name,
     }
     fields = {
         "call": "forward",
@@ -262,20 +262,15 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring) -> tuple[float, str]:
+def check(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring) -> tuple[float, LocalAttention]:
     """The scale and the backend of a call, once all that this rank can check alone has been checked."""
     check_qkv(q, k, v)
     check_autograd("ring_attention", q, k, v)
-    softmax_scale, config = checked(softmax_scale=args.softmax_scale, config=args.config)
+    softmax_scale, _ = checked(softmax_scale=args.softmax_scale, config=args.config)
     if ring.chunks > k.shape[2]:
         raise ValueError(f"chunks of the ring is {ring.chunks}, k has {k.shape[2]} heads: a chunk has at least one")
     wire_of(ring.wire_dtype, k.dtype)
-    name = resolve_backend(args.backend, q.device)
-    if name == "triton" and q.device.type == "cpu":
-        check_cpu((q,))
-    if config is not None and name == "aten":
-        raise ValueError("config sets the tiles of the Triton kernels, and the backend is aten: leave it out")
-    return check_scale(softmax_scale, q.shape[3]), name
+    return check_scale(softmax_scale, q.shape[3]), resolve_backend(args.backend, q.device)
 
 
 def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ranks) -> Layouts:
@@ -427,21 +422,6 @@ def sink_of(q: Tensor, learnable_sink: Tensor | None) -> Tensor | None:
             f"[{q.shape[2]}] on {q.device}, one logit per head of q"
         )
     return learnable_sink
-
-
-def check_tiles(mask: Mask, scores: Scores, backend: str, config: KernelConfig | None, q: Tensor, v: Tensor) -> None:
-    """Refuse a config that does not fit heads, scores or the GPU, and blocks that its tiles do not divide: ValueError.
-
-    Else the first to learn of it were the first hop, or the backward, with other ranks' shards on their way.
-    """
-    if backend != "triton":
-        return
-    check_config(config, q, v)
-    if config is not None and config.forward_kernel == "hopper":
-        hopper_launch.check_call(q, v, scores, config.forward)
-    if config is not None and config.backward == "hopper":
-        hopper_backward_launch.check_call(q, v, scores, config.single_pass)
-    choice.check_tiles(config, q, v, None if mask.blocks is None else mask.blocks.block)
 
 
 def scores_of(q: Tensor, args: AttentionArgs, layouts: Layouts) -> Scores:

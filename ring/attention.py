@@ -12,6 +12,7 @@ from ..kernels import KernelConfig
 from ..kernels.checks import check_local
 from .args import AttentionArgs, Options, autocast, check_tensors, unknown_keyword
 from .checked import checked
+from .local.protocol import LocalAttention
 from .ops import EagerCall, RingAttention, packed_call, traced
 from .ring import Ring, device_of, resolve_ring
 from .schedule.layout import LayoutLike
@@ -63,7 +64,7 @@ def ring_attention(
     kv_layout: LayoutLike = None,
     align: Literal["top-left", "bottom-right"] | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    backend: str | LocalAttention = "auto",
     config: KernelConfig | None = None,
     **unknown: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +129,7 @@ def ring_attention(
             that differ without ``kv_layout`` are refused.
         return_lse: also return ``lse``; it has a gradient.
         backend: ``triton`` (GPU; CPU tensors under Triton's interpreter alone), ``aten`` (CPU: PyTorch's own
-            flash-attention operator), or ``auto``.
+            flash-attention operator), ``auto``, a name given to :func:`register_backend`, or a :class:`LocalAttention`.
         config: tiles of the Triton kernels; by default chosen by GPU and shape.
 
     Returns:

@@ -47,7 +47,6 @@ ARGUMENTS = {
     "prefix_length": optional(POSITIONS),
     "align": optional(one_of("top-left", "bottom-right")),
     "return_lse": FLAG,
-    "backend": one_of("auto", "triton", "aten"),
     "config": optional(instance("a kernels.KernelConfig", KernelConfig)),
     # Ring; its dtypes are `wire.dtype_of`'s
     "transport": one_of(*TRANSPORTS),

@@ -29,7 +29,14 @@ from ..kernels.ops import NO_SLOPE, pack_config, unpack_config
 from ..kernels.scores import SEEDS
 from . import loop
 from .args import AttentionArgs, PreparedCall, prepare_call
-from .backends import backward_backends, forward_backends, joined, row_delta
+from .backends import (
+    backward_backends,
+    backward_result,
+    check_backward,
+    forward_backends,
+    forward_result,
+    row_delta,
+)
 from .checked import sides_of
 from .mesh import Rings
 from .ring import Ring, resolve_ring
@@ -125,6 +132,11 @@ def _block_mask(visible: bytes, columns: int, block: int) -> BlockMask:
     return BlockMask(torch.frombuffer(bytearray(visible), dtype=torch.bool).view(-1, columns), block)
 
 
+def _pack_backend(backend: Any) -> tuple[str]:
+    """A local kernel is no value of a graph: its text is for the op to refuse."""
+    return (backend if isinstance(backend, str) else str(backend),)
+
+
 def _pack_numbers(numbers: Boundaries | None) -> tuple[Tensor | None]:
     if numbers is None or isinstance(numbers, Tensor):
         return (numbers,)
@@ -175,7 +187,7 @@ OP_ARGUMENTS: dict[str, OpArgument] = {
     "block_mask": OpArgument("Tensor? blocks, SymInt block, SymInt[]? longformer", _pack_mask, _unpack_mask),
     "kv_layout": OpArgument("Tensor? kv_layout, str? kv_layout_name", _pack_layout, _unpack_layout),
     "align": OpArgument("str? align"),
-    "backend": OpArgument("str backend"),
+    "backend": OpArgument("str backend", _pack_backend),
     "config": OpArgument("int[]? tiles, str[] choices", pack_config, unpack_config),
 }
 """Of every field of :class:`AttentionArgs`."""
@@ -322,8 +334,7 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
                 start=None if sink is None else sink_state(sink, q, v.shape[3]),
             )
             loop.forward(running, backends, k, v)
-        outs, lses = zip(*(backend.result() for backend in backends), strict=True)
-        out, lse = joined(outs, 2).contiguous(), joined(lses, 1).contiguous()
+        out, lse = forward_result(call.backend, backends, running.chunks, q, v)
         if rows is not None:
             out, lse = rows.unpack(out), rows.unpack_lse(lse)
     return _without_base(out), _without_base(lse), _numbers(call.scores.dropout_seed, call.number)
@@ -371,6 +382,7 @@ def gradients(
     ring = ring_of_call(packed, q.device)
     with entered(packed, ring, q.device):
         call, sink = prepare_packed(packed, q, k, v, ring, numbers)
+        check_backward(call.backend, dlse)
         ring._agree({"call": "backward"}, q.device, of=call.number)
         dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
@@ -387,7 +399,7 @@ def gradients(
             loop.backward(running, backends, k, v, (dk, dv))
         delta = None if sink is None else row_delta(call.backend, dout, out, dlse)
         dsink = lse.new_empty(0) if sink is None or delta is None else sink_gradient(sink, delta, lse)
-        dq = joined([backend.result() for backend in backends], 2).contiguous()
+        dq = backward_result(call.backend, backends, running.chunks, q)
         if rows is not None:
             dq = rows.unpack(dq)
             dk, dv = (rows.unpack_keys(grad, like) for grad, like in zip((dk, dv), of_keys, strict=True))

@@ -21,7 +21,6 @@ from .args import (
     by_row,
     check,
     check_tensors,
-    check_tiles,
     compared,
     layouts_of,
     mask_of,
@@ -29,6 +28,7 @@ from .args import (
     scores_of,
     sink_of,
 )
+from .backends import check_call
 from .checked import FIRST_HEADS, checked
 from .mesh import Mesh, Rings, joined, rings_of, shared
 from .ops import EagerCall, RingAttention, gradients, packed_call
@@ -152,7 +152,9 @@ def attention_over_mesh(
         has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         sink = args.learnable_sink
         has_backward = has_gradient or (torch.is_grad_enabled() and isinstance(sink, Tensor) and sink.requires_grad)
-        inner, of_queries, of_keys, fields, values = prepare(q, k, v, args, rings, drawn=drawn)
+        inner, of_queries, of_keys, fields, values = prepare(
+            q, k, v, args, rings, drawn=drawn, has_backward=has_backward
+        )
         fields |= {"gradient": (has_gradient, has_backward), "return_lse": return_lse}
         _, number = rings._agree(fields, device, values)
         if inner.dropout_p and (drawn or inner.dropout_seed is None):  # one for all: that of the first of both
@@ -227,7 +229,14 @@ def from_rows(x: Tensor) -> Tensor:
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, rings: Rings, *, drawn: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: AttentionArgs,
+    rings: Rings,
+    *,
+    drawn: bool = False,
+    has_backward: bool = False,
 ) -> tuple[AttentionArgs, Shares, Shares, dict[str, Any], dict[str, Any]]:
     """The arguments of the ring's call, who has what of q and of k and v, and what all ranks must have in common.
 
@@ -243,10 +252,10 @@ def prepare(
     mine, its = heads[ulysses.rank], kv_heads[ulysses.rank]
     scale, backend = check(q[:, :, mine], k[:, :, its], v[:, :, its], args, ring)
     layouts = layouts_of(q, k, args, rings)
-    same, _, said_of_rows = by_row(args, layouts, q.shape[0])
+    same, rows, said_of_rows = by_row(args, layouts, q.shape[0])
     mask = mask_of(layouts, q.shape[0], **same._asdict())
     sink, scores = sink_of(q, args.learnable_sink), scores_of(q, args, layouts)
-    check_tiles(mask, scores, backend, args.config, q, v)
+    check_call(backend, q, v, mask, scores, args, has_backward=has_backward, by_row=rows is not None)
     fields, values = compared(q, k, v, same, layouts, mask, scores, scale, backend, drawn=drawn, has_backward=None)
     if scores.first_head > FIRST_HEADS - q.shape[2]:  # some rank's may be as large
         raise ValueError(

@@ -131,7 +131,7 @@ MODULE_CIRCLES = {
 }
 FOLDER_CIRCLES = {
     "comm comm.topology comm.transports comm.transports.copy_engine comm.watchdog",
-    "ring ring.cpu ring.schedule",
+    "ring ring.schedule",
 }
 """Circles of imports that still have to be broken; an entry that is no circle any more fails the test."""
 

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ring import Layout, Mask, bounds
-from ...ring.backends import backward_backends, forward_backends, resolve_backend
+from ...ring.backends import backward_backends, forward_backends
 from ...ring.buffers import chunks_of
+from ...ring.local.registry import resolve_backend
 from ..common.timing import Stopwatch
 
 NO_DROPOUT = 0.0

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ringattn.kernels import FULL, BlockSparseIndex, Bounds
 from ringattn.ring import Mask
-from ringattn.ring.cpu import regions as cutting
-from ringattn.ring.cpu.regions import Kind, Region, limits, regions
+from ringattn.ring.local import regions as cutting
+from ringattn.ring.local.regions import Kind, Region, limits, regions
 from ringattn.ring.schedule.mask import bounds as bounds_of
 
 CAUSAL = Mask(causal=True)
