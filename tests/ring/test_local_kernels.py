@@ -59,15 +59,21 @@ def over_gloo(whole: dict[str, Tensor], as_object: bool, rank: int) -> list[Any]
     return [x.tolist() for x in rank_part(ZIGZAG, whole, dist.group.WORLD, rank, causal=True, backend=backend)]
 
 
-@pytest.mark.parametrize("name", [*MASKS, *PATTERNS])
+NARROW = {"itself": {"window_size": (0, 0)}}
+
+
+@pytest.mark.parametrize("name", [*MASKS, *PATTERNS, *NARROW])
 def test_rectangles_serve_every_mask(name: str) -> None:
-    call = MASKS[name] if name in MASKS else PATTERNS[name](4)
+    call = (MASKS | NARROW)[name] if name not in PATTERNS else PATTERNS[name](4)
     layout = "striped" if name == "window" else "zigzag"
-    check(case_of(2, layout if name in MASKS else "contiguous", call | {"backend": "sdpa"}, sink=name == "prefix"))
+    check(
+        case_of(2, layout if name not in PATTERNS else "contiguous", call | {"backend": "sdpa"}, sink=name == "prefix")
+    )
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
 def test_kernels_without_a_state_are_merged(layout: str) -> None:
+    """Also where a row has seen nothing so far."""
     made: Any = getattr(Layout, layout)(70, 3)
     whole = inputs(70, (2, 2))
     del whole["dlse"]
@@ -77,10 +83,12 @@ def test_kernels_without_a_state_are_merged(layout: str) -> None:
 
 
 def run_without_lse(layout: Any, whole: dict[str, Tensor], **call: Any) -> list[Tensor]:
-    sink = torch.tensor([0.5, -1.0])
+    sink = torch.tensor([0.5, -torch.inf])
 
     def one(group: LocalGroup) -> list[Tensor]:
-        return rank_part(layout, whole, group, group.rank(), causal=True, learnable_sink=sink, **call)
+        return rank_part(
+            layout, whole, group, group.rank(), causal=True, learnable_sink=sink, leftpad_k=[30, 0], **call
+        )
 
     return [*together(layout, run_ranks(layout.world, one))]
 
