@@ -14,6 +14,7 @@ from ...comm.topology.topology import Topology
 from .active import active_shards, sent_keys
 from .layout import Layout
 from .mask import Mask
+from .text import text
 
 KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
 ROOT_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole outer step
@@ -220,8 +221,6 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        from .text import text  # it needs the schedule's own names
-
         return text(self)
 
 
