@@ -73,6 +73,9 @@ class Nothing:
         if accum is not None:
             accum()
 
+    def result(self) -> Any:
+        """Return nothing."""
+
 
 class Shard:
     """One rank's random inputs, and the passes of one ring over them, in each of the three ways.
