@@ -28,7 +28,19 @@ class Wait:
         return f"{self.op} on {self.op.source}" if self.op.source is not None else str(self.op)
 
 
-RING = ("buffers.", "key_values.", "dkv.", "loop.", "backends.", "args.", "ops.", "attention.", "ring.", "wire.")
+RING = (
+    "buffers.",
+    "key_values.",
+    "dkv.",
+    "loop.",
+    "backends.",
+    "fused.",
+    "args.",
+    "ops.",
+    "attention.",
+    "ring.",
+    "wire.",
+)
 PASSED = (
     "lanes.",
     "local._LocalFence.",
