@@ -13,11 +13,15 @@ if TYPE_CHECKING:
         Documents,
         Layout,
         LayoutLike,
+        LocalAttention,
+        RectangleAttention,
         Ring,
         Session,
+        Supports,
         checkpoint_policy,
         merge,
         positions,
+        register_backend,
         ring_attention,
         shard,
         unshard,
@@ -28,9 +32,12 @@ __all__ = [
     "Documents",
     "Layout",
     "LayoutLike",
+    "LocalAttention",
     "LocalWorld",
+    "RectangleAttention",
     "Ring",
     "Session",
+    "Supports",
     "__version__",
     "autotune",
     "bench",
@@ -42,6 +49,7 @@ __all__ = [
     "merge",
     "positions",
     "reference",
+    "register_backend",
     "ring",
     "ring_attention",
     "shard",
@@ -51,7 +59,10 @@ __all__ = [
 ]
 
 _FOLDERS = ("autotune", "bench", "comm", "examples", "integrations", "kernels", "reference", "ring", "tools")
-_RING = "Documents Layout LayoutLike Ring Session checkpoint_policy merge positions ring_attention shard unshard"
+_RING = (
+    "Documents Layout LayoutLike LocalAttention RectangleAttention Ring Session Supports checkpoint_policy merge "
+    "positions register_backend ring_attention shard unshard"
+)
 _HOME = dict.fromkeys(_RING.split(), "ring")
 _HOME |= dict.fromkeys(("LocalWorld", "single_rank"), "comm")
 

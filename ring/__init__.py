@@ -1,7 +1,12 @@
 """Where kernels and comm meet: layouts, masks, schedules, the ring loop, autograd."""
 
 from ..comm import GroupLike, single_rank
+from . import cpu as cpu
 from .attention import ring_attention
+from .local.protocol import LocalAttention, LocalBackward, LocalForward, Supports
+from .local.rectangles import RectangleAttention
+from .local.regions import rectangles
+from .local.registry import register_backend
 from .ops import checkpoint_policy
 from .partials import merge
 from .ring import Ring
@@ -20,12 +25,17 @@ __all__ = [
     "Hop",
     "Layout",
     "LayoutLike",
+    "LocalAttention",
+    "LocalBackward",
+    "LocalForward",
     "Longformer",
     "Mask",
+    "RectangleAttention",
     "Ring",
     "Schedule",
     "Session",
     "Span",
+    "Supports",
     "Trace",
     "TraceSpan",
     "bigbird",
@@ -35,6 +45,8 @@ __all__ = [
     "longformer",
     "merge",
     "positions",
+    "rectangles",
+    "register_backend",
     "ring_attention",
     "schedule",
     "shard",

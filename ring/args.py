@@ -22,6 +22,7 @@ from ..kernels.checks import LARGEST, LEAST_CAP, LEAST_SCALE
 from ..kernels.ops import pack_config, unpack_config
 from ..kernels.scores import SEEDS
 from .checked import MOST_POSITIONS, POSITIONS
+from .local.protocol import LocalAttention
 from .ring import Ring
 from .rows import Boundaries, is_by_row
 from .schedule.layout import Layout, LayoutLike
@@ -119,6 +120,11 @@ def _pack_numbers(numbers: Boundaries | None) -> tuple[Tensor | None]:
     # fractions stay fractions, for the op to refuse
     dtype = None if any(isinstance(x, float) for x in given) else torch.int64
     return (torch.tensor(given, dtype=dtype, device="cpu"),)
+
+
+def _pack_backend(backend: str | LocalAttention) -> tuple[str]:
+    """Return the name of a backend, or the text of an object, which the op refuses: a graph cannot hold it."""
+    return (backend if isinstance(backend, str) else str(backend),)
 
 
 def _pack_seed(seed: int | None) -> tuple[Tensor | None, bool]:
@@ -246,7 +252,9 @@ class AttentionArgs(NamedTuple):
         Literal["top-left", "bottom-right"] | None,
         Entry("str? align", kind=optional(one_of("top-left", "bottom-right"))),
     ] = None
-    backend: Annotated[str, Entry("str backend", agreed=attrgetter("backend"))] = "auto"
+    backend: Annotated[str | LocalAttention, Entry("str backend", _pack_backend, agreed=attrgetter("backend.name"))] = (
+        "auto"
+    )
     config: Annotated[
         KernelConfig | None,
         Entry("int[]? tiles, str[] choices", pack_config, unpack_config, kind=_CONFIG, compare=Compare.OWN),
@@ -283,7 +291,7 @@ class Options(TypedDict, total=False):
     block_mask: Tensor | BlockMask | Longformer | None
     kv_layout: LayoutLike
     align: Literal["top-left", "bottom-right"] | None
-    backend: str
+    backend: str | LocalAttention
     config: KernelConfig | None
 
 

@@ -12,6 +12,7 @@ from ..comm.checked import FLAG
 from ..kernels import KernelConfig
 from ..kernels.checks import check_local
 from .args import Options, take_args, unknown_keyword
+from .local.protocol import LocalAttention
 from .mesh import Rings, ranks_of
 from .ops import RingAttention, pack_handle, traced
 from .prepare import Call, autocast, check_tensors, prepare
@@ -64,7 +65,7 @@ def ring_attention(
     kv_layout: LayoutLike = None,
     align: Literal["top-left", "bottom-right"] | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    backend: str | LocalAttention = "auto",
     config: KernelConfig | None = None,
     **unknown: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +130,7 @@ def ring_attention(
             that differ without ``kv_layout`` are refused.
         return_lse: also return ``lse``; it has a gradient.
         backend: ``triton`` (GPU; CPU tensors under Triton's interpreter alone), ``aten`` (CPU: PyTorch's own
-            flash-attention operator), or ``auto``.
+            flash-attention operator), ``auto``, a name given to :func:`register_backend`, or a :class:`LocalAttention`.
         config: tiles of the Triton kernels; by default chosen by GPU and shape.
 
     Returns:

@@ -1,66 +1,77 @@
-"""Who computes a hop: the fused Triton kernels, or PyTorch's own CPU operator."""
+"""The local kernel of a call: its check, one forward or backward per chunk of heads, and their results as one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..kernels import PLAIN, Bounds, KernelConfig, Scores
-from ..kernels.attention import Backward, Forward, attention_delta
-from ..kernels.config import is_single_pass
-from ..kernels.single_pass import Gradients
-from .buffers import Heads, Pair, Tensors
-from .checked import checked
-from .cpu.aten import AtenBackward, AtenForward, row_dot
+from ..kernels import KernelConfig, Scores
+from .buffers import Heads, Pair
+from .local.protocol import FEATURES, LocalAttention, LocalBackward, LocalForward
+from .local.rectangles import MergedForward, check_forward, check_result, row_dot
+from .local.registry import check_supports
+from .schedule.mask import Mask
+
+_CHECKED: set[str] = set()  # names of kernels whose lse was looked at
 
 
-def resolve_backend(name: str, device: torch.device) -> str:
-    """The backend that ``name`` means for tensors on ``device``.
-
-    Raises:
-        ValueError: no such backend, or not on this device.
-    """
-    (name,) = checked(backend=name)
-    if name == "auto":
-        return "aten" if device.type == "cpu" else "triton"
-    if name == "aten" and device.type != "cpu":
-        raise ValueError(f"backend is 'aten', q is on {device}: aten computes on the CPU, use 'triton' or 'auto'")
-    return name
+def check_call(
+    kernel: LocalAttention, q: Tensor, v: Tensor, mask: Mask, scores: Scores, args: Any, *, has_backward: bool | None,
+    by_row: bool,
+) -> None:  # fmt: skip
+    """Raise if a call needs what its kernel does not support; ``by_row``: batch rows see different keys."""
+    needs = {
+        "bounds": by_row or replace(mask, used=None, blocks=None) != Mask(),
+        "seqused_k": mask.used is not None,
+        "block_sparse": mask.blocks is not None,
+        "softcap": bool(scores.softcap),
+        "alibi_slopes": scores.alibi_slopes is not None,
+        "dropout_p": scores.dropout_p > 0,
+        "learnable_sink": args.learnable_sink is not None,
+        "backward": bool(has_backward),
+        "config": args.config is not None,
+    }
+    check_supports(kernel, q, v, needs, scores, None if mask.blocks is None else mask.blocks.block, args.config)
 
 
 def forward_backends(
-    backend: str,
+    kernel: LocalAttention,
     chunks: Sequence[Heads],
-    q: torch.Tensor,
+    q: Tensor,
     *,
     softmax_scale: float,
     config: KernelConfig | None = None,
     start: Pair | None = None,
-) -> list[AtenForward] | list[Forward]:
-    """What computes the forward of each chunk of heads; ``start`` is the ``(out, lse)`` before any key, fp32."""
-    parts: list[tuple[torch.Tensor, Pair | None]] = [(q[:, :, heads.q], None) for heads in chunks]
+) -> list[LocalForward]:
+    """Begin the forward of each chunk of heads; ``start`` is the ``(out, lse)`` before any key, fp32."""
+    parts: list[tuple[Tensor, Pair | None]] = [(q[:, :, heads.q], None) for heads in chunks]
     if start is not None:
         out, lse = start
         parts = [(q[:, :, heads.q], (out[:, :, heads.q], lse[:, heads.q].contiguous())) for heads in chunks]
-    if backend == "aten":
-        return [AtenForward(part, softmax_scale=softmax_scale, start=state) for part, state in parts]
-    return [Forward(part, softmax_scale, config, state) for part, state in parts]
+    begin = partial(kernel.forward, softmax_scale=softmax_scale, config=config)
+    if "state" in kernel.supports.features:
+        return [begin(part, start=state) for part, state in parts]
+    return [MergedForward(partial(begin, part, start=None), part, state, kernel.name) for part, state in parts]
 
 
 def backward_backends(
-    backend: str,
+    kernel: LocalAttention,
     chunks: Sequence[Heads],
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None = None,
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None = None,
     *,
     softmax_scale: float,
     config: KernelConfig | None = None,
-) -> list[AtenBackward] | list[TritonBackward]:
-    """What computes the backward of each chunk of heads."""
+) -> list[LocalBackward]:
+    """Begin the backward of each chunk of heads."""
     parts = [
         (
             dout[:, :, heads.q],
@@ -71,16 +82,52 @@ def backward_backends(
         )
         for heads in chunks
     ]
-    if backend == "aten":
-        return [AtenBackward(*part, softmax_scale=softmax_scale) for part in parts]
-    kind = SinglePassBackward if is_single_pass(config) else TritonBackward
-    return [kind(*part, softmax_scale=softmax_scale, config=config) for part in parts]
+    return [kernel.backward(*part, softmax_scale=softmax_scale, config=config) for part in parts]
 
 
-def row_delta(backend: str, dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
+def check_backward(kernel: LocalAttention, dlse: Tensor | None) -> None:
+    """Raise ValueError if the gradients that a backward got need more than the kernel supports."""
+    if dlse is not None and "lse_gradient" not in kernel.supports.features:
+        raise ValueError(f"backend {kernel.name!r} does not support {FEATURES['lse_gradient']}")
+
+
+def forward_result(
+    kernel: LocalAttention, backends: Sequence[LocalForward], chunks: Sequence[Heads], q: Tensor, v: Tensor
+) -> Pair:
+    """Return ``out`` and ``lse`` of all heads.
+
+    Raises:
+        RuntimeError: a kernel returned another shape or dtype; or NaN in lse, which is looked for on the CPU, and on a
+            GPU, where that waits for the device, in a kernel's first call.
+    """
+    results = [backend.result() for backend in backends]
+    for heads, (out, lse) in zip(chunks, results, strict=True):
+        check_forward(kernel.name, out, lse, q[:, :, heads.q], v.shape[3])
+    outs, lses = zip(*results, strict=True)
+    out, lse = joined(outs, 2).contiguous(), joined(lses, 1).contiguous()
+    if "nan_inputs" not in kernel.supports.features and (lse.device.type == "cpu" or kernel.name not in _CHECKED):
+        if bool(lse.isnan().any()):
+            raise RuntimeError(f"backend {kernel.name!r} returned NaN in lse; or q, k or v have NaN")
+        _CHECKED.add(kernel.name)
+    return out, lse
+
+
+def backward_result(
+    kernel: LocalAttention, backends: Sequence[LocalBackward], chunks: Sequence[Heads], q: Tensor
+) -> Tensor:
+    """Return dQ of all heads. Raises RuntimeError if a kernel returned another shape or dtype."""
+    grads = [backend.result() for backend in backends]
+    for heads, dq in zip(chunks, grads, strict=True):
+        check_result(kernel.name, "dq", dq, q[:, :, heads.q].shape, q.dtype)
+    return joined(grads, 2).contiguous()
+
+
+def row_delta(kernel: LocalAttention, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """``rowsum(dout * out) - dlse``, fp32 ``[B, H, S]``."""
-    if backend == "triton":
-        return attention_delta(dout, out, dlse)
+    own = getattr(kernel, "delta", None)
+    if own is not None:
+        delta: Tensor = own(dout, out, dlse)
+        return delta
     delta = row_dot(dout, out).transpose(1, 2)
     return delta if dlse is None else delta - dlse
 
@@ -88,81 +135,3 @@ def row_delta(backend: str, dout: torch.Tensor, out: torch.Tensor, dlse: torch.T
 def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """The chunks of heads of a result as one tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
-class TritonBackward:
-    """dK/dV and dQ of a hop as two launches; both continue fp32 accumulators."""
-
-    def __init__(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        *,
-        softmax_scale: float,
-        config: KernelConfig | None,
-    ) -> None:
-        self._q = q
-        self._dq: torch.Tensor | None = None
-        self._bind(dout, lse, attention_delta(dout, out, dlse), softmax_scale, config)
-
-    def _bind(
-        self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float, config: KernelConfig | None
-    ) -> None:
-        self._bound = Backward(dout, self._q, lse, delta, scale, config)
-        self._key_gradients: Callable[..., None] = self._bound.dkdv
-
-    def dq(
-        self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
-    ) -> None:
-        q, accum = self._q, self._dq
-        out = q.new_empty(q.shape, dtype=q.dtype if final else torch.float32) if final or accum is None else accum
-        self._bound.dq(k, v, bounds=bounds, scores=scores, accum=accum, out=out)
-        self._dq = out
-
-    def dkdv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bounds: Bounds,
-        *,
-        scores: Scores = PLAIN,
-        local: bool,
-        accum: Callable[[], Tensors] | None,
-        out: Tensors,
-    ) -> None:
-        arrived = None
-        if accum is not None:
-            dk, dv = accum()
-            arrived = (dk, dv)
-        self._key_gradients(k, v, bounds=bounds, scores=scores, accum=arrived, out=(out[0], out[1]))
-
-    def result(self) -> torch.Tensor:
-        """dQ in q's dtype, after the final hop."""
-        assert self._dq is not None
-        return self._dq
-
-
-class SinglePassBackward(TritonBackward):
-    """dK, dV and dQ of a hop as one launch, in the place of dK/dV: what the loop asks for dQ is there already.
-
-    So a chunk's dK/dV travel under the next chunk's launch, and with one chunk under none.
-    """
-
-    def _bind(
-        self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float, config: KernelConfig | None
-    ) -> None:
-        assert config is not None
-        self._dq = torch.zeros(self._q.shape, device=self._q.device, dtype=torch.float32)
-        self._key_gradients = Gradients(dout, self._q, lse, delta, self._dq, scale, config)
-
-    def dq(
-        self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
-    ) -> None:
-        """Nothing: every shard's part is added with its dK/dV, that of the own shard at the very end."""
-
-    def result(self) -> torch.Tensor:
-        """dQ in q's dtype, after the last shard."""
-        return super().result().to(self._q.dtype)

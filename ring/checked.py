@@ -19,7 +19,6 @@ MOST_DIMS = 64  # that a tensor has
 POSITIONS = whole(0, MOST_POSITIONS)
 INTEGERS = whole(-MOST_POSITIONS, MOST_POSITIONS)
 ARGUMENTS = {
-    "backend": one_of("auto", "triton", "aten"),
     # Ring; its dtypes are `wire.dtype_of`'s
     "transport": TRANSPORT,
     "slots": whole(1, MOST_SLOTS),

@@ -8,45 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
-from ..kernels import Bounds, Scores
 from .buffers import Heads, Kind, MaskArgs, Pair, RingCall, Tensors
 from .dkv import DkvAccumulators
 from .key_values import KeyValues
+from .local.protocol import LocalBackward, LocalForward
 from .schedule.schedule import Hop
 
 
-class ForwardBackend(Protocol):
-    """Folds one key shard after the other into ``(out, lse)`` of one chunk of heads."""
-
-    def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, final: bool) -> None:
-        """The keys of one shard; ``final`` on this rank's last."""
-
-
-class BackwardBackend(Protocol):
-    """This rank's part of the gradients of one chunk of heads, one key shard after the other: dK/dV first, then dQ."""
-
-    def dq(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:
-        """Add one shard's part to dQ; ``local`` on the first, ``final`` on the last."""
-
-    def dkdv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bounds: Bounds,
-        *,
-        scores: Scores,
-        local: bool,
-        accum: Callable[[], Tensors] | None,
-        out: Tensors,
-    ) -> None:
-        """Write one shard's dK/dV plus ``accum()``, which waits for the network, to ``out``."""
-
-
-def forward(call: RingCall, backends: Sequence[ForwardBackend], k: torch.Tensor, v: torch.Tensor) -> None:
+def forward(call: RingCall, backends: Sequence[LocalForward], k: torch.Tensor, v: torch.Tensor) -> None:
     """Fold every shard that this rank sees, while the next ones are on their way; a backend per chunk of heads."""
     moving = KeyValues(call, k, v)
     for hop in call.plan.hops:
@@ -65,7 +37,7 @@ def forward(call: RingCall, backends: Sequence[ForwardBackend], k: torch.Tensor,
 
 
 def backward(
-    call: RingCall, backends: Sequence[BackwardBackend], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors
+    call: RingCall, backends: Sequence[LocalBackward], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors
 ) -> None:
     """dQ of every shard that this rank sees and, carried around the ring behind them, dK/dV of its own.
 
@@ -107,7 +79,7 @@ def arrived(call: RingCall, moving: KeyValues, hop: Hop, heads: Heads) -> Pair:
         return moving.arrived(hop, heads)
 
 
-def query_gradient(call: RingCall, moving: KeyValues, backend: BackwardBackend, hop: Hop, heads: Heads) -> None:
+def query_gradient(call: RingCall, moving: KeyValues, backend: LocalBackward, hop: Hop, heads: Heads) -> None:
     """This hop's part of dQ."""
     hop_masks = call.plan.hop_masks[hop.index]
     if not hop_masks:
@@ -122,7 +94,7 @@ def query_gradient(call: RingCall, moving: KeyValues, backend: BackwardBackend, 
 
 
 def key_gradients(
-    call: RingCall, moving: KeyValues, dkv: DkvAccumulators, backend: BackwardBackend, hop: Hop, heads: Heads
+    call: RingCall, moving: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, hop: Hop, heads: Heads
 ) -> None:
     """This rank's part of the dK/dV of a shard that is not its own, added to what came from the ranks before."""
     hop_masks, came = call.plan.hop_masks[hop.index], dkv.came(hop, heads)
@@ -143,7 +115,7 @@ def key_gradients(
 
 
 def own_gradients(
-    call: RingCall, moving: KeyValues, dkv: DkvAccumulators, backend: BackwardBackend, heads: Heads, dkdv: Tensors
+    call: RingCall, moving: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, heads: Heads, dkdv: Tensors
 ) -> None:
     """dK/dV of the own shard: what all others have summed up, and this rank's own part."""
     own = call.plan.hops[0]

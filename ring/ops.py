@@ -24,7 +24,14 @@ from ..kernels.ops import NO_SLOPE
 from ..kernels.scores import SEEDS
 from . import loop, ulysses
 from .args import ENTRIES, AttentionArgs, pack, signed, unpack
-from .backends import backward_backends, forward_backends, joined, row_delta
+from .backends import (
+    backward_backends,
+    backward_result,
+    check_backward,
+    forward_backends,
+    forward_result,
+    row_delta,
+)
 from .mesh import Rings, rings_of
 from .prepare import Call, check_tensors, prepare
 from .ring import Ring, resolve_ring
@@ -156,8 +163,7 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
                 start=None if call.sink is None else sink_state(call.sink, q, v.shape[3]),
             )
             loop.forward(running, backends, k, v)
-        outs, lses = zip(*(backend.result() for backend in backends), strict=True)
-        out, lse = joined(outs, 2).contiguous(), joined(lses, 1).contiguous()
+        out, lse = forward_result(call.backend, backends, running.chunks, q, v)
         if call.rows is not None:
             out, lse = call.rows.unpack(out), call.rows.unpack_lse(lse)
     numbers = [signed(call.scores.dropout_seed), call.number, call.exchange_number]
@@ -206,6 +212,7 @@ def gradients(
         return _gradients_in_graph(dout, dlse, q, k, v, out, lse, numbers, *args)
     sink, rows = args[_SINK], call.rows
     with call.ranks._entered(q.device):
+        check_backward(call.backend, dlse)
         call.ring._agree({"call": "backward"}, q.device, of=call.number)
         dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse, of_keys = None if dlse is None else dlse.contiguous(), (k, v)
@@ -220,7 +227,7 @@ def gradients(
             loop.backward(running, backends, k, v, (dk, dv))
         delta = None if sink is None else row_delta(call.backend, dout, out, dlse)
         dsink = lse.new_empty(0) if sink is None or delta is None else sink_gradient(sink, delta, lse)
-        dq = joined([backend.result() for backend in backends], 2).contiguous()
+        dq = backward_result(call.backend, backends, running.chunks, q)
         if rows is not None:
             dq = rows.unpack(dq)
             dk, dv = (rows.unpack_keys(grad, like) for grad, like in zip((dk, dv), of_keys, strict=True))

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from ..kernels import KernelConfig, Scores, choice, hopper_backward_launch, hopper_launch
+from ..kernels import KernelConfig, Scores
 from ..kernels.checks import TRANSPOSED, check_local, check_shapes, check_tensor
-from ..kernels.choice import check_config
-from ..kernels.launch import check_cpu
 from .args import ENTRIES, FIRST_HEADS, AttentionArgs, Compare, Options, check_args
-from .backends import resolve_backend
+from .backends import check_call
 from .checked import check_autograd
+from .local.protocol import LocalAttention
+from .local.registry import resolve_backend
 from .mesh import Ranks, Rings, joined, shared
 from .ring import Ring
 from .rows import PackedRows, Rows, is_by_row, lengths_of, packed_rows, rows_of
@@ -66,7 +66,7 @@ class Call:
     exchange_number: int = 0
     """The same among those of the exchange of heads."""
     softmax_scale: float = field(init=False)
-    backend: str = field(init=False)
+    backend: LocalAttention = field(init=False)
     config: KernelConfig | None = field(init=False)
     layouts: Layouts = field(init=False)
     mask: Mask = field(init=False)
@@ -101,10 +101,6 @@ def prepare(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     check_ring(ring, k[:, :, its])
     call.softmax_scale = 1.0 / sqrt(q.shape[3]) if args.softmax_scale is None else args.softmax_scale
     call.backend = resolve_backend(args.backend, q.device)
-    if call.backend == "triton" and q.device.type == "cpu":
-        check_cpu((q,))
-    if call.backend == "aten" and args.config is not None:
-        raise ValueError("config sets the tiles of the Triton kernels, and the backend is aten: leave it out")
     call.layouts = held = layouts_of(q, k, args, ranks)
     call.args, rows, fields_of_rows = by_row(args, held, q.shape[0])
     call.mask = mask = build_mask(held, q.shape[0], call.args)
@@ -121,7 +117,9 @@ def prepare(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
             f"first_head is {args.first_head}: with {q.shape[2]} heads of q over a mesh it must be 0 to "
             f"{FIRST_HEADS - q.shape[2]}, since every rank counts from the first of its own"
         )
-    check_tiles(call.mask, call.scores, call.backend, args.config, q, v)
+    gradient = call.compare.get("gradient")
+    has_backward = bool(gradient[-1] if isinstance(gradient, tuple) else gradient)
+    check_call(call.backend, q, v, call.mask, call.scores, args, has_backward=has_backward, by_row=rows is not None)
     if call.number is None:
         agree(call, q, k, v, fields_of_rows)
     if call.exchange is not None:
@@ -330,21 +328,6 @@ def sink_of(q: Tensor, learnable_sink: Tensor | None) -> Tensor | None:
             f"[{q.shape[2]}] on {q.device}, one logit per head of q"
         )
     return learnable_sink
-
-
-def check_tiles(mask: Mask, scores: Scores, backend: str, config: KernelConfig | None, q: Tensor, v: Tensor) -> None:
-    """Refuse a config that does not fit heads, scores or the GPU, and blocks that its tiles do not divide: ValueError.
-
-    Else the first to learn of it were the first hop, or the backward, with other ranks' shards on their way.
-    """
-    if backend != "triton":
-        return
-    check_config(config, q, v)
-    if config is not None and config.forward_kernel == "hopper":
-        hopper_launch.check_call(q, v, scores, config.forward)
-    if config is not None and config.backward == "hopper":
-        hopper_backward_launch.check_call(q, v, scores, config.single_pass)
-    choice.check_tiles(config, q, v, None if mask.blocks is None else mask.blocks.block)
 
 
 def scores_of(q: Tensor, args: AttentionArgs, layouts: Layouts) -> Scores:

@@ -32,7 +32,9 @@ from ...kernels.config import config_for
 from ...reference.masks import by_batch
 from ...ring.backends import backward_backends, forward_backends
 from ...ring.buffers import MaskArgs, chunks_of
-from ...ring.loop import ForwardBackend, add
+from ...ring.local.protocol import LocalForward
+from ...ring.local.registry import resolve_backend
+from ...ring.loop import partial_sums
 from ...ring.schedule.plan import plan
 from ..common.attention import AttentionConfig
 from ..common.memory import free_memory
@@ -173,10 +175,11 @@ def _parts_of_backward(given: Given, limits: Bounds, config: KernelConfig | None
 def by_hops(backend: str, given: Given, config: KernelConfig | None = None, passes: tuple[str, ...] = PASSES) -> Ready:
     """What the ring computes a hop by, on one shard: as many launches as the mask has parts."""
     q, k, v, dout, parts = given.q, given.k, given.v, given.dout, given.bounds
+    kernel = resolve_backend(backend, q.device)
     chunks, how = chunks_of(1, q.shape[2], k.shape[2]), {"softmax_scale": q.shape[-1] ** -0.5, "config": config}
 
     def forward() -> tuple[Tensor, Tensor]:
-        (work,) = forward_backends(backend, chunks, q, **how)
+        (work,) = forward_backends(kernel, chunks, q, **how)
         _fold(work, k, v, parts, final=True)
         return work.result()
 
@@ -184,18 +187,19 @@ def by_hops(backend: str, given: Given, config: KernelConfig | None = None, pass
     state = out.to(torch.float32, copy=True), lse.clone()  # of its own: it is continued in place, again and again
 
     def with_state() -> None:
-        (work,) = forward_backends(backend, chunks, q, start=state, **how)
+        (work,) = forward_backends(kernel, chunks, q, start=state, **how)
         _fold(work, k, v, parts, final=False)
 
     def backward() -> tuple[Tensor, ...]:
-        (work,) = backward_backends(backend, chunks, dout, q, out, lse, **how)
+        (work,) = backward_backends(kernel, chunks, dout, q, out, lse, **how)
         into = torch.empty_like(k), torch.empty_like(v)
         for part in parts:
             work.dq(k, v, part, scores=PLAIN, local=True, final=part is parts[-1])
-        add(work, (k, v), [MaskArgs(bounds=part, scores=PLAIN) for part in parts], local=True, accum=None, out=into)
+        for one, accum, sums in partial_sums([MaskArgs(bounds=x, scores=PLAIN) for x in parts], None, into):
+            work.dkdv(k, v, **one, local=True, accum=accum, out=sums)
         return work.result(), *into
 
-    (carried,) = forward_backends(backend, chunks, q, **how)
+    (carried,) = forward_backends(kernel, chunks, q, **how)
     for keys, seen in given.halves:
         _fold(carried, k[:, keys], v[:, keys], seen, final=keys.stop is None)
     steps: dict[str, Step] = {FORWARD: forward, STATE: with_state, BACKWARD: backward}
@@ -204,7 +208,7 @@ def by_hops(backend: str, given: Given, config: KernelConfig | None = None, pass
     return Ready(steps, [out, *grads], carried.result()[0] if given.halves else None)
 
 
-def _fold(work: ForwardBackend, k: Tensor, v: Tensor, parts: Sequence[Bounds], *, final: bool) -> None:
+def _fold(work: LocalForward, k: Tensor, v: Tensor, parts: Sequence[Bounds], *, final: bool) -> None:
     """The keys of one shard, part by part of the mask."""
     for part in parts:
         work.fold(k, v, part, scores=PLAIN, final=final and part is parts[-1])
@@ -318,4 +322,4 @@ def contenders(device: torch.device) -> list[Contender]:
         theirs = [Contender(name, partial(sdpa, backend)) for name, backend in GPU_SDPA.items()]
         return [*ours, *theirs, Contender("flex_attention", flex)]
     theirs = [Contender(name, partial(sdpa, backend)) for name, backend in CPU_SDPA.items()]
-    return [Contender(OURS, partial(by_hops, "aten")), *theirs]
+    return [Contender(OURS, partial(by_hops, "auto")), *theirs]

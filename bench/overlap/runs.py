@@ -18,8 +18,9 @@ import torch
 
 from ...comm import DONE, Fence, Limits, Message, Transport
 from ...ring import Ring, loop
-from ...ring.backends import backward_backends, forward_backends, joined, resolve_backend
+from ...ring.backends import backward_backends, forward_backends, joined
 from ...ring.buffers import RingCall, Tensors, ignore_post
+from ...ring.local.registry import resolve_backend
 from ...ring.schedule.plan import Plan, plan
 from ..common.attention import AttentionConfig
 from ..common.flags import counted, human
@@ -72,6 +73,9 @@ class Nothing:
         if accum is not None:
             accum()
 
+    def result(self) -> Any:
+        """Return nothing."""
+
 
 class Shard:
     """One rank's random inputs, and the passes of one ring over them, in each of the three ways.
@@ -88,7 +92,7 @@ class Shard:
         backend: str = "",
         revised: Callable[[Plan], Plan] | None = None,
     ) -> None:
-        self._ring, self._backend = ring, backend or resolve_backend("auto", device)
+        self._ring, self._backend = ring, resolve_backend(backend or "auto", device)
         own = plan(problem.held, problem.mask, ring.rank, ring.direction, device, ring.topology, ring.slots)
         self._plan = own if revised is None else revised(own)
         self._scale = 1 / math.sqrt(problem.head_dim)

@@ -37,8 +37,8 @@ class Call:
     tokens: int
     """Per rank."""
     world: int
-    layout: str = "zigzag"
-    """One of ``EQUAL_SHARDS``, or ``balanced`` by ``speeds``."""
+    layout: str | Layout = "zigzag"
+    """One of ``EQUAL_SHARDS``, ``balanced`` by ``speeds``, or any of ``tokens * world`` tokens."""
     mask: Mask = field(default_factory=lambda: Mask(causal=True))
     heads: int = 32
     kv_heads: int = 8
@@ -105,6 +105,8 @@ class Call:
     @cached_property
     def held(self) -> Layout:
         """Who holds which tokens."""
+        if isinstance(self.layout, Layout):
+            return self.layout
         if self.layout == BALANCED:
             return Layout.balanced(self.seqlen, self.speeds, causal=self.mask.causal)
         made: Layout = getattr(Layout, self.layout)(self.seqlen, self.world)
@@ -176,7 +178,7 @@ class Call:
         """The call as memory is counted of it."""
         return AttentionConfig(
             self.seqlen, self.world, self.batch, self.heads, self.kv_heads, self.head_dim, self.dtype,
-            self.mask.causal, self.layout, device="cuda",
+            self.mask.causal, str(self.layout), device="cuda",
         )  # fmt: skip
 
     @property

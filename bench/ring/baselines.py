@@ -18,9 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import PLAIN
 from ...ring import Layout, Mask, bounds
-from ...ring.backends import backward_backends, forward_backends, resolve_backend
+from ...ring.backends import backward_backends, forward_backends
 from ...ring.buffers import chunks_of
+from ...ring.local.registry import resolve_backend
 from ..common.timing import Stopwatch
 
 NO_DROPOUT = 0.0
@@ -230,7 +232,7 @@ class _ExchangedAttention(torch.autograd.Function):
         ctx.net, ctx.scale, ctx.chunks = net, q.shape[-1] ** -0.5, chunks_of(1, q.shape[2], k.shape[2])
         ctx.backend = resolve_backend("auto", q.device)
         (backend,) = forward_backends(ctx.backend, ctx.chunks, q, softmax_scale=ctx.scale)
-        backend.fold(k, v, net.bounds, final=True)
+        backend.fold(k, v, net.bounds, scores=PLAIN, final=True)
         out, lse = backend.result()
         ctx.save_for_backward(q, k, v, out, lse)
         return net.results(out)
@@ -242,6 +244,6 @@ class _ExchangedAttention(torch.autograd.Function):
         tensors = (net.queries(dout), q, out, lse)
         (backend,) = backward_backends(ctx.backend, ctx.chunks, *tensors, softmax_scale=ctx.scale)
         dkv = tuple(torch.empty_like(x, dtype=torch.float32) for x in (k, v))
-        backend.dq(k, v, net.bounds, local=True, final=True)
-        backend.dkdv(k, v, net.bounds, local=True, accum=None, out=dkv)
+        backend.dq(k, v, net.bounds, scores=PLAIN, local=True, final=True)
+        backend.dkdv(k, v, net.bounds, scores=PLAIN, local=True, accum=None, out=dkv)
         return net.results(backend.result()), *(net.gradients(x, k.dtype) for x in dkv), None

@@ -27,8 +27,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...kernels import Scores
-from .regions import KeyRanges, Limits, Region
+from ...kernels import Bounds, Scores
+from ..local.regions import KeyRanges, Limits, Region, limits
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key after every round
@@ -204,16 +204,16 @@ def chunks(k: Tensor, v: Tensor, group: int, rows: int) -> list[Chunk]:
     return made
 
 
-def blocks(limits: Limits, group: int, kv_heads: int) -> list[Block]:
+def blocks(visible: Limits, group: int, kv_heads: int) -> list[Block]:
     """Blocks of rows with the tiles they see; a block that sees nothing is left out.
 
     ``kv_heads`` are those of a chunk: of fewer, a tile has more keys.
     """
-    lo, hi = limits.lo.numpy(), limits.hi.numpy()
+    lo, hi = visible.lo.numpy(), visible.hi.numpy()
     step = _block_rows(group)
     width = max(TILE_KEYS, TILE_SCORES * torch.get_num_threads() // (kv_heads * group * min(step, len(lo))))
     rows = [slice(row, min(row + step, len(lo))) for row in range(0, len(lo), step)]
-    made = (Block(near.start, near.stop, tuple(_tiles(lo[near], hi[near], limits.key_ranges, width))) for near in rows)
+    made = (Block(near.start, near.stop, tuple(_tiles(lo[near], hi[near], visible.key_ranges, width))) for near in rows)
     return [block for block in made if block.tiles]
 
 
@@ -254,8 +254,8 @@ SMALL, LARGEST_VALUE = 60.0, 1e14  # 2^SMALL * LARGEST_VALUE, times a million ke
 
 @torch.inference_mode()  # what it calls is small: bookkeeping for autograd would be 4% of it
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, limits: Limits,
-    *, scale: float, modifiers: Modifiers | None = None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Bounds, region: Region, scores: Scores,
+    *, scale: float,
 ) -> None:  # fmt: skip
     """Fold ``k`` and ``v`` into the running ``out`` and ``lse``, in place.
 
@@ -263,12 +263,12 @@ def forward(
     ``lse = -inf`` and ``out = 0``. Dropped weights count in ``lse``.
 
     Shapes: q ``[B, Sq, H, D]``, k ``[B, Sk, Hkv, D]``, v ``[B, Sk, Hkv, Dv]``, any float dtype; out ``[B, Sq, H, Dv]``
-    and lse ``[B, H, Sq]``, fp32 or wider, natural log. Row i sees the keys ``lo[i] <= j < hi[i]`` that lie in one of
-    the key ranges.
+    and lse ``[B, H, Sq]``, fp32 or wider, natural log; all those of the region.
     """
+    modifiers = None if scores.is_plain else Modifiers(scores, region)
     group = q.shape[2] // k.shape[2]
     all_heads = chunks(k, v, group, q.shape[1])
-    todo = blocks(limits, group, len(all_heads[0].keys))
+    todo = blocks(limits(bounds, region), group, len(all_heads[0].keys))
     workspace = _workspace(todo, all_heads[0], group)
     for block in todo:
         rows = slice(block.row, block.end)
@@ -327,19 +327,20 @@ def _divided(acc: Tensor, m: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, limits: Limits,
-    *, scale: float, grads: tuple[Tensor, ...], modifiers: Modifiers | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, bounds: Bounds, region: Region,
+    scores: Scores, *, scale: float, grads: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
     """Add these queries' and keys' part of the gradients to ``grads``: dq, dk and dv, fp32, in place.
 
     ``lse`` is the row's over all shards, +inf for a row that has seen nothing, and ``delta`` is
     ``rowsum(dout * out) - dlse``, both ``[B, H, Sq]`` fp32; the rest is shaped as in :func:`forward`.
     """
+    modifiers = None if scores.is_plain else Modifiers(scores, region)
     dq, dk, dv = grads
     base_2 = lse * LOG2_E
     group = q.shape[2] // k.shape[2]
     all_heads = chunks(k, v, group, q.shape[1])
-    todo = blocks(limits, group, len(all_heads[0].keys))
+    todo = blocks(limits(bounds, region), group, len(all_heads[0].keys))
     workspace, more_workspace = (_workspace(todo, all_heads[0], group) for _ in range(2))
     for block in todo:
         rows = slice(block.row, block.end)

@@ -6,17 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...comm.topology.topology import Topology
 from ...kernels import BlockSparseIndex, Bounds, Scores
 from ...kernels.shared import Shared, SharedCache
 from .active import sent_keys
 from .layout import Layout
 from .mask import Mask, bounds
 from .schedule import DKV_SLOTS, KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, Edge, Hop, schedule
+
+if TYPE_CHECKING:
+    from ...comm.topology.topology import Topology
 
 PLANS = 64  # a model alternates between a few (layout, mask) pairs
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ...comm.topology.topology import Topology
 from .active import active_shards, sent_keys
 from .layout import Layout
 from .mask import Mask
+from .text import text
+
+if TYPE_CHECKING:
+    from ...comm.topology.topology import Topology
 
 KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
 ROOT_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole outer step
@@ -220,8 +223,6 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        from .text import text  # it needs the schedule's own names
-
         return text(self)
 
 
@@ -257,8 +258,10 @@ def schedule(
         raise ValueError(f"topology has {topology.world} ranks, layout is made for {layout.world}")
     if slots < 1:
         raise ValueError(f"slots is {slots}: K/V need at least one")
-    ring = topology or Topology.flat(layout.world)
-    return _schedule(layout, mask, keys, direction, ring.nodes if ring.two_level else (ring.order,), slots)
+    nodes: tuple[tuple[int, ...], ...] = (tuple(range(layout.world)),)
+    if topology is not None:
+        nodes = topology.nodes if topology.two_level else (topology.order,)
+    return _schedule(layout, mask, keys, direction, nodes, slots)
 
 
 @lru_cache(maxsize=KEPT)

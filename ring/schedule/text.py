@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from .schedule import Hop, Schedule
+if TYPE_CHECKING:
+    from .schedule import Hop, Schedule
 
 WIDTH = 80  # columns of a terminal
 PRINTED = 16  # ranks and hops: a larger table, or a wider one, is printed with its middle left out
 OUTER = "|"  # stands between the outer steps of a two-level ring
 
-Cell = Callable[[Schedule, Hop], str]
+Cell = Callable[["Schedule", "Hop"], str]
 
 
 def text(plan: Schedule) -> str:

@@ -36,7 +36,7 @@ from ringattn.bench.overlap.runs import (
     verdict,
 )
 from ringattn.comm import LocalGroup, LocalTransport
-from ringattn.ring.cpu.aten import AtenBackward, AtenForward
+from ringattn.ring.local.rectangles import RectangleBackward, RectangleForward
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -115,7 +115,7 @@ def test_compute_alone_posts_nothing_and_communication_alone_computes_nothing(mo
     moved: dict[int, int] = dict.fromkeys(range(world), 0)
     computed: dict[int, int] = dict.fromkeys(range(world), 0)
     rank_of: dict[int, int] = {}
-    post, fold, dkdv = LocalTransport.post, AtenForward.fold, AtenBackward.dkdv
+    post, fold, dkdv = LocalTransport.post, RectangleForward.fold, RectangleBackward.dkdv
 
     def posting(transport: LocalTransport, **messages: Any) -> Any:
         sizes = [sum(message.tensor.nbytes for message in messages[name]) for name in ("sends", "receives")]
@@ -124,7 +124,7 @@ def test_compute_alone_posts_nothing_and_communication_alone_computes_nothing(mo
 
     def computing(backend: Any, *arguments: Any, **named: Any) -> None:
         computed[rank_of[threading.get_ident()]] += 1
-        (fold if isinstance(backend, AtenForward) else dkdv)(backend, *arguments, **named)
+        (fold if isinstance(backend, RectangleForward) else dkdv)(backend, *arguments, **named)
 
     def run(group: LocalGroup) -> dict[tuple[str, str], tuple[int, int]]:
         rank = group.rank()
@@ -141,8 +141,8 @@ def test_compute_alone_posts_nothing_and_communication_alone_computes_nothing(mo
         return posted
 
     monkeypatch.setattr(LocalTransport, "post", posting)
-    monkeypatch.setattr(AtenForward, "fold", computing)
-    monkeypatch.setattr(AtenBackward, "dkdv", computing)
+    monkeypatch.setattr(RectangleForward, "fold", computing)
+    monkeypatch.setattr(RectangleBackward, "dkdv", computing)
     with LocalWorld(world, device="cpu") as ranks:
         for of_rank in ranks.run(run):
             for phase in PHASES:

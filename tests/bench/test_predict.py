@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ringattn import Layout
 from ringattn.bench.predict.alternatives import exchange_seconds, exchanged, ways
 from ringattn.bench.predict.call import Call, area_of
 from ringattn.bench.predict.clock import run, slowed
@@ -24,7 +25,7 @@ from ringattn.kernels import Bounds
 from ringattn.ring import Mask
 from ringattn.ring.buffers import Key, Kind
 from ringattn.ring.schedule.layout import Documents
-from ringattn.ring.schedule.mask import bigbird, visible_pairs
+from ringattn.ring.schedule.mask import BlockMask, bigbird, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
 
 LINKS = Links(PRESETS["nvlink4"], PRESETS["ib400"])
@@ -54,21 +55,26 @@ def late(inside: float, between: float | None = None) -> Links:
     return Links(Link(1e30, inside), Link(1e30, inside if between is None else between))
 
 
+OWN = Layout([[(0, 8), (48, 16)], [(8, 16)], [(32, 16)], [(24, 8)]])
+
+
 @pytest.mark.parametrize(("layout", "nodes", "mask"), [
     ("striped", 2, CAUSAL), ("contiguous", 2, Mask(causal=True, window=(12, 0))),
     ("zigzag", 1, Mask(causal=True, documents=Documents([0, 8, 40, 64]))),
+    (OWN, 2, Mask(causal=True, window=(20, 0), blocks=BlockMask(torch.rand(16, 16) > 0.3, 4))),
 ])  # fmt: skip
-def test_programs_move_what_the_schedule_says(layout: str, mask: Mask, nodes: int) -> None:
+def test_programs_move_what_the_schedule_says(layout: Any, mask: Mask, nodes: int) -> None:
     call = replace(SMALL, layout=layout, mask=mask, nodes=nodes)
     made = schedule(call.held, mask, topology=call.topology)
     per_token = 2 * call.kv_heads * call.head_dim
     for phase, dkv in zip(PASSES, (0, 4 * per_token), strict=True):
         for plan in call.plans():
-            ops = record(call, plan, phase).ops
+            ops = record(call, plan, phase, tokens=call.held.lengths[plan.rank]).ops
             sent = sum(nbytes for op in ops for _, nbytes in op.sends)
             assert sent == made.bytes(2 * per_token, dkv)[plan.rank]
             launched = [op.hop for op in ops if op.what in (FOLD, DKDV)]
             assert sorted(set(launched)) == [hop.index for hop in plan.hops if hop.computes]
+    assert call.memory()
     predicted(call, H100, LINKS)  # every message has its other end, and nobody waits forever
 
 

@@ -37,8 +37,7 @@ from ringattn.kernels.choice import backward_config, launch_traits, tile_for
 from ringattn.kernels.config import config_for, single_pass_tile
 from ringattn.kernels.gpu import assumed_gpu
 from ringattn.kernels.tables import Point, with_options
-from ringattn.ring.prepare import check_tiles
-from ringattn.ring.schedule.mask import Mask
+from ringattn.ring.local import fused
 
 from ..support.kernel_cases import Sizes, check, inputs, ours
 from ..support.tile_tables import H200, HOPPER, POINT, TILE, entry, estimate, folders, save
@@ -234,7 +233,8 @@ def test_the_hopper_kernels_have_tiles_of_their_own(gpu: Folders, monkeypatch: p
     q, v = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
     config = KernelConfig(forward_kernel="hopper", backward="hopper")
     assert tile_for("forward", config, q, v, None) == config_for(90, q.dtype, 128).forward
-    check_tiles(Mask(), Scores(), "triton", config, q, v)
+    monkeypatch.setattr(fused, "check_cpu", lambda tensors: None)  # bfloat16
+    fused.Triton().check(q, v, scores=Scores(), block=None, config=config)
 
 
 # --- one pass or two ----------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_a_tile_that_does_not_fit_is_refused_with_one_that_does(field: str, gpu:
     config = KernelConfig(SMALL, SMALL, SMALL, backward="single_pass" if field == "single_pass" else "two_pass")
     config = replace(config, **{field: LARGE})  # type: ignore[arg-type]
     calls: list[Callable[[], object]] = [
-        lambda: check_tiles(Mask(), Scores(), "triton", config, x.q, x.v),
+        lambda: fused.Triton().check(x.q, x.v, scores=Scores(), block=None, config=config),
         lambda: (
             attention_forward(x.q, x.k, x.v, config=config)
             if field == "forward"

@@ -140,7 +140,7 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"k": x(8, 2).to("meta")}, "k is on meta, q on cpu"),
     ({"q": x(8, 4).to("meta")}, "q is a Tensor on meta without values: it must be one with values"),
     ({"causal": 1}, "causal is 1: it must be True or False"),
-    ({"config": KernelConfig(TILE, TILE, TILE)}, "config sets the tiles of the Triton kernels"),
+    ({"config": KernelConfig(TILE, TILE, TILE)}, "config, the tiles of the Triton kernels"),
     ({"layout": "ring"}, "layout is 'ring': it must be a Layout or one of contiguous, zigzag, striped"),
     ({"learnable_sink": 1.0}, "learnable_sink is <class 'float'>: it must be a torch.Tensor"),
     ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient, and there is none"),

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringattn import Layout
 from ringattn.kernels import FULL, Bounds
 from ringattn.ring.cpu import aten
-from ringattn.ring.cpu import regions as cutting
-from ringattn.ring.cpu.aten import AtenBackward, AtenForward
-from ringattn.ring.cpu.regions import Kind
+from ringattn.ring.cpu.aten import ATEN
+from ringattn.ring.local import regions as cutting
+from ringattn.ring.local.regions import Kind
 
 from ..support.baselines import Results
 from ..support.pairwise import pairwise_cases
@@ -51,13 +51,13 @@ def test_empty_shards(queries: int, keys: int, empty: Bounds | None) -> None:
     nothing = torch.zeros(queries, dtype=torch.int32)
     bounds_of_hop = empty or Bounds(nothing, nothing)
     q, k, dout = torch.randn(2, queries, 4, 8), torch.randn(2, keys, 2, 8), torch.randn(2, queries, 4, 8)
-    backend = AtenForward(q, softmax_scale=SCALE)
+    backend = ATEN.forward(q, softmax_scale=SCALE)
     backend.fold(k, k, bounds_of_hop, final=True)
     out, lse = backend.result()
     assert out.shape == q.shape and not out.any()
     assert lse.shape == (2, 4, queries) and bool((lse == -torch.inf).all())
     into = (torch.full_like(k, torch.nan), torch.full_like(k, torch.nan))
-    back = AtenBackward(dout, q, out, lse, None, softmax_scale=SCALE)
+    back = ATEN.backward(dout, q, out, lse, None, softmax_scale=SCALE)
     back.dq(k, k, bounds_of_hop, local=True)
     back.dkdv(k, k, bounds_of_hop, local=True, accum=None, out=into)
     assert back.result().equal(torch.zeros_like(q))
@@ -94,8 +94,8 @@ def test_backward_of_a_square_computes_little_more_than_its_triangle(
     monkeypatch.setattr(aten, "_operator_backward", counting)
     whole = inputs(rows, (2, 2), dtype=dtype) | {"dlse": torch.zeros(2, 2, rows)}
     q, k, v, dout = (whole[x].flip(1) if kind is Kind.ANTICAUSAL else whole[x] for x in ("q", "k", "v", "dout"))
-    out, lse = aten.operator_forward(q, k, v, kind, scale=SCALE)
-    grads = aten.operator_backward(dout, q, k, v, out, lse, kind, scale=SCALE)
+    out, lse = ATEN.compute(q, k, v, kind, scale=SCALE)
+    grads = ATEN.gradients(dout, q, k, v, out, lse, kind, scale=SCALE)
     flipped = [x.flip(1) if kind is Kind.ANTICAUSAL else x for x in (out, *grads)]
     ours = Results(flipped[0], lse.flip(2) if kind is Kind.ANTICAUSAL else lse, *flipped[1:])
     check_results(ours, whole, causal=True, backend="aten")
@@ -120,9 +120,9 @@ def test_arriving_keys_are_waited_for_last(local: bool, blockwise_only: bool) ->
     q, k, v, dout = (torch.randn(2, 12, heads, 16) for heads in (4, 2, 2, 4))
     lo = torch.arange(12, dtype=torch.int32) // 2
     bounds_of_hop = Bounds(lo, lo + 3) if blockwise_only else FULL
-    backend = AtenForward(q, softmax_scale=SCALE)
+    backend = ATEN.forward(q, softmax_scale=SCALE)
     backend.fold(k[:, :9], v[:, :9], bounds_of_hop, final=True)
-    back = AtenBackward(dout, q, *backend.result(), None, softmax_scale=SCALE)
+    back = ATEN.backward(dout, q, *backend.result(), None, softmax_scale=SCALE)
     accum = (torch.zeros(2, 9, 2, 16), torch.zeros(2, 9, 2, 16))
     recorder = Recorder()
 

@@ -14,7 +14,8 @@ from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import KernelConfig, Tile, attention_delta
 from ringattn.kernels.attention import Forward
 from ringattn.kernels.single_pass import Gradients
-from ringattn.ring import backends, loop
+from ringattn.ring import loop
+from ringattn.ring.local import fused
 
 from ..kernels.test_hopper import ON_HOPPER, Launches, launches
 from ..support.kernel_cases import DEVICE
@@ -63,7 +64,7 @@ def one_at_a_time(entry: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.usefixtures("poison")
 def test_hopper_is_exact(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hop within bounds that starts dK/dV, and one without that continues them; keys past the end of a tile."""
-    monkeypatch.setattr(backends, "attention_delta", one_at_a_time(attention_delta))
+    monkeypatch.setattr(fused, "attention_delta", one_at_a_time(attention_delta))
     for bound in (Forward, Gradients):
         monkeypatch.setattr(bound, "__call__", one_at_a_time(bound.__call__))
     layout, whole = Layout.zigzag(152, 2), inputs(152, (2, 1), (64, 64), HALF)

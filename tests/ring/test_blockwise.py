@@ -12,9 +12,9 @@ from ringattn.kernels import Bounds
 from ringattn.reference.philox import philox
 from ringattn.reference.philox import words as philox_words
 from ringattn.ring.cpu import blockwise
-from ringattn.ring.cpu import regions as cutting
-from ringattn.ring.cpu.aten import AtenForward
+from ringattn.ring.cpu.aten import ATEN
 from ringattn.ring.cpu.blockwise import first_word
+from ringattn.ring.local import regions as cutting
 
 from ..support.mask_cases import check
 from .test_ring_masks import MASKS, PATTERNS, SCORES, case_of
@@ -84,7 +84,7 @@ def test_windows_of_large_scores_and_values(score: float, value: float) -> None:
     q, k, v = torch.zeros(1, 180, 1, 8), torch.zeros(1, 180, 1, 8), torch.full((1, 180, 1, 8), value / 8)
     q[..., 0], k[..., 0], v[..., 0] = score / math.log2(math.e), 1.0, value
     hi = torch.arange(1, 181, dtype=torch.int32)
-    work = AtenForward(q, softmax_scale=1.0)
+    work = ATEN.forward(q, softmax_scale=1.0)
     work.fold(k, v, Bounds(hi.sub(90).clamp(min=0), hi), final=True)
     out, lse = work.result()
     torch.testing.assert_close(out, v)

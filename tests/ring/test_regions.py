@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ringattn.kernels import FULL, BlockSparseIndex, Bounds
 from ringattn.ring import Mask
-from ringattn.ring.cpu import regions as cutting
-from ringattn.ring.cpu.regions import Kind, Region, limits, regions
+from ringattn.ring.local import regions as cutting
+from ringattn.ring.local.regions import Kind, Region, limits, regions
 from ringattn.ring.schedule.mask import bounds as bounds_of
 
 CAUSAL = Mask(causal=True)
@@ -85,20 +85,20 @@ CONSTANTS = {"MIN_ROWS": (3, 6), "BAND_ROWS": (2, 4), "NARROW_KEYS": (3, 30)}
 @given(
     case=any_bounds(),
     constants=st.fixed_dictionaries({name: st.sampled_from(some) for name, some in CONSTANTS.items()}),
-    operator=st.sampled_from([True, True, False]),
+    how=st.sampled_from([{}, {}, {"operator": False}, {"exact": True}, {"exact": True}]),
 )
-@settings(max_examples=120)
+@settings(max_examples=200)
 def test_regions_cover_every_visible_pair_once(
-    case: tuple[Bounds, int, int], constants: dict[str, int], operator: bool
+    case: tuple[Bounds, int, int], constants: dict[str, int], how: dict[str, bool]
 ) -> None:
     bounds, rows, keys = case
     with mock.patch.dict(vars(cutting), constants):
-        cut = regions(bounds, rows, keys, operator=operator)
+        cut = regions(bounds, rows, keys, **how)
     visible = visible_pairs(bounds, rows, keys)
     covered = torch.zeros(visible.shape, dtype=torch.int32)
     for region in cut:
         assert region.row < region.row_end and region.key < region.key_end
-        assert operator or region.kind is Kind.BLOCKWISE
+        assert (region.kind is Kind.BLOCKWISE) not in (["operator" not in how] if how else [])
         covered[region.items, region.rows, region.keys] += shape(region, bounds)
     assert covered.equal(visible.int())
     assert bool(cut) == bool(visible.any())

@@ -92,7 +92,7 @@ def of_layout(
     **more: Any,
 ) -> Case:
     """The call with inputs of as many heads as its backend is tested with."""
-    heads = HEADS[call.get("backend", "aten")]
+    heads = HEADS.get(call.get("backend", "aten"), HEADS["aten"])
     if "alibi_slopes" in call:
         call = call | {"alibi_slopes": call["alibi_slopes"][..., : heads[0]].contiguous()}
     return Case(layout, inputs(TOKENS, heads, dims, dtype), call, sink=SINK[: heads[0]] if sink else None, **more)

@@ -28,7 +28,8 @@ class Wait:
         return f"{self.op} on {self.op.source}" if self.op.source is not None else str(self.op)
 
 
-RING = ("buffers.", "key_values.", "dkv.", "loop.", "backends.", "prepare.", "ops.", "attention.", "ring.", "wire.")
+_RING = "buffers key_values dkv loop backends fused prepare ops attention ring wire"
+RING = tuple(f"{module}." for module in _RING.split())
 PASSED = (
     "lanes.",
     "local._LocalFence.",

@@ -1,4 +1,4 @@
-"""Cuts the bounds of one hop into regions that PyTorch's CPU attention operator can take."""
+"""Cuts the bounds of one hop into regions that kernels of full and causal rectangles can take."""
 
 from __future__ import annotations
 
@@ -69,20 +69,21 @@ class Limits(NamedTuple):
     key_ranges: KeyRanges
 
 
-_cache: WeakKeyDictionary[Bounds, dict[tuple[int, int, bool], tuple[Region, ...]]] = WeakKeyDictionary()
+_cache: WeakKeyDictionary[Bounds, dict[tuple[int, int, bool, bool], tuple[Region, ...]]] = WeakKeyDictionary()
 
 
-def regions(bounds: Bounds, rows: int, keys: int, *, operator: bool = True) -> tuple[Region, ...]:
+def regions(bounds: Bounds, rows: int, keys: int, *, operator: bool = True, exact: bool = False) -> tuple[Region, ...]:
     """Disjoint regions that cover every visible pair once.
 
-    With ``operator=False`` all are blockwise. Every row of a region for the operator sees a key: an empty query or key
-    kills the process there, and a row without keys gets ``lse = 0``. Cached for as long as ``bounds`` lives.
+    With ``operator=False`` all are blockwise, with ``exact`` none is. Every row of the others sees a key: an empty
+    query or key kills the process in PyTorch's CPU operator, and a row without keys gets ``lse = 0``. Cached for as
+    long as ``bounds`` lives.
     """
     if rows == 0 or keys == 0:
         return ()
     if bounds.is_full and bounds.seqused_k is None and bounds.block_sparse is None:  # serves any rows and keys
         return (Region(Kind.RECTANGLE if operator else Kind.BLOCKWISE, 0, rows, 0, keys),)
-    cached, key = _cache.setdefault(bounds, {}), (rows, keys, operator)
+    cached, key = _cache.setdefault(bounds, {}), (rows, keys, operator, exact)
     if key not in cached:
         cached[key] = tuple(_regions(bounds, *key))
     return cached[key]
@@ -120,16 +121,22 @@ def _size(region: Region) -> int:
     return -(-area // 2) if region.kind in (Kind.CAUSAL, Kind.ANTICAUSAL) else area
 
 
-def _regions(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[Region]:
+def rectangles(bounds: Bounds, rows: int, keys: int) -> tuple[Region, ...]:
+    """Cut the bounds of one hop into full and causal rectangles, which cover every visible pair once."""
+    return regions(bounds, rows, keys, exact=True)
+
+
+def _regions(bounds: Bounds, rows: int, keys: int, operator: bool, exact: bool) -> Iterator[Region]:
     lo, hi = bounds.lo, bounds.hi
     if lo is None or hi is None:
         lo, hi = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), keys, dtype=torch.int32)
+    lo, hi = lo.cpu(), hi.cpu()
     for first, end, used in _batches(bounds.seqused_k, keys):
         near = lo.clamp(max=used), hi.clamp(max=used)
         if bounds.block_sparse is not None:
-            cut = list(_block_sparse(*near, bounds.block_sparse, operator))
+            cut = list(_block_sparse(*near, bounds.block_sparse, operator, exact))
         else:
-            cut = list(_cut(*near)) if operator else list(_blockwise(*near, 0, rows))
+            cut = list(_cut(*near, exact)) if operator else list(_blockwise(*near, 0, rows))
         yield from (region._replace(batch=first, batch_end=end) for region in cut)
 
 
@@ -143,13 +150,13 @@ def _batches(used: Tensor | None, keys: int) -> Iterator[tuple[int, int | None, 
         yield items[0], items[-1] + 1, count
 
 
-def _block_sparse(lo: Tensor, hi: Tensor, index: BlockSparseIndex, operator: bool) -> Iterator[Region]:
+def _block_sparse(lo: Tensor, hi: Tensor, index: BlockSparseIndex, operator: bool, exact: bool) -> Iterator[Region]:
     """Band by band: what the operator can take of long ranges, and all else in one blockwise region."""
     for row, end, band in _bands(index, len(lo)):
         near, rest = (lo[row:end], hi[row:end]), []
         for begin, stop in band:
-            cut = list(_cut(*(x.clamp(begin, stop) for x in near))) if operator else []
-            if cut and all(region.kind is not Kind.BLOCKWISE and _is_long(region) for region in cut):
+            cut = list(_cut(near[0].clamp(begin, stop), near[1].clamp(begin, stop), exact)) if operator else []
+            if exact or (cut and all(region.kind is not Kind.BLOCKWISE and _is_long(region) for region in cut)):
                 yield from (region._replace(row=row + region.row, row_end=row + region.row_end) for region in cut)
             else:
                 rest.append((begin, stop))
@@ -179,12 +186,13 @@ def _blockwise(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Region]
             yield Region(Kind.BLOCKWISE, a, b, int(lo[a]), int(hi[b - 1]))
 
 
-def _cut(lo: Tensor, hi: Tensor) -> Iterator[Region]:
-    """Long regular runs first; then what lies between two of them, whole."""
-    regular = _regular_runs(lo, hi)
+def _cut(lo: Tensor, hi: Tensor, exact: bool) -> Iterator[Region]:
+    """Long regular runs first; then what lies between two of them, whole, or where ``exact`` row by row."""
+    regular = _regular_runs(lo, hi, 1 if exact else MIN_ROWS)
     for (_, gap), (start, end) in pairwise([(0, 0), *regular, (len(lo), len(lo))]):
-        yield from _shape(lo, hi, gap, start)
-        yield from _shape(lo, hi, start, end)
+        for row, row_end in pairwise(range(gap, start + 1)) if exact else [(gap, start)]:
+            yield from _shape(lo, hi, row, row_end, exact)
+        yield from _shape(lo, hi, start, end, exact)
 
 
 SAME, LONGER, SHORTER, SHIFTED, OTHER = range(5)
@@ -197,11 +205,11 @@ def _steps(lo: Tensor, hi: Tensor) -> Tensor:
     return torch.where(regular, SHORTER * fall + rise, OTHER)
 
 
-def _regular_runs(lo: Tensor, hi: Tensor) -> list[tuple[int, int]]:
-    """Rows ``[start, end)``, at least MIN_ROWS, that follow each other in one regular way."""
+def _regular_runs(lo: Tensor, hi: Tensor, least: int) -> list[tuple[int, int]]:
+    """Rows ``[start, end)``, at least so many, that follow each other in one regular way."""
     steps, counts = torch.unique_consecutive(_steps(lo, hi), return_counts=True)
     ends = counts.cumsum(0)
-    long = (steps != OTHER) & (counts >= MIN_ROWS)
+    long = (steps != OTHER) & (counts >= least)
     runs: list[tuple[int, int]] = []
     for count, end in zip(counts[long].tolist(), ends[long].tolist(), strict=True):
         taken = runs[-1][1] if runs else 0  # two runs that touch share a row: it stays with the first
@@ -215,7 +223,7 @@ def _seeing(lo: Tensor, hi: Tensor, start: int, end: int) -> tuple[int, int]:
     return (start + int(visible[0]), start + int(visible[-1]) + 1) if len(visible) else (start, start)
 
 
-def _shape(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Region]:
+def _shape(lo: Tensor, hi: Tensor, start: int, end: int, exact: bool) -> Iterator[Region]:
     """The regions of the rows ``[start, end)``."""
     start, end = _seeing(lo, hi, start, end)
     if start == end:
@@ -227,10 +235,15 @@ def _shape(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Region]:
     elif steps == {LONGER}:
         yield from _rectangle(start, end, first[0], first[1] - 1)
         yield Region(Kind.CAUSAL, start, end, first[1] - 1, last[1])
-    elif steps == {SHORTER} and end - start >= MIN_ROWS:
+    elif steps == {SHORTER} and (exact or end - start >= MIN_ROWS):
         yield Region(Kind.ANTICAUSAL, start, end, first[0], last[0] + 1)
         yield from _rectangle(start, end, last[0] + 1, last[1])
-    elif steps == {SHIFTED} and end - start >= MIN_ROWS and first[1] - first[0] > NARROW_KEYS:
+    elif exact and first[1] - first[0] == 1:  # a window of one key
+        yield from (
+            Region(Kind.RECTANGLE, row, row + 1, key, key + 1)
+            for row, key in zip(range(start, end), range(first[0], last[1]), strict=True)
+        )
+    elif steps == {SHIFTED} and (exact or (end - start >= MIN_ROWS and first[1] - first[0] > NARROW_KEYS)):
         yield from _shifted(start, end, *first)
     else:
         yield from _blockwise(lo, hi, start, end)

@@ -1,0 +1,131 @@
+"""The fused Triton kernels as a local kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...kernels import PLAIN, Bounds, KernelConfig, Scores, choice, hopper_backward_launch, hopper_launch
+from ...kernels.attention import Backward, Forward, attention_delta
+from ...kernels.checks import MAX_HEAD_DIM
+from ...kernels.config import is_single_pass
+from ...kernels.launch import Pair, check_cpu
+from ...kernels.single_pass import Gradients
+from .protocol import FEATURES, Supports
+from .registry import register_backend
+
+
+class Triton:
+    """The kernels of :mod:`ringattn.kernels`; CPU tensors under Triton's interpreter alone."""
+
+    name = "triton"
+    supports = Supports(value_dims=range(1, MAX_HEAD_DIM + 1), features=FEATURES)
+    delta = staticmethod(attention_delta)
+
+    def forward(
+        self, q: torch.Tensor, *, softmax_scale: float, config: KernelConfig | None, start: Pair | None
+    ) -> Forward:
+        return Forward(q, softmax_scale, config, start)
+
+    def backward(self, *given: Any, softmax_scale: float, config: KernelConfig | None) -> TritonBackward:
+        kind = SinglePassBackward if is_single_pass(config) else TritonBackward
+        return kind(*given, softmax_scale=softmax_scale, config=config)
+
+    def check(
+        self, q: torch.Tensor, v: torch.Tensor, *, scores: Scores, block: int | None, config: KernelConfig | None
+    ) -> None:
+        """Refuse a config that does not fit heads, scores or the GPU, and blocks that its tiles do not divide.
+
+        Else the first to learn of it were the first hop, or the backward, with other ranks' shards on their way.
+        """
+        if q.device.type == "cpu":
+            check_cpu((q,))
+        choice.check_config(config, q, v)
+        if config is not None and config.forward_kernel == "hopper":
+            hopper_launch.check_call(q, v, scores, config.forward)
+        if config is not None and config.backward == "hopper":
+            hopper_backward_launch.check_call(q, v, scores, config.single_pass)
+        choice.check_tiles(config, q, v, block)
+
+
+class TritonBackward:
+    """dK/dV and dQ of a hop as two launches; both continue fp32 accumulators."""
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        *,
+        softmax_scale: float,
+        config: KernelConfig | None,
+    ) -> None:
+        self._q = q
+        self._dq: torch.Tensor | None = None
+        self._bind(dout, lse, attention_delta(dout, out, dlse), softmax_scale, config)
+
+    def _bind(
+        self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float, config: KernelConfig | None
+    ) -> None:
+        self._bound = Backward(dout, self._q, lse, delta, scale, config)
+        self._key_gradients: Callable[..., None] = self._bound.dkdv
+
+    def dq(
+        self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
+    ) -> None:
+        q, accum = self._q, self._dq
+        out = q.new_empty(q.shape, dtype=q.dtype if final else torch.float32) if final or accum is None else accum
+        self._bound.dq(k, v, bounds=bounds, scores=scores, accum=accum, out=out)
+        self._dq = out
+
+    def dkdv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bounds: Bounds,
+        *,
+        scores: Scores = PLAIN,
+        local: bool,
+        accum: Callable[[], tuple[torch.Tensor, ...]] | None,
+        out: tuple[torch.Tensor, ...],
+    ) -> None:
+        arrived = None
+        if accum is not None:
+            dk, dv = accum()
+            arrived = (dk, dv)
+        self._key_gradients(k, v, bounds=bounds, scores=scores, accum=arrived, out=(out[0], out[1]))
+
+    def result(self) -> torch.Tensor:
+        """dQ in q's dtype, after the final hop."""
+        assert self._dq is not None
+        return self._dq
+
+
+class SinglePassBackward(TritonBackward):
+    """dK, dV and dQ of a hop as one launch, in the place of dK/dV: what the loop asks for dQ is there already.
+
+    So a chunk's dK/dV travel under the next chunk's launch, and with one chunk under none.
+    """
+
+    def _bind(
+        self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float, config: KernelConfig | None
+    ) -> None:
+        assert config is not None
+        self._dq = torch.zeros(self._q.shape, device=self._q.device, dtype=torch.float32)
+        self._key_gradients = Gradients(dout, self._q, lse, delta, self._dq, scale, config)
+
+    def dq(
+        self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
+    ) -> None:
+        """Nothing: every shard's part is added with its dK/dV, that of the own shard at the very end."""
+
+    def result(self) -> torch.Tensor:
+        """dQ in q's dtype, after the last shard."""
+        return super().result().to(self._q.dtype)
+
+
+register_backend(Triton.name, Triton, default_for="cuda")

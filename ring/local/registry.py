@@ -1,0 +1,101 @@
+"""Names of local kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm.checked import shown
+from ...kernels import KernelConfig, Scores
+from .protocol import FEATURES, LocalAttention, Supports
+
+Factory = Callable[[], LocalAttention]
+
+_FACTORIES: dict[str, Factory] = {}
+_KERNELS: dict[str, LocalAttention] = {}
+_DEFAULTS: dict[str, str] = {}
+
+
+def register_backend(name: str, factory: Factory, *, default_for: str | None = None) -> None:
+    """Add a local kernel that ``backend=name`` means from now on, in this process.
+
+    Args:
+        name: any name but ``auto``; that of the kernel, too.
+        factory: makes the kernel, once, when a call names it first. An exception says why it cannot be used here.
+        default_for: the type of device on which ``backend="auto"`` means it, where there is no such kernel yet.
+
+    Raises:
+        ValueError: the name is taken, or the device type has a default already.
+    """
+    if not isinstance(name, str) or not name or name == "auto" or name in _FACTORIES:
+        raise ValueError(f"name is {shown(name)}: it must be text other than auto, {', '.join(_FACTORIES)}")
+    if not callable(factory):
+        raise ValueError(f"factory is {shown(factory)}: it must be callable, and make a LocalAttention")
+    if default_for in _DEFAULTS:
+        raise ValueError(f"default_for is {default_for!r}: backend='auto' means {_DEFAULTS[default_for]} there")
+    _FACTORIES[name] = factory
+    if default_for is not None:
+        _DEFAULTS[default_for] = name
+
+
+def resolve_backend(backend: Any, device: torch.device) -> LocalAttention:
+    """Return the local kernel that ``backend`` means for tensors on ``device``: a kernel, or the name of one.
+
+    Raises:
+        ValueError: no such name, its factory fails, or what is given or made is no LocalAttention.
+    """
+    if not isinstance(backend, str):
+        return _check_kernel("backend", backend)
+    name = _DEFAULTS.get(device.type) if backend == "auto" else backend
+    if name not in _FACTORIES:
+        raise ValueError(
+            f"backend is {shown(backend)}: it must be one of auto, {', '.join(_FACTORIES)}, or a LocalAttention, which "
+            "torch.compile takes by name"
+        )
+    if name not in _KERNELS:
+        try:
+            kernel = _FACTORIES[name]()
+        except Exception as error:
+            raise ValueError(f"backend {name!r} cannot be used here: {type(error).__name__}: {error}") from error
+        _check_kernel(f"what the factory of backend {name!r} made", kernel)
+        if kernel.name != name:
+            raise ValueError(f"the factory of backend {name!r} made a kernel named {kernel.name!r}: both must be equal")
+        _KERNELS.setdefault(name, kernel)
+    return _KERNELS[name]
+
+
+def _check_kernel(what: str, kernel: Any) -> LocalAttention:
+    if isinstance(kernel, type) or not isinstance(kernel, LocalAttention):
+        takes = "a LocalAttention, an object with name, supports, forward and backward"
+        raise ValueError(f"{what} is {shown(kernel)}: it must be {takes}")
+    if not isinstance(kernel.name, str) or not isinstance(kernel.supports, Supports):
+        raise ValueError(f"{what} is {shown(kernel)}: its name must be text, its supports a ringattn.Supports")
+    return kernel
+
+
+def check_supports(
+    kernel: LocalAttention, q: Tensor, v: Tensor, needs: dict[str, bool], scores: Scores, block: int | None,
+    config: KernelConfig | None,
+) -> None:  # fmt: skip
+    """Raise if a kernel does not support what a call needs, a ValueError unless its own ``check`` chooses another."""
+    supports, text = kernel.supports, f"backend {kernel.name!r} does not support"
+    dim, value_dim = q.shape[3], v.shape[3]
+    value_dims = (dim,) if supports.value_dims is None else supports.value_dims
+    if q.device.type not in supports.devices:
+        raise ValueError(f"{text} q on {q.device}: it takes {', '.join(supports.devices)}")
+    if q.dtype not in supports.dtypes:
+        raise ValueError(f"{text} q of {q.dtype}: it takes {', '.join(map(str, supports.dtypes))}")
+    if dim not in supports.head_dims:
+        raise ValueError(f"{text} head dim {dim} of q and k: it takes {supports.head_dims}")
+    if value_dim not in value_dims:
+        raise ValueError(f"{text} head dim {value_dim} of v: it takes {value_dims} where q and k have {dim}")
+    if "state" not in supports.features:
+        needs = needs | {"learnable_sink": False}  # the ring merges it
+    for name in (name for name, is_needed in needs.items() if is_needed and name not in supports.features):
+        raise ValueError(f"{text} {FEATURES[name]}")
+    check = getattr(kernel, "check", None)
+    if check is not None:
+        check(q, v, scores=scores, block=block, config=config)

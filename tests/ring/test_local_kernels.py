@@ -1,0 +1,275 @@
+"""Local kernels of users: in a ring as exact as ours, refused for what they do not declare, caught where they lie."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import Layout, LocalWorld, RectangleAttention, Ring, Supports, register_backend, ring_attention
+from ringattn.comm import LocalGroup, LocalTransport
+from ringattn.kernels import KernelConfig
+from ringattn.ring.local import protocol, registry
+
+from ..support import own_kernels
+from ..support.forked import results
+from ..support.mask_cases import check
+from ..support.own_kernels import Dense, backward, forward, sdpa
+from ..support.ring_cases import check_results, check_ring, inputs, rank_part, run_ranks, together
+from .test_ring_masks import MASKS, PATTERNS, case_of
+
+pytestmark = pytest.mark.usefixtures("one_core")
+ZIGZAG = Layout.zigzag(96, 3)
+
+
+def test_own_kernels_import_public_names_alone() -> None:
+    tree = ast.parse(Path(own_kernels.__file__).read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name for name in modules if str(name).startswith("ringattn")} == {"ringattn", "ringattn.kernels"}
+
+
+def test_the_example_of_the_protocol() -> None:
+    assert doctest.testmod(protocol) == (0, 8)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", sdpa()], ids=["name", "object"])
+def test_sdpa_over_virtual_ranks(backend: Any) -> None:
+    check_ring(ZIGZAG, inputs(96), causal=True, backend=backend)
+    check_ring(ZIGZAG, inputs(96, dtype=torch.float32), causal=True, backend=backend, ring={"chunks": 2})
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_sdpa_over_gloo(as_object: bool) -> None:
+    whole = inputs(96)
+    parts = results(3, partial(over_gloo, whole, as_object))
+    check_results(together(ZIGZAG, [[torch.tensor(x) for x in part] for part in parts]), whole, causal=True)
+
+
+def over_gloo(whole: dict[str, Tensor], as_object: bool, rank: int) -> list[Any]:
+    backend = sdpa() if as_object else "sdpa"
+    return [x.tolist() for x in rank_part(ZIGZAG, whole, dist.group.WORLD, rank, causal=True, backend=backend)]
+
+
+NARROW = {"itself": {"window_size": (0, 0)}}
+
+
+@pytest.mark.parametrize("name", [*MASKS, *PATTERNS, *NARROW])
+def test_rectangles_serve_every_mask(name: str) -> None:
+    call = (MASKS | NARROW)[name] if name not in PATTERNS else PATTERNS[name](4)
+    layout = "striped" if name == "window" else "zigzag"
+    check(
+        case_of(2, layout if name not in PATTERNS else "contiguous", call | {"backend": "sdpa"}, sink=name == "prefix")
+    )
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+def test_kernels_without_a_state_are_merged(layout: str) -> None:
+    """Also where a row has seen nothing so far."""
+    made: Any = getattr(Layout, layout)(70, 3)
+    whole = inputs(70, (2, 2))
+    del whole["dlse"]
+    ours = run_without_lse(made, whole, backend=Dense(), ring={"chunks": 2})
+    expected = run_without_lse(made, whole, backend="aten")
+    torch.testing.assert_close(ours, expected)
+
+
+def run_without_lse(layout: Any, whole: dict[str, Tensor], **call: Any) -> list[Tensor]:
+    sink = torch.tensor([0.5, -torch.inf])
+
+    def one(group: LocalGroup) -> list[Tensor]:
+        return rank_part(
+            layout, whole, group, group.rank(), causal=True, learnable_sink=sink, leftpad_k=[30, 0], **call
+        )
+
+    return [*together(layout, run_ranks(layout.world, one))]
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def nothing_sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def post(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was sent")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalTransport, "post", post)
+        yield
+
+
+def refusals(backend: Any, error: type[Exception] | tuple[type[Exception], ...], text: str, **call: Any) -> None:
+    """On both of two virtual ranks; their ring serves other calls before and after."""
+    shape = call.pop("shape", (1, 8, 2, 8))
+
+    def one(group: LocalGroup) -> None:
+        q, k, v = torch.randn(3, *shape, requires_grad=True).to(call.get("dtype", torch.float32)).detach()
+        options = {name: value for name, value in call.items() if name != "dtype"}
+        with Ring(group) as ring, pytest.raises(error, match=text):
+            out = ring_attention(q.requires_grad_(), k, v, layout="zigzag", ring=ring, backend=backend, **options)
+            (out[0].sum() + out[1].sum() if isinstance(out, tuple) else out.sum()).backward()
+
+    with LocalWorld(2) as world:
+        world.run(one)
+
+
+LIMITED = Supports(devices=("cpu",), dtypes=(torch.float32,), head_dims=range(8, 65, 8))
+BARE = RectangleAttention("bare", forward, supports=LIMITED)
+FULL_ONLY = Dense()
+FULL_ONLY.supports = Supports(dtypes=(torch.float32,))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "call", "text"),
+    [
+        (BARE, {"dtype": torch.float16}, "torch.float16: it takes torch.float32"),
+        (BARE, {"shape": (1, 8, 2, 12)}, r"head dim 12 of q and k: it takes range\(8, 65, 8\)"),
+        (BARE, {}, "does not support gradients"),
+        (BARE, {"softcap": 1.0}, "does not support softcap"),
+        (BARE, {"alibi_slopes": torch.ones(2)}, "alibi_slopes"),
+        (BARE, {"dropout_p": 0.5}, "dropout_p"),
+        (sdpa(), {"config": KernelConfig()}, "config"),
+        (FULL_ONLY, {"causal": True}, "an interval of keys per query row"),
+        (FULL_ONLY, {"key_mask": torch.tensor([[True, False] * 8])}, "an interval of keys per query row"),
+        (FULL_ONLY, {"seqused_k": [9]}, "a number of keys per batch row"),
+        (FULL_ONLY, {"block_mask": torch.ones(4, 4).tril().bool()}, "block-sparse"),
+        (RectangleAttention("gpu", forward, supports=Supports(("cuda",))), {}, "q on cpu: it takes cuda"),
+        ("unheard of", {}, "backend is 'unheard of': it must be one of auto, triton, aten, sdpa"),
+        (Dense, {}, "backend is .*: it must be a LocalAttention"),
+        (object(), {}, "backend is .*: it must be a LocalAttention"),
+    ],
+)  # fmt: skip
+def test_what_a_kernel_lacks_is_refused_before_anything_is_sent(
+    kernel: Any, call: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nothing_sent(monkeypatch):
+        refusals(kernel, ValueError, text, **call)
+
+
+def test_a_gradient_through_lse_is_refused() -> None:
+    kernel = RectangleAttention("sdpa", forward, backward, supports=Supports(), dlse_columns=0)
+    refusals(kernel, ValueError, "backend 'sdpa' does not support a gradient through lse", return_lse=True)
+
+
+# --- kernels that are wrong ---------------------------------------------------------------------------------------
+
+
+def changed(change: Callable[[Any, Any], Any]) -> RectangleAttention:
+    def wrong(*given: Tensor, **how: Any) -> Any:
+        return change(*forward(*given, **how))
+
+    return RectangleAttention("wrong", wrong, backward, supports=Supports())
+
+
+def raising(*_: Tensor, **__: Any) -> Any:
+    raise NotImplementedError("no such kernel on Tuesdays")
+
+
+class Wrong(Dense):
+    """A kernel without a state whose results are changed by ``change``."""
+
+    name = "wrong"
+
+    def __init__(self, change: Callable[[Any], Any], features: tuple[str, ...] = ()) -> None:
+        self.change = change
+        self.supports = Supports(features=("bounds", "backward", *features))
+
+    def forward(self, q: Tensor, **options: Any) -> Any:
+        shards = super().forward(q, **options)
+        shards.result = lambda: self.change(shards.results)  # type: ignore[method-assign]
+        return shards
+
+
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [
+        (changed(lambda out, lse: (out[:, :-1], lse)), "backend 'wrong' returned out as torch.float32"),
+        (changed(lambda out, lse: (out, lse.transpose(1, 2))), r"lse as torch.float32 .* it must be torch.float32"),
+        (changed(lambda out, lse: (out, lse.double())), "returned lse as torch.float64"),
+        (changed(lambda out, lse: (out, lse.log())), "returned NaN in lse"),
+        (changed(lambda out, lse: (out, None)), "returned lse as None"),
+        (Wrong(lambda results: (results[0].half(), results[1])), "returned out as torch.float16"),
+        (Wrong(lambda results: (results[0], results[1][:, :1]), ("state",)), "returned lse as torch.float32"),
+        (Wrong(lambda results: (results[0], results[1] * torch.nan), ("state",)), "returned NaN in lse"),
+        (RectangleAttention("wrong", raising, backward, supports=Supports()), "no such kernel on Tuesdays"),
+        (RectangleAttention("wrong", forward, raising, supports=Supports()), "no such kernel on Tuesdays"),
+        (
+            RectangleAttention("wrong", forward, lambda *given, **how: given[:3], supports=Supports()),
+            "backend 'wrong' returned d[kv] as",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_kernel_is_named_on_every_rank(kernel: Any, text: str) -> None:
+    refusals(kernel, (RuntimeError, NotImplementedError), text, causal=True, shape=(1, 8, 2, 8))
+
+
+def test_a_kernel_that_is_wrong_on_one_rank_stops_all() -> None:
+    """At its call, or at the next."""
+    kernels = [changed(lambda out, lse: (out, lse.double())), changed(lambda *results: results)]
+
+    def one(group: LocalGroup) -> str:
+        q, k, v = torch.randn(3, 1, 8, 2, 8)
+        with Ring(group) as ring:
+            try:
+                for _ in range(2):
+                    ring_attention(q, k, v, layout="zigzag", ring=ring, backend=kernels[group.rank()])
+            except Exception as error:
+                return str(error)
+        return ""
+
+    with LocalWorld(2) as world:
+        texts = world.run(one)
+    assert all("backend 'wrong' returned lse as torch.float64" in text for text in texts), texts
+
+
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in ("_FACTORIES", "_KERNELS", "_DEFAULTS"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    for name in ("aten", "sdpa", "auto", "", 3):
+        with pytest.raises(ValueError, match=f"^name is {name!r}: it must be text other than auto, triton, aten, sdpa"):
+            register_backend(name, sdpa)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^factory is 3: it must be callable"):
+        register_backend("three", 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^default_for is 'cpu': backend='auto' means aten there"):
+        register_backend("mine", sdpa, default_for="cpu")
+    with pytest.raises(ValueError, match=r"^features has sofcap: it may have bounds"):
+        Supports(features=("sofcap",))
+    q = torch.randn(1, 4, 1, 8)
+    for name, factory, text in [
+        ("missing", lambda: __import__("flash_attn_9"), "backend 'missing' cannot be used here: ModuleNotFoundError"),
+        ("empty", lambda: None, "the factory of backend 'empty' made is None: it must be a LocalAttention"),
+        ("other", sdpa, "the factory of backend 'other' made a kernel named 'sdpa'"),
+    ]:
+        register_backend(name, factory)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=text):
+            ring_attention(q, q, q, backend=name)
+
+
+def test_ranks_compare_names() -> None:
+    backends: list[Any] = [sdpa(), "aten"]
+
+    def one(group: LocalGroup) -> None:
+        q = torch.randn(1, 8, 2, 8)
+        with Ring(group) as ring, pytest.raises(ValueError, match=r"backend differs .*rank 0: 'sdpa', rank 1: 'aten'"):
+            ring_attention(q, q, q, layout="zigzag", ring=ring, backend=backends[group.rank()])
+
+    with LocalWorld(2) as world:
+        world.run(one)
+
+
+def test_a_graph_takes_a_kernel_by_name() -> None:
+    q = torch.randn(1, 8, 2, 8)
+    compiled: Any = torch.compile(ring_attention, backend="eager")
+    assert torch.equal(
+        compiled(q, q, q, causal=True, backend="sdpa"), ring_attention(q, q, q, causal=True, backend="sdpa")
+    )
+    with pytest.raises(ValueError, match=r"which torch\.compile takes by name"):
+        compiled(q, q, q, backend=sdpa())
