@@ -13,6 +13,7 @@ from ringattn import Layout
 from ringattn.kernels import FULL, Bounds
 from ringattn.ring.cpu import aten
 from ringattn.ring.cpu.aten import ATEN
+from ringattn.ring.local import rectangles
 from ringattn.ring.local import regions as cutting
 from ringattn.ring.local.regions import Kind
 
@@ -139,10 +140,10 @@ def test_arriving_keys_are_waited_for_last(local: bool, blockwise_only: bool) ->
 
 def test_a_gradient_through_lse_keeps_what_its_rounding_drops() -> None:
     extra = torch.randn(1, 2, 5)
-    columns = aten._widen(torch.zeros(1, 5, 2, 4, dtype=torch.bfloat16), extra)[..., 4:]
+    columns = rectangles._widen(torch.zeros(1, 5, 2, 4, dtype=torch.bfloat16), extra)[..., 4:]
     torch.testing.assert_close(columns.float().sum(-1).transpose(1, 2), extra, rtol=2**-15, atol=0)
 
 
 def test_rows_that_share_memory_are_copied() -> None:
     """BLAS takes no leading dimension that is less than a row."""
-    assert aten._rows(torch.zeros(1, 1, 2, 4).expand(1, 3, 2, 4)).is_contiguous()
+    assert rectangles._rows(torch.zeros(1, 1, 2, 4).expand(1, 3, 2, 4)).is_contiguous()
