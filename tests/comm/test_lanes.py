@@ -47,6 +47,11 @@ def test_local_holds_tensors_until_compute_has_waited(device: Device) -> None:
     on_ranks(2, lambda group: check_held(device, streamed(group), 1 - group.rank()))
 
 
+def test_transfers_have_a_high_priority(device: Device) -> None:
+    stream: Any = StreamLane(torch.device("cuda", 0)).stream
+    assert stream.priority < 0
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: bool, device: Device) -> None:
     """Each rank on a stream of its own, after what the caller had enqueued; over when `run` returns, or raises."""

@@ -582,6 +582,16 @@ def test_a_ring_works_on_one_device() -> None:
             ring.open(torch.device("meta"))
 
 
+def test_a_record_ends_with_its_block() -> None:
+    with Ring() as ring:
+        ring_attention(**DOORS["ring_attention"][1], ring=ring)
+        with ring.record() as trace:
+            ring_attention(**DOORS["ring_attention"][1], ring=ring)
+        spans = len(trace.spans)
+        ring_attention(**DOORS["ring_attention"][1], ring=ring)
+        assert len(trace.spans) == spans > 0
+
+
 def test_autocast_leaves_double_precision_alone() -> None:
     """As SDPA does: the call is refused for its dtype instead of being computed in another one."""
     tensors = [torch.ones(1, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.int64)]
