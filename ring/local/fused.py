@@ -17,50 +17,12 @@ from .protocol import FEATURES, Supports
 from .registry import register_backend
 
 
-class Triton:
-    """The kernels of :mod:`ringattn.kernels`; CPU tensors under Triton's interpreter alone."""
-
-    name = "triton"
-    supports = Supports(value_dims=range(1, MAX_HEAD_DIM + 1), features=FEATURES)
-    delta = staticmethod(attention_delta)
-
-    def forward(
-        self, q: torch.Tensor, *, softmax_scale: float, config: KernelConfig | None, start: Pair | None
-    ) -> TritonForward:
-        return TritonForward(q, softmax_scale=softmax_scale, config=config, start=start)
-
-    def backward(self, *given: Any, softmax_scale: float, config: KernelConfig | None) -> TritonBackward:
-        kind = SinglePassBackward if is_single_pass(config) else TritonBackward
-        return kind(*given, softmax_scale=softmax_scale, config=config)
-
-    def check(
-        self, q: torch.Tensor, v: torch.Tensor, *, scores: Scores, block: int | None, config: KernelConfig | None
-    ) -> None:
-        """Refuse a config that does not fit heads, scores or the GPU, and blocks that its tiles do not divide.
-
-        Else the first to learn of it were the first hop, or the backward, with other ranks' shards on their way.
-        """
-        if q.device.type == "cpu":
-            check_cpu((q,))
-        choice.check_config(config, q, v)
-        if config is not None and config.forward_kernel == "hopper":
-            hopper_launch.check_call(q, v, scores, config.forward)
-        if config is not None and config.backward == "hopper":
-            hopper_backward_launch.check_call(q, v, scores, config.single_pass)
-        choice.check_tiles(config, q, v, block)
-
-
 class TritonForward:
     """One launch per hop; the state rides in the kernel."""
 
     def __init__(
-        self,
-        q: torch.Tensor,
-        *,
-        softmax_scale: float,
-        config: KernelConfig | None,
-        start: Pair | None = None,
-    ) -> None:
+        self, q: torch.Tensor, *, softmax_scale: float, config: KernelConfig | None, start: Pair | None = None,
+    ) -> None:  # fmt: skip
         self._fold = Forward(q, softmax_scale, config)
         self._state = start
 
@@ -77,16 +39,9 @@ class TritonBackward:
     """dK/dV and dQ of a hop as two launches; both continue fp32 accumulators."""
 
     def __init__(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        *,
-        softmax_scale: float,
-        config: KernelConfig | None,
-    ) -> None:
+        self, dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None,
+        *, softmax_scale: float, config: KernelConfig | None,
+    ) -> None:  # fmt: skip
         self._q = q
         self._dq: torch.Tensor | None = None
         self._bind(dout, lse, attention_delta(dout, out, dlse), softmax_scale, config)
@@ -106,16 +61,9 @@ class TritonBackward:
         self._dq = out
 
     def dkdv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bounds: Bounds,
-        *,
-        scores: Scores = PLAIN,
-        local: bool,
-        accum: Callable[[], tuple[torch.Tensor, ...]] | None,
-        out: tuple[torch.Tensor, ...],
-    ) -> None:
+        self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool,
+        accum: Callable[[], tuple[torch.Tensor, ...]] | None, out: tuple[torch.Tensor, ...],
+    ) -> None:  # fmt: skip
         arrived = None
         if accum is not None:
             dk, dv = accum()
@@ -149,6 +97,35 @@ class SinglePassBackward(TritonBackward):
     def result(self) -> torch.Tensor:
         """dQ in q's dtype, after the last shard."""
         return super().result().to(self._q.dtype)
+
+
+class Triton:
+    """The kernels of :mod:`ringattn.kernels`; CPU tensors under Triton's interpreter alone."""
+
+    name = "triton"
+    supports = Supports(value_dims=range(1, MAX_HEAD_DIM + 1), features=FEATURES)
+    forward = TritonForward
+    delta = staticmethod(attention_delta)
+
+    def backward(self, *given: Any, softmax_scale: float, config: KernelConfig | None) -> TritonBackward:
+        kind = SinglePassBackward if is_single_pass(config) else TritonBackward
+        return kind(*given, softmax_scale=softmax_scale, config=config)
+
+    def check(
+        self, q: torch.Tensor, v: torch.Tensor, *, scores: Scores, block: int | None, config: KernelConfig | None
+    ) -> None:
+        """Refuse a config that does not fit heads, scores or the GPU, and blocks that its tiles do not divide.
+
+        Else the first to learn of it were the first hop, or the backward, with other ranks' shards on their way.
+        """
+        if q.device.type == "cpu":
+            check_cpu((q,))
+        choice.check_config(config, q, v)
+        if config is not None and config.forward_kernel == "hopper":
+            hopper_launch.check_call(q, v, scores, config.forward)
+        if config is not None and config.backward == "hopper":
+            hopper_backward_launch.check_call(q, v, scores, config.single_pass)
+        choice.check_tiles(config, q, v, block)
 
 
 register_backend(Triton.name, Triton, default_for="cuda")
