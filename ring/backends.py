@@ -40,14 +40,9 @@ def check_call(
 
 
 def forward_backends(
-    kernel: LocalAttention,
-    chunks: Sequence[Heads],
-    q: Tensor,
-    *,
-    softmax_scale: float,
-    config: KernelConfig | None = None,
-    start: Pair | None = None,
-) -> list[LocalForward]:
+    kernel: LocalAttention, chunks: Sequence[Heads], q: Tensor, *, softmax_scale: float,
+    config: KernelConfig | None = None, start: Pair | None = None,
+) -> list[LocalForward]:  # fmt: skip
     """Begin the forward of each chunk of heads; ``start`` is the ``(out, lse)`` before any key, fp32."""
     parts: list[tuple[Tensor, Pair | None]] = [(q[:, :, heads.q], None) for heads in chunks]
     if start is not None:
@@ -60,17 +55,9 @@ def forward_backends(
 
 
 def backward_backends(
-    kernel: LocalAttention,
-    chunks: Sequence[Heads],
-    dout: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None = None,
-    *,
-    softmax_scale: float,
-    config: KernelConfig | None = None,
-) -> list[LocalBackward]:
+    kernel: LocalAttention, chunks: Sequence[Heads], dout: Tensor, q: Tensor, out: Tensor, lse: Tensor,
+    dlse: Tensor | None = None, *, softmax_scale: float, config: KernelConfig | None = None,
+) -> list[LocalBackward]:  # fmt: skip
     """Begin the backward of each chunk of heads."""
     parts = [
         (
@@ -100,9 +87,8 @@ def forward_result(
         RuntimeError: a kernel returned another shape or dtype; or NaN in lse, which is looked for on the CPU, and on a
             GPU, where that waits for the device, in a kernel's first call.
     """
-    results = [backend.result() for backend in backends]
-    for heads, (out, lse) in zip(chunks, results, strict=True):
-        check_forward(kernel.name, out, lse, q[:, :, heads.q], v.shape[3])
+    parts = zip(chunks, backends, strict=True)
+    results = [check_forward(kernel.name, one.result(), q[:, :, heads.q], v.shape[3]) for heads, one in parts]
     outs, lses = zip(*results, strict=True)
     out, lse = joined(outs, 2).contiguous(), joined(lses, 1).contiguous()
     if "nan_inputs" not in kernel.supports.features and (lse.device.type == "cpu" or kernel.name not in _CHECKED):

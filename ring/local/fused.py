@@ -54,16 +54,9 @@ class TritonBackward:
     """dK/dV and dQ of a hop as two launches; both continue fp32 accumulators."""
 
     def __init__(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        *,
-        softmax_scale: float,
-        config: KernelConfig | None,
-    ) -> None:
+        self, dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None,
+        *, softmax_scale: float, config: KernelConfig | None,
+    ) -> None:  # fmt: skip
         self._q = q
         self._dq: torch.Tensor | None = None
         self._bind(dout, lse, attention_delta(dout, out, dlse), softmax_scale, config)
@@ -83,16 +76,9 @@ class TritonBackward:
         self._dq = out
 
     def dkdv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bounds: Bounds,
-        *,
-        scores: Scores = PLAIN,
-        local: bool,
-        accum: Callable[[], tuple[torch.Tensor, ...]] | None,
-        out: tuple[torch.Tensor, ...],
-    ) -> None:
+        self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool,
+        accum: Callable[[], tuple[torch.Tensor, ...]] | None, out: tuple[torch.Tensor, ...],
+    ) -> None:  # fmt: skip
         arrived = None
         if accum is not None:
             dk, dv = accum()

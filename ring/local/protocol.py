@@ -83,16 +83,9 @@ class LocalBackward(Protocol):
         """Add one shard's part to dQ; ``local``: the own shard, ``final``: the last."""
 
     def dkdv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        bounds: Bounds,
-        *,
-        scores: Scores,
-        local: bool,
-        accum: Callable[[], tuple[Tensor, ...]] | None,
-        out: tuple[Tensor, ...],
-    ) -> None:
+        self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores, local: bool,
+        accum: Callable[[], tuple[Tensor, ...]] | None, out: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
         """Write one shard's dK and dV plus ``accum()`` to ``out``.
 
         ``accum`` waits for the network: call it as late as possible. Its tensors may be ``out`` itself.
@@ -141,14 +134,7 @@ class LocalAttention(Protocol):
         """
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dlse: Tensor | None,
-        *,
-        softmax_scale: float,
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *, softmax_scale: float,
         config: KernelConfig | None,
-    ) -> LocalBackward:
+    ) -> LocalBackward:  # fmt: skip
         """Begin a backward from the results over all shards; a row of ``lse`` that saw no key is -inf."""

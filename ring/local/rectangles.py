@@ -20,6 +20,7 @@ Tensors = tuple[Tensor, ...]
 DOT_ROWS = 1024
 DLSE_COLUMNS = 2  # a gradient through lse, rounded to the model dtype, and what that left of it
 BY_RECTANGLES = {"bounds", "seqused_k", "block_sparse", "learnable_sink", "state"}
+SCORES = {"softcap", "alibi_slopes", "dropout_p"}
 
 
 class RectangleAttention:
@@ -43,15 +44,11 @@ class RectangleAttention:
     """
 
     def __init__(
-        self,
-        name: str,
-        forward: Callable[..., Pair],
-        backward: Callable[..., Tensors] | None = None,
-        *,
-        supports: Supports,
-        dlse_columns: int = DLSE_COLUMNS,
-        blockwise: Any = None,
-    ) -> None:
+        self, name: str, forward: Callable[..., Pair], backward: Callable[..., Tensors] | None = None, *,
+        supports: Supports, dlse_columns: int = DLSE_COLUMNS, blockwise: Any = None,
+    ) -> None:  # fmt: skip
+        if blockwise is None and (wrong := sorted(SCORES & {*supports.features})):
+            raise ValueError(f"features has {', '.join(wrong)}: full and causal rectangles do not know of scores")
         own = {"backward"} if backward is not None else set[str]()
         own |= {"lse_gradient"} if backward is not None and dlse_columns >= DLSE_COLUMNS else set()
         self.name = name
@@ -83,9 +80,8 @@ class RectangleAttention:
         """Return ``out`` and ``lse`` of one region."""
         flipped = kind is Kind.ANTICAUSAL  # causal, seen from the other end
         given = [x.flip(1) for x in (q, k, v)] if flipped else [q, k, v]
-        out, lse = self._forward(*given, causal=kind is not Kind.RECTANGLE, scale=scale)
-        check_result(self.name, "out", out, (*q.shape[:3], v.shape[3]), q.dtype)
-        check_result(self.name, "lse", lse, (q.shape[0], q.shape[2], q.shape[1]), torch.float32)
+        results = self._forward(*given, causal=kind is not Kind.RECTANGLE, scale=scale)
+        out, lse = check_forward(self.name, results, q, v.shape[3])
         return (out.flip(1), lse.flip(2)) if flipped else (out, lse)
 
     def gradients(
@@ -97,7 +93,7 @@ class RectangleAttention:
         if flipped:
             given, lse = tuple(x.flip(1) for x in given), lse.flip(2)  # type: ignore[assignment]
         grads = self._backward(*given, lse, causal=kind is not Kind.RECTANGLE, scale=scale)
-        for name, x, like in zip(("dq", "dk", "dv"), grads, (q, k, v), strict=True):
+        for name, x, like in zip(("dq", "dk", "dv"), _items(self.name, grads, 3), (q, k, v), strict=True):
             check_result(self.name, name, x, like.shape, torch.float32, q.dtype)
         return tuple(x.flip(1) for x in grads) if flipped else grads
 
@@ -109,6 +105,20 @@ def check_result(kernel: str, name: str, x: object, shape: tuple[int, ...], *dty
         raise RuntimeError(
             f"backend {kernel!r} returned {name} as {got}: it must be {' or '.join(map(str, dtypes))} {list(shape)}"
         )
+
+
+def _items(kernel: str, results: Any, count: int) -> Any:
+    if not isinstance(results, tuple | list) or len(results) != count:
+        raise RuntimeError(f"backend {kernel!r} returned {type(results).__name__}: it must be {count} tensors")
+    return results
+
+
+def check_forward(kernel: str, results: Any, q: Tensor, value_dim: int) -> Pair:
+    """Return ``out`` and ``lse``, or raise RuntimeError if they do not fit the queries."""
+    out, lse = _items(kernel, results, 2)
+    check_result(kernel, "out", out, (*q.shape[:3], value_dim), q.dtype)
+    check_result(kernel, "lse", lse, (q.shape[0], q.shape[2], q.shape[1]), torch.float32)
+    return out, lse
 
 
 class RunningState:
@@ -180,19 +190,11 @@ class MergedForward:
         one = self._begin()
         one.fold(k, v, bounds, scores=scores, final=True)
         self._state.expect(v)
-        out, lse = one.result()
-        check_forward(self._name, out, lse, self._q, v.shape[3])
-        self._state.merge(self._region, out, lse)
+        self._state.merge(self._region, *check_forward(self._name, one.result(), self._q, v.shape[3]))
 
     def result(self) -> Pair:
         """As :meth:`LocalForward.result`."""
         return self._state.result()
-
-
-def check_forward(kernel: str, out: Tensor, lse: Tensor, q: Tensor, value_dim: int) -> None:
-    """Raise RuntimeError if the results of a forward do not fit its queries."""
-    check_result(kernel, "out", out, (*q.shape[:3], value_dim), q.dtype)
-    check_result(kernel, "lse", lse, (q.shape[0], q.shape[2], q.shape[1]), torch.float32)
 
 
 class RectangleForward:
@@ -288,16 +290,9 @@ class RectangleBackward:
             self._local.append(self._part(k, v, bounds, first, scores))
 
     def dkdv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        bounds: Bounds,
-        *,
-        scores: Scores = PLAIN,
-        local: bool,
-        accum: Callable[[], Tensors] | None,
-        out: Tensors,
-    ) -> None:
+        self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool,
+        accum: Callable[[], Tensors] | None, out: Tensors,
+    ) -> None:  # fmt: skip
         """Fill ``out`` with this shard's dK and dV plus ``accum()``, which may lie in the same memory.
 
         ``accum`` is called after all else, since it waits for the network.

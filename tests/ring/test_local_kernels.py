@@ -199,6 +199,8 @@ class Wrong(Dense):
         (Wrong(lambda results: (results[0].half(), results[1])), "returned out as torch.float16"),
         (Wrong(lambda results: (results[0], results[1][:, :1]), ("state",)), "returned lse as torch.float32"),
         (Wrong(lambda results: (results[0], results[1] * torch.nan), ("state",)), "returned NaN in lse"),
+        (Wrong(lambda results: None), "backend 'wrong' returned NoneType: it must be 2 tensors"),
+        (RectangleAttention("wrong", forward, lambda *_, **__: None, supports=Supports()), "NoneType: it must be 3"),
         (RectangleAttention("wrong", raising, backward, supports=Supports()), "no such kernel on Tuesdays"),
         (RectangleAttention("wrong", forward, raising, supports=Supports()), "no such kernel on Tuesdays"),
         (
@@ -242,6 +244,8 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
         register_backend("mine", sdpa, default_for="cpu")
     with pytest.raises(ValueError, match=r"^features has sofcap: it may have bounds"):
         Supports(features=("sofcap",))
+    with pytest.raises(ValueError, match=r"^features has softcap: full and causal rectangles"):
+        RectangleAttention("mine", forward, supports=Supports(features=("softcap",)))
     q = torch.randn(1, 4, 1, 8)
     for name, factory, text in [
         ("missing", lambda: __import__("flash_attn_9"), "backend 'missing' cannot be used here: ModuleNotFoundError"),
