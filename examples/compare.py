@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from ..bench.common.attention import DTYPES
 from ..bench.common.errors import tolerance
 from ..bench.common.flags import human
-from ..bench.common.launching import cores, threads
 from ..bench.common.output import prints
 from ..bench.common.provenance import provenance
+from ..bench.common.ranks import cores
 from ..bench.common.result import Result, Row
 from .demo import Job
 from .model import BYTES
-from .train import Part, Run, Training, device_name, on_all_ranks
+from .train import Part, Run, Training, device_name, on_all_ranks, threads
 
 COLUMNS = ("step", "name", "sharded - whole", "allowed", "error", "pytorch error", "agrees", "sharded", "whole")
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from ..bench.common import flags
 if TYPE_CHECKING:
     import torch
 
-    from ..bench.common.launching import Member
     from ..bench.common.memory import Needs
+    from ..bench.common.ranks import Member
     from ..bench.common.result import Result
 
 DEFAULT_WORLD = 2
@@ -105,9 +105,9 @@ def train(
     """
     import torch
 
-    from ..bench.common.launching import member, ranks_here
     from ..bench.common.memory import refuse_too_large
     from ..bench.common.output import prints
+    from ..bench.common.ranks import member, ranks_here
     from ..bench.common.result import finish
     from . import compare as comparison
     from .train import JobError, check_checkpoint, on_all_ranks
@@ -166,9 +166,7 @@ def resolve_world(world: int | None, data: int, place: Member | None) -> int:
     """
     import torch
 
-    from ..bench.common.launching import world_of
-
-    ranks, gpus = world_of(place, world, DEFAULT_WORLD), torch.cuda.device_count()
+    ranks, gpus = flags.resolve_world(world, DEFAULT_WORLD), torch.cuda.device_count()
     if ranks % data:
         raise ValueError(f"--data is {data}: the ranks, {ranks}, must be a multiple of it")
     if place is not None:

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ..bench.common.launching import cores, member, process_group, started, threads
+from ..bench.common.launching import spawn
 from ..bench.common.memory import PeakMemory
+from ..bench.common.ranks import Member, cores, member
 from ..comm import LocalGroup, LocalWorld
 from ..ring import Layout, Ring, ring_attention
 from ..ring.shards import exchange
@@ -266,21 +267,29 @@ def ring_of(ring: Ring, job: Job) -> Iterator[tuple[Layout, Attend]]:
 
 def on_all_ranks(job: Job, text: bytes, world: int, kept: Kept | None = None) -> Run:
     """Train on so many ranks: this one's part under a launcher, virtual ones on a single device, else new processes."""
-    if member() is not None:
-        return as_process(None, job, text, kept)
-    if world == 1 or torch.cuda.device_count() == 1:
+    if member() is None and (world == 1 or torch.cuda.device_count() == 1):
         return as_virtual_ranks(job, text, world, kept)
-    return started(world, as_process, job, text, kept)
+    return spawn(world, as_process, job, text, kept, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def as_process(store: str | None, job: Job, text: bytes, kept: Kept | None) -> Run:
-    """One rank of several processes, which meet in the file ``store`` or where the launcher says."""
-    place = member()
-    assert place is not None
-    with threads(place.threads), process_group(place, store):
-        run = on_mesh(job, text, place.device, kept)
-    run.where = f"{place.world} ranks, {device_name(place.device, place.threads)} each"
+def as_process(place: Member, device: torch.device, job: Job, text: bytes, kept: Kept | None) -> Run:
+    """Train one rank of several processes."""
+    count = max(1, cores() // place.local_world)
+    with threads(count):
+        run = on_mesh(job, text, device, kept)
+    run.where = f"{place.world} ranks, {device_name(device, count)} each"
     return run
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let PyTorch use ``count`` threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def on_mesh(job: Job, text: bytes, device: torch.device, kept: Kept | None = None) -> Run:
