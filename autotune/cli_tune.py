@@ -77,8 +77,8 @@ def run(
     if ring:
         check_mode(context, "with --ring", (*MODEL, *OF_RINGS))
 
-    from ..bench.common.launching import cores
     from ..bench.common.output import prints
+    from ..bench.common.ranks import cores
     from ..bench.common.result import finish
     from ..kernels.tables import KERNELS, TUNED, user_folder
     from .space import SHORT, Shape

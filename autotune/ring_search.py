@@ -14,12 +14,14 @@ import torch
 
 from ..bench.common.attention import AttentionConfig
 from ..bench.common.errors import Inputs, Judge, judge_of
-from ..bench.common.launching import Member, member, spawn, threads_of, world_of
+from ..bench.common.flags import resolve_threads, resolve_world
+from ..bench.common.launching import spawn
 from ..bench.common.memory import refuse_ranks
 from ..bench.common.memory_table import tuned_bytes
 from ..bench.common.output import prints
 from ..bench.common.progress import progress
 from ..bench.common.provenance import provenance
+from ..bench.common.ranks import Member, member
 from ..bench.common.result import Result
 from ..bench.common.timing import Clock, Ranks
 from ..bench.ring.candidates import Candidate, Setting, ours
@@ -57,10 +59,10 @@ def problems_of(
     place = member()
     if place is not None and place.world < 2:
         raise ValueError("the launcher started 1 rank: a ring to tune takes at least 2")
-    ranks = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
+    ranks = resolve_world(world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
     whole = AttentionConfig(
         ranks, ranks, 1, shape.heads, shape.kv_heads, shape.head_dim, LONG[shape.dtype], causal, "zigzag",
-        threads_of(None, ranks), 0, device,
+        resolve_threads(None, ranks), 0, device,
     )  # fmt: skip
     return [replace(whole, seqlen=tokens * ranks) for tokens in lengths]
 

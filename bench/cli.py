@@ -145,7 +145,7 @@ def _refuse(line: str, code: int) -> int:
 
 
 COMMANDS = {
-    "demo": ("examples.demo", "Train a small decoder on one long document, sharded and whole, and compare."),
+    "demo": ("bench.demo.command", "Train a small decoder on one long document, sharded and whole, and compare."),
     "show": ("tools.show", "Print or draw the schedule and the mask of any call."),
     "inspect": ("autotune.cli_inspect", "What any kernel takes on any GPU, and what bounds its main loop."),
     "tune": ("autotune.cli_tune", "Find the tiles of a model's attention for a GPU; without one, by compiling alone."),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import flags
-from .common.launching import Member, member, spawn
+from .common.launching import spawn
+from .common.ranks import Member, member
 from .common.result import Result, Row, finish
 
 if TYPE_CHECKING:

@@ -34,9 +34,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..kernels.files import read_object
-
 JOB, METADATA = "job.json", ".metadata"
+MOST_JOB_BYTES = 1 << 16
 
 _RECORDS = (
     _MEM_FORMAT_ENCODING, BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta,
@@ -70,8 +69,15 @@ def read_job(path: Path) -> dict[str, Any]:
         ValueError: the file cannot be read; the message names the checkpoint.
     """
     try:
-        return read_object(path / JOB)
-    except ValueError as error:
+        if not (path / JOB).is_file():  # a FIFO waits for its other end, a device may never end
+            raise ValueError("it is no regular file")
+        with (path / JOB).open("rb") as file:
+            data = file.read(MOST_JOB_BYTES + 1)
+        job = json.loads(data) if len(data) <= MOST_JOB_BYTES else None
+        if not isinstance(job, dict):
+            raise ValueError(f"it must be a JSON object of at most {MOST_JOB_BYTES:,} bytes")
+        return job
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"--checkpoint {path} cannot be read: {JOB}: {error}") from None
 
 

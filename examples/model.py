@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from .. import checkpoint_policy
+from ringattn import checkpoint_policy
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # causal attention of q, k, v, each [B, S, H, D]
 

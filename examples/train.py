@@ -1,22 +1,25 @@
 """Train the decoder of ``model.py`` on a long text: weights sharded by FSDP2, the sequence over rings of ranks.
 
-    torchrun --nproc-per-node 8 -m ringattn.examples.train --seqlen 256k --steps 1000 --data 2 --checkpoint runs/a
-    ringattn demo                             # the same, small, compared with one process: compare.py
+    torchrun --nproc-per-node 8 -m ringattn.examples.train --seqlen 256k --steps 1000 --checkpoint runs/a
+    python -m ringattn.examples.train --world 4     # four virtual ranks on one device
 
 Ranks are a mesh (data, context): each row of ``context`` is a ring over which a row's documents are sharded.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import os
+import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,23 +28,50 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ..bench.common.launching import cores, member, process_group, started, threads
-from ..bench.common.memory import PeakMemory
-from ..comm import LocalGroup, LocalWorld
-from ..ring import Layout, Ring, ring_attention
-from ..ring.shards import exchange
+from ringattn import Layout, LocalWorld, Ring, ring_attention, unshard
+from ringattn.comm import LocalGroup
+
 from .checkpoint import find_latest, load_state, read_job, read_metadata, save_state
-from .demo import Job
 from .model import Attend, Decoder
 
-if TYPE_CHECKING:
-    from .compare import Kept
-
 ADAM_BETAS = (0.9, 0.95)  # a second moment that follows within a dozen steps
-LINES = 20  # of progress, whatever the steps
+PROGRESS_LINES = 20  # whatever the steps
 MAY_CHANGE = {"steps", "data", "block", "checkpoint", "every"}  # in a run that continues: its ranks, end and files
 NO_DIST = "torch.distributed is disabled"  # torch's warning; a rank loads its part of a checkpoint without the others
 SLOTS = 2  # of the ring, one for K/V that are computed with, one for those that arrive; `predict` has 3 no faster
+CHOICES = {"layout": ("contiguous", "zigzag", "striped"), "dtype": ("float32", "bfloat16", "float16")}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how; the same on every rank."""
+
+    seqlen: int = 8192
+    steps: int = 10
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    layout: str = "zigzag"
+    dtype: str = "float32"
+    lr: float = 3e-3
+    seed: int = 0
+    batch: int = 1
+    data: int = 1  # ranks that take other rows of the batch
+    block: int = 1024  # tokens of a feed-forward and of the loss at once; 0: all, and nothing is computed again
+    checkpoint: str | None = None
+    every: int = 100  # steps between checkpoints
+
+    def __post_init__(self) -> None:
+        for name in ("seqlen", "steps", "layers", "heads", "kv_heads", "head_dim", "batch", "data", "every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"--kv-heads is {self.kv_heads}: --heads, {self.heads}, must be a multiple of it")
+        if self.head_dim % 2:
+            raise ValueError(f"--head-dim is {self.head_dim}: it must be even, since rotary embedding turns pairs")
+        if self.batch % self.data:
+            raise ValueError(f"--data is {self.data}: --batch, {self.batch}, must be a multiple of it")
 
 
 class JobError(ValueError):
@@ -50,20 +80,20 @@ class JobError(ValueError):
 
 @dataclass
 class Run:
-    """What some steps gave; by step, from 0."""
+    """Losses by step, from 0, and the seconds of the steps that were taken here."""
 
     losses: dict[int, float] = field(default_factory=dict)
-    logits: dict[int, float] = field(default_factory=dict)  # the largest in magnitude, where compared
-    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # where compared
     seconds: list[float] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)  # bytes of every rank, weights included
-    where: str = ""  # what ran it
 
-    @property
-    def step_seconds(self) -> float:
-        """Median of the steps after the first, which warms up."""
-        timed = sorted(self.seconds[1:] or self.seconds)
-        return timed[len(timed) // 2] if timed else 0.0
+
+class Watch(Protocol):
+    """Looks at a training around each of its steps."""
+
+    def before(self, training: Training, step: int) -> None:
+        """Run before a step."""
+
+    def after(self, training: Training, step: int) -> None:
+        """Run after a step, while its gradients are there."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +118,6 @@ class Training:
         Raises:
             JobError: on every rank: not all ranks have the same job, text and checkpoint, or it cannot be continued.
         """
-        self._memory = PeakMemory(device)
         self.job, self.device, self.part, self.run = job, device, part, Run()
         self._positions = part.positions.to(device)
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -109,27 +138,26 @@ class Training:
         if job.checkpoint:
             self._resume(Path(job.checkpoint))
 
-    def fit(self, kept: Kept | None = None) -> Run:
-        """Take the steps that are left; ``kept`` keeps or loads what a comparison needs around each."""
+    def fit(self, watch: Watch | None = None) -> Run:
+        """Take the steps that are left."""
         run, job = self.run, self.job
         for step in range(len(run.losses), job.steps):
-            if kept:
-                kept.before(self, step)
+            if watch:
+                watch.before(self, step)
             begun = time.perf_counter()
             self.optimizer.zero_grad()
             run.losses[step] = self._sum(self.backward(step))
             self.optimizer.step()
             run.seconds.append(time.perf_counter() - begun)  # a GPU is idle but for the update: the loss was read
-            if kept:
-                kept.after(self, step)
+            if watch:
+                watch.after(self, step)
             done, last = step + 1, step + 1 == job.steps
             if job.checkpoint and (done % job.every == 0 or last):
                 self._save(Path(job.checkpoint) / f"{done:08}")
-            if self.part.rank == 0 and (done % max(1, job.steps // LINES) == 0 or last):
+            if self.part.rank == 0 and (done % max(1, job.steps // PROGRESS_LINES) == 0 or last):
                 loss, speed = run.losses[step], job.batch * job.seqlen / run.seconds[-1]
                 line = f"{self.part.name}, step {done} of {job.steps}: loss {loss:.4f}, {speed:,.0f} tokens/s"
                 print(line, file=sys.stderr, flush=True)
-        run.peaks = self.part.gather(torch.tensor([self._memory.bytes], device=self.device)).flatten().tolist()
         return run
 
     def backward(self, step: int) -> Tensor:
@@ -220,19 +248,6 @@ class Training:
         self.run.losses = dict(enumerate(state["losses"].tolist()))
 
 
-# -- who trains: processes of a mesh, or virtual ranks on one device
-
-
-def check_checkpoint(job: Job) -> None:
-    """Raise if the last checkpoint in the job's folder cannot be continued; called before any rank starts.
-
-    Raises:
-        ValueError: the checkpoint is another job's, or cannot be read; the message says where.
-    """
-    if job.checkpoint and (last := find_latest(Path(job.checkpoint))):
-        _read_checked(job, last)
-
-
 def _read_checked(job: Job, last: Path) -> bytes:
     """Return what identifies a checkpoint that this job may continue from.
 
@@ -252,9 +267,12 @@ def _what_stays(job: Job) -> dict[str, Any]:
     return {name: value for name, value in asdict(job).items() if name not in MAY_CHANGE}
 
 
+# -- who trains: processes of a mesh, or virtual ranks on one device
+
+
 @contextmanager
-def ring_of(ring: Ring, job: Job) -> Iterator[tuple[Layout, Attend]]:
-    """The layout of a job over a ring, and attention by it."""
+def open_ring(ring: Ring, job: Job) -> Iterator[tuple[Layout, Attend]]:
+    """Yield the layout of a job over a ring, and attention by that ring."""
     layout: Layout = getattr(Layout, job.layout)(job.seqlen, ring.size)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -264,76 +282,118 @@ def ring_of(ring: Ring, job: Job) -> Iterator[tuple[Layout, Attend]]:
         yield layout, attend
 
 
-def on_all_ranks(job: Job, text: bytes, world: int, kept: Kept | None = None) -> Run:
-    """Train on so many ranks: this one's part under a launcher, virtual ones on a single device, else new processes."""
-    if member() is not None:
-        return as_process(None, job, text, kept)
-    if world == 1 or torch.cuda.device_count() == 1:
-        return as_virtual_ranks(job, text, world, kept)
-    return started(world, as_process, job, text, kept)
+def train_process(job: Job, text: bytes) -> Run:
+    """Train as one process of torchrun."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group()
+    try:
+        return train_on_mesh(job, text, device)
+    finally:
+        dist.destroy_process_group()
 
 
-def as_process(store: str | None, job: Job, text: bytes, kept: Kept | None) -> Run:
-    """One rank of several processes, which meet in the file ``store`` or where the launcher says."""
-    place = member()
-    assert place is not None
-    with threads(place.threads), process_group(place, store):
-        run = on_mesh(job, text, place.device, kept)
-    run.where = f"{place.world} ranks, {device_name(place.device, place.threads)} each"
-    return run
+def train_on_mesh(job: Job, text: bytes, device: torch.device, watch: Watch | None = None) -> Run:
+    """Train as one rank of the default group: weights lie in parts on all ranks, rows on rings, tokens on their ranks.
 
-
-def on_mesh(job: Job, text: bytes, device: torch.device, kept: Kept | None = None) -> Run:
-    """One rank of the default group: weights lie in parts on all, rows on the rings, tokens on the ranks of each."""
-    shape = job.data, dist.get_world_size() // job.data
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
+    Raises:
+        JobError: on every rank: the ranks are no whole rings, or as for :class:`Training`.
+    """
+    world = dist.get_world_size()
+    if world % job.data:
+        raise JobError(f"--data is {job.data}: the ranks, {world}, must be a multiple of it")
+    mesh = init_device_mesh(device.type, (job.data, world // job.data), mesh_dim_names=("data", "context"))
     each = job.batch // job.data
     first = mesh.get_local_rank("data") * each
-    with ring_of(Ring(mesh["context"], slots=SLOTS), job) as (layout, attend):
+    with open_ring(Ring(mesh["context"], slots=SLOTS), job) as (layout, attend):
         positions = layout.positions(mesh.get_local_rank("context"))
         part = Part(dist.get_rank(), slice(first, first + each), positions, attend, gather, fully_sharded=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", NO_DIST)
             training = Training(job, text, device, part)
-        return training.fit(kept)
+        return training.fit(watch)
 
 
 def gather(x: Tensor) -> Tensor:
-    """``[n]`` of every process."""
+    """Return the ``[n]`` of every process as ``[ranks, n]``."""
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x)
     return torch.stack(parts)
 
 
-def as_virtual_ranks(job: Job, text: bytes, world: int, kept: Kept | None = None) -> Run:
-    """All ranks on one device, each with all weights; one is a single process."""
+def train_virtual_ranks(job: Job, text: bytes, world: int, watch: Watch | None = None) -> Run:
+    """Train on virtual ranks of one device, each with all weights; one of them is a single process.
+
+    Raises:
+        JobError: as for :class:`Training`, or ``job.data`` asks for several rings.
+    """
+    if job.data > 1:
+        raise JobError(f"--data is {job.data}: virtual ranks are one ring; start processes with torchrun, or --data 1")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
-    def as_virtual_rank(group: LocalGroup) -> Run:
-        ring = Ring(group, slots=SLOTS)
-
+    def train_rank(group: LocalGroup) -> Run:
         def gather(x: Tensor) -> Tensor:
-            return torch.stack(exchange(ring, [x] * ring.size, [x.shape] * ring.size))
+            return unshard(x[None], layout="contiguous", group=group, grad="slice").view(world, *x.shape)
 
-        with ring_of(ring, job) as (layout, attend):
-            part = Part(ring.rank, slice(None), layout.positions(ring.rank), attend, gather)
-            return Training(job, text, device, part).fit(kept)
+        with open_ring(Ring(group, slots=SLOTS), job) as (layout, attend):
+            part = Part(group.rank(), slice(None), layout.positions(group.rank()), attend, gather)
+            return Training(job, text, device, part).fit(watch)
 
-    with threads(cores()), LocalWorld(world, device=device) as local, warnings.catch_warnings():
+    with LocalWorld(world, device=device) as local, warnings.catch_warnings():
         warnings.filterwarnings("ignore", NO_DIST)
-        run = local.run(as_virtual_rank)[0]
-    run.where = f"{world} virtual ranks on {device_name(device, cores())}, memory of all together"
-    return run
+        return local.run(train_rank)[0]
 
 
-def device_name(device: torch.device, count: int) -> str:
-    """A GPU's, or how many threads there are."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"1 process of {count} thread{'s' * (count > 1)}"
+# -- the command line
+
+
+def read_text() -> bytes:
+    """Return the documentation that ships with Python, as ``help("topics")`` shows it."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values()).encode()
+
+
+def size(text: str) -> int:
+    """Return the number that ``8192``, ``8k``, ``1m`` or ``2g`` is, in powers of 1024."""
+    match = re.fullmatch(r"(\d{1,18})([kmg]?)", text.lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: it must be a whole number, with k, m or g or without")
+    return int(match[1]) << 10 * " kmg".index(match[2] or " ")
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[Job, int]:
+    """Return the job that a command line describes, and the number of virtual ranks."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    for item in fields(Job):
+        kind: Any = {"seqlen": size, "checkpoint": str}.get(item.name, type(item.default))
+        flag = f"--{item.name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, default=item.default, choices=CHOICES.get(item.name))
+    parser.add_argument("--world", type=int, default=2, help="virtual ranks, where torchrun started no process")
+    given = vars(parser.parse_args(arguments))
+    world: int = given.pop("world")
+    try:
+        return Job(**given), world
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def main() -> None:
+    """Train as the command line says."""
+    job, world = parse()
+    try:
+        if dist.is_torchelastic_launched():
+            run = train_process(job, read_text())
+        else:
+            run = train_virtual_ranks(job, read_text(), world)
+    except JobError as error:
+        raise SystemExit(f"{Path(__file__).name}: {error}") from None
+    if int(os.environ.get("RANK", "0")) == 0 and run.seconds:
+        middle = sorted(run.seconds)[len(run.seconds) // 2]
+        print(f"loss {run.losses[job.steps - 1]:.4f}, {job.batch * job.seqlen / middle:,.0f} tokens/s")
 
 
 if __name__ == "__main__":
-    from ringattn.examples.demo import script
-
-    script()
+    main()

@@ -100,7 +100,7 @@ def poison() -> Iterator[None]:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As started by hand, whatever the tests run under: no variable of a launcher is set."""
-    from ringattn.bench.common.launching import JOBS, LAUNCHERS
+    from ringattn.bench.common.ranks import JOB, LAUNCHERS, TORCHRUN
 
-    for name in {*chain.from_iterable((*LAUNCHERS, *JOBS)), "MASTER_ADDR", "MASTER_PORT"}:
+    for name in {*chain(*LAUNCHERS, JOB), TORCHRUN, "MASTER_ADDR", "MASTER_PORT"}:
         monkeypatch.delenv(name, raising=False)

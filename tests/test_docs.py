@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from ringattn import LocalWorld
 from ringattn.bench import cli
 from ringattn.comm import GroupLike
+from ringattn.examples import train
 from ringattn.examples.model import Decoder
 from ringattn.kernels.gpu import assumed_gpu
 from ringattn.kernels.tables import tables_of
@@ -263,6 +264,8 @@ def check_others(words: list[str]) -> None:
     for flag, value in pairwise(words):
         if flag == "-m" and value.startswith("ringattn"):
             assert find_spec(value)
+        if flag == "-m" and value == train.__name__:
+            train.parse([word for word in words[words.index(value) + 1 :] if word != "…"])
         if flag == "-m" and value.startswith("tests."):  # no part of the installed package
             assert (ROOT / f"{value.replace('.', '/')}.py").exists()
         if flag == "-e" and words[0].endswith("tox"):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import typer
 
 from .output import check_targets
+from .ranks import cores, member, ranks_here
 
 if TYPE_CHECKING:
     import torch
@@ -332,6 +333,25 @@ def check_transport(name: str, device: str, world: int) -> None:
         raise typer.BadParameter(f"--transport is {name}, of {' and '.join(entry.devices)}, and the device is {device}")
     if PROCESSES not in entry.ranks and world > 1:
         raise typer.BadParameter(f"--transport is {name}, of one process, and {world} are to run: take auto")
+
+
+def resolve_world(given: int | None, default: int) -> int:
+    """Return the number of ranks: the launcher's, or ``--world``, or the default.
+
+    Raises:
+        typer.BadParameter: ``--world`` is not the number of ranks that the launcher started.
+    """
+    place = member()
+    if place is None:
+        return default if given is None else given
+    if given not in (None, place.world):
+        raise typer.BadParameter(f"--world is {given}: the launcher started {place.world} ranks; leave it out")
+    return place.world
+
+
+def resolve_threads(given: int | None, world: int) -> int:
+    """Return the threads of each of ``world`` ranks: ``--threads``, or a rank's share of the cores."""
+    return given or max(1, cores() // ranks_here(world))
 
 
 def device_name(text: str) -> str:

@@ -17,7 +17,7 @@ import torch
 import typer
 
 from .flags import binary
-from .launching import TORCHRUN, member, ranks_here
+from .ranks import TORCHRUN, member, ranks_here
 
 if TYPE_CHECKING:
     from .attention import AttentionConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import typer
 
-from .launching import member
+from .ranks import member
 
 
 def prints() -> bool:

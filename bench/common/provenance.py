@@ -19,7 +19,7 @@ import torch
 from ... import __version__
 from ...comm.topology import nvml
 from ...comm.topology.nvml import pairs_by_link
-from .launching import cores
+from .ranks import cores
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("kernels", "comm", "autotune", "ring", "reference", "bench")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import flags
-from ..common.launching import member
 from ..common.output import prints
+from ..common.ranks import member
 from ..common.result import Result, finish
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..common import flags
-from ..common.launching import member, world_of
+from ..common.ranks import member
 from ..common.result import finish
 from .names import FORWARD, IN_PROCESS, MATMUL, swept
 
@@ -140,7 +140,7 @@ def links(
         beside=beside_name(beside, device),
         must_open=transport != "all",
     )
-    ranks = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
+    ranks = flags.resolve_world(world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
     check_room(config, ranks if place is None else place.local_world, launched=place is not None)
     with Console(stderr=True).status("measuring"):
         result = everywhere(ranks, config)

@@ -19,8 +19,9 @@ from ...comm import Fence, Group, Limits, LocalGroup, LocalWorld, Message, Trans
 from ...comm.control import control_of
 from ...kernels import attention_forward
 from ..common.flags import timer_on
-from ..common.launching import Member, member, spawn, threads
+from ..common.launching import spawn
 from ..common.memory import Needs, needs_of_ranks, refuse_too_large
+from ..common.ranks import Member, member
 from ..common.result import Result, Row
 from ..common.timing import HOST_AHEAD_CYCLES, Step
 from .names import FORWARD, IN_PROCESS, swept
@@ -371,7 +372,8 @@ def everywhere(world: int, config: LinksConfig) -> Result:
     if between:
         found = spawn(world, measure, replace(config, transports=between), device=config.device)
     if between != config.transports:
-        with threads(1), LocalWorld(world, device=config.device) as ranks:
+        torch.set_num_threads(1)
+        with LocalWorld(world, device=config.device) as ranks:
             here = replace(config, transports=(IN_PROCESS,))
             found.add(ranks.run(partial(_of_virtual_rank, here, ranks.device))[0])
     for row in found.rows:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import flags
-from ..common.launching import member, spawn, threads_of, world_of
+from ..common.launching import spawn
 from ..common.result import finish
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def overlap(
     on_gpu = device == "cuda"
     if on_gpu:
         flags.check_mode(context, "on a GPU, whose links are not throttled", context.params.keys() - {"link_share"})
-    world = world_of(member(), world, max(2, torch.cuda.device_count() if on_gpu else 0))
+    world = flags.resolve_world(world, max(2, torch.cuda.device_count() if on_gpu else 0))
     kv_heads = flags.kv_heads_of(heads, kv_heads)
     flags.check_chunks(chunks, kv_heads)
     transport = transport or ("auto" if on_gpu else "process_group")
@@ -73,7 +73,7 @@ def overlap(
 
     problem = AttentionConfig(
         world * tokens, world, batch, heads, kv_heads, head_dim, dtype or ("bfloat16" if on_gpu else "float32"),
-        causal, layout.value, threads_of(threads, world), seed, device, transport,
+        causal, layout.value, flags.resolve_threads(threads, world), seed, device, transport,
     )  # fmt: skip
     each = partial(settings_bytes, slots=[slots for slots, _, _ in settings])
     refuse_ranks("--tokens", problem, each, per_rank=True)

@@ -24,8 +24,8 @@ from ...ring.local.registry import resolve_backend
 from ...ring.schedule.plan import Plan, plan
 from ..common.attention import AttentionConfig
 from ..common.flags import counted, human
-from ..common.launching import Member
 from ..common.progress import Progress, progress
+from ..common.ranks import Member
 from ..common.result import Result, Row
 from ..common.timing import Clock, Ranks, Samples, interleaved
 

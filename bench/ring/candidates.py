@@ -23,7 +23,6 @@ from ...ring.mesh import joined
 from ...ring.schedule.schedule import schedule
 from ...ring.ulysses import heads_of
 from ..common.attention import DTYPES, AttentionConfig, Tensors, forward_backward
-from ..common.launching import cores
 from ..common.memory_table import (
     ALL_CORES,
     ALL_GATHER,
@@ -36,6 +35,7 @@ from ..common.memory_table import (
     exchanged_name,
     kind_of,
 )
+from ..common.ranks import cores
 from ..common.timing import Stopwatch
 from .baselines import AllGather, Ulysses, baseline_ring_attention
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ..common import flags
-from ..common.launching import member, spawn, threads_of, world_of
+from ..common.launching import spawn
+from ..common.ranks import member
 from ..common.result import Result, finish
 
 DEFAULT_WORLD = 2
@@ -71,7 +72,7 @@ def ring(
     from .candidates import chosen
 
     place = member()
-    worlds = list(dict.fromkeys(world_of(place, ranks, DEFAULT_WORLD) for ranks in world or [None]))
+    worlds = list(dict.fromkeys(flags.resolve_world(ranks, DEFAULT_WORLD) for ranks in world or [None]))
     kv_heads, device = flags.kv_heads_of(heads, kv_heads), flags.device_name(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     if min(worlds) < 1:
@@ -89,7 +90,7 @@ def ring(
         problems = tuple(
             AttentionConfig(
                 tokens, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout[0],
-                threads_of(threads, ranks), seed, device, transport,
+                flags.resolve_threads(threads, ranks), seed, device, transport,
             )
             for tokens in sorted(seqlen)
         )  # fmt: skip

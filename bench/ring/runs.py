@@ -20,7 +20,6 @@ from ...ring import Ring
 from ..common.attention import BACKWARD_FLOPS, AttentionConfig, Tensors
 from ..common.errors import RESULTS, Inputs, chosen_heads, judge_of
 from ..common.flags import binary, human
-from ..common.launching import Member, ranks_here
 from ..common.memory import PROCESS_BYTES, Needs, PeakMemory, freed_at_once, gpus_of
 from ..common.memory_table import (
     ALL_CORES,
@@ -37,6 +36,7 @@ from ..common.memory_table import (
     shard,
 )
 from ..common.progress import progress
+from ..common.ranks import Member, ranks_here
 from ..common.result import Result, Row
 from ..common.timing import Clock, Ranks, Samples, interleaved
 from .candidates import PEERS, Candidate, Setting, candidates, ours

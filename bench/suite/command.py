@@ -7,9 +7,11 @@ and machine is gone on with: what ended well there is kept.
 from __future__ import annotations
 
 import math
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,9 +45,9 @@ def suite(
 
     begun = time.monotonic()
     from ..common.flags import check_folder, device_here
-    from ..common.launching import cores, forget_launcher
     from ..common.output import prints
     from ..common.provenance import provenance
+    from ..common.ranks import LAUNCHERS, cores
     from ..common.result import Result, finish
     from ..report.command import write_beside
     from . import processes
@@ -53,7 +55,8 @@ def suite(
 
     if not prints():
         return  # one device: under a launcher rank 0 measures, in processes of its own
-    forget_launcher()
+    for name in [*chain(*LAUNCHERS), *(name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_")))]:
+        os.environ.pop(name, None)
     place = device_here(device)
     everything = parts_of(place.type)
     parts = [part for part in everything if (only or "") in part.name]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import flags
-from ..common.launching import member, threads_of, world_of
 from ..common.output import check_targets, prints, write_json
+from ..common.ranks import member
 from ..common.result import Result, finish
 from ..common.theme import picture
 
@@ -48,13 +48,13 @@ def timeline(
     from . import runs
     from .events import as_chrome
 
-    place, ranks = member(), world_of(member(), world, DEFAULT_WORLD)
+    place, ranks = member(), flags.resolve_world(world, DEFAULT_WORLD)
     device, kv_heads = flags.device_name(device), flags.kv_heads_of(heads, kv_heads)
     if seqlen < ranks:
         raise typer.BadParameter(f"--seqlen is {seqlen}: {ranks} ranks need a token each")
     problem = AttentionConfig(
-        seqlen, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, threads_of(threads, ranks), seed,
-        device,
+        seqlen, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout.value,
+        flags.resolve_threads(threads, ranks), seed, device,
     )  # fmt: skip
     check_targets(out)
     recorded = runs.measured(place, problem, repeats)

@@ -18,10 +18,11 @@ from ...comm.control import Control, control_of
 from ...ring import Ring, Trace, TraceSpan, ring_attention
 from ..common.attention import AttentionConfig, forward_backward, mask_data
 from ..common.flags import device_here
-from ..common.launching import Member, spawn
+from ..common.launching import spawn
 from ..common.memory import Needs, refuse_ranks
 from ..common.memory_table import OURS, candidate_bytes
 from ..common.provenance import provenance
+from ..common.ranks import Member
 from .events import MACHINE, Event, Timeline
 
 CALL = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", *sorted(MACHINE))

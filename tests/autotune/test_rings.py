@@ -23,7 +23,6 @@ from ringattn.autotune.search import Measured, Reading
 from ringattn.autotune.space import Shape
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.errors import RESULTS, Judge
-from ringattn.bench.common.launching import Member
 from ringattn.comm import Limits
 from ringattn.kernels.gpu import INTERPRETER_GPU
 from ringattn.kernels.tables import RefusedTable
@@ -90,15 +89,15 @@ def test_damaged_files_are_skipped_with_a_warning(folders: Folders) -> None:
 # the command
 
 
-def test_a_launcher_decides_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Member(rank=0, world=4, local_rank=0, local_world=4)
+def test_a_launcher_decides_how_many_ranks(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     call = Shape(4, 4, 64, 64), [64, 128], True, "cpu"
-    monkeypatch.setattr(ring_search, "member", lambda: place)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     for world in (None, 4):
         assert [(problem.world, problem.seqlen) for problem in problems_of(*call, world)] == [(4, 256), (4, 512)]
     with pytest.raises(typer.BadParameter, match="--world is 8: the launcher started 4 ranks; leave it out"):
         problems_of(*call, 8)
-    monkeypatch.setattr(ring_search, "member", lambda: replace(place, world=1))
+    monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ValueError, match="the launcher started 1 rank: a ring to tune takes at least 2"):
         problems_of(*call, None)
 

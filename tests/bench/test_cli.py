@@ -28,7 +28,7 @@ HEAVY = ("torch", "triton", "cupy", "matplotlib")
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A command that keeps what it was given, in place of ``examples/demo.py``."""
+    """A command that keeps what it was given, in place of ``bench/demo/command.py``."""
     arguments: list[object] = []
     ends = {
         "exit": typer.Exit(7), "interrupt": KeyboardInterrupt(), "value": ValueError("q has 3 dims:\n  4 are needed"),
@@ -46,7 +46,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         if end:
             raise ends[end]
 
-    module = ModuleType("ringattn.examples.demo")
+    module = ModuleType("ringattn.bench.demo.command")
     vars(module)["app"] = app
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return arguments

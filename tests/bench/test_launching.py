@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,10 +21,14 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common import launching
-from ringattn.bench.common.launching import JOBS, LAUNCHERS, Member
+from ringattn.bench.common import launching, process_group
+from ringattn.bench.common.launching import launch, spawn
+from ringattn.bench.common.process_group import PORTS, consequences_later
+from ringattn.bench.common.ranks import JOB, LAUNCHERS, Member, member
 
+ROOT = Path(__file__).parents[2]
 GROUPS = 5
+CPU = torch.device("cpu")
 
 
 # -- who is which rank
@@ -47,14 +52,7 @@ def test_place_under_a_launcher(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert launching.member() == expected
-
-
-def test_launcher_variables_are_removed(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [*(name for names in LAUNCHERS for name in names), "TORCHELASTIC_RUN_ID", "MASTER_ADDR"]:
-        monkeypatch.setenv(name, "2")
-    launching.forget_launcher()
-    assert launching.member() is None and not {"TORCHELASTIC_RUN_ID", "MASTER_ADDR"} & set(os.environ)
+    assert member() == expected
 
 
 def test_ranks_of_a_machine_share_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,21 +70,21 @@ def test_ranks_of_a_machine_share_cores_and_gpus(monkeypatch: pytest.MonkeyPatch
 
 def test_rank_0_of_several_machines(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     here, place = Member(1, 4, 1, 4), Member(2, 4, 0, 2)
-    assert launching._address(here) == "127.0.0.1"
+    assert process_group._address(here) == "127.0.0.1"
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
     with pytest.raises(
         ValueError, match="MASTER_ADDR is not set, and 4 ranks, 2 of them here, are on several machines"
     ):
-        launching._address(place)
+        process_group._address(place)
     for nodes, first in (
         ("gpu1,gpu2", "gpu1"),
         ("gpu[03-05,9],login", "gpu03"),
         ("rack[1-2]node[3-4]-ib", "rack1node3-ib"),
     ):
         monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
-        assert launching._address(place) == first
+        assert process_group._address(place) == first
     monkeypatch.setenv("MASTER_ADDR", "head")
-    assert launching._address(place) == "head"
+    assert process_group._address(place) == "head"
 
 
 @pytest.mark.parametrize(("names", "address"), [(LAUNCHERS[0], None), (LAUNCHERS[1], "localhost")])
@@ -95,24 +93,25 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
 ) -> None:
     """Rank 0 does not wait for other machines."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
     for name, value in zip(names, ("0", "1", "0", "1"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     if address is not None:
         monkeypatch.setenv("MASTER_ADDR", address)
     before, place = listening(), Member(0, 1, 0, 1)
-    launching._store.cache_clear()
-    with launching.process_group(place):
+    process_group._store.cache_clear()
+    with process_group.process_group(place, CPU):
         used = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
         opened = Counter(listening()) - Counter(before)
-    launching._store.cache_clear()
+    process_group._store.cache_clear()
     assert opened and {*opened} == {"0100007F"} and {*used.values()} == {"lo"}
 
 
 def free_port() -> int:
     """One that the system gives to nobody who does not name it, and of this process alone."""
-    ports: list[int] = [*launching.PORTS]
+    ports: list[int] = [*PORTS]
     first = os.getpid() % len(ports)
     for port in ports[first:] + ports[:first]:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -120,47 +119,29 @@ def free_port() -> int:
     raise OSError("no port is free")
 
 
-def test_interfaces_set_by_the_user_are_kept(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHELASTIC_RUN_ID", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    here = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "lo"}
-    assert launching._interfaces(Member(0, 4, 0, 4)) == here
-    monkeypatch.setenv("MASTER_ADDR", "head")
-    assert launching._interfaces(Member(0, 4, 0, 4)) == launching._interfaces(Member(0, 4, 0, 2)) == {}
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")  # torchrun names this machine
-    assert launching._interfaces(Member(0, 4, 0, 4)) == here
-    assert launching._interfaces(Member(0, 4, 0, 2)) == {}  # ranks elsewhere
-
-
 def test_every_job_has_a_port(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launching._port() == launching.USUAL_PORT
-    ports = set()
-    for job in ("1961558017", "1961623553"):
-        monkeypatch.setenv("PMIX_NAMESPACE", job)
-        ports.add(launching._port())
-    monkeypatch.delenv("PMIX_NAMESPACE")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert launching._port() == launching.USUAL_PORT  # of a batch script: not a step
-    for step in ("0", "1"):
-        monkeypatch.setenv("SLURM_STEP_ID", step)
-        ports.add(launching._port())
-    assert len(ports) == 4 and all(1024 < port < 32768 for port in ports)
+    ports = {process_group._port()}
+    for name, values in {"PMIX_NAMESPACE": ("1961558017", "1961623553"), "SLURM_STEP_ID": ("0", "1")}.items():
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        for value in values:
+            monkeypatch.setenv(name, value)
+            ports.add(process_group._port())
+    assert len(ports) == 5 and all(1024 < port < 32768 for port in ports)
 
 
-def groups_and_listeners(store: str) -> tuple[list[float], list[str]]:
+def groups_and_listeners() -> tuple[list[float], list[str], list[str]]:
     """A sum in each of many groups, with nothing between one's end and the next one's begin; and, of the last one, the
-    addresses that this rank listens on (hexadecimal, as the kernel writes them)."""
-    place = launching.member()
+    addresses that this rank listens on (hexadecimal, as the kernel writes them), and the interfaces."""
+    place = member()
     assert place is not None
     sums: list[float] = []
     while len(sums) < GROUPS:
-        with launching.process_group(place, store):
+        with process_group.process_group(place, CPU):
             ones = torch.ones(1)
             dist.all_reduce(ones)
             sums.append(ones.item())
             addresses = listening()
-    return sums, addresses
+    return sums, addresses, [os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
 
 
 def listening() -> list[str]:
@@ -174,10 +155,12 @@ def listening() -> list[str]:
     return [fields[1].partition(":")[0] for fields in sockets if fields[3] == "0A" and fields[9] in mine]
 
 
-def test_successive_groups_listen_on_loopback_only() -> None:
-    sums, addresses = launching.launch(2, groups_and_listeners)
+def test_successive_groups_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's interface is kept."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    sums, addresses, interfaces = launch(2, groups_and_listeners)
     assert sums == [2.0] * GROUPS and {*addresses} == {"0100007F"}  # 127.0.0.1
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert interfaces == ["lo", "eth1"]
 
 
 # -- whose error it is
@@ -192,14 +175,52 @@ def rank_one_raises(place: Member, device: torch.device) -> None:
 
 def test_the_failing_ranks_error_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
-        launching.spawn(2, rank_one_raises)
-    assert ended.value.exit_code == 1 and "rank 1 has had enough" in capfd.readouterr().err
+        spawn(2, rank_one_raises)
+    printed = capfd.readouterr().err
+    assert ended.value.exit_code == 1 and printed.count("rank 1 has had enough") == 2  # its line, and its error
+    assert printed.count("Traceback") == 1
+
+
+def leave(how: str, folder: str) -> None:
+    """Rank 1 ends, rank 0 would go on for minutes."""
+    assert member() is not None
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    if os.environ["RANK"] == "1":
+        while not Path(folder, "0").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else sys.exit(7)
+    time.sleep(300)
+
+
+@pytest.mark.parametrize(("how", "message"), [("killed", "killed by SIGKILL"), ("exits", "exit code 7")])
+def test_a_rank_that_ends_ends_the_others(how: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ChildProcessError, match=f"rank 1: {message}"):
+        launch(2, leave, how, str(tmp_path))
+    assert not any(Path("/proc", (tmp_path / rank).read_text()).exists() for rank in "01")
+
+
+def wait_for_ever(folder: str) -> None:
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(300)
+
+
+def test_no_rank_outlives_the_process_that_started_it(tmp_path: Path) -> None:
+    code = f"from {__name__} import launch, wait_for_ever; launch(2, wait_for_ever, {str(tmp_path)!r})"
+    starter = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    while starter.poll() is None and not all((tmp_path / rank).exists() for rank in "01"):
+        time.sleep(0.01)
+    time.sleep(0.1)  # until they are written
+    starter.kill()
+    starter.wait()
+    pids = [(tmp_path / rank).read_text() for rank in "01"]
+    while any(Path("/proc", pid, "exe").exists() for pid in pids):  # until the test's time is over
+        time.sleep(0.01)
 
 
 def test_errors_that_no_peer_caused_are_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     for error in (NotImplementedError("no"), torch.OutOfMemoryError("full"), typer.Exit(1), ValueError("wrong")):
-        with pytest.raises(type(error)), launching.consequences_later():
+        with pytest.raises(type(error)), consequences_later():
             raise error
 
 
@@ -219,7 +240,7 @@ def two_ranks(launcher: str) -> list[str]:
 
 def launched(launcher: str, *arguments: str) -> str:
     """What ``python -m ringattn ARGUMENTS`` prints on two ranks."""
-    names = {name for names in (*LAUNCHERS, *JOBS) for name in names} - {"SLURM_JOB_ID"}  # an allocation is kept
+    names = {name for names in (*LAUNCHERS, JOB) for name in names} - {"SLURM_JOB_ID"}  # an allocation is kept
     env = {name: value for name, value in os.environ.items() if name not in names and not name.startswith("MASTER_")}
     command = [*two_ranks(launcher), sys.executable, "-m", "ringattn", *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
@@ -264,8 +285,8 @@ def test_another_world_than_the_launchers_is_refused(bench: str, alone: None, mo
         monkeypatch.setenv(name, value)
     ran: list[int] = []
 
-    def in_group(place: Member, *_: object) -> Any:
-        ran.append(place.world)
+    def in_group(*_: object) -> Any:
+        ran.append(member().world)  # type: ignore[union-attr]
         raise typer.Exit(3)
 
     monkeypatch.setattr(launching, "_in_group", in_group)

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
 from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig
-from ringattn.bench.common.launching import cores
 from ringattn.bench.common.memory_table import OURS, ULYSSES, WHOLE
+from ringattn.bench.common.ranks import cores
 from ringattn.bench.common.result import read
 from ringattn.bench.predict.alternatives import ways
 from ringattn.bench.predict.call import Call

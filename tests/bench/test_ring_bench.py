@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench.common import flags, memory_table
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.common.launching import Member, spawn
+from ringattn.bench.common.launching import spawn
 from ringattn.bench.common.memory_table import ALL_GATHER, BASELINE, LUCIDRAINS, OURS, ULYSSES, WHOLE
+from ringattn.bench.common.ranks import Member
 from ringattn.bench.common.result import Result, Row, read
 from ringattn.bench.common.timing import Samples
 from ringattn.bench.ring import candidates, command, runs

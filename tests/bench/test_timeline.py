@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from ringattn import LocalWorld
 from ringattn.bench.common import launching, memory
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.common.launching import LAUNCHERS, Member
+from ringattn.bench.common.ranks import LAUNCHERS, member
 from ringattn.bench.common.result import read
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.links import PRESETS, Links
@@ -183,7 +183,9 @@ def test_device_under_a_launcher(flags: list[str], where: str, monkeypatch: pyte
     monkeypatch.setattr(memory, "free_memory", lambda _: 1 << 40)
     ran: list[str] = []
 
-    def in_group(place: Member, store: None, kind: str, *_: object) -> None:
+    def in_group(kind: str, *_: object) -> None:
+        place = member()
+        assert place is not None
         ran.append(str(place.shared_device(kind)))
 
     monkeypatch.setattr(launching, "_in_group", in_group)

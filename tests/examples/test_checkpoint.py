@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -15,13 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from ringattn.examples import demo
-from ringattn.examples.checkpoint import METADATA, find_latest, load_state, save_state
-from ringattn.examples.compare import alone
-from ringattn.examples.demo import Job
-from ringattn.examples.train import MAY_CHANGE, JobError, as_virtual_ranks, check_checkpoint, on_mesh
+from ringattn.bench.demo.compare import prepare_whole
+from ringattn.examples import train
+from ringattn.examples.checkpoint import METADATA, MOST_JOB_BYTES, find_latest, load_state, save_state
+from ringattn.examples.train import MAY_CHANGE, Job, JobError, Run, read_text, train_on_mesh, train_virtual_ranks
 
 from ..support.forked import Ending, ending, results
 
@@ -46,13 +46,18 @@ class Command:
 def written(folder: Path, **changed: Any) -> Job:
     """Return a job that has written its checkpoints in ``folder``, of the steps 1 and 2."""
     job = replace(TINY, checkpoint=str(folder), **changed)
-    as_virtual_ranks(job, demo.text(), 1)
+    train_virtual_ranks(job, read_text(), 1)
     return job
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return written(tmp_path_factory.mktemp("runs"))
+
+
+def resumed(job: Job) -> Run:
+    """Return the run that a training begins with, in one process."""
+    return prepare_whole(job, read_text(), CPU)[0].run
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -128,6 +133,9 @@ DAMAGES: dict[str, Damage] = {
     "no metadata but a list": lambda path: (path / METADATA).write_bytes(pickle.dumps([])),
     "truncated metadata": partial(truncate, METADATA),
     "truncated job": partial(truncate, "job.json"),
+    "long job": lambda path: (path / "job.json").write_text(json.dumps({"layout": "z" * MOST_JOB_BYTES})),
+    "no object": lambda path: (path / "job.json").write_text("[]"),
+    "job in a pipe": lambda path: ((path / "job.json").unlink(), os.mkfifo(path / "job.json")),
     "no job": lambda path: (path / "job.json").unlink(),
     "truncated tensors": partial(truncate, "__0_0.distcp"),
     "no tensors": lambda path: (path / "__0_0.distcp").unlink(),
@@ -147,7 +155,7 @@ def test_metadata_that_are_written_again_are_accepted(finished: Job, tmp_path: P
     shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
     path = tmp_path / "runs" / "00000002"
     (path / METADATA).write_bytes(pickle.dumps(torchs_metadata(path)))
-    assert len(alone(replace(finished, checkpoint=str(path.parent)), demo.text(), CPU).run.losses) == 2
+    assert len(resumed(replace(finished, checkpoint=str(path.parent))).losses) == 2
 
 
 def test_the_command_would_run(tmp_path: Path) -> None:
@@ -161,20 +169,11 @@ def test_a_damaged_checkpoint_is_refused(name: str, finished: Job, tmp_path: Pat
     DAMAGES[name](tmp_path / "runs" / "00000002")
     before = contents(tmp_path)
     with pytest.raises(JobError, match=f"--checkpoint {tmp_path / 'runs'}") as refused:
-        alone(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")), demo.text(), CPU)
+        resumed(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")))
     cause = refused.value.__cause__
     assert cause is not None
     assert REASONS.get(name, "") in f"{refused.value} {cause!r} {cause.__cause__!r}"
     assert contents(tmp_path) == before  # no mark, and the older checkpoint is there
-
-
-def test_a_planted_command_is_named_before_any_rank_starts(finished: Job, tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "00000002"
-    shutil.copytree(str(finished.checkpoint), path.parent)
-    plant(path)
-    with pytest.raises(ValueError, match=rf"--checkpoint {path}.*subprocess\.check_call"):
-        check_checkpoint(replace(finished, checkpoint=str(path.parent)))
-    assert not mark(path).exists()
 
 
 def go_on(rank: int, job: Job, places: list[list[Path]]) -> list[Ending]:
@@ -182,7 +181,7 @@ def go_on(rank: int, job: Job, places: list[list[Path]]) -> list[Ending]:
     ends = []
     for place in places[rank]:
         os.chdir(place)
-        ends.append(ending(lambda: on_mesh(job, demo.text(), CPU)))
+        ends.append(ending(lambda: train_on_mesh(job, read_text(), CPU)))
     return ends
 
 
@@ -214,13 +213,15 @@ def test_two_ranks_refuse_alike_and_continue_from_the_last(finished: Job, tmp_pa
     }
 
 
-def test_a_refused_checkpoint_ends_the_command(finished: Job, tmp_path: Path) -> None:
+def test_a_refused_checkpoint_ends_the_command(finished: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are read while the ranks run."""
     shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
     DAMAGES["truncated tensors"](tmp_path / "runs" / "00000002")
     flags = [f"--{name.replace('_', '-')}={getattr(finished, name)}" for name in OTHERS]
-    result = CliRunner().invoke(demo.script, [*flags, "--world=1", "--steps=3", f"--checkpoint={tmp_path / 'runs'}"])
-    assert result.exit_code == 2 and "--checkpoint" in result.output, result.output
+    flags += ["--world=1", "--steps=3", f"--checkpoint={tmp_path / 'runs'}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+    with pytest.raises(SystemExit, match=f"--checkpoint {tmp_path / 'runs'}"):
+        train.main()
 
 
 # -- which job may continue, and from where
@@ -239,18 +240,15 @@ def test_every_field_of_a_job_may_change_or_not() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_job_is_refused(name: str, finished: Job) -> None:
     other = replace(finished, **{name: OTHERS[name]})
-    with pytest.raises(ValueError, match=f"another job: {name} {getattr(finished, name)!r}, here {OTHERS[name]!r}"):
-        check_checkpoint(other)
-    with pytest.raises(JobError, match=f"another job: {name} "):
-        alone(other, demo.text(), CPU)
+    with pytest.raises(JobError, match=f"another job: {name} {getattr(finished, name)!r}, here {OTHERS[name]!r}"):
+        resumed(other)
 
 
 def test_what_may_change_is_accepted(finished: Job) -> None:
     changes: list[dict[str, Any]] = [{"steps": 9}, {"data": 2}, {"block": 7}, {"every": 5}]
     for changed in changes:
         other = replace(finished, **changed)
-        check_checkpoint(other)
-        assert len(alone(other, demo.text(), CPU).run.losses) == finished.steps
+        assert len(resumed(other).losses) == finished.steps
 
 
 def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
@@ -265,8 +263,8 @@ def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
 def test_a_run_continues_from_the_last_checkpoint(finished: Job, tmp_path: Path) -> None:
     """With the weights, Adam's state and the losses of that step."""
     shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
-    whole = as_virtual_ranks(replace(TINY, steps=3), demo.text(), 1)
-    run = as_virtual_ranks(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")), demo.text(), 1)
+    whole = train_virtual_ranks(replace(TINY, steps=3), read_text(), 1)
+    run = train_virtual_ranks(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")), read_text(), 1)
     assert len(run.seconds) == 1 and run.losses == whole.losses
 
 

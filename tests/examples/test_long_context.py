@@ -111,7 +111,7 @@ def test_the_batch_script(tmp_path: Path) -> None:
         "--data 2\n"
     )
     flags = re.findall(r"--[a-z]+", done.stdout.partition("examples.train")[2])
-    shown = subprocess.run([sys.executable, "-m", "ringattn", "demo", "--help"], capture_output=True, text=True)
+    shown = subprocess.run([sys.executable, "-m", "ringattn.examples.train", "-h"], capture_output=True, text=True)
     assert flags and all(flag in shown.stdout for flag in flags)
 
 

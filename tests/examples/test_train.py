@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.bench.common.memory import freed_at_once
-from ringattn.examples import demo
-from ringattn.examples.compare import Kept, alone, pytorch_attention, spent
-from ringattn.examples.demo import Job
+from ringattn.bench.common.memory import PeakMemory, freed_at_once
+from ringattn.bench.demo.compare import Recorder, Trained, prepare_whole, pytorch_attention
 from ringattn.examples.model import Decoder
-from ringattn.examples.train import Run, as_virtual_ranks, check_checkpoint, on_mesh
+from ringattn.examples.train import Job, JobError, Run, parse, read_text, train_on_mesh, train_virtual_ranks
 
 from ..support.forked import results
 from ..support.tolerance import assert_as_exact_as_pytorch
@@ -24,8 +24,12 @@ CPU = torch.device("cpu")
 TINY = Job(seqlen=203, steps=4, layers=2, heads=4, kv_heads=2, head_dim=8, batch=2, block=32, lr=1e-3)
 
 
-def process(rank: int, job: Job, kept: Kept | None = None) -> Run:
-    return on_mesh(job, demo.text(), CPU, kept)
+def process(rank: int, job: Job) -> Run:
+    return train_on_mesh(job, read_text(), CPU)
+
+
+def recorded(rank: int, job: Job, recorder: Recorder) -> Trained:
+    return Trained(train_on_mesh(job, read_text(), CPU, recorder), recorder.gradients)
 
 
 # -- the parts
@@ -49,7 +53,7 @@ def test_blockwise_is_the_same_function(block: int) -> None:
 
 
 def test_the_forward_ring_runs_once(forward_rings: list[object]) -> None:
-    as_virtual_ranks(replace(TINY, steps=1), demo.text(), 2)
+    train_virtual_ranks(replace(TINY, steps=1), read_text(), 2)
     assert len(forward_rings) == 2 * TINY.layers
 
 
@@ -61,19 +65,20 @@ def test_the_forward_ring_runs_once(forward_rings: list[object]) -> None:
 def test_a_mesh_trains_as_one_process(dtype: str, tmp_path: Path) -> None:
     """Left to themselves, 2 rows of a batch on 2 rings of 2, weights in parts on all 4: every loss, and the gradients
     of the first step. (Adam takes no notice of a factor on all gradients: losses alone would not show one.)"""
-    job, text, kept = replace(TINY, data=2, dtype=dtype), demo.text(), Kept(str(tmp_path))
-    runs = results(4, partial(process, job=job, kept=kept))
-    assert all(run.losses == runs[0].losses for run in runs)
-    single, exact = alone(job, text, CPU), alone(replace(job, dtype="float32"), text, CPU)
+    job, text = replace(TINY, data=2, dtype=dtype), read_text()
+    runs = results(4, partial(recorded, job=job, recorder=Recorder(str(tmp_path))))
+    assert all(each.run.losses == runs[0].run.losses for each in runs)
+    (single, logits), (exact, _) = (prepare_whole(each, text, CPU) for each in (job, replace(job, dtype="float32")))
     exact.model.double()
-    three = runs[0], single.fit(kept), exact.fit(kept)
-    size = max(single.run.logits.values())  # a token's loss is a difference of numbers of this size
-    losses = (torch.tensor([*run.losses.values()], dtype=torch.float64) for run in three)
-    rounded = (x.to(torch.float32) if run is not exact.run else x for x, run in zip(losses, three, strict=True))
-    assert_as_exact_as_pytorch("losses", *rounded, magnitude=size)
+    recorders = Recorder(str(tmp_path)), Recorder(str(tmp_path))
+    fitted = [training.fit(recorder) for training, recorder in zip((single, exact), recorders, strict=True)]
+    losses = [torch.tensor([*run.losses.values()], dtype=torch.float64) for run in (runs[0].run, *fitted)]
+    size = max(logits.values())  # a token's loss is a difference of numbers of this size
+    assert_as_exact_as_pytorch("losses", losses[0].float(), losses[1].float(), losses[2], magnitude=size)
     for name in runs[0].gradients[0]:
-        assert_as_exact_as_pytorch(name, *(run.gradients[0][name] for run in three))
-    assert runs[0].losses[3] < runs[0].losses[0]
+        three = (gradients[0][name] for gradients in (runs[0].gradients, *(each.gradients for each in recorders)))
+        assert_as_exact_as_pytorch(name, *three)
+    assert runs[0].run.losses[3] < runs[0].run.losses[0]
 
 
 # -- checkpoints
@@ -82,27 +87,23 @@ def test_a_mesh_trains_as_one_process(dtype: str, tmp_path: Path) -> None:
 def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     """Bit for bit, losses of earlier steps included; on another number of ranks within rounding."""
     job = replace(TINY, checkpoint=str(tmp_path), every=2)
-    whole = as_virtual_ranks(replace(TINY, steps=6), demo.text(), 2)
-    as_virtual_ranks(replace(job, steps=3), demo.text(), 2)
+    whole = train_virtual_ranks(replace(TINY, steps=6), read_text(), 2)
+    train_virtual_ranks(replace(job, steps=3), read_text(), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000002", "00000003"]
-    resumed = as_virtual_ranks(replace(job, steps=6), demo.text(), 2)
+    resumed = train_virtual_ranks(replace(job, steps=6), read_text(), 2)
     assert resumed.losses == whole.losses and len(resumed.seconds) == 3
-    again = as_virtual_ranks(replace(job, steps=6), demo.text(), 1)  # nothing is left to do
+    again = train_virtual_ranks(replace(job, steps=6), read_text(), 1)  # nothing is left to do
     assert again.losses == whole.losses and again.seconds == []
-    assert spent("sharded", job, again).startswith("sharded: no step was left to do")
     other = r"is of another job: layers 2, here 1: name another folder"
-    with pytest.raises(ValueError, match=other):
-        as_virtual_ranks(replace(job, layers=1), demo.text(), 1)
-    with pytest.raises(ValueError, match=other):  # the command's refusal, before any rank starts
-        check_checkpoint(replace(job, layers=1))
-    check_checkpoint(replace(job, steps=9, data=2, block=0))
+    with pytest.raises(JobError, match=other):
+        train_virtual_ranks(replace(job, layers=1), read_text(), 1)
 
 
 def test_a_folder_that_was_not_finished_is_left_alone(tmp_path: Path) -> None:
     job = replace(TINY, checkpoint=str(tmp_path), steps=2)
-    first = as_virtual_ranks(job, demo.text(), 1)
+    first = train_virtual_ranks(job, read_text(), 1)
     (tmp_path / "00000009").mkdir()
-    assert as_virtual_ranks(job, demo.text(), 1).losses == first.losses
+    assert train_virtual_ranks(job, read_text(), 1).losses == first.losses
 
 
 @pytest.mark.nightly
@@ -122,12 +123,14 @@ def test_a_mesh_resumes_bit_for_bit_and_as_another_mesh(tmp_path: Path) -> None:
 LONG = Job(seqlen=16384, steps=1, layers=8, heads=8, kv_heads=2, head_dim=32)
 
 
-def warm(rank: int, job: Job) -> Run:
+def warm(rank: int, job: Job) -> int:
     """What PyTorch imports and keeps at its first step is no part of a step's memory. Nor is the heap: tensors that
     are cut from blocks which the warm-up has freed stay resident once they are freed themselves."""
     with freed_at_once(CPU):
-        on_mesh(replace(job, seqlen=64, steps=1), demo.text(), CPU)
-        return on_mesh(job, demo.text(), CPU)
+        train_on_mesh(replace(job, seqlen=64, steps=1), read_text(), CPU)
+        peak = PeakMemory(CPU)
+        train_on_mesh(job, read_text(), CPU)
+        return peak.bytes
 
 
 @pytest.mark.nightly
@@ -136,4 +139,49 @@ def test_memory_is_shared_out() -> None:
     """Each of 4 ranks peaks, weights and slots of the ring with it, at 0.30 of one process (bench/results/LOG.md)."""
     (single,) = results(1, partial(warm, job=LONG), patience=1200)
     ranks = results(4, partial(warm, job=LONG), patience=1200)
-    assert max(ranks[0].peaks) <= 0.30 * single.peaks[0], (ranks[0].peaks, single.peaks)
+    assert max(ranks) <= 0.30 * single, (ranks, single)
+
+
+# -- the command line
+
+
+@pytest.mark.parametrize(
+    ("command", "job", "world"),
+    [
+        ("", Job(), 2),
+        ("--seqlen 256k --batch 2 --data 2 --checkpoint a", Job(seqlen=1 << 18, batch=2, data=2, checkpoint="a"), 2),
+        ("--head-dim 64 --dtype bfloat16 --layout striped --lr 1 --world 3",
+         Job(head_dim=64, dtype="bfloat16", layout="striped", lr=1.0), 3),
+    ],
+)  # fmt: skip
+def test_the_command_line_describes_a_job(command: str, job: Job, world: int) -> None:
+    assert parse(command.split()) == (job, world)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("--seqlen 8x", "'8x' is no size"), ("--steps 0", "--steps is 0"), ("--head-dim 33", "must be even"),
+     ("--heads 3", "--kv-heads is 2: --heads, 3, must"), ("--data 2", "--data is 2: --batch, 1"),
+     ("--dtype int8", "invalid choice: 'int8'")],
+)  # fmt: skip
+def test_a_wrong_job_is_refused(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        parse(command.split())
+    assert refused.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_under_torchrun(tmp_path: Path) -> None:
+    """Two processes train and write checkpoints; started again they go on from the last; other ranks do, too."""
+
+    def run(*more: str, ranks: int = 2, code: int = 0) -> str:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += ["-m", "ringattn.examples.train", "--seqlen", "64", "--layers", "1", "--checkpoint", "runs", *more]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode != 0) == code, done.stderr
+        return done.stdout + done.stderr
+
+    assert "step 2 of 2" in run("--steps", "2")
+    again = run("--steps", "3", ranks=1)
+    assert "step 3 of 3" in again and "step 2 of" not in again
+    assert "lr 0.003, here 1.0: name another folder" in run("--steps", "4", "--lr", "1", code=1)

@@ -14,6 +14,8 @@ from torch import Tensor
 from ringattn import Layout, LocalWorld, reference, ring_attention
 from ringattn.autotune import RingEntry, RingPoint, RingSetting, ring_settings, save, save_ring, shared_ring_settings
 from ringattn.bench.common import launching
+from ringattn.bench.common.process_group import process_group
+from ringattn.bench.common.ranks import member
 from ringattn.kernels import Tile, attention, choice, launch
 from ringattn.kernels.tables import KERNELS, Point
 
@@ -73,12 +75,12 @@ def everyone(mine: Any) -> list[Any]:
     return values
 
 
-def settings(store: str, folder: str) -> dict[str, list[Any]]:
+def settings(folder: str) -> dict[str, list[Any]]:
     """Of one rank, whose GPU is by its name another than its neighbours', what all ranks were given."""
-    place = launching.member()
+    place = member()
     assert place is not None
     gpu = GPUS[place.rank]
-    with launching.process_group(place, store):
+    with process_group(place, torch.device("cpu")):
         shared = everyone(shared_ring_settings(RING, gpu, config_dir=folder))
         own = everyone(ring_settings(RING, gpu, folder))
         two = dist.new_group([1, 2])  # the first rank is not in it

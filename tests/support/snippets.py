@@ -139,8 +139,6 @@ def own_arguments(command: str) -> list[str] | None:
         program = word.rpartition("/")[2]
         if program == "ringattn":
             return words[start + 1 :]
-        if word == "ringattn.examples.train" and words[start - 1] == "-m":
-            return ["demo", *words[start + 1 :]]  # the same flags
     return None
 
 

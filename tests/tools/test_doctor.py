@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from ringattn.bench import cli
-from ringattn.bench.common import launching
+from ringattn.bench.common.launching import launch
+from ringattn.bench.common.ranks import member
 from ringattn.bench.common.result import read
 from ringattn.bench.links.runs import Ends
 from ringattn.comm import LocalTransport, TransportError, open_transports
@@ -92,23 +92,16 @@ def read_back(path: Path) -> int:
     return sum(map(len, result.provenance["ring"]["nodes"]))
 
 
-def in_a_launcher(store: str, arguments: tuple[str, ...]) -> tuple[int, str]:
-    """What the command does under torchrun's agent; ranks meet in a file."""
-    meet = launching.process_group
-
-    def through_a_file(place: launching.Member) -> AbstractContextManager[None]:
-        return meet(place, store)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(launching, "process_group", through_a_file)
-        result = run(*arguments)
-    if launching.member().rank != 0:  # type: ignore[union-attr]
+def in_a_launcher(*arguments: str) -> tuple[int, str]:
+    """What the command does on one of the ranks that a launcher started."""
+    result = run(*arguments)
+    if member().rank != 0:  # type: ignore[union-attr]
         assert result.stdout == ""
     return result.exit_code, result.stdout
 
 
 def test_processes(target: Path) -> None:
-    code, output = launching.launch(2, in_a_launcher, ("--json", str(target)))
+    code, output = launch(2, in_a_launcher, "--json", str(target))
     assert code == 0, output
     rows = checks(target)
     assert rows["transport process_group"] == "ok patterned bytes over 2 edges"

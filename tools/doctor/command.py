@@ -47,9 +47,11 @@ def doctor(
     import torch.distributed as dist
     from rich.console import Console
 
-    from ...bench.common.launching import member, process_group, world_of
+    from ...bench.common.flags import resolve_world
     from ...bench.common.output import prints
+    from ...bench.common.process_group import process_group
     from ...bench.common.provenance import provenance
+    from ...bench.common.ranks import member
     from ...bench.common.result import Result, Row, finish
     from ...comm import LocalWorld
     from ...comm.control import control_of
@@ -57,7 +59,7 @@ def doctor(
     from .ring import examine
 
     place = member()
-    size = world_of(place, world, DEFAULT_WORLD)
+    size = resolve_world(world, DEFAULT_WORLD)
     if not size <= seqlen <= MOST_TOKENS:
         raise typer.BadParameter(f"--seqlen is {seqlen}: it must be {size}, a token per rank, to {MOST_TOKENS}")
     dtype = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
@@ -84,7 +86,7 @@ def doctor(
                 virtual.run(partial(examine_here, alone=True))
         else:
             try:
-                with process_group(place):
+                with process_group(place, device):
                     assert dist.group.WORLD is not None
                     examine_here(dist.group.WORLD, alone=False)
             except Exception as error:

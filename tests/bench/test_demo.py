@@ -16,19 +16,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
 from ringattn import ring_attention
-from ringattn.bench.common import launching
+from ringattn.bench.common import launching, ranks
 from ringattn.bench.common.memory import PeakMemory, freed_at_once
 from ringattn.bench.common.memory_table import trained_bytes
 from ringattn.bench.common.result import Result, read
-from ringattn.examples import compare, demo, train
-from ringattn.examples.compare import Kept, Runs, agreement, compared, row_of
-from ringattn.examples.demo import Job
+from ringattn.bench.demo import command, compare
+from ringattn.bench.demo.compare import Recorder, Runs, Trained, agreement, comparison_row, prepare_whole
+from ringattn.examples import train
 from ringattn.examples.model import rotate, rotation
-from ringattn.examples.train import Part, Run, Training, as_virtual_ranks
+from ringattn.examples.train import Job, JobError, Part, Run, Training, read_text, train_virtual_ranks
 
 from ..support.forked import results
 from ..support.nightly import rest_nightly
@@ -41,7 +40,7 @@ FLAGS = [
 
 def invoke(*arguments: str) -> tuple[int, str]:
     """Exit code and output, on one line and without frames."""
-    result = CliRunner().invoke(demo.app, arguments, env={"TERMINAL_WIDTH": "200", "COLUMNS": "200"})
+    result = CliRunner().invoke(command.app, arguments, env={"TERMINAL_WIDTH": "200", "COLUMNS": "200"})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
 
@@ -66,15 +65,15 @@ def test_virtual_ranks_agree_with_the_whole(world: int, job: Job) -> None:
 def compared_virtually(job: Job, world: int) -> Result:
     """The demo's result where all ranks are on one GPU."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(compare, "on_all_ranks", as_virtual_ranks)
-        result = compared(job, demo.text(), world)
+        patched.setattr(compare, "train_sharded", compare.train_virtually)
+        result = compare.compare(job, read_text(), world)
     assert result is not None and f"({world} virtual ranks" in "".join(result.notes)
     return result
 
 
 def test_weights_do_not_depend_on_who_else_draws_random_numbers() -> None:
     def weights(job: Job) -> dict[str, Tensor]:
-        return compare.alone(job, b"text", torch.device("cpu")).model.state_dict()
+        return prepare_whole(job, b"text", torch.device("cpu"))[0].model.state_dict()
 
     first = weights(TINY)
     torch.rand(5)
@@ -107,8 +106,8 @@ def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch)
         return Training(job, bytes([part.rank]) * 300, device, part)
 
     monkeypatch.setattr(train, "Training", made)
-    with pytest.raises(ValueError, match="text differs between ranks"):
-        as_virtual_ranks(TINY, demo.text(), 2)
+    with pytest.raises(JobError, match="text differs between ranks"):
+        train_virtual_ranks(TINY, read_text(), 2)
 
 
 # -- every way to start it
@@ -116,7 +115,7 @@ def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_processes_of_this_machine(tmp_path: Path) -> None:
     target, rows, plot = tmp_path / "out.json", tmp_path / "out.csv", tmp_path / "loss.png"
-    launchers = {name for names in launching.LAUNCHERS for name in names}
+    launchers = {name for names in ranks.LAUNCHERS for name in names}
     env = {name: value for name, value in os.environ.items() if name not in launchers}
     files = ["--json", str(target), "--csv", str(rows), "--plot", str(plot)]
     command = [sys.executable, "-m", "ringattn", "demo", *FLAGS, *files]
@@ -133,11 +132,11 @@ def test_processes_of_this_machine(tmp_path: Path) -> None:
 
 def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(*_: object) -> bool:
-        raise ChildFailedError("as_process", {1: ProcessFailure(local_rank=1, pid=12345, exitcode=-9, error_file="")})
+        raise ChildProcessError("rank 1: killed by SIGKILL")
 
     monkeypatch.setattr(launching, "launch", launch)
     code, output = invoke(*FLAGS)
-    assert code == 1 and "Signal 9 (SIGKILL) received by PID 12345" in output
+    assert code == 1 and "a rank failed: rank 1: killed by SIGKILL" in output
 
 
 # -- what is refused
@@ -154,12 +153,12 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
     """In a process of its own: in one that has run other tests the holes of its heap would count."""
     heads, kv_heads, head_dim = dims
     job = Job(2048, 1, layers, heads, kv_heads, head_dim)
-    training = compare.alone(job, demo.text(), torch.device("cpu"))
-    Kept(str(folder)).before(training, rank)
-    compare.train_exactly(job, demo.text(), str(folder))
+    training, _ = prepare_whole(job, read_text(), torch.device("cpu"))
+    Recorder(str(folder)).before(training, rank)
+    compare.train_exactly(job, read_text(), str(folder))
     with freed_at_once(torch.device("cpu")):
         peak = PeakMemory(torch.device("cpu"))
-        compare.train_exactly(job, demo.text(), str(folder))
+        compare.train_exactly(job, read_text(), str(folder))
         return peak.bytes, trained_bytes(job.seqlen, layers, heads * head_dim, kv_heads * head_dim, 8)
 
 
@@ -170,8 +169,6 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
     ("--kv-heads", "3", "--kv-heads is 3: --heads, 4, must be a multiple of it"),
     ("--head-dim", "33", "--head-dim is 33: it must be even"),
     ("--data", "2", "--data is 2: --batch, 1, must be a multiple of it"),
-    ("--every", "5", "--every is given without --checkpoint: it has no say alone"),
-    ("--checkpoint", "here", "--checkpoint is given with --compare, which begins at the first step"),
 ])  # fmt: skip
 def test_refusals(flag: str, value: str, message: str) -> None:
     code, output = invoke(flag, value)
@@ -180,14 +177,14 @@ def test_refusals(flag: str, value: str, message: str) -> None:
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert demo.resolve_world(None, 1, None) == 2
-    assert demo.resolve_world(4, 2, None) == 4
+    assert command.resolve_ranks(None, 1, None) == 2
+    assert command.resolve_ranks(4, 2, None) == 4
     with pytest.raises(ValueError, match="--world is 8, this machine has 4 GPUs"):
-        demo.resolve_world(8, 1, None)
+        command.resolve_ranks(8, 1, None)
     with pytest.raises(ValueError, match="--data is 3: the ranks, 4, must be a multiple of it"):
-        demo.resolve_world(4, 3, None)
+        command.resolve_ranks(4, 3, None)
     with pytest.raises(ValueError, match="rank 5 finds no GPU: 8 ranks here, 4 GPUs"):
-        demo.resolve_world(None, 1, launching.Member(rank=5, world=8, local_rank=5, local_world=8))
+        command.resolve_ranks(None, 1, ranks.Member(rank=5, world=8, local_rank=5, local_world=8))
 
 
 # -- the parts
@@ -216,15 +213,16 @@ def test_rotation_depends_on_distance_alone() -> None:
 def test_a_comparison_fails_on_nan() -> None:
     right = {"difference": 0.0, "error": 1.0, "theirs": 0.5, "allowed": 1.0}
     wrong: list[dict[str, Any]] = [{"error": math.nan}, {"allowed": math.nan}, {"error": None, "difference": 1.1}]
-    assert row_of(0, "loss", **right)["agrees"]
-    assert not any(row_of(0, "loss", **{**right, **change})["agrees"] for change in wrong)
+    assert comparison_row(0, "loss", **right)["agrees"]
+    assert not any(comparison_row(0, "loss", **{**right, **change})["agrees"] for change in wrong)
 
 
 def test_every_compared_step_counts() -> None:
-    def run(*gradients: float) -> Run:
+    def run(*gradients: float) -> Trained:
         steps = {step: {"w": torch.tensor([value])} for step, value in zip((0, 2), gradients, strict=True)}
-        return Run(dict.fromkeys(range(3), 1.0), dict.fromkeys(range(3), 1.0), steps, [1.0], [1])
+        same = dict.fromkeys(range(3), 1.0)
+        return Trained(Run({**same}, [1.0]), steps, [1], logits=same)
 
     exact, whole, ring = run(1.0, 1.0), run(1.001, 1.001), run(1.001, 1.01)
-    exact.losses.pop(1)
+    exact.run.losses.pop(1)
     assert [line[:11] for line in agreement(TINY, Runs(ring, whole, exact)).failed] == ["w at step 3"]

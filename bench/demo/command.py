@@ -1,0 +1,136 @@
+"""``ringattn demo``: the command."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..common import flags
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from ...examples.train import Job
+    from ..common.memory import Needs
+    from ..common.ranks import Member
+    from ..common.result import Result
+
+DEFAULT_WORLD = 2
+TOKEN_BYTES = 3 * 8  # its place in the text, itself and its label, of int64
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def demo(
+    world: Annotated[
+        int | None, typer.Option(min=1, help=f"Ranks; default: {DEFAULT_WORLD}; the launcher's under torchrun.")
+    ] = None,
+    data: Annotated[int, typer.Option(min=1, help="Rings, which take other rows of the batch.")] = 1,
+    steps: Annotated[int, typer.Option(min=1)] = 10,
+    batch: flags.Batch = 1,
+    seqlen: Annotated[
+        Any, typer.Option(parser=flags.count, metavar="SIZE", help="Bytes of a row; the text is repeated if need be.")
+    ] = "8k",
+    layout: flags.LayoutFlag = flags.LayoutName.zigzag,
+    heads: flags.Heads = 4,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Heads of K and V.")] = 2,
+    head_dim: Annotated[int, typer.Option(min=2, max=256)] = 32,
+    layers: Annotated[int, typer.Option(min=1)] = 2,
+    dtype: flags.Dtype = "float32",
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of Adam.")] = 3e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first weights.")] = 0,
+    block: Annotated[
+        int, typer.Option(min=0, help="Tokens of feed-forward and loss at once; 0: all, and nothing is recomputed.")
+    ] = 1024,
+    plot: flags.Plot = None,
+    json: flags.Json = None,
+    csv: flags.Csv = None,
+) -> None:
+    """Train a small byte-level decoder on one long text: its sequence sharded over a ring of ranks, its weights over
+    all. Then take the same steps unsharded with PyTorch's attention, and in float64, and compare every loss and every
+    gradient; the exit code is 1 where they disagree.
+
+    A rank is a GPU where this machine has several, a virtual rank where it has one, else a process. The job is that of
+    `python -m ringattn.examples.train`, which trains alone and writes checkpoints.
+    """
+    import torch
+
+    from ...examples.train import Job, read_text
+    from ..common.memory import refuse_too_large
+    from ..common.output import prints
+    from ..common.ranks import member, ranks_here
+    from ..common.result import finish
+    from .compare import compare
+
+    try:
+        job = Job(
+            seqlen=seqlen, batch=batch, steps=steps, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            layout=layout.value, data=data, block=block, dtype=dtype, lr=lr, seed=seed,
+        )  # fmt: skip
+        world = resolve_ranks(world, data, member())
+    except ValueError as error:
+        # on every rank: the launcher ends the others when one exits, before rank 0 could have printed
+        raise typer.BadParameter(str(error)) from None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    needed = partial(needs, job, ranks=ranks_here(world), device=device)
+    refuse_too_large("--seqlen", seqlen, needed, device, unit="tokens")
+    result = compare(job, read_text(), world)
+    if result is None:
+        return
+    if plot and prints():
+        draw(result, plot)
+    finish(result, json, csv)
+
+
+def needs(job: Job, tokens: int, *, ranks: int, device: torch.device) -> Needs:
+    """Return the bytes of the whole batch, on the host in float64, and of the ranks' processes, which read the text."""
+    from ..common.memory import PROCESS_BYTES, Needs
+    from ..common.memory_table import FP32, FP64, trained_bytes
+
+    tokens *= job.batch
+    dims = job.layers, job.heads * job.head_dim, job.kv_heads * job.head_dim
+    host = ranks * (PROCESS_BYTES + TOKEN_BYTES * tokens) + trained_bytes(tokens, *dims, FP64)
+    return Needs(host, trained_bytes(tokens, *dims, FP32) if device.type == "cuda" else 0)
+
+
+def resolve_ranks(world: int | None, data: int, place: Member | None) -> int:
+    """Return the number of ranks.
+
+    Raises:
+        typer.BadParameter: another number than the launcher's.
+        ValueError: more than GPUs, or no whole rings.
+    """
+    import torch
+
+    ranks, gpus = flags.resolve_world(world, DEFAULT_WORLD), torch.cuda.device_count()
+    if ranks % data:
+        raise ValueError(f"--data is {data}: the ranks, {ranks}, must be a multiple of it")
+    if place is not None:
+        _ = place.device
+    elif 1 < gpus < ranks:
+        raise ValueError(f"--world is {ranks}, this machine has {gpus} GPUs: a rank takes one, so at most {gpus}")
+    elif gpus == 1 and data > 1:
+        raise ValueError(f"--data is {data}: the virtual ranks of one GPU are one ring; take more GPUs, or --data 1")
+    return ranks
+
+
+def draw(result: Result, target: Path) -> None:
+    """Draw the loss of every step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in result.rows if row["name"] == "loss"]
+    figure, axes = pyplot.subplots()
+    for name in ("sharded", "whole"):
+        axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.legend()
+    figure.savefig(target)
+    pyplot.close(figure)

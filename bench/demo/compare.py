@@ -1,0 +1,279 @@
+"""``ringattn demo``: do the sharded and the whole run of one job agree, and how fast was each.
+
+The whole and the float64 run start every step from the weights that the sharded one had there: training amplifies
+rounding, so that two runs left to themselves part for good, however exact each step is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...examples.model import BYTES
+from ...examples.train import Job, Part, Run, Training, gather, train_on_mesh, train_virtual_ranks
+from ..common.attention import DTYPES
+from ..common.errors import tolerance
+from ..common.flags import human
+from ..common.launching import spawn
+from ..common.memory import PeakMemory
+from ..common.output import prints
+from ..common.provenance import provenance
+from ..common.ranks import Member, cores, member
+from ..common.result import Result, Row
+
+COLUMNS = ("step", "name", "sharded - whole", "allowed", "error", "pytorch error", "agrees", "sharded", "whole")
+CPU = torch.device("cpu")
+
+Gradients = dict[int, dict[str, Tensor]]
+"""By step and parameter, of the compared steps."""
+
+
+@dataclass
+class Trained:
+    """One run of the job, and what it took."""
+
+    run: Run
+    gradients: Gradients
+    peaks: list[int] = field(default_factory=list)  # bytes of every process, weights included
+    where: str = ""  # what ran it
+    logits: dict[int, float] = field(default_factory=dict)  # by step, the largest in magnitude
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Three runs of one job."""
+
+    ring: Trained
+    whole: Trained
+    exact: Trained
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Keeps gradients in memory, and the weights that each step starts from in files; or loads the weights from there.
+
+    In memory the weights would count as the run's.
+    """
+
+    folder: str
+    loads: bool = False
+    gradients: Gradients = field(default_factory=dict)
+
+    def before(self, training: Training, step: int) -> None:
+        """Write or load the weights."""
+        path, model = Path(self.folder, f"{step}.pt"), training.model
+        if self.loads:
+            model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
+            return
+        weights = {name: whole(weight) for name, weight in model.state_dict().items()}
+        if training.part.rank == 0:
+            torch.save(weights, path)
+
+    def after(self, training: Training, step: int) -> None:
+        """Copy the gradients of a compared step to the CPU."""
+        if step in compared_steps(training.job):
+            named = {name: parameter.grad for name, parameter in training.model.named_parameters()}
+            copies = {name: whole(grad).to("cpu", copy=True) for name, grad in named.items() if grad is not None}
+            if training.part.rank == 0:
+                self.gradients[step] = copies
+
+
+def compared_steps(job: Job) -> list[int]:
+    """Return the steps whose gradients are compared: the first, and the last, where attention is peaked."""
+    return sorted({0, job.steps - 1})
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return all of a tensor that lies in parts on the ranks."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let PyTorch use ``count`` threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def compare(job: Job, text: bytes, world: int) -> Result | None:
+    """Train sharded, then take the same steps again in this process; None if another rank prints the result.
+
+    Raises:
+        RuntimeError: the whole sequence does not fit the GPU.
+    """
+    with TemporaryDirectory() as folder:
+        ring = train_sharded(job, text, world, Recorder(folder))
+        if not prints():
+            return None
+        try:
+            with threads(cores()):
+                return agreement(job, Runs(ring, train_whole(job, text, folder), train_exactly(job, text, folder)))
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"--seqlen {job.seqlen}: the whole sequence does not fit one GPU, and nothing is left to compare "
+                "with; take a shorter one"
+            ) from error
+
+
+def train_sharded(job: Job, text: bytes, world: int, recorder: Recorder) -> Trained:
+    """Train on so many ranks: virtual ones on a single device, else processes, new ones or a launcher's."""
+    if member() is None and (world == 1 or torch.cuda.device_count() == 1):
+        return train_virtually(job, text, world, recorder)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return spawn(world, train_rank, job, text, recorder, device=kind)
+
+
+def train_virtually(job: Job, text: bytes, world: int, recorder: Recorder) -> Trained:
+    """Train on virtual ranks of one device."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
+    memory = PeakMemory(device)
+    with threads(cores()):
+        run = train_virtual_ranks(job, text, world, recorder)
+    where = f"{world} virtual ranks on {device_name(device, cores())}, memory of all together"
+    return Trained(run, recorder.gradients, [memory.bytes], where)
+
+
+def train_rank(place: Member, device: torch.device, job: Job, text: bytes, recorder: Recorder) -> Trained:
+    """Train as one of several processes."""
+    memory, count = PeakMemory(device), max(1, cores() // place.local_world)
+    with threads(count):
+        run = train_on_mesh(job, text, device, recorder)
+    peaks = gather(torch.tensor([memory.bytes], device=device)).flatten().tolist()
+    where = f"{place.world} ranks, {device_name(device, count)} each"
+    return Trained(run, recorder.gradients, peaks, where)
+
+
+def device_name(device: torch.device, count: int) -> str:
+    """Return the name of a GPU, or the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"1 process of {count} thread{'s' * (count > 1)}"
+
+
+def train_whole(job: Job, text: bytes, folder: str) -> Trained:
+    """Take the same steps on the whole batch in this process, with PyTorch's attention, nothing computed again."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
+    memory, recorder = PeakMemory(device), Recorder(folder, loads=True)
+    training, logits = prepare_whole(job, text, device)
+    run = training.fit(recorder)
+    return Trained(run, recorder.gradients, [memory.bytes], device_name(device, cores()), logits)
+
+
+def train_exactly(job: Job, text: bytes, folder: str) -> Trained:
+    """Compute loss and gradients of the compared steps in float64, of the whole batch, on the CPU."""
+    recorder = Recorder(folder, loads=True)
+    training, logits = prepare_whole(replace(job, dtype="float32"), text, CPU)
+    training.model.double()
+    for step in compared_steps(job):
+        recorder.before(training, step)
+        training.optimizer.zero_grad()
+        training.run.losses[step] = training.backward(step).item()
+        recorder.after(training, step)
+    return Trained(training.run, recorder.gradients, logits=logits)
+
+
+def prepare_whole(job: Job, text: bytes, device: torch.device) -> tuple[Training, dict[int, float]]:
+    """Return a training of the whole batch in this process, and the largest logit of each step that it will take."""
+    part = Part(0, slice(None), torch.arange(job.seqlen), pytorch_attention, lambda x: x[None], name="whole")
+    training, logits = Training(replace(job, block=0), text, device, part), dict[int, float]()
+
+    def keep_largest(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
+        logits[len(training.run.losses)] = output.detach().abs().max().item()
+
+    training.model.head.register_forward_hook(keep_largest)
+    return training, logits
+
+
+def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``scaled_dot_product_attention``, causal, of ``[B, S, H, D]``."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def agreement(job: Job, runs: Runs) -> Result:
+    """A row for every loss, and for every parameter's gradient of the compared steps; numbers are largest elements.
+
+    The tolerance is argued, not tuned: an error against float64 may be twice PyTorch's own in the same dtype (the same
+    terms summed in another order err differently by about as much), plus rounding of the numbers themselves: ``eps`` of
+    the dtype times the largest element. All runs start each step from the same weights, so that it holds at every step.
+    """
+    rows: list[Row] = [*losses(job, runs), *gradients(job, runs)]
+    wrong = [row for row in rows if not row["agrees"]]
+    failed = [f"{row['name']} at step {row['step']}: {measured(row):.1e} > {row['allowed']:.1e}" for row in wrong]
+    notes = [
+        f"{job.batch} x {job.seqlen:,} bytes of Python's help a step; {job.layers} layers, {job.heads} heads "
+        f"({job.kv_heads} of K/V) of dim {job.head_dim}, {job.dtype}, {job.layout}",
+        spent("sharded", job, runs.ring),
+        spent("whole", job, runs.whole),
+        "allowed: twice PyTorch's own error against float64, plus rounding (eps times the largest)",
+    ]
+    if failed:
+        notes.append(f"DISAGREE in {len(failed)} of {len(rows)}")
+    else:
+        nearest = max(measured(row) / row["allowed"] if row["allowed"] else 0.0 for row in rows)
+        notes.append(f"AGREE: every loss and every gradient; the largest error is {nearest:.0%} of what is allowed")
+    about = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"job": asdict(job)}
+    return Result("demo", dict.fromkeys(COLUMNS, ""), rows, failed, notes, about)
+
+
+def measured(row: Row) -> float:
+    """Return the error against float64 if there is one, else the one against the whole run."""
+    value = row["sharded - whole"] if row["error"] is None else row["error"]
+    return float(value)
+
+
+def comparison_row(
+    step: int, name: str, difference: float, error: float | None, theirs: float | None, allowed: float
+) -> dict[str, Any]:
+    """Return one comparison; a NaN agrees with nothing."""
+    row: dict[str, Any] = {"step": step + 1, "name": name, "sharded - whole": difference, "allowed": allowed}
+    row |= {"error": error, "pytorch error": theirs}
+    return row | {"agrees": measured(row) <= allowed}
+
+
+def losses(job: Job, runs: Runs) -> Iterator[dict[str, Any]]:
+    """Yield a row for the loss of every step; without float64 PyTorch's error is the larger one of the other steps."""
+    ring, whole, exact = (trained.run.losses for trained in (runs.ring, runs.whole, runs.exact))
+    theirs = {step: abs(whole[step] - loss) for step, loss in exact.items()}
+    largest, dtype = max(theirs.values()), DTYPES[job.dtype]
+    for step in range(job.steps):
+        # a token's loss is the difference of two numbers of this size: log-sum-exp of its logits, and one of them
+        magnitude = runs.whole.logits[step] + math.log(BYTES)
+        error = abs(ring[step] - exact[step]) if step in exact else None
+        allowed = tolerance(largest, magnitude, dtype)
+        row = comparison_row(step, "loss", abs(ring[step] - whole[step]), error, theirs.get(step), allowed)
+        yield row | {"sharded": ring[step], "whole": whole[step]}
+
+
+def gradients(job: Job, runs: Runs) -> Iterator[dict[str, Any]]:
+    """Yield a row for every parameter, at every compared step."""
+    for step in compared_steps(job):
+        for name in runs.exact.gradients[step]:
+            trained = (runs.ring, runs.whole, runs.exact)
+            sharded, whole, exact = (each.gradients[step][name].double() for each in trained)
+            error, theirs = ((x - exact).abs().max().item() for x in (sharded, whole))
+            allowed = tolerance(theirs, exact.abs().max().item(), DTYPES[job.dtype])
+            yield comparison_row(step, name, (sharded - whole).abs().max().item(), error, theirs, allowed)
+
+
+def spent(name: str, job: Job, trained: Trained) -> str:
+    """Return speed and memory of a run in a line; the speed is of the median step after the first, which warms up."""
+    peaks = dict.fromkeys(human(peak, "B") for peak in (min(trained.peaks), max(trained.peaks)))
+    timed = sorted(trained.run.seconds[1:] or trained.run.seconds)
+    seconds = timed[len(timed) // 2]
+    speed = f"{job.batch * job.seqlen / seconds:,.0f} tokens/s, {seconds:.3f} s per step"
+    return f"{name}: {speed}, peak {' to '.join(peaks)} ({trained.where})"
