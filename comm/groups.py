@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .checked import shown
+from ..kinds import shown
 from .control import Control, control_of
 from .kept import check_process
 from .limits import NO_LIMITS, Limits

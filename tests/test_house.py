@@ -28,8 +28,8 @@ FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 
 ARROWS = {
     "kernels": set[str](),
-    "comm": {"__version__"},
-    "ring": {"kernels", "comm", "__version__"},
+    "comm": {"kinds", "__version__"},
+    "ring": {"kernels", "comm", "kinds", "__version__"},
     "integrations": {*ringattn.__all__},
     "reference": set[str](),
     "examples": {*ringattn.__all__},

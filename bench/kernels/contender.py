@@ -32,7 +32,7 @@ from ...kernels.config import config_for
 from ...reference.masks import by_batch
 from ...ring.backends import backward_backends, forward_backends
 from ...ring.buffers import MaskArgs, chunks_of
-from ...ring.loop import ForwardBackend, add
+from ...ring.loop import ForwardBackend, partial_sums
 from ...ring.schedule.plan import plan
 from ..common.attention import AttentionConfig
 from ..common.memory import free_memory
@@ -192,7 +192,9 @@ def by_hops(backend: str, given: Given, config: KernelConfig | None = None, pass
         into = torch.empty_like(k), torch.empty_like(v)
         for part in parts:
             work.dq(k, v, part, scores=PLAIN, local=True, final=part is parts[-1])
-        add(work, (k, v), [MaskArgs(bounds=part, scores=PLAIN) for part in parts], local=True, accum=None, out=into)
+        masks = [MaskArgs(bounds=part, scores=PLAIN) for part in parts]
+        for mask, accum, target in partial_sums(masks, None, into):
+            work.dkdv(k, v, **mask, local=True, accum=accum, out=target)
         return work.result(), *into
 
     (carried,) = forward_backends(backend, chunks, q, **how)
