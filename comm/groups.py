@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .checked import shown
+from ..kinds import shown
 from .kept import check_process
 from .world import LocalGroup, LocalMesh, single_rank
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .checked import LIMITS, Kind, shown
+from ..kinds import Kind, shown
+from .checked import LIMITS
 from .groups import Group
 from .limits import Limits
 from .transport import Transport

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .checked import DEVICE, RANKS, SECONDS
+from ..kinds import RANKS
+from .checked import DEVICE, SECONDS
 from .cuda_threads import new_stream
 from .kept import end, handle_of
 from .transport import Fence, TransportError

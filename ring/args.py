@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from ..comm import GroupLike
-from ..comm.checked import FLAG, Kind, instance, number, one_of, optional, whole
 from ..kernels import KernelConfig
 from ..kernels.checks import LARGEST, LEAST_CAP, LEAST_SCALE
 from ..kernels.ops import pack_config, unpack_config
 from ..kernels.scores import SEEDS
-from .checked import MOST_POSITIONS, POSITIONS
+from ..kinds import FLAG, Kind, instance, number, one_of, optional, whole
 from .local.protocol import LocalAttention
 from .ring import Ring
 from .rows import Boundaries, is_by_row
-from .schedule.layout import Layout, LayoutLike
+from .schedule.layout import MOST_POSITIONS, POSITIONS, Layout, LayoutLike
 from .schedule.mask import UNLIMITED, BlockMask, Longformer
 from .schedule.plan import PLANS
 

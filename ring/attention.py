@@ -8,9 +8,9 @@ from typing import Any, Literal, Unpack, overload
 import torch
 
 from ..comm import GroupLike
-from ..comm.checked import FLAG
 from ..kernels import KernelConfig
 from ..kernels.checks import check_local
+from ..kinds import FLAG
 from .args import Options, take_args, unknown_keyword
 from .local.protocol import LocalAttention
 from .mesh import Rings, ranks_of

@@ -1,4 +1,4 @@
-"""Arguments of ``Ring`` and of layouts: what each may be, wherever it is passed."""
+"""Kinds of arguments of ``Ring``, and what no call of ours takes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ import torch
 from torch.autograd import forward_ad
 
 from ..comm import Limits, Topology
-from ..comm.checked import RANK, RANKS, SECONDS, Kind, instance, listed, narrowed, one_of, optional, whole
+from ..comm.checked import SECONDS
 from ..comm.registry import TRANSPORT
-from ..kernels.scores import SEEDS
+from ..kinds import instance, narrowed, optional, whole
 
-MOST_POSITIONS = (1 << 62) - 1  # so that a position and a side of a window add up in 64 bits
 MOST_SLOTS = 1 << 16
-MOST_DIMS = 64  # that a tensor has
-
-POSITIONS = whole(0, MOST_POSITIONS)
-INTEGERS = whole(-MOST_POSITIONS, MOST_POSITIONS)
 ARGUMENTS = {
     # Ring; its dtypes are `wire.dtype_of`'s
     "transport": TRANSPORT,
@@ -28,22 +23,11 @@ ARGUMENTS = {
     "topology": optional(instance("a comm.Topology", Topology)),
     "limits": optional(instance("comm.Limits", Limits)),
     "deadline": optional(SECONDS),
-    # layouts and shards
-    "spans_per_rank": listed("a list with the spans of every rank"),
-    "seqlen": POSITIONS,
-    "world": RANKS,
-    "rank": RANK,
-    "lengths": listed("a list with the number of tokens of every rank"),
-    "speeds": listed("a list with the relative speed of every rank"),
-    "shards": Kind("the shards of all ranks, in rank order", list),
-    "seed": whole(-(1 << 63), SEEDS - 1),  # what torch.Generator takes
-    "dim": whole(-MOST_DIMS, MOST_DIMS - 1),
-    "grad": one_of("slice", "sum"),
 }
 
 
 def checked(**given: object) -> tuple[Any, ...]:
-    """What is used of each argument, in order.
+    """Return each argument in the form that is used, in order.
 
     Raises:
         ValueError: one is not what it may be; the message names it, what it got and what it takes.

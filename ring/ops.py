@@ -235,15 +235,7 @@ def gradients(
 
 
 def _gradients_in_graph(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    numbers: Tensor,
-    *args: Any,
+    dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, numbers: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Prepare the call once more; over a mesh q, k, v and the result, of which a graph keeps shards, are exchanged."""
     call, (seed, call_number, exchange_number) = call_in_graph(args, q.device), numbers.tolist()

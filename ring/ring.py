@@ -32,7 +32,6 @@ from ..comm import (
     open_transports,
     resolve_group,
 )
-from ..comm.checked import shown
 from ..comm.control import Control
 from ..comm.cuda_threads import HOST, within
 from ..comm.kept import handle_of, kept_of
@@ -43,6 +42,7 @@ from ..comm.watchdog.telemetry import Report
 from ..comm.watchdog.watch import ABORT_SECONDS, FailTogether, Watch, open_watch, ring_control
 from ..kernels import PLAIN, KernelConfig, Scores
 from ..kernels.gpu import gpu_or_interpreter
+from ..kinds import shown
 from .buffers import Posted, RingCall, chunks_of
 from .checked import checked
 from .schedule.plan import PLANS, Plan

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 
 from ..comm import GroupLike, group_rank_size
-from ..comm.checked import shown
 from ..kernels.checks import check_tensor
+from ..kinds import one_of, shown
 from .buffers import Tensors, load, together
-from .checked import check_autograd, checked
+from .checked import check_autograd
 from .mesh import Rings, joined, ranks_of, shared
 from .ring import Ring, device_of
-from .schedule.layout import Layout, LayoutLike, check_tokens, tokens_of
+from .schedule.layout import DIM, POSITIONS, Layout, LayoutLike, check_tokens, tokens_of
 
 NAMES = ("contiguous", "zigzag", "striped")
+GRAD = one_of("slice", "sum")
 
 
 def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "layout") -> Layout:
@@ -87,7 +88,7 @@ def positions(seqlen: int, *, layout: LayoutLike, group: GroupLike = None) -> to
     Raises:
         ValueError: the layout does not fit the group or ``seqlen``.
     """
-    (seqlen,), (rank, world) = checked(seqlen=seqlen), group_rank_size(group)
+    seqlen, (rank, world) = POSITIONS.of("seqlen", seqlen), group_rank_size(group)
     return resolve_layout(layout, seqlen, world).positions(rank).clone()
 
 
@@ -107,7 +108,7 @@ def unshard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim
     with ring._entered(device_of(x)):
         check_tensor("x", x)
         check_autograd("unshard", x)
-        tokens, (dim, grad) = tokens_of(x, "x", dim), checked(dim=dim, grad=grad)
+        tokens, dim, grad = tokens_of(x, "x", dim), DIM.of("dim", dim), GRAD.of("grad", grad)
         whole = resolve_layout(layout, _seqlen(layout, tokens * ring.size), ring.size)
         length = whole.lengths[ring.rank]
         check_tokens(x, "x", dim, length, f"the layout gives rank {ring.rank} {length}")

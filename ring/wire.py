@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..comm.checked import shown
 from ..comm.slots import TensorSpec
 from ..kernels import SCALE_TOKENS, scale_shape
 from ..kernels.quantize import dequantize, quantize
+from ..kinds import shown
 
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
+from ...kinds import Kind, one_of, whole
 from .output import check_targets
 from .ranks import cores, member, ranks_here
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MOST_SIZE = 10**18 * 1024**3
 SUFFIXES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -61,33 +63,22 @@ def size(text: str) -> int:
     return int(match[1]) * SUFFIXES[match[2]]
 
 
-def count(text: str) -> int:
-    """A size of at least 1: there is nothing to measure of none."""
-    number = size(text)
-    if number < 1:
-        raise typer.BadParameter(f"{text!r} is too small: it must be at least 1")
-    return number
+def parser_of(kind: Kind, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser of typer options that takes values of one kind."""
 
+    def parser(text: str) -> Any:
+        try:
+            return kind.read(parse(text))
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} does not fit: it must be {kind.takes}") from None
 
-def head_dim(text: str) -> int:
-    """A head dim that our kernels take."""
-    number = size(text)
-    if not 1 <= number <= MAX_HEAD_DIM:
-        raise typer.BadParameter(f"{number} is no head dim: it must be 1 to {MAX_HEAD_DIM}")
-    return number
+    return parser
 
 
 def dtype_of(known: Sequence[str]) -> Callable[[str], str]:
-    """A parser of a dtype by its long or its short name."""
-
-    def dtype(text: str) -> str:
-        name = SHORT_DTYPES.get(text.strip(), text.strip())
-        if name not in known:
-            takes = ", ".join([*(short for short, long in SHORT_DTYPES.items() if long in known), *known])
-            raise typer.BadParameter(f"{text!r} is no dtype: it takes {takes}")
-        return name
-
-    return dtype
+    """Return a parser of a dtype by its long or its short name."""
+    words = one_of(*(short for short, long in SHORT_DTYPES.items() if long in known), *known)
+    return parser_of(words, lambda text: SHORT_DTYPES.get(text.strip(), text.strip()))
 
 
 def listed(parser: Callable[[str], T]) -> Callable[[str], list[T]]:
@@ -99,6 +90,7 @@ def listed(parser: Callable[[str], T]) -> Callable[[str], list[T]]:
     return several
 
 
+count, head_dim = parser_of(whole(1, MOST_SIZE), size), parser_of(whole(1, MAX_HEAD_DIM), size)
 sizes, counts, head_dims = listed(size), listed(count), listed(head_dim)
 dtype_name, wire_dtype, grad_wire_dtype = dtype_of([*DTYPE_BYTES]), dtype_of(WIRE_DTYPES), dtype_of(GRAD_WIRE_DTYPES)
 dtype_names = listed(dtype_name)

@@ -195,8 +195,9 @@ def by_hops(backend: str, given: Given, config: KernelConfig | None = None, pass
         into = torch.empty_like(k), torch.empty_like(v)
         for part in parts:
             work.dq(k, v, part, scores=PLAIN, local=True, final=part is parts[-1])
-        for one, accum, sums in partial_sums([MaskArgs(bounds=x, scores=PLAIN) for x in parts], None, into):
-            work.dkdv(k, v, **one, local=True, accum=accum, out=sums)
+        masks = [MaskArgs(bounds=part, scores=PLAIN) for part in parts]
+        for mask, accum, target in partial_sums(masks, None, into):
+            work.dkdv(k, v, **mask, local=True, accum=accum, out=target)
         return work.result(), *into
 
     (carried,) = forward_backends(kernel, chunks, q, **how)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checked import NODES, RANKS, shown
+from ...kinds import RANKS, shown
+from ..checked import NODES
 from ..control import Control
 from .nvml import DeviceInfo, Link, Nic, device_info, link_between, nearest_nics, network
 

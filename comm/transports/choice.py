@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checked import DEVICE, shown
+from ...kinds import shown
+from ..checked import DEVICE
 from ..control import Control, Looks, control_of
 from ..groups import Group, GroupLike, resolve_group
 from ..limits import NO_LIMITS, Limits

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.checked import shown
 from ...kernels import KernelConfig, Scores
+from ...kinds import shown
 from .protocol import FEATURES, LocalAttention, Supports
 
 Factory = Callable[[], LocalAttention]

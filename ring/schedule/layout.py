@@ -14,10 +14,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...comm.checked import FLAG, listed, number, shown, whole
 from ...kernels.checks import check_local, check_tensor
 from ...kernels.shared import SharedCache
-from ..checked import INTEGERS, MOST_POSITIONS, POSITIONS, checked
+from ...kinds import FLAG, RANKS, Kind, listed, number, shown, whole
+
+MOST_POSITIONS = (1 << 62) - 1  # so that a position and a side of a window add up in 64 bits
+MOST_DIMS = 64  # that a tensor has
+POSITIONS, INTEGERS = whole(0, MOST_POSITIONS), whole(-MOST_POSITIONS, MOST_POSITIONS)
+DIM = whole(-MOST_DIMS, MOST_DIMS - 1)
 
 
 class Span(NamedTuple):
@@ -230,7 +234,7 @@ def _speeds_of(given: Iterable[float]) -> list[Fraction]:
     Raises:
         ValueError: none, one that is not a finite number of at least 0, or none above 0.
     """
-    (speeds,) = checked(speeds=given)
+    speeds = listed("a list with the relative speed of every rank").of("speeds", given)
     numbers = [(speed, _SPEED.of(f"speeds[{rank}]", speed)) for rank, speed in enumerate(speeds)]
     made = [Fraction(speed if isinstance(speed, Rational) else as_float) for speed, as_float in numbers]
     if not made:
@@ -285,7 +289,7 @@ class Layout:
     """The spans as int64 ``[spans, 4]``, for a graph of torch.compile: rank, start, length, step."""
 
     def __init__(self, spans_per_rank: Iterable[Iterable[tuple[int, ...]]]) -> None:
-        (given,) = checked(spans_per_rank=spans_per_rank)
+        given = listed("a list with the spans of every rank").of("spans_per_rank", spans_per_rank)
         made = tuple(_ascending(rank, spans) for rank, spans in enumerate(given))
         if not made:
             raise ValueError("spans_per_rank is empty: it must have a list of spans for every rank")
@@ -340,7 +344,7 @@ class Layout:
             ValueError: a negative length, no rank, or boundaries that descend, or that do not start at 0 or end at
                 ``seqlen``.
         """
-        seqlen, world = checked(seqlen=seqlen, world=world)
+        seqlen, world = POSITIONS.of("seqlen", seqlen), RANKS.of("world", world)
         documents = Documents([0, seqlen] if cu_seqlens is None else cu_seqlens)
         if documents.seqlen != seqlen:
             raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {seqlen}, the number of tokens")
@@ -354,7 +358,7 @@ class Layout:
     @classmethod
     def uneven(cls, lengths: Iterable[int]) -> Layout:
         """One run of ``lengths[rank]`` tokens per rank, in rank order."""
-        (given,) = checked(lengths=lengths)
+        given = listed("a list with the number of tokens of every rank").of("lengths", lengths)
         made = [at_least(0, f"lengths[{rank}]", length) for rank, length in enumerate(given)]
         if not made:
             raise ValueError("lengths is empty: it must have the number of tokens of every rank")
@@ -384,7 +388,7 @@ class Layout:
         Raises:
             ValueError: a negative length, or speeds that are not finite numbers of at least 0 with one above it.
         """
-        (seqlen,), causal = checked(seqlen=seqlen), FLAG.of("causal", causal)
+        seqlen, causal = POSITIONS.of("seqlen", seqlen), FLAG.of("causal", causal)
         exact = _speeds_of(speeds)
         return cls(_by_causal_pairs(seqlen, exact)) if causal else cls.uneven(_by_tokens(seqlen, exact))
 
@@ -438,7 +442,7 @@ class Layout:
             ValueError: the layout leaves out positions, or the number of shards, their lengths or ``dim`` do not fit.
         """
         self._require_whole()
-        (shards,) = checked(shards=shards)
+        shards = Kind("the shards of all ranks, in rank order", list).of("shards", shards)
         if len(shards) != self.world:
             raise ValueError(f"shards has {len(shards)} tensors, the layout is made for {self.world} ranks")
         for rank, (x, length) in enumerate(zip(shards, self.lengths, strict=True)):
@@ -523,7 +527,7 @@ def _table(spans_per_rank: tuple[tuple[Span, ...], ...]) -> torch.Tensor:
 
 def _even(seqlen: int, world: int) -> list[int]:
     """``seqlen`` cut into ``world`` lengths that differ by at most one, longer ones first."""
-    seqlen, world = checked(seqlen=seqlen, world=world)
+    seqlen, world = POSITIONS.of("seqlen", seqlen), RANKS.of("world", world)
     base, extra = divmod(seqlen, world)
     return [base + (rank < extra) for rank in range(world)]
 
@@ -552,7 +556,7 @@ def _spans(positions: torch.Tensor) -> list[Span]:
 def tokens_of(x: torch.Tensor, name: str, dim: int) -> int:
     """The length of a tensor along a dimension that it has: ValueError otherwise."""
     check_tensor(name, x, may_be_meta=True)
-    (dim,) = checked(dim=dim)
+    dim = DIM.of("dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim is {dim}: {name} has {x.ndim} dimensions")
     return x.shape[dim]

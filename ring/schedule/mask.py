@@ -13,9 +13,10 @@ import torch
 
 from ...kernels import FULL, Bounds
 from ...kernels.checks import check_local
-from ..checked import checked
+from ...kinds import whole
 from .layout import Documents, Layout, at_least
 
+SEED = whole(-(1 << 63), (1 << 64) - 1)  # what torch.Generator takes
 MOST_BLOCKS = 1 << 15  # of queries, and of keys, of a pattern that is built here: a table of 1 GiB
 
 
@@ -168,7 +169,7 @@ def bigbird(seqlen: int, block: int, *, window: int, global_: int, random: int, 
     if window % 2 == 0:
         raise ValueError(f"window is {window}: it must be odd, the query's own block and as many on either side")
     seen = ((queries - keys).abs() <= window // 2) | (queries < global_) | (keys < global_)
-    (seed,) = checked(seed=seed)
+    seed = SEED.of("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     for row in seen:
         others = (~row).nonzero().squeeze(1)

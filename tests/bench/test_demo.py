@@ -164,8 +164,8 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
 
 @pytest.mark.parametrize(("flag", "value", "message"), [
     ("--seqlen", "100g", "--seqlen: 107,374,182,400 tokens take"),
-    ("--dtype", "int8", "'int8' is no dtype: it takes fp32, bf16, fp16"),
-    ("--seqlen", "0", "'0' is too small: it must be at least 1"),
+    ("--dtype", "int8", "'int8' does not fit: it must be one of fp32, bf16, fp16"),
+    ("--seqlen", "0", "'0' does not fit: it must be a whole number from 1"),
     ("--kv-heads", "3", "--kv-heads is 3: --heads, 4, must be a multiple of it"),
     ("--head-dim", "33", "--head-dim is 33: it must be even"),
     ("--data", "2", "--data is 2: --batch, 1, must be a multiple of it"),
