@@ -119,7 +119,8 @@ def test_training_step_of_virtual_ranks(name: str) -> None:
 
 
 def test_training_step_of_processes(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(in_process, (f"{tmp_path}/store",), nprocs=WORLD)
+    spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+    spawn(in_process, (f"{tmp_path}/store",), nprocs=WORLD)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -202,7 +203,7 @@ def test_factories_that_differ_between_ranks() -> None:
 
     with LocalWorld(2, device="cpu", timeout=60) as world:
         world.run(fn)
-    assert openers[0].opened == []  # type: ignore[attr-defined]
+    assert openers[0].opened == []
 
 
 def test_names_that_cannot_be_registered(name: str) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ringattn.comm import DONE, Edge, Fence, LocalGroup, LocalWorld, Message, Transport, TransportError, testing
-from ringattn.comm.testing import HOST_CASES, Calling, Case, filled, neighbours, until, values
+from ringattn.comm.testing import HOST_CASES, LARGE, Calling, Case, filled, neighbours, until, values
 
-__all__ = ["HANGS", "HOST_CASES", "Calling", "Case", "filled", "neighbours", "until", "values"]
+__all__ = ["HANGS", "HOST_CASES", "LARGE", "Calling", "Case", "filled", "neighbours", "until", "values"]
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -74,8 +74,8 @@ def a_warm_up_names_wrong_bytes_everywhere(transport: Transport, device: torch.d
         transport.warm_up([(source, 0)])  # the edge is not warm
 
 
-CASES = {case.__name__: case for case in (edges_are_warmed_up_once, a_warm_up_names_wrong_bytes_everywhere)}
-CASES = CASES | testing.CASES
+BESIDE = edges_are_warmed_up_once, a_warm_up_names_wrong_bytes_everywhere
+CASES: dict[str, Case] = {case.__name__: case for case in BESIDE} | testing.CASES
 
 
 def traceback_of(function: Callable[..., None], *arguments: object) -> str:

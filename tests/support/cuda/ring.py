@@ -21,9 +21,12 @@ from torch.autograd.graph import _engine_run_backward
 
 import ringattn.ring.ring as ring_module
 from ringattn import LocalWorld, Ring, ring_attention, unshard
-from ringattn.comm import LocalGroup, LocalTransport, Slots, Topology, groups
+from ringattn.comm import LocalGroup, LocalTransport, Slots, Topology
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
+from ringattn.comm.registry import find_transport
+from ringattn.comm.transport import WARM_UP_SECONDS
+from ringattn.comm.transports import choice
 from ringattn.comm.world import LocalMesh
 from ringattn.kernels import shared as shared_module
 from ringattn.kernels.shared import Shared
@@ -399,9 +402,11 @@ class _Session:
         """One transport per level of the ring, as `open_transports` makes them between processes."""
         if transport == "local":
             return tuple(LocalTransport(group, device) for _ in range(1 + bool(topology and topology.two_level)))
-        levels = groups._levels(group.rank(), topology or Topology.flat(group.size()), flat=flat)
-        wanted = groups._Wanted(group, device, levels, NO_LIMITS)
-        return tuple(groups._make(wanted, transport, level, control_of(group)) for level in levels)
+        given = {"control": control_of(group), "limits": NO_LIMITS, "timeout": WARM_UP_SECONDS}
+        return tuple(
+            find_transport(transport).open(group, device, members=level.members, nodes=level.nodes, **given)
+            for level in choice._levels(group.rank(), topology or Topology.flat(group.size()), flat=flat)
+        )
 
     # names
 
