@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 
 from ringattn import LocalWorld
 from ringattn.bench import cli
+from ringattn.bench.suite.device_cases import CASES
+from ringattn.bench.suite.parts import gpu_parts
 from ringattn.comm import GroupLike
 from ringattn.examples import train
 from ringattn.examples.model import Decoder
@@ -272,6 +274,43 @@ def check_others(words: list[str]) -> None:
             assert re.search(rf"\[testenv:{value}\]", (ROOT / "tox.ini").read_text())
         if value.startswith("tests/"):
             assert (ROOT / value).exists()
+
+
+STATUS = ROOT / "bench" / "results" / "STATUS.md"
+
+
+def status_commands() -> list[str]:
+    """Spans of code that name tests or parts of the suite."""
+    return [span for span in re.findall(r"`([^`]+)`", STATUS.read_text()) if "pytest" in span or "--only" in span]
+
+
+def missing_target(span: str, parts: Collection[str]) -> str:
+    """Return what a span names that does not exist: a test file, a test, a case or a part of the suite."""
+    words = shlex.split(span)
+    files = [ROOT / word for word in words if word.startswith("tests/")]
+    missing = [str(path) for path in files if not path.exists()]
+    if "--only" in words:
+        name = words[words.index("--only") + 1]
+        missing += [name] * (not any(name in part for part in parts))
+    if "-k" in words and not missing:
+        word = words[words.index("-k") + 1]
+        missing += [word] * (not re.search(rf"def test_\w*{word}|[\"']{word}", files[0].read_text()))
+    return " ".join(missing)
+
+
+def test_status_names_tests_and_parts_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    parts = [part.name for part in gpu_parts()]
+    assert len(status_commands()) > 30
+    assert {span: missing for span in status_commands() if (missing := missing_target(span, parts))} == {}
+    for wrong in (
+        "pytest tests/ring/test_none.py",
+        "pytest tests/test_docs.py -k nothing_of_that",
+        "… --only nonsense",
+    ):
+        assert missing_target(wrong, parts)
+    cases = re.findall(r"device_cases ([\w-]+) FILE", STATUS.read_text())
+    assert cases and {*cases} <= CASES["cuda"].keys()
 
 
 RUN = ("show", "predict")

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import typer
 
@@ -26,18 +27,12 @@ from .ranks import LOOPBACK, TORCHRUN, member
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.02
-PR_SET_PDEATHSIG = 1  # of prctl(2)
-
 
 def spawn(world: int, measure: Callable[..., T], *arguments: object, device: str = "cpu") -> T:
     """Call ``measure(place, device, *arguments)``, a module's function, on every rank of a process group.
 
     Under a launcher each of its processes returns its own result. Otherwise ``world`` new processes are the ranks, and
-    rank 0's result is returned. ``device`` is cpu or cuda.
-
-    Raises:
-        typer.Exit: a new process failed; its error is printed.
+    rank 0's result is returned; if one of them fails, its error is printed and typer.Exit raised.
     """
     if member() is not None:
         return _in_group(device, measure, arguments)
@@ -62,9 +57,24 @@ def _in_group(kind: str, measure: Callable[..., T], arguments: tuple[object, ...
 def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
     """Call ``entry(*arguments)``, a module's function, in ``world`` new processes; return rank 0's result.
 
-    Raises:
-        ChildProcessError: a process raised, or died; the others are ended.
+    Raise ChildProcessError, and end the other processes, if one raises or dies.
     """
+    with start(world, entry, *arguments) as (folder, ranks):
+        while None in (codes := [process.poll() for process in ranks]) and not any(codes):
+            time.sleep(0.02)
+        for rank, code in ((rank, code) for rank, code in enumerate(codes) if code):
+            ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            error = folder / f"{rank}.error"
+            raise ChildProcessError(f"rank {rank}: {error.read_text() if error.exists() else ended}")
+        result: T = pickle.loads((folder / "result").read_bytes())
+        return result
+
+
+@contextmanager
+def start(
+    world: int, entry: Callable[..., Any], *arguments: object
+) -> Iterator[tuple[Path, list[subprocess.Popen[bytes]]]]:
+    """Yield the processes of :func:`launch`, and the folder of what they leave; end them with the block."""
     import torch
     from torch._C._distributed_c10d import TCPStore
 
@@ -84,23 +94,16 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
                 environment = os.environ | {name: str(value) for name, value in variables}
                 # a session of its own: Ctrl-C reaches this process alone, which ends the others
                 ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
-            while None in (codes := [process.poll() for process in ranks]) and not any(codes):
-                time.sleep(POLL_SECONDS)
+            yield Path(folder), ranks
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
-        for rank, code in ((rank, code) for rank, code in enumerate(codes) if code):
-            ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            error = Path(folder, f"{rank}.error")
-            raise ChildProcessError(f"rank {rank}: {error.read_text() if error.exists() else ended}")
-        result: T = pickle.loads(Path(folder, "result").read_bytes())
-        return result
 
 
 def run_rank(folder: str, parent: int) -> None:
     """Be one process of :func:`launch`: leave the result of rank 0, or the traceback of any, in a file."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the parent's death is this process's
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the parent's death is this process's
     if os.getppid() != parent:
         sys.exit(1)
     try:

@@ -75,11 +75,7 @@ def _store(place: Member) -> Store:
 
 
 def _address(place: Member) -> str:
-    """Return the host of rank 0.
-
-    Raises:
-        ValueError: there are several machines, and the launcher does not say which one is rank 0's.
-    """
+    """Return the host of rank 0; raise ValueError if the launcher of several machines does not say which it is."""
     if "MASTER_ADDR" in os.environ:
         return os.environ["MASTER_ADDR"]
     if place.world == place.local_world:

@@ -31,6 +31,7 @@ from ..common.timing import Clock, Step, interleaved
 from ..kernels import accuracy, speed
 from ..kernels.accuracy import draw
 from ..kernels.speed import AGREE, causal_bounds
+from . import calls, gpu
 
 EXPONENTS = (-14, 8)  # of what becomes fp8: normal and subnormal codes, and some that round to zero
 MOST_TIMES = {"forward": 1.08, "forward and backward": 1.12}
@@ -177,6 +178,16 @@ def right(backend: str, dtype: str, head_dim: int, **more: Any) -> tuple[str, Ru
     return f"right {'' if backend == 'triton' else f'{backend} '}{dtype} D{head_dim}", run
 
 
+def rings(transport: str, world: int) -> tuple[str, Run]:
+    """Calls of every kind over a transport."""
+    return f"{transport}-{world}", partial(calls.drawn_calls, transport=transport, world=world)
+
+
+SMALLEST_HOPPER: dict[str, Any] = {
+    "backend": "hopper", "dtype": "bfloat16", "head_dim": 64, "seqlen": 512, "heads": (1, 1), "causal_worlds": (1,),
+    "full_worlds": (),
+}  # fmt: skip
+"""Turns every ring of the Hopper kernels around once, with bounds."""
 INTERPRETED = {"seqlen": 80, "heads": (2, 1)}
 WORLDS = (1, 3)  # one launch, and carried over three shards: a first, a middle and a last hop
 CASES: dict[str, dict[str, Run]] = {
@@ -197,6 +208,11 @@ CASES: dict[str, dict[str, Run]] = {
             ),
             ("ceilings", ceilings),
             ("targets", speed.targets),
+            *(rings(*place) for place in (("local", 4), ("nccl", 1), ("nccl", 2), ("nccl", 4), ("copy_engine", 2))),
+            ("compiled", gpu.compiled),
+            ("captured", gpu.captured),
+            *((f"killed {name}", partial(gpu.killed, transport=name)) for name in ("copy_engine", "nccl")),
+            ("smallest hopper", partial(accuracy.accuracy, **SMALLEST_HOPPER)),
             ("fp8", fp8),
             ("LocalWorld", local_world),
         ]

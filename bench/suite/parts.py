@@ -18,12 +18,11 @@ from ..ring.candidates import CONTEXT_PARALLEL, ZHUZILIN
 from . import device_cases
 
 PACKAGE = Path(__file__).absolute().parents[2]
-CLONE = next((it for it in (Path.cwd(), PACKAGE) if (it / "tests" / "support" / "gpu_cases.py").exists()), PACKAGE)
-"""Where the tests are: an installed package has none, but may be started in a clone."""
 PYTHON, OUT, FILE, SECONDS = "{python}", "{out}", "{file}", "{seconds}"
 """In a command: this Python, the folder of results, the part's own file there, half of its seconds, to be used up."""
 RINGATTN = (PYTHON, "-m", "ringattn")
 SHAPE = ("--heads", "32", "--head-dim", "128")
+NCCL_LIBRARY = "RINGATTN_NCCL_LIBRARY"
 EXCHANGING = 4  # GPUs: with fewer no mesh has a ring and an exchange
 
 
@@ -37,7 +36,6 @@ class Part:
     seconds: float  # that it takes at most where all is well
     beside: str = ""  # parts of one such name that follow each other run side by side: nothing is timed
     missing: str | None = None  # what this machine lacks for it
-    within: Path | None = None  # the folder that it runs in
 
     @property
     def command_line(self) -> str:
@@ -70,26 +68,20 @@ def gpu_parts() -> list[Part]:
         bench("beside NCCL", "the forward beside NCCL's own kernels, one rank to itself", 20,
               "links", "--world", "1", "--transport", "nccl", "--channels", "auto,8", "-b", "64M", "-e", "64M",
               "--beside", "forward", missing=nccl_missing()),
-        tests("local", "virtual ranks on CUDA streams: transfers and rings", 105, "transfers or rings", "[local-2-",
-              beside="tests"),
-        tests("nccl-1", "NCCL, one rank to itself", 105, "transfers or rings", "[nccl-1-", beside="tests",
-              missing=nccl_missing()),
-        tests("copy_engine-2", "two processes over CUDA IPC", 105, "transfers or rings", "[copy_engine-2-",
-              beside="tests", missing=copy_engine_missing()),
-        tests("compiled", "ring_attention in torch.compile on CUDA", 105, "by_itself", "[compiled]", beside="tests"),
-        tests("killed", "a rank is killed beside a peer whose stream waits for it", 20, "killed", "[copy_engine]",
-              missing=copy_engine_missing()),
-        tests("captured", "an unrelated graph is captured in global mode beside a ring and its watchdog", 20,
-              "by_itself", "[captured]"),
-        tests("nccl-2", "two ranks of NCCL 2.30, and one of them killed", 35, "transfers or rings or killed",
-              "[nccl-2-", "[nccl]", missing=nccl_missing() or _no_sharing(gpus)),
+        case("local-4", 135, "calls"),
+        case("nccl-1", 135, "calls", missing=nccl_missing()),
+        case("copy_engine-2", 135, "calls", missing=copy_engine_missing()),
+        case("compiled", 135, "calls"),
+        case("killed copy_engine", 20, missing=copy_engine_missing()),
+        case("captured", 20),
+        case("nccl-2", 35, missing=nccl_missing() or _no_sharing(gpus), shares=gpus < 2),
+        case("killed nccl", 20, missing=nccl_missing() or _no_sharing(gpus), shares=gpus < 2),
         bench("host", "the host's time to post a hop of 4k tokens, telemetry and watch on, beside its compute", 20,
               "host", "--tokens", "4k", *SHAPE, missing=nccl_missing()),
         *(
             Part(tool, "a tiny Hopper forward and backward under compute-sanitizer",
                  ("compute-sanitizer", "--tool", tool, *more, "--kernel-name", "kns=hopper", "--error-exitcode", "9",
-                  PYTHON, "-m", "tests.support.gpu_cases", "hopper"), 40, "sanitizer", missing=sanitizer or _no_clone(),
-                 within=CLONE)
+                  PYTHON, "-m", device_cases.__name__, "smallest hopper", FILE), 40, "sanitizer", missing=sanitizer)
             # of our kernels alone: torch's have races that are harmless, and ask the driver for what it has not
             for tool, *more in (("racecheck",), ("memcheck", "--report-api-errors", "no"))
         ),
@@ -125,8 +117,7 @@ def _rings_and_meshes(*words: str) -> list[Part]:
     """Candidates that exchange heads apart from the others: every mesh opens communicators of its own."""
     others = ",".join((OURS, ALL_GATHER, CONTEXT_PARALLEL, ZHUZILIN, LUCIDRAINS))
     return [
-        tests("nccl-4", "NCCL, four ranks: transfers, rings and meshes", 90, "transfers or rings", "[nccl-4-",
-              missing=nccl_missing()),
+        _case("cuda", "nccl-4", 90, missing=nccl_missing()),
         *_rings(*words, "--by", others),
         bench("Ulysses x ring", "heads for tokens among some ranks, rings of the rest, beside Ulysses alone", 60,
               "ring", "--seqlen", "16k,64k", *SHAPE, *words, "--by", ULYSSES),
@@ -159,10 +150,15 @@ def cpu_parts() -> list[Part]:
     ]  # fmt: skip
 
 
-def _case(device: str, name: str, seconds: float, beside: str = "") -> Part:
+def _case(
+    device: str, name: str, seconds: float, beside: str = "", *, missing: str | None = None, shares: bool = False
+) -> Part:
+    """A case of :mod:`.device_cases`; ranks that share a GPU load the NCCL that lets them before torch's."""
     run = device_cases.CASES[device][name]
     about = (getattr(run, "func", run).__doc__ or "").partition("\n")[0].rstrip(".")
-    return Part(name, about, (PYTHON, "-m", device_cases.__name__, name, FILE), seconds, beside)
+    library = os.environ.get(NCCL_LIBRARY)
+    before = ("env", f"LD_PRELOAD={Path(library).absolute()}") if shares and library else ()
+    return Part(name, about, (*before, PYTHON, "-m", device_cases.__name__, name, FILE), seconds, beside, missing)
 
 
 def bench(name: str, about: str, seconds: float, *words: str, missing: str | None = None) -> Part:
@@ -170,22 +166,8 @@ def bench(name: str, about: str, seconds: float, *words: str, missing: str | Non
     return Part(name, about, (*RINGATTN, "bench", *words, "--json", FILE), seconds, missing=missing)
 
 
-def tests(
-    name: str, about: str, seconds: float, kinds: str, *ids: str, beside: str = "", missing: str | None = None
-) -> Part:
-    """Tests on a GPU, by what their names and the ids of their arguments have."""
-    command = (PYTHON, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/properties/test_on_a_gpu.py", "-k",
-               f"({kinds}) and ({' or '.join(ids)})")  # fmt: skip
-    return Part(name, about, command, seconds, beside, _no_clone() or missing, CLONE)
-
-
-def _no_clone() -> str | None:
-    there = (CLONE / "tests" / "support" / "gpu_cases.py").exists()
-    return None if there else "the tests are in a clone: start it there"
-
-
 def _no_sharing(gpus: int) -> str | None:
     """Why two ranks of NCCL cannot run here."""
-    if gpus > 1 or os.environ.get("RINGATTN_NCCL_LIBRARY"):
+    if gpus > 1 or os.environ.get(NCCL_LIBRARY):
         return None
     return "two ranks on one GPU take NCCL 2.30: name its library in RINGATTN_NCCL_LIBRARY"

@@ -21,7 +21,7 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common import launching, process_group
+from ringattn.bench.common import flags, launching, process_group
 from ringattn.bench.common.launching import launch, spawn
 from ringattn.bench.common.process_group import PORTS, consequences_later
 from ringattn.bench.common.ranks import JOB, LAUNCHERS, Member, member
@@ -55,14 +55,27 @@ def test_place_under_a_launcher(
     assert member() == expected
 
 
-def test_ranks_of_a_machine_share_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "cores", lambda: 16)
-    assert Member(rank=5, world=8, local_rank=1, local_world=4).threads == 4
+def test_ranks_of_a_machine_share_cores(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flags, "cores", lambda: 16)
+    assert [flags.resolve_threads(given, 8) for given in (None, 3)] == [2, 3]
+    for name, value in zip(LAUNCHERS[0], ("5", "8", "1", "4"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert flags.resolve_threads(None, 8) == 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "ctas"),
+    [(1, 1, None), (2, 0, None), (4, 4, None), (2, 1, ""), (4, 2, ""), (3, 1, "4"), (5, 2, "4")],
+)
+def test_more_than_two_ranks_of_a_gpu_bound_their_ctas(
+    ranks: int, gpus: int, ctas: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
         monkeypatch.delenv(name, raising=False)
-    two = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    three = two | {"NCCL_MAX_CTAS": launching.SHARED_CTAS}
-    assert [launching.sharing(ranks, 2) for ranks in (2, 4, 5)] == [{}, two, three]
+    bound = {"NCCL_MAX_CTAS": ctas} if ctas else {}
+    assert launching.sharing(ranks, gpus) == ({} if ctas is None else {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **bound})
+    monkeypatch.setenv("NCCL_MAX_CTAS", "2")
+    assert launching.sharing(ranks, gpus).get("NCCL_MAX_CTAS") == ("2" if ctas else None)
 
 
 # -- where they meet

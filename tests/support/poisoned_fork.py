@@ -1,6 +1,6 @@
 """What CUDA does to a process that forks, where there is no CUDA: whoever asked for a GPU has none in its forks.
 
-`python -m tests.support.poisoned_fork MODULE ARGUMENT…` runs a module like that. Of torch 2.13 ``is_available``
+Of torch 2.13 ``is_available``
 initialises the driver, and so does ``device_count`` where NVML does not answer for it; what they spoil shows at a
 fork's first use.
 """
@@ -8,8 +8,6 @@ fork's first use.
 from __future__ import annotations
 
 import os
-import runpy
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -43,11 +41,3 @@ def poisoning(ask: Callable[..., Any]) -> Callable[..., Any]:
 def install() -> None:
     for name in QUESTIONS:
         setattr(torch.cuda, name, poisoning(getattr(torch.cuda, name)))
-
-
-if __name__ == "__main__":
-    from tests.support import poisoned_fork  # and not a second copy of it, `__main__`
-
-    poisoned_fork.install()
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

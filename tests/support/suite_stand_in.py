@@ -16,8 +16,8 @@ import torch
 
 from ringattn.bench.common import timing
 from ringattn.bench.kernels import accuracy, contender, speed
-from ringattn.bench.suite import device_cases
-from ringattn.bench.suite.parts import CLONE, FILE, OUT, PYTHON, RINGATTN, Part, gpu_parts
+from ringattn.bench.suite import calls, device_cases, gpu
+from ringattn.bench.suite.parts import FILE, OUT, PYTHON, RINGATTN, Part, gpu_parts
 from ringattn.kernels import KernelConfig, Tile
 
 from .cuda.device import FakeCuda
@@ -30,6 +30,8 @@ SMALL: dict[Callable[..., Any], dict[str, Any]] = {
     accuracy.accuracy: {"dtype": "float16", "head_dim": 16, "head_dim_v": 16, "seqlen": 24, "heads": (2, 1),
                         "causal_worlds": (2,), "full_worlds": ()},
     speed.targets: {"seconds": 0, "sizes": speed.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)},
+    calls.drawn_calls: {"transport": "local", "world": 2, "only": ("fp32, uneven", "heads for tokens")},
+    gpu.killed: {"transport": "process_group"},
     device_cases.fp8: {"dtypes": ("float16",), "shapes": ((1, 130, 2, 8),)},
     device_cases.local_world: {
         "world": 2, "tokens": 64, "heads": 2, "head_dim": 16, "dtype": "float32", "repeats": 1,
@@ -46,31 +48,20 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "sm_90", "--compile-only", "--save-dir", f"{OUT}/tables", "--json", FILE,
     ),
 }  # fmt: skip
-TESTS = {
-    "local": ("comm/test_local.py", "first_error"),
-    "nccl-1": ("comm/test_nccl.py", "group"),
-    "copy_engine-2": ("properties/test_on_a_gpu.py", "on_the_stand_in"),
-    "killed": ("properties/test_on_a_gpu.py", "a_kill_on_the_cpu"),
-    "nccl-2": ("properties/test_on_a_gpu.py", "transfers_on_the_cpu"),
-}
+NOTHING_LEFT = ("compiled", "captured", "racecheck", "memcheck")
+"""Parts of which nothing is left without a GPU."""
 
 
 def rehearsed() -> list[Part]:
     """The parts of a GPU, each by what stands in for its command here."""
-    return [replace(part, command=stand_in(part), missing=None, within=CLONE) for part in gpu_parts()]
+    return [replace(part, command=stand_in(part), missing=None) for part in gpu_parts()]
 
 
 def stand_in(part: Part) -> tuple[str, ...]:
     """What to run in the place of a part."""
-    if part.name in COMMANDS:
-        return COMMANDS[part.name]
-    if part.name in TESTS:
-        file, word = TESTS[part.name]
-        before = part.command[: part.command.index("tests/properties/test_on_a_gpu.py")]
-        return (*before, "-m", "", f"tests/{file}", "-k", word)  # nightly ones, too
-    if FILE in part.command:
-        return (PYTHON, "-m", "tests.support.suite_stand_in", *part.command[-2:])
-    return (PYTHON, "-c", "")  # a graph, torch.compile and compute-sanitizer, of which nothing is left without a GPU
+    if part.name in NOTHING_LEFT:
+        return (PYTHON, "-c", "")
+    return COMMANDS.get(part.name, (PYTHON, "-m", "tests.support.suite_stand_in", *part.command[-2:]))
 
 
 def case(name: str, file: str, patch: pytest.MonkeyPatch) -> int:

@@ -1,0 +1,219 @@
+"""Cases that only a GPU can settle: transfers in stream order, graphs, torch.compile, and a killed rank."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ... import reference
+from ...comm import LocalGroup, LocalWorld, Message, Transport
+from ...comm.testing import LARGE, expect, filled, neighbours, until, values
+from ...comm.watchdog.watch import EXIT_CODE
+from ...ring import Layout, Ring, ring_attention
+from ..common.cases import Number, distance
+from ..common.launching import start
+from ..common.ranks import member
+from ..kernels.speed import AGREE
+
+BUSY_SECONDS = 4.0  # of a stream that is held: far more than it takes to notice that it was let go
+CYCLES_PER_SECOND = 2e9  # about, of any GPU of the last years
+SEGMENT = 32 << 20  # bytes: more than torch's allocator cuts from one allocation, so that freeing it frees memory
+CAPTURE_SECONDS = 1.0  # many ticks of the watchdog
+DEADLINE, GRACE = 3.0, 2.0  # seconds, of a ring with a rank that is killed
+STEPS_BEFORE_KILL = 3
+
+
+def hold(seconds: float, transport: Transport | None = None) -> None:
+    """Keep the current stream busy, which the next mark of a transport is on."""
+    torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+
+
+def compute_is_waited_for_both_ways(transport: Transport, device: torch.device) -> None:
+    """Compute slowly before a send, and compute on what arrived."""
+    onward, back = neighbours(transport)
+    outgoing, arrived = filled(-1, LARGE, device), filled(-1, LARGE, device)
+    for step in range(1, 20):
+        hold(0.5e-3, transport)
+        outgoing.fill_(100 * step + transport.rank)
+        sends, receives = [Message(onward, outgoing)], [Message(back, arrived)]
+        transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
+        doubled = 2 * arrived
+        arrived.fill_(-1)
+        expect(values(doubled), [2 * (100 * step + back)])
+
+
+def a_graph_replays_transfers(transport: Transport, device: torch.device) -> None:
+    """Capture transfers in a graph and replay it on other data."""
+    onward, back = neighbours(transport)
+    outgoing, arrived = filled(0, LARGE, device), filled(-1, LARGE, device)
+    sends, receives = [Message(onward, outgoing)], [Message(back, arrived)]
+
+    def step() -> None:
+        outgoing.add_(1)
+        transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
+        arrived.mul_(2)
+
+    step()  # connects
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(3):
+            step()
+    outgoing.fill_(10 * transport.rank)
+    for replay in range(1, 4):
+        arrived.fill_(-1)
+        graph.replay()
+        expect(values(arrived), [2 * (10 * back + 3 * replay)])
+    step()  # and as before: the last point of the transport is one of a stream again
+    expect(values(arrived), [2 * (10 * back + 10)])
+
+
+def an_abort_frees_a_waiting_stream(transport: Transport, device: torch.device) -> None:
+    """Abort while rank 0's stream waits for bytes that rank 1 has announced and its stream is not ready to send."""
+    transport.gather(None)
+    outgoing, arrived = filled(1, 1000, device), filled(-1, 1000, device)
+    if transport.rank == 1:
+        hold(BUSY_SECONDS, transport)
+        transport.post(sends=[Message(0, outgoing)], receives=[], after=[transport.mark()])
+    if transport.rank == 0 and transport.size > 1:
+        fence = transport.post(sends=[], receives=[Message(1, arrived)], after=[transport.mark()])
+        time.sleep(0.2)
+        expect(fence.done(), False, "done() of a fence that waits")
+        begun = time.monotonic()
+        transport.abort("it took too long")
+        until(fence.done)
+        expect(time.monotonic() - begun < BUSY_SECONDS / 2, True, "whether the abort freed the stream")
+    transport.close()
+
+
+def memory_is_given_back_while_peers_know_it(transport: Transport, device: torch.device) -> None:
+    """Free what a peer opened and allocate anew, at the same address or another: bytes come from what is there."""
+    onward, back = neighbours(transport)
+    for step in range(6):
+        outgoing = filled(100 * step + transport.rank, (1 + step % 2) * SEGMENT // 4, device)
+        arrived = torch.empty_like(outgoing)
+        sends, receives = [Message(onward, outgoing)], [Message(back, arrived)]
+        fence = transport.post(sends=sends, receives=receives, after=[transport.mark()])
+        fence.wait()
+        expect(values(arrived), [100 * step + back])
+        del sends, receives, fence, outgoing, arrived
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+    transport.gather(None)
+
+
+TRANSFERS: dict[str, tuple[Callable[[Transport, torch.device], None], ...]] = {
+    "local": (compute_is_waited_for_both_ways,),
+    "nccl": (
+        compute_is_waited_for_both_ways, a_graph_replays_transfers, memory_is_given_back_while_peers_know_it,
+    ),
+    "copy_engine": (
+        compute_is_waited_for_both_ways, memory_is_given_back_while_peers_know_it, an_abort_frees_a_waiting_stream,
+    ),
+}  # fmt: skip
+"""What a transport must do on a GPU beside what :mod:`ringattn.comm.testing` asks of all."""
+
+
+def captured(device: torch.device) -> Iterator[Number]:
+    """A graph that has nothing to do with a ring is captured in global mode, while the watchdog polls the ring."""
+    world, rows = 2, 64
+    layout, posted, over = Layout.zigzag(rows, world), threading.Barrier(world, timeout=60), threading.Event()
+    whole = [torch.randn(1, rows, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
+
+    def capture() -> Tensor:
+        x, graph = torch.ones(1000, device=device), torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        x.mul_(2)  # its kernel is loaded: a capture would not
+        side.wait_stream(torch.cuda.current_stream(device))
+        posted.wait()
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="global")  # `torch.cuda.graph` would wait for the ring first
+            x.mul_(2)
+            time.sleep(CAPTURE_SECONDS)
+            graph.capture_end()
+            x.fill_(1)
+            graph.replay()
+        side.synchronize()
+        return x
+
+    def run_rank(group: LocalGroup) -> Tensor:
+        q, k, v = (layout.shard(x, group.rank()) for x in whole)
+        with Ring(group, transport="local", deadline=30) as ring:
+            call = partial(ring_attention, q, k, v, layout=layout, ring=ring, causal=True)
+            call()
+            torch.cuda.synchronize(device)
+            if group.rank() == 0:
+                hold(BUSY_SECONDS)  # the hops wait, and are polled
+            out = call()
+            if group.rank() == 0:
+                expect(values(capture()), [2], "what the graph replayed")
+                over.set()
+            else:
+                posted.wait()
+                expect(over.wait(2 * BUSY_SECONDS + CAPTURE_SECONDS), True, "whether the capture ended")
+            torch.cuda.synchronize(device)
+            return out
+
+    with LocalWorld(world, device=device) as ranks:
+        out = layout.unshard(ranks.run(run_rank))
+    exact, _ = reference.attention(*whole, causal=True)
+    yield Number("difference from float64", distance([out], [exact]), "relative", limit=AGREE["bfloat16"])
+
+
+def compiled(device: torch.device) -> Iterator[Number]:
+    """Forward and gradients of a whole graph of torch.compile are eager's, to the bit."""
+    leaves = [torch.randn(1, 96, heads, 64, device=device).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(q, k, v, causal=True)
+
+    results = []
+    for function in (attend, torch.compile(attend, fullgraph=True)):
+        out = function(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)])
+    changed = sum(int((a != b).sum()) for a, b in zip(*results, strict=True))
+    yield Number("other than eager's", changed, "elements", limit=0)
+
+
+def killed(device: torch.device, *, transport: str, world: int = 2) -> Iterator[Number]:
+    """A rank is killed beside peers whose streams wait for it: within the deadline each of them ends with an error."""
+    ends: dict[int, float] = {}
+    with start(world, train_until_killed, transport, device.type) as (_, ranks):
+        while len(ends) < world:
+            ends |= {i: time.monotonic() for i, one in enumerate(ranks) if i not in ends and one.poll() is not None}
+            time.sleep(0.01)
+    *codes, victim = (one.returncode for one in ranks)
+    labels = {"by": transport, "exit codes": f"{codes}"}
+    wrong = sum(code not in (1, EXIT_CODE) for code in codes) + (victim != -signal.SIGKILL)
+    yield Number("ranks that end otherwise", wrong, "ranks", labels, limit=0)
+    yield Number("time to the last end", max(ends.values()) - ends[world - 1], "s", labels, limit=DEADLINE + GRACE)
+
+
+def train_until_killed(transport: str, kind: str) -> None:
+    """Train as one rank; the last one kills itself after some steps."""
+    place = member()
+    assert place is not None
+    device = place.shared_device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo")
+    layout = Layout.zigzag(499, place.world)
+    inputs = [torch.randn(2, 499, heads, 64, device=device) for heads in (4, 2, 2)]
+    q, k, v = (layout.shard(x, place.rank).requires_grad_() for x in inputs)
+    ring = Ring(transport=transport, deadline=DEADLINE)
+    for step in itertools.count():
+        torch.autograd.backward(ring_attention(q, k, v, layout=layout, ring=ring, causal=True).sum())
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+        if step == STEPS_BEFORE_KILL and place.rank == place.world - 1:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,124 @@
+"""The calls that a GPU run makes: none is missing, each agrees with float64, and a planted error is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.bench.common.cases import Number
+from ringattn.bench.suite import calls, device_cases, gpu
+from ringattn.bench.suite.calls import CALLS, drawn_calls
+
+from ..support.nightly import rest_nightly
+
+CPU = torch.device("cpu")
+OFTEN = ("fp32, uneven", "K/V as fp8", "fp32, sinks and a window", "heads for tokens")
+
+
+def run(name: str, world: int = 2, transport: str = "local") -> list[Number]:
+    return [*drawn_calls(CPU, transport=transport, world=world, only=(name,))]
+
+
+def test_no_kind_of_argument_is_missing() -> None:
+    every = CALLS.values()
+    assert {call.dtype for call in every} == {"bfloat16", "float16", "float32"}
+    assert {call.layout for call in every} == {"contiguous", "zigzag", "striped", "uneven"}
+    assert {name for call in every for name in call.options} == {
+        "causal", "window_size", "cu_seqlens", "prefix_length", "seqused_k", "leftpad_k", "key_mask", "block_mask",
+        "softcap", "alibi_slopes", "dropout_p", "dropout_seed",
+    }  # fmt: skip
+    rings = {(name, value) for call in every for name, value in call.ring.items()}
+    assert {("wire_dtype", "bfloat16"), ("wire_dtype", "float8_e4m3fn"), ("grad_wire_dtype", "bfloat16")} <= rings
+    assert {("chunks", 2), ("direction", -1), ("prefetch", 0)} <= rings
+    assert {call.nodes for call in every} == {call.ulysses for call in every} == {1, 2}
+    assert {call.head_dims for call in every} == {(64, 64), (128, 128), (40, 40), (192, 128)}
+    assert {q // kv for q, kv in (call.heads for call in every)} == {1, 2, 4}
+    assert {call.sink for call in every} == {True, False}
+    on_one_gpu = {run.keywords["transport"]: run.keywords["world"] for name, run in device_cases.CASES["cuda"].items()
+                  if getattr(run, "func", None) is drawn_calls and name != "nccl-4"}  # fmt: skip
+    assert all(call.fits("local", on_one_gpu["local"]) for call in every)  # levels and meshes too
+
+
+@pytest.mark.parametrize("name", rest_nightly(CALLS, *OFTEN))
+def test_every_call_agrees_and_repeats(name: str) -> None:
+    numbers = run(name, world=4)
+    assert [number.name for number in numbers] == ["difference of a row", "changed in a second call"]
+    assert not any(number.fails for number in numbers), numbers
+
+
+def swap_keys(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Attend as a mask that is off by one position would, on every rank."""
+    return ring_attention(q, k.roll(1, 1), v, **options)
+
+
+def drift(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Return another element in every call."""
+    drifted.append(None)
+    out, lse = ring_attention(q, k, v, **options)
+    return out + out.new_zeros(out.shape).index_fill(0, torch.tensor([0]), 2.0**-8 * len(drifted)), lse
+
+
+ring_attention = calls.ring_attention
+drifted: list[None] = []
+
+
+@pytest.mark.parametrize(("wrong", "number"), [(swap_keys, 0), (drift, 1)])
+@pytest.mark.parametrize("name", rest_nightly(CALLS, *OFTEN))
+def test_a_planted_error_is_found(
+    name: str, wrong: Callable[..., Any], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "ring_attention", wrong)
+    assert run(name, world=4)[number].fails
+
+
+def test_a_wrong_row_is_found() -> None:
+    exact = torch.randn(2, 50, 3, 8, dtype=torch.float64)
+    ours = exact.float().clone()
+    assert calls.difference(ours, exact) < 1e-6
+    ours[1, 7, 2] *= 1.1
+    assert 0.01 < calls.difference(ours, exact) < 0.2
+    ours[0, 0, 0, 0] = torch.nan
+    assert calls.difference(ours, exact) == torch.inf
+    lse = torch.tensor([[[1.0, -torch.inf]]])
+    assert calls.difference(lse, lse.double()) == 0
+    assert calls.difference(lse, torch.ones(1, 1, 2).double()) == torch.inf
+
+
+@pytest.mark.parametrize("names", [("flat",), pytest.param(tuple(CALLS), marks=pytest.mark.nightly)])
+def test_processes_have_the_bits_of_virtual_ranks(names: tuple[str, ...]) -> None:
+    """With the conformance suite of transports at the end."""
+    found = {
+        transport: [*drawn_calls(CPU, transport=transport, world=2, only=names)]
+        for transport in ("process_group", "local")
+    }
+    assert not any(number.fails for number in found["process_group"])
+    notes = [[number.note for number in numbers] for numbers in found.values()]
+    assert notes[0] == notes[1] and any(notes[0])
+
+
+def test_a_transport_that_spoils_bytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringattn.comm import LocalTransport
+
+    post = LocalTransport.post
+
+    def spoil(transport: LocalTransport, **messages: Any) -> Any:
+        fence = post(transport, **messages)
+        fence.wait()
+        for message in messages["receives"]:
+            message.tensor.view(-1)[:1].zero_()
+        return fence
+
+    monkeypatch.setattr(LocalTransport, "post", spoil)
+    with pytest.raises(Exception, match=r"what arrived|wrong bytes"):
+        run("flat")
+
+
+@pytest.mark.nightly
+def test_a_killed_rank_on_the_cpu() -> None:
+    """Over gloo, where the connection tells at once."""
+    numbers = [*gpu.killed(CPU, transport="process_group", world=3)]
+    assert [number.value for number in numbers[:1]] == [0] and not any(number.fails for number in numbers)
