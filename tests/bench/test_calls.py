@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ringattn import ring_attention
 from ringattn.bench.common.cases import Number
 from ringattn.bench.suite import calls, device_cases, gpu
 from ringattn.bench.suite.calls import CALLS, drawn_calls
@@ -38,9 +40,9 @@ def test_no_kind_of_argument_is_missing() -> None:
     assert {call.head_dims for call in every} == {(64, 64), (128, 128), (40, 40), (192, 128)}
     assert {q // kv for q, kv in (call.heads for call in every)} == {1, 2, 4}
     assert {call.sink for call in every} == {True, False}
-    on_one_gpu = {run.keywords["transport"]: run.keywords["world"] for name, run in device_cases.CASES["cuda"].items()
-                  if getattr(run, "func", None) is drawn_calls and name != "nccl-4"}  # fmt: skip
-    assert all(call.fits("local", on_one_gpu["local"]) for call in every)  # levels and meshes too
+    on_one_gpu = device_cases.CASES["cuda"]["local-4"]
+    assert isinstance(on_one_gpu, partial) and on_one_gpu.func is drawn_calls
+    assert all(call.fits("local", on_one_gpu.keywords["world"]) for call in every)  # levels and meshes too
 
 
 @pytest.mark.parametrize("name", rest_nightly(CALLS, *OFTEN))
@@ -62,7 +64,6 @@ def drift(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     return out + out.new_zeros(out.shape).index_fill(0, torch.tensor([0]), 2.0**-8 * len(drifted)), lse
 
 
-ring_attention = calls.ring_attention
 drifted: list[None] = []
 
 

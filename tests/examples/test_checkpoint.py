@@ -122,6 +122,11 @@ def truncate(name: str, path: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+def pipe_the_job(path: Path) -> None:
+    (path / "job.json").unlink()
+    os.mkfifo(path / "job.json")
+
+
 DAMAGES: dict[str, Damage] = {
     "command": plant,
     "command within": plant_within,
@@ -135,7 +140,7 @@ DAMAGES: dict[str, Damage] = {
     "truncated job": partial(truncate, "job.json"),
     "long job": lambda path: (path / "job.json").write_text(json.dumps({"layout": "z" * MOST_JOB_BYTES})),
     "no object": lambda path: (path / "job.json").write_text("[]"),
-    "job in a pipe": lambda path: ((path / "job.json").unlink(), os.mkfifo(path / "job.json")),
+    "job in a pipe": pipe_the_job,
     "no job": lambda path: (path / "job.json").unlink(),
     "truncated tensors": partial(truncate, "__0_0.distcp"),
     "no tensors": lambda path: (path / "__0_0.distcp").unlink(),
