@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -29,9 +28,12 @@ class Triton:
     ) -> Forward:
         return Forward(q, softmax_scale, config, start)
 
-    def backward(self, *given: Any, softmax_scale: float, config: KernelConfig | None) -> TritonBackward:
+    def backward(
+        self, dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None,
+        *, softmax_scale: float, config: KernelConfig | None,
+    ) -> TritonBackward:  # fmt: skip
         kind = SinglePassBackward if is_single_pass(config) else TritonBackward
-        return kind(*given, softmax_scale=softmax_scale, config=config)
+        return kind(dout, q, lse, attention_delta(dout, out, dlse), softmax_scale, config)
 
     def check(
         self, q: torch.Tensor, v: torch.Tensor, *, scores: Scores, block: int | None, config: KernelConfig | None
@@ -54,17 +56,12 @@ class TritonBackward:
     """dK/dV and dQ of a hop as two launches; both continue fp32 accumulators."""
 
     def __init__(
-        self, dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None,
-        *, softmax_scale: float, config: KernelConfig | None,
+        self, dout: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float,
+        config: KernelConfig | None,
     ) -> None:  # fmt: skip
         self._q = q
         self._dq: torch.Tensor | None = None
-        self._bind(dout, lse, attention_delta(dout, out, dlse), softmax_scale, config)
-
-    def _bind(
-        self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float, config: KernelConfig | None
-    ) -> None:
-        self._bound = Backward(dout, self._q, lse, delta, scale, config)
+        self._bound = Backward(dout, q, lse, delta, scale, config)
         self._key_gradients: Callable[..., None] = self._bound.dkdv
 
     def dq(
@@ -97,12 +94,14 @@ class SinglePassBackward(TritonBackward):
     So a chunk's dK/dV travel under the next chunk's launch, and with one chunk under none.
     """
 
-    def _bind(
-        self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float, config: KernelConfig | None
-    ) -> None:
+    def __init__(
+        self, dout: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float,
+        config: KernelConfig | None,
+    ) -> None:  # fmt: skip
         assert config is not None
-        self._dq = torch.zeros(self._q.shape, device=self._q.device, dtype=torch.float32)
-        self._key_gradients = Gradients(dout, self._q, lse, delta, self._dq, scale, config)
+        self._q = q
+        self._dq = torch.zeros(q.shape, device=q.device, dtype=torch.float32)
+        self._key_gradients = Gradients(dout, q, lse, delta, self._dq, scale, config)
 
     def dq(
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool

@@ -158,7 +158,7 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
 
 
 def test_looks_become_rarer_while_a_wait_lasts() -> None:
-    looks = control_module._Looks()
+    looks = control_module.Looks()
     assert [now / 4 for now in range(160) if looks.due(now / 4)] == [1, 2, 4, 8, 16, 26, 36]
     assert [now for now in range(100, 104) if looks.due(now)] == [101, 102]  # another wait
 

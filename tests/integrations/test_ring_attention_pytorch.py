@@ -10,7 +10,6 @@ import inspect
 import warnings
 from collections.abc import Callable
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,9 +39,9 @@ def held(rank: int, world: int, bucket_size: int | None) -> Tensor:
 
 @pytest.mark.parametrize(("rank", "first"), [(0, 0), (3, 2), (4, 4)])
 def test_neighbours_share_a_ring(rank: int, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "ranks_of", lambda *_: SimpleNamespace(rank=rank, size=6))
+    monkeypatch.setattr(ours, "group_rank_size", lambda *_: (rank, 6))
     monkeypatch.setattr(ours, "_neighbours", lambda *members: members[:2])
-    assert ours._members(2, None, torch.device("cpu")) == (first, 2)
+    assert ours._members(2, None) == (first, 2)
 
 
 def check(

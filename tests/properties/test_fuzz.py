@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn.reference import masks
-from ringattn.ring import args, ops, shards
+from ringattn.ring import ops, prepare, shards
 
 from .fuzz import Fuzz, main, search
 from .fuzz_draw import BASE, WRONG, Literals, draw_line
@@ -92,7 +92,7 @@ def refuse(*_: object) -> None:
         (ops, "sink_gradient", lambda *args: torch.ones(1), SINK, "dsink: error"),
         (ops, "sink_state", shared, SINK | {"backend": "triton", "tokens": 1}, "learnable_sink was changed"),
         (masks, "is_causal", lambda prefix: lambda q, k: k < q, {"causal": True}, "out: error"),
-        (args, "mask_of", refuse, {"spoil": ["window_size", 4, -1]}, "window_size: no error that names it"),
+        (prepare, "check_args", refuse, {"spoil": ["window_size", 4, -1]}, "window_size: no error that names it"),
         (shards, "exchange", lambda ring, xs, shapes: [-x for x in xs], {"unshard": [1, "sum"]}, "unshard puts"),
     ],
 )
