@@ -281,7 +281,7 @@ def of_a_group(store: Store) -> StoreConnection:
     """A connection that looks for gone ranks whenever it is asked."""
     group = Mock(rank=Mock(return_value=0))
     connection = StoreConnection(store, group=group)
-    connection._group = lambda: group  # a weak reference would let go of it
+    connection._group = lambda: group  # type: ignore[assignment]  # a weak reference would let go of it
     connection._looks = Mock(due=Mock(return_value=True))
     return connection
 

@@ -188,6 +188,10 @@ class Wrong(Dense):
         return shards
 
 
+def nothing(*_: Any, **__: Any) -> Any:
+    return None
+
+
 @pytest.mark.parametrize(
     ("kernel", "text"),
     [
@@ -200,7 +204,7 @@ class Wrong(Dense):
         (Wrong(lambda results: (results[0], results[1][:, :1]), ("state",)), "returned lse as torch.float32"),
         (Wrong(lambda results: (results[0], results[1] * torch.nan), ("state",)), "returned NaN in lse"),
         (Wrong(lambda results: None), "backend 'wrong' returned NoneType: it must be 2 tensors"),
-        (RectangleAttention("wrong", forward, lambda *_, **__: None, supports=Supports()), "NoneType: it must be 3"),
+        (RectangleAttention("wrong", forward, nothing, supports=Supports()), "NoneType: it must be 3"),
         (RectangleAttention("wrong", raising, backward, supports=Supports()), "no such kernel on Tuesdays"),
         (RectangleAttention("wrong", forward, raising, supports=Supports()), "no such kernel on Tuesdays"),
         (

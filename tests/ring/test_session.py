@@ -66,11 +66,12 @@ def errors(body: Callable[[Session], object], group: Callable[[LocalGroup], Grou
 @pytest.mark.parametrize("agreed", [False, True])
 def test_an_error_on_one_rank_reaches_all(agreed: bool, group: Callable[[LocalGroup], GroupLike]) -> None:
     def body(session: Session) -> object:
-        if agreed:
-            session.agree({"call": "an integration"})
+        if session.rank == 2 and not agreed:
+            raise KeyError("my_framework: x is missing")
+        session.agree({"call": "an integration"})
         if session.rank == 2:
             raise KeyError("my_framework: x is missing")
-        return session.gather(1) if agreed else session.agree({"call": "an integration"})
+        return session.gather(1)
 
     found = errors(body, group)
     assert isinstance(found[2], KeyError)
@@ -85,7 +86,8 @@ def test_an_error_on_one_rank_reaches_all(agreed: bool, group: Callable[[LocalGr
 def test_differing_calls_are_refused_on_all_ranks(by_value: bool, group: Callable[[LocalGroup], GroupLike]) -> None:
     def body(session: Session) -> None:
         differing = {"width": 3 + (session.rank == 3)}
-        session.agree({"call": "an integration"} | ({} if by_value else differing), differing if by_value else None)
+        fields: dict[str, object] = {"call": "an integration", **({} if by_value else differing)}
+        session.agree(fields, differing if by_value else None)
 
     for error in errors(body, group):
         assert isinstance(error, ValueError)

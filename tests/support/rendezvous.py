@@ -180,7 +180,7 @@ class Rank:
 
     def run(self, call: RingCall, size: int) -> None:
         k, v = (torch.full((1, 1, len(call.chunks), size), float(self.rank)) for _ in range(2))
-        backends = [self] * len(call.chunks)
+        backends: list[Any] = [self] * len(call.chunks)
         if call.phase == "forward":
             return loop.forward(call, backends, k, v)
         dkdv = tuple(x.fill_(torch.nan) for x in (k.clone(), v.clone()))
