@@ -30,7 +30,7 @@ tokens: Any
 """What a block of a page may take for granted."""
 
 
-OF_USERS = ("--allow-untyped-defs", "--allow-incomplete-defs", "--allow-subclassing-any")
+OF_USERS = ("--allow-untyped-defs", "--allow-untyped-calls", "--allow-incomplete-defs", "--allow-subclassing-any")
 """What is strict here need not be in a reader's own functions and classes."""
 
 
