@@ -12,8 +12,9 @@ import json
 import os
 import pickle
 import re
+from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -121,13 +122,24 @@ def save_state(path: Path, state: dict[str, Any], job: dict[str, Any], *, no_dis
     save(state, storage_writer=_Writer(path, job), no_dist=no_dist)
 
 
-class _Unpickler(pickle.Unpickler):
-    """An unpickler that finds what is allowed and imports nothing."""
+class _Unpickler(pickle._Unpickler):  # in Python: the one in C would set attributes of anything
+    """An unpickler that finds what is allowed, imports nothing and sets attributes of records alone."""
+
+    stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
             raise ValueError(f"it names {module}.{name}, which no checkpoint needs")
         return ALLOWED[module, name]
+
+    def load_build(self) -> None:
+        """Set the attributes of a record: classes and members of enums belong to the whole process."""
+        target = self.stack[-2]
+        if type(target) not in _RECORDS or isinstance(target, Enum):
+            raise ValueError(f"it changes {target!r:.60}, which no checkpoint needs")
+        super().load_build()  # type: ignore[misc]  # unknown to the stub
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
 class _Reader(FileSystemReader):
@@ -167,5 +179,6 @@ class _Writer(FileSystemWriter):
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the cause alone: torch's message holds the traceback of every rank."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1]
+    """Return the cause alone: torch's message holds the traceback of every rank, and where its manual is."""
+    lines = [line for line in str(error).splitlines() if line.strip() and "Check the documentation" not in line]
+    return lines[-1].strip() if lines else type(error).__name__

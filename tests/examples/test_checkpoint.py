@@ -111,6 +111,12 @@ def name_a_class(path: Path) -> None:
     (path / METADATA).write_bytes(pickle.dumps([io.StringIO]))
 
 
+def change(target: bytes, path: Path) -> None:
+    """Metadata that are right otherwise, after opcodes that set an attribute of what all of the process shares."""
+    attribute = b"N}X\4\0\0\0markK\1s\x86b0"
+    (path / METADATA).write_bytes(b"\x80\2" + target + attribute + pickle.dumps(torchs_metadata(path), 2)[2:])
+
+
 def name_a_file_outside(path: Path) -> None:
     metadata = torchs_metadata(path)
     next(iter(metadata.storage_data.values())).relative_path = f"../{path.name}/__0_0.distcp"
@@ -134,6 +140,8 @@ DAMAGES: dict[str, Damage] = {
     "command as a number": plant_entry,
     "command as a tensor": partial(plant_entry, name="model.embed.weight"),
     "class": name_a_class,
+    "changed class": partial(change, b"cpathlib\nPosixPath\n"),
+    "changed enum": partial(change, b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\0\x85R"),
     "file outside": name_a_file_outside,
     "no metadata but a list": lambda path: (path / METADATA).write_bytes(pickle.dumps([])),
     "truncated metadata": partial(truncate, METADATA),
@@ -148,9 +156,9 @@ DAMAGES: dict[str, Damage] = {
 
 
 REASONS = {
-    "command": "subprocess.check_call", "command within": "subprocess.check_call",
-    "command as a number": "WeightsUnpickler", "command as a tensor": "WeightsUnpickler",
-    "class": "_io.StringIO", "file outside": "no file of this folder", "no tensors": "no file of this folder",
+    **dict.fromkeys(("command", "command within", "command as a number", "command as a tensor"), "check_call"),
+    "class": "_io.StringIO", "changed class": "it changes <class", "changed enum": "it changes <_MEM_FORMAT",
+    "file outside": "no file of this folder", "no tensors": "no file of this folder",
 }  # fmt: skip
 """Why a folder is refused; the other damages are found by whatever comes upon them first."""
 
@@ -175,9 +183,7 @@ def test_a_damaged_checkpoint_is_refused(name: str, finished: Job, tmp_path: Pat
     before = contents(tmp_path)
     with pytest.raises(JobError, match=f"--checkpoint {tmp_path / 'runs'}") as refused:
         resumed(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")))
-    cause = refused.value.__cause__
-    assert cause is not None
-    assert REASONS.get(name, "") in f"{refused.value} {cause!r} {cause.__cause__!r}"
+    assert REASONS.get(name, "") in str(refused.value)
     assert contents(tmp_path) == before  # no mark, and the older checkpoint is there
 
 
