@@ -404,6 +404,10 @@ CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels")
 BATCH = frozenset({*CUT, *PACKED, "attention_mask", "num_items_in_batch"})
 """Entries that :func:`shard_batch` takes."""
 
+TENSORS = dict.fromkeys(("attention_mask", "input_ids", "labels", "shift_labels", "position_ids", "seq_idx"), 2)
+TENSORS["inputs_embeds"] = 3
+"""Entries that are tensors, and their dimensions."""
+
 CHECK_EVERY = 100  # calls of shard_batch, of which one compares batches of known shapes
 MOST_SHAPES = 4096  # that are remembered
 
@@ -468,7 +472,8 @@ def shard_batch(
     """
     if check is not None and not isinstance(check, bool):
         raise ValueError(f"check is {check!r}: it must be True, False or None")
-    session = _session(group, next((x.device for x in map(batch.get, CUT) if isinstance(x, torch.Tensor)), None))
+    entries = map(batch.get, CUT) if isinstance(batch, Mapping) else ()
+    session = _session(group, next((x.device for x in entries if isinstance(x, torch.Tensor)), None))
     comparing = session.size > 1 and check is not False
     if comparing and torch.utils.data.get_worker_info() is not None:  # it shares the connections of its parent
         raise ValueError(f"check is {check} in a worker process of a data loader: pass check=False there")
@@ -490,10 +495,22 @@ def _session(group: GroupLike, device: torch.device | None, ring: Ring | None = 
 
 def _check_batch(batch: Mapping[str, Any], cu_seqlens: Iterable[int] | torch.Tensor | None) -> Documents:
     """Return the documents of a batch; ValueError if it cannot be sharded."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batch is {type(batch).__name__}: it must be a dict of tensors")
+    for name, dims in TENSORS.items():
+        x = batch.get(name)
+        if x is not None and not (isinstance(x, torch.Tensor) and x.dim() == dims):
+            got = f"a tensor {list(x.shape)}" if isinstance(x, torch.Tensor) else f"{x!r:.60}"
+            raise ValueError(f"{name} is {got}: it must be a tensor of {dims} dimensions")
+    for name in ("num_items_in_batch", "max_length_q", "max_length_k"):
+        number = batch.get(name)
+        is_number = isinstance(number, int) or (isinstance(number, torch.Tensor) and number.numel() == 1)
+        if number is not None and not is_number:
+            raise ValueError(f"{name} is {number!r:.60}: it must be a whole number")
     if unknown := batch.keys() - BATCH:
         raise ValueError(f"batch has {sorted(unknown)}: shard_batch takes {', '.join(sorted(BATCH))}")
     padding = batch.get("attention_mask")
-    if padding is not None and (padding.dim() != 2 or not padding.all()):
+    if padding is not None and not padding.all():
         raise ValueError(
             f"attention_mask {list(padding.shape)} is not [batch, tokens] of ones: instead of padding, pack the "
             "documents one after the other and pass cu_seqlens to sharded and shard_batch"
@@ -565,7 +582,10 @@ def _compare_batches(
 ) -> None:
     """Raise ValueError on every rank if the batches differ between ranks."""
     tensors = {name: batch[name] for name in CUT if batch.get(name) is not None}
-    shapes = {f"the shape of {name}": (list(x.shape), x.dtype) for name, x in tensors.items()}
+    # missing ones too, or the ranks that have them would meet another difference first
+    shapes = {f"the shape of {name}": None for name in CUT} | {
+        f"the shape of {name}": (list(x.shape), x.dtype) for name, x in tensors.items()
+    }
     is_due = always or repr(shapes) not in history.compared_shapes or history.calls % CHECK_EVERY == 0
     contents: dict[str, object] = {"cu_seqlens": documents}
     if is_due:

@@ -79,7 +79,7 @@ def brief(value: object) -> str:
 
 def difference(said: Mapping[int, Fields]) -> str | None:
     """The first field that is not the same on these ranks and who has what; None where all agree."""
-    for name in dict.fromkeys(name for fields in said.values() for name in fields):
+    for name in dict.fromkeys(name for _, fields in sorted(said.items()) for name in fields):
         values = {rank: fields.get(name, "not given") for rank, fields in sorted(said.items())}
         if len(set(values.values())) > 1:
             by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())

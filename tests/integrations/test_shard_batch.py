@@ -100,6 +100,23 @@ def test_a_different_batch_is_refused_on_every_rank(name: str) -> None:
         assert [*values] == ["rank 0", "1", "2"]
 
 
+def test_an_entry_that_one_rank_lacks_is_named_on_every_rank() -> None:
+    """Also where the others have compared this shape before, and that rank has not."""
+
+    def calls(rank: int) -> list[Callable[[Any], object]]:
+        return [cut(text()), cut({"input_ids": ids_of()} if rank == 1 else text())]
+
+    for first, second in errors(calls):
+        assert not first and "the shape of labels differs" in second
+
+
+@pytest.mark.parametrize("batch", [[1], {**text(), "labels": [1]}])
+def test_a_wrong_type_on_one_rank_is_told_to_the_others(batch: Any) -> None:
+    for found, later in errors(lambda rank: [cut(batch if rank == 1 else text()), cut(text())]):
+        assert " is [1]: it must be" in found or "batch is list" in found
+        assert not later
+
+
 def test_contents_of_known_shapes_are_compared_in_every_100th_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integration, "CHECK_EVERY", 4)
     other = {**text(), "labels": changed(ids_of())}
@@ -256,6 +273,12 @@ def test_the_checksum_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPa
     ("batch", "options", "entry"),
     [
         (text(), {"check": 1}, "check is 1"),
+        (None, {}, "batch is NoneType"),
+        ({**text(), "input_ids": [[1]]}, {}, "input_ids is"),
+        ({**text(), "position_ids": 3}, {}, "position_ids is 3"),
+        ({**text(), "num_items_in_batch": "a"}, {}, "num_items_in_batch is 'a'"),
+        ({**text(), "max_length_q": "q"}, {}, "max_length_q is 'q'"),
+        ({"input_ids": ids_of()[0]}, {}, "input_ids is"),
         ({**text(), "labels": ids_of()[:, :9]}, {}, "labels is"),
         ({**text(), "shift_labels": ids_of()[:1]}, {}, "shift_labels is"),
     ],
