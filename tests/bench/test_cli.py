@@ -217,8 +217,10 @@ def test_an_interruption_ends_ranks_and_command() -> None:
     """Of processes that the command starts: nothing but one line, and no rank stays."""
     command = [sys.executable, "-m", "ringattn", "bench", "memory", "--world", "2", "--tokens", "8k"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        # shells start background jobs with SIGINT ignored, which children inherit
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and len(children(process.pid)) < 2:
         time.sleep(0.05)

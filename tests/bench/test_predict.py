@@ -61,7 +61,7 @@ OWN = Layout([[(0, 8), (48, 16)], [(8, 16)], [(32, 16)], [(24, 8)]])
 @pytest.mark.parametrize(("layout", "nodes", "mask"), [
     ("striped", 2, CAUSAL), ("contiguous", 2, Mask(causal=True, window=(12, 0))),
     ("zigzag", 1, Mask(causal=True, documents=Documents([0, 8, 40, 64]))),
-    (OWN, 2, Mask(causal=True, window=(20, 0), blocks=BlockMask(torch.rand(16, 16) > 0.3, 4))),
+    (OWN, 2, Mask(causal=True, window=(20, 0), blocks=BlockMask(torch.arange(256).view(16, 16) % 7 != 3, 4))),
 ])  # fmt: skip
 def test_programs_move_what_the_schedule_says(layout: Any, mask: Mask, nodes: int) -> None:
     call = replace(SMALL, layout=layout, mask=mask, nodes=nodes)
@@ -73,7 +73,8 @@ def test_programs_move_what_the_schedule_says(layout: Any, mask: Mask, nodes: in
             sent = sum(nbytes for op in ops for _, nbytes in op.sends)
             assert sent == made.bytes(2 * per_token, dkv)[plan.rank]
             launched = [op.hop for op in ops if op.what in (FOLD, DKDV)]
-            assert sorted(set(launched)) == [hop.index for hop in plan.hops if hop.computes]
+            # dK/dV of the own shard are written even if no query of this rank sees it
+            assert {*launched} - {0} == {hop.index for hop in plan.hops if hop.computes} - {0}
     assert call.memory()
     predicted(call, H100, LINKS)  # every message has its other end, and nobody waits forever
 
