@@ -51,18 +51,22 @@ def test_peak_memory_counts_what_was_given_back() -> None:
 
 
 def peak_of_freed_blocks(rank: int) -> int:
-    """In a process of its own: in one that has run other tests, blocks come from the holes of its heap."""
+    """Return the peak of 64 MiB in small blocks that are freed before one block of 128 MiB is allocated.
+
+    Runs in a fresh process, because blocks of a process that has run other tests come from holes of its heap.
+    """
     with freed_at_once(CPU):
         peak = PeakMemory(CPU)
-        many = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(24)]
-        del many
-        torch.ones(32 << 20, dtype=torch.uint8)
+        small_blocks = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(64)]
+        del small_blocks
+        torch.ones(128 << 20, dtype=torch.uint8)
         return peak.bytes
 
 
 def test_freed_blocks_do_not_count_where_they_are_freed_at_once() -> None:
     (peak,) = results(1, peak_of_freed_blocks)
-    assert 31 << 20 < peak < 40 << 20
+    # 192 MiB if freed blocks stay resident; pages of libraries that a fork touches first may add 20 MiB
+    assert 127 << 20 < peak < 170 << 20
 
 
 # what does not fit
