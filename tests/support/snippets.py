@@ -308,7 +308,7 @@ SETUPS = {
     "docs/integrations.md#ring-attention-pytorch": Setup(of_lucidrains, nightly=True),
     "docs/integrations.md#megatron-core": Setup(nothing, nightly=True),
     "kernels/README.md#entries": Setup(the_kernels),
-    "kernels/README.md#state-and-sums-folding-shard-after-shard": Setup(the_kernels),
+    "kernels/README.md#state-attention-over-several-shards": Setup(the_kernels),
     "kernels/README.md#fp8-keys-and-values": Setup(the_kernels),
     "autotune/README.md#what-all-ranks-share---ring": Setup(of_tuning, virtual=2),
 }
