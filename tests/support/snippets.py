@@ -310,7 +310,7 @@ SETUPS = {
     "kernels/README.md#entries": Setup(the_kernels),
     "kernels/README.md#state-attention-over-several-shards": Setup(the_kernels),
     "kernels/README.md#fp8-keys-and-values": Setup(the_kernels),
-    "autotune/README.md#what-all-ranks-share---ring": Setup(of_tuning, virtual=2),
+    "autotune/README.md#tune-a-ring---ring": Setup(of_tuning, virtual=2),
 }
 
 
