@@ -1,5 +1,5 @@
 #!/bin/bash
-# sbatch examples/slurm.sh: train.py on every GPU of two nodes; torchrun's ranks meet at the first node.
+# Run train.py on every GPU of two nodes with `sbatch examples/slurm.sh`. The ranks rendezvous at the first node.
 #SBATCH --job-name=ringattn
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
