@@ -296,7 +296,7 @@ def of_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 SETUPS = {
     "README.md#example": Setup(readme),
-    "docs/ring.md#a-ring-and-its-choices": Setup(attention, virtual=8, replaced=("Limits(ctas=16)", "Limits()")),
+    "docs/ring.md#configure-a-ring": Setup(attention, virtual=8, replaced=("Limits(ctas=16)", "Limits()")),
     "docs/ring.md#bring-your-own-transport": Setup(registers_counting),
     "docs/ring.md#ulysses-x-ring": Setup(attention, processes=8, replaced=('"cuda"', '"cpu"'), nightly=True),
     "docs/integrations.md#hugging-face-transformers": Setup(a_model),
