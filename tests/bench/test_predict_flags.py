@@ -218,7 +218,8 @@ def test_the_example_of_the_page_of_questions() -> None:
     received = (ranks - 1) * tokens * width * 4
     gather, attention = received / bandwidth, 4 * tokens * ranks * tokens * width / flops
     for number in (
-        f"= {gathered / 2e9:.1f} GB.", f"K and V together have {gathered / 1e9:.1f} GB", f"{received / 1e9:.1f} GB received by each",
+        f"= {gathered / 2e9:.1f} GB.", f"K and V together have {gathered / 1e9:.1f} GB",
+        f"{received / 1e9:.1f} GB received by each",
         f"{1e3 * gather:.1f} ms, not 320", f"{attention:.2f} s, {attention / 2:.2f} s if causal",
         f"{attention / gather:.0f} times as long as the gather, {attention / 2 / gather:.0f} times if causal",
         f"{0.32 / attention:.0%} and {0.64 / attention:.0%}", f"7 hops of {1e3 * gather / 7:.1f} ms",
