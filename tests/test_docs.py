@@ -213,7 +213,7 @@ def check_trainer(names: dict[str, Any]) -> None:
 
 
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "docs/training.md#train-a-model-with-it": check_training,
+    "docs/training.md#train-your-model": check_training,
     "docs/integrations.md#trainer": check_trainer,
 }
 """What is checked of a section once it has run, beside that it does."""

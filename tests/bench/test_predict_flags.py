@@ -218,13 +218,14 @@ def test_the_example_of_the_page_of_questions() -> None:
     received = (ranks - 1) * tokens * width * 4
     gather, attention = received / bandwidth, 4 * tokens * ranks * tokens * width / flops
     for number in (
-        f"{gathered / 2e9:.1f} GB, V as much: {gathered / 1e9:.1f} GB", f"{received / 1e9:.1f} GB received by each",
+        f"= {gathered / 2e9:.1f} GB.", f"K and V together have {gathered / 1e9:.1f} GB",
+        f"{received / 1e9:.1f} GB received by each",
         f"{1e3 * gather:.1f} ms, not 320", f"{attention:.2f} s, {attention / 2:.2f} s if causal",
         f"{attention / gather:.0f} times as long as the gather, {attention / 2 / gather:.0f} times if causal",
         f"{0.32 / attention:.0%} and {0.64 / attention:.0%}", f"7 hops of {1e3 * gather / 7:.1f} ms",
         f"{1e3 * attention / 16:.0f} ms of causal attention ({1e3 * attention / 8:.0f} of full)",
         f"= {(ranks - 1) / ranks * flops / bandwidth:,.0f} tokens",
-        f"{received * ranks / 1e9:.0f} GB are received in all",
+        f"{received * ranks / 1e9:.0f} GB are received in total",
     ):  # fmt: skip
         assert number in " ".join(text.split()), number
 

@@ -296,7 +296,7 @@ def of_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 SETUPS = {
     "README.md#example": Setup(readme),
-    "docs/ring.md#a-ring-and-its-choices": Setup(attention, virtual=8, replaced=("Limits(ctas=16)", "Limits()")),
+    "docs/ring.md#configure-a-ring": Setup(attention, virtual=8, replaced=("Limits(ctas=16)", "Limits()")),
     "docs/ring.md#bring-your-own-transport": Setup(registers_counting),
     "docs/ring.md#ulysses-x-ring": Setup(attention, processes=8, replaced=('"cuda"', '"cpu"'), nightly=True),
     "docs/integrations.md#hugging-face-transformers": Setup(a_model),
@@ -304,7 +304,7 @@ SETUPS = {
     "docs/integrations.md#accelerate": Setup(accelerated, processes=2, nightly=True),
     "docs/integrations.md#diffusers": Setup(of_diffusers, processes=4, nightly=True),
     "docs/integrations.md#pytorchs-scaled_dot_product_attention": Setup(of_sdpa, virtual=2),
-    "docs/integrations.md#ring-flash-attention": Setup(adapters, virtual=2),
+    "docs/integrations.md#adapter-for-hugging-face": Setup(adapters, virtual=2),
     "docs/integrations.md#ring-attention-pytorch": Setup(of_lucidrains, nightly=True),
     "docs/integrations.md#megatron-core": Setup(nothing, nightly=True),
     "kernels/README.md#entries": Setup(the_kernels),
