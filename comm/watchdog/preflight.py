@@ -203,8 +203,9 @@ class Preflight:
     def hear(self, published: Mapping[str, object]) -> tuple[dict[str, object], Verdict | None]:
         """What was found under those keys; returns what to publish, and a verdict where there is one."""
         with self._lock:
-            requested = published.get("asked")
-            if isinstance(requested, int) and self._met < requested <= self.number and requested not in self._heard:
+            asked = published.get("asked")
+            requested = asked if isinstance(asked, int) else 0
+            if self._met < requested <= self.number and requested not in self._heard:
                 call = next((call for call in reversed(list(self._calls)) if call.number == requested), None)
                 if call is None or call.fields is not None:
                     said = Said(None if call is None else call.fields, None, True)
@@ -213,6 +214,9 @@ class Preflight:
             verdict = self._judged(published)
             publish: dict[str, object] = {_words_of(self._control.rank): self._own_words()} if self._unpublished else {}
             self._unpublished = False
+            refused = min((call for call, said in self._heard.items() if said[self._control.rank].refusal), default=0)
+            if refused and not self._met < requested <= refused:  # its question had no place, or lost it
+                publish["asked"] = refused
             return publish, verdict
 
     def _judged(self, published: Mapping[str, object]) -> Verdict | None:
