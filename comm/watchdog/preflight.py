@@ -188,7 +188,7 @@ class Preflight:
         """What was found under those keys; returns what to publish, and a verdict where there is one."""
         with self._lock:
             asked = published.get("asked")
-            requested = asked if isinstance(asked, int) else 0
+            requested = asked if isinstance(asked, int) else self._met
             if self._met < requested <= self.number and requested not in self._heard:
                 call = next((call for call in reversed(list(self._calls)) if call.number == requested), None)
                 if call is None or call.fields is not None:

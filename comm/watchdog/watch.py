@@ -62,11 +62,6 @@ class FailTogether:
         self.lock = threading.RLock()  # what one thread finds wrong, another must not find at the same time
         self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
-    def add(self, watch: Watch) -> None:
-        """Count one more watch among them."""
-        with self.lock:
-            self.watches.add(watch)
-
 
 class Watch:
     """What the watchdog does for one ring; see `watchdog.open_watch`.
@@ -119,7 +114,8 @@ class Watch:
         self._ask_again = -NEVER
         self._silence = SILENT_STORE_SECONDS
         self.closed = False
-        self._rings.add(self)
+        with self._lock:
+            self._rings.watches.add(self)
 
     # -- the thread that computes ------------------------------------------------------------------------------------
 

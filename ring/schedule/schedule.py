@@ -164,6 +164,11 @@ class Schedule:
             max((hop // self.inner for hop, sees in enumerate(hops) if sees), default=0) for hops in self.active
         )
 
+    @property
+    def early_slot(self) -> int:
+        """The slot of dK/dV that come back to their root while the others still serve other shards."""
+        return DKV_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
+
     def node_sees(self, shard: int, outer: int) -> bool:
         """Whether any rank of the node where ``shard`` is in outer step ``outer`` computes with it."""
         return any(self.active[shard][outer * self.inner : (outer + 1) * self.inner])
@@ -314,8 +319,7 @@ def _root(plan: Schedule, rank: int, index: int) -> Hop:
     comes, goes = 0 < outer <= plan.last_outer_steps[shard], outer < plan.last_outer_steps[shard]
     sees = outer > 0 and plan.node_sees(shard, outer)
     # from the far end of an outer step they come at its very end, when the next slot is free
-    early = DKV_SLOTS + (RAIL_SLOTS if len(plan.nodes) > 1 else 0)
-    slot = (index + plan.inner) % DKV_SLOTS if last == plan.inner - 1 else early
+    slot = (index + plan.inner) % DKV_SLOTS if last == plan.inner - 1 else plan.early_slot
     return Hop(
         index=index,
         shard=shard,
