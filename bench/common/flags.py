@@ -96,6 +96,8 @@ count, head_dim = parser_of(whole(1, MOST_SIZE), size), parser_of(whole(1, MAX_H
 sizes, counts, head_dims = listed(size), listed(count), listed(head_dim)
 dtype_name, wire_dtype, grad_wire_dtype = dtype_of([*DTYPE_BYTES]), dtype_of(WIRE_DTYPES), dtype_of(GRAD_WIRE_DTYPES)
 dtype_names = listed(dtype_name)
+_LAYOUTS = f"{', '.join(LayoutName)} or the name of a .json file"
+layout = parser_of(Kind(_LAYOUTS, lambda text: Path(text) if text.endswith(".json") else LayoutName(text)), str)
 
 
 def window(text: str) -> tuple[int, int]:
@@ -104,17 +106,6 @@ def window(text: str) -> tuple[int, int]:
     if len(sides) != 2:
         raise typer.BadParameter(f"{text!r} is no window: it must be left,right, two sizes, or -1 for no end")
     return sides[0], sides[1]
-
-
-def layout(text: str) -> LayoutName | Path:
-    """A layout by its name, or the JSON file of one, see `read_layout`."""
-    if text.endswith(".json"):
-        return Path(text)
-    if text not in [*LayoutName]:
-        raise typer.BadParameter(
-            f"{text!r} is no layout: it must be {', '.join(LayoutName)} or the name of a .json file"
-        )
-    return LayoutName(text)
 
 
 class Pattern(NamedTuple):
