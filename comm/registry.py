@@ -38,7 +38,7 @@ class TransportEntry:
     ranks: tuple[str, ...] = (PROCESSES, THREADS)
     """Kinds of ranks it connects: "processes" of a process group, "threads" of a `LocalWorld`."""
     preference: int = 0
-    """`auto` tries the highest first; 0 comes after every transport of this package."""
+    """`auto` tries the highest first; 0 comes after its own choices in this package, and below 0 it tries none."""
     limits: tuple[str, ...] = ()
     """Fields of :class:`Limits` that it keeps; a ring that sets another one is refused."""
     across_nodes: bool = True

@@ -51,13 +51,7 @@ COMMON = {
     ),
 }
 
-COPY_ENGINE = COMMON | {
-    f"wait_for of {post} waits for put_up of {post}": (
-        SOMETIMES,
-        "every message has its two flags, whatever else orders it; K and V of one post share one write of each",
-    )
-    for post in ("KeyValues.advance", "DkvAccumulators.post", "DkvAccumulators.send_return")
-}
+ONE_SIDED = COMMON
 
 BOTH = "one fence stands for a post, what came and what went: who waits may need only one of the two"
 
@@ -99,4 +93,4 @@ LOCAL |= CACHES | {
     "exchange_all of ring_attention waits for _receive of ring_attention": (SOMETIMES, BOTH),
 }
 
-IMPLIED = {"nccl": NCCL, "copy_engine": COPY_ENGINE, "local": LOCAL}
+IMPLIED = {"nccl": NCCL, "nccl_one_sided": ONE_SIDED, "local": LOCAL}
