@@ -194,6 +194,10 @@ class _Piece(NamedTuple):
     offset: int = 0  # in the receiver's window
 
 
+Pieces = dict[int, list[_Piece]]
+"""By peer, a rank of the communicator; a box is used once."""
+
+
 class _Memory:
     """Memory of NCCL as `torch.as_tensor` takes it."""
 
@@ -331,38 +335,43 @@ class NcclOneSidedTransport(NcclTransport):
             for outgoing, incoming in zip_longest(
                 self._rounds(sends, True), self._rounds(receives, False), fillvalue={}
             ):
-                self._move(outgoing, incoming, stream)
+                self._make_room(outgoing, incoming, stream)
+                self._put(outgoing, incoming, stream)
         except BaseException:
             # `close` waits for what was enqueued, whose other half may never come
             self._last = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
             raise
 
-    def _move(self, outgoing: dict[int, list[_Piece]], incoming: dict[int, list[_Piece]], stream: int) -> None:
-        """Move some pieces of each peer, all of them at once: a box is used once."""
+    def _make_room(self, outgoing: Pieces, incoming: Pieces, stream: int) -> None:
+        """Signal that what is to arrive has room, and wait until what leaves has room."""
         with self._group() as comm:
             for peer, pieces in incoming.items():
-                for _ in pieces:
-                    comm.free.signal(peer, stream)  # behind `after`, and behind the copies out of the boxes
-            if outgoing:  # protects the receiver's slot or box
+                for _ in pieces:  # behind `after`, and behind the copy out of the box
+                    comm.free.signal(peer, stream)
+            if outgoing:  # protects the receiver's slot, or its box
                 comm.free.wait({peer: len(pieces) for peer, pieces in outgoing.items()}, stream)
+
+    def _put(self, outgoing: Pieces, incoming: Pieces, stream: int) -> None:
+        """Put some pieces of each peer, and wait for those that arrive."""
+        boxes = len(self._members)  # first those that are sent from
         for peer, piece in _boxed(outgoing):  # behind the last put from there
             self._lane.copy(self._box(peer)[: piece.tensor.nbytes], piece.tensor)
         with self._group() as comm:
             for peer, pieces in outgoing.items():
-                for piece in pieces:
-                    source, window, offset = piece
+                for tensor, window, offset in pieces:
+                    source, nbytes = tensor.data_ptr(), tensor.nbytes
                     if window is None:
-                        source, window = self._box(peer), comm.windows[0]
-                        offset = (len(self._members) + self._here) * BOX_BYTES
-                    comm.data.put(source.data_ptr(), piece.tensor.nbytes, peer, window.handle, offset, stream)
-            if incoming:  # protects the readers of what arrives
+                        source, window = self._box(peer).data_ptr(), comm.windows[0]
+                        offset = (boxes + self._here) * BOX_BYTES
+                    comm.data.put(source, nbytes, peer, window.handle, offset, stream)
+            if incoming:  # protects those that read what arrives
                 comm.data.wait({peer: len(pieces) for peer, pieces in incoming.items()}, stream)
         for peer, piece in _boxed(incoming):
-            self._lane.copy(piece.tensor, self._box(len(self._members) + peer)[: piece.tensor.nbytes])
+            self._lane.copy(piece.tensor, self._box(boxes + peer)[: piece.tensor.nbytes])
 
-    def _rounds(self, messages: Sequence[Message], sent: bool) -> list[dict[int, list[_Piece]]]:
+    def _rounds(self, messages: Sequence[Message], sent: bool) -> list[Pieces]:
         """Return the pieces of all messages by peer, in their order, cut where a box is used again."""
-        rounds: list[dict[int, list[_Piece]]] = []
+        rounds: list[Pieces] = []
         latest: dict[int, int] = {}
         for message in messages:
             if message.peer == self.rank:
@@ -393,7 +402,7 @@ class NcclOneSidedTransport(NcclTransport):
         return next((one for one in self._comm.windows if one.pointer <= place < one.pointer + one.nbytes), None)
 
     def _box(self, number: int) -> torch.Tensor:
-        """Return what leaves for a member, or, after those, what comes from one."""
+        """Return the box of what leaves for a member or, after those, of what comes from one."""
         return self._boxes[number * BOX_BYTES : (number + 1) * BOX_BYTES]
 
 

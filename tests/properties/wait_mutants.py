@@ -92,7 +92,9 @@ LOCAL_POST = (
     *("_LocalFence.wait", "_LocalFence.order", "_LocalFence._parts"),
     *(f"LocalTransport.{name}" for name in ("mark", "post", "_publish", "_receive", "_take")),
 )
-ONE_SIDED_POST = tuple(f"NcclOneSidedTransport.{name}" for name in ("_enqueue", "_move", "_rounds", "_pieces", "_box"))
+ONE_SIDED_POST = tuple(
+    f"NcclOneSidedTransport.{name}" for name in ("_enqueue", "_make_room", "_put", "_rounds", "_pieces", "_box")
+)
 
 TARGETS = (
     Target("ring.loop", ("",), ("nccl",), RING),

@@ -201,14 +201,16 @@ class Device:
         """Memory that is gone at once, whatever streams are at."""
         self.add("free", self.current())
 
-    def write(self, stream: int, word: object, value: int) -> None:
-        """A value for a word of memory, in the order of a stream."""
-        self.add("write", self.streams[stream], detail=str(value), flag=(word, value))
+    def write(self, stream: int, word: object, value: int, asked: str = "") -> None:
+        """A value for a word of memory, in the order of a stream; `asked` is the `site` that asked for it earlier."""
+        op = self.add("write", self.streams[stream], detail=str(value), flag=(word, value))
+        op.site = asked or op.site
         self.words[word] = value
 
-    def wait(self, stream: int, word: object, value: int) -> None:
+    def wait(self, stream: int, word: object, value: int, asked: str = "") -> None:
         """A stream waits until a word has at least this value."""
-        self.add("await", self.streams[stream], detail=str(value), flag=(word, value))
+        op = self.add("await", self.streams[stream], detail=str(value), flag=(word, value))
+        op.site = asked or op.site
         if self.blocks:
             self.block(lambda: self.words.get(word, 0) >= value)
 

@@ -10,6 +10,7 @@ import torch
 
 from ringattn.comm.transports import nccl_one_sided
 
+from .device import site
 from .nccl import Communicator, Fabric, NcclError
 
 
@@ -85,12 +86,14 @@ class OneSided(Communicator):
             if self._fabric.moves:
                 data = self._fabric.spoil(ctypes.string_at(source, nbytes))
                 ctypes.memmove(there + offset, data, nbytes)
-            self._raise_signal(peer, stream)
+            self._raise_signal(peer, stream, asked)
 
+        asked = site()
         self._call("put", job)
 
     def signal(self, peer: int, stream: int) -> None:
-        self._call("signal", lambda: self._raise_signal(peer, stream))
+        asked = site()
+        self._call("signal", lambda: self._raise_signal(peer, stream, asked))
 
     def wait(self, counts: Mapping[int, int], stream: int) -> None:
         assert counts and all(count > 0 for count in counts.values())
@@ -98,13 +101,14 @@ class OneSided(Communicator):
         def job() -> None:
             for peer, count in counts.items():
                 self.expected[peer] = self.expected.get(peer, 0) + count
-                self._fabric.device.wait(stream, self._word(peer, self._rank), self.expected[peer])
+                self._fabric.device.wait(stream, self._word(peer, self._rank), self.expected[peer], asked)
 
+        asked = site()
         self._call("wait", job)
 
-    def _raise_signal(self, peer: int, stream: int) -> None:
+    def _raise_signal(self, peer: int, stream: int, asked: str) -> None:
         self.sent[peer] = self.sent.get(peer, 0) + 1
-        self._fabric.device.write(stream, self._word(self._rank, peer), self.sent[peer])
+        self._fabric.device.write(stream, self._word(self._rank, peer), self.sent[peer], asked)
 
     def _word(self, source: int, destination: int) -> object:
         return self._id, source, destination

@@ -112,7 +112,9 @@ class Recorder(Device):
         op.action = lambda give: give(target).copy_(give(origin))
 
     def forget(self, tensor: torch.Tensor) -> None:
-        self._freed(self.memory.known(tensor))
+        storage = self.memory.known(tensor)
+        storage.used_by.clear()  # `record_stream` is nothing to memory that is not torch's
+        self._freed(storage)
 
     # memory
 
