@@ -9,8 +9,8 @@ What NCCL's sources say (2.29.7 and 2.30.7: ``src/rma``, ``src/enqueue.cc``, ``s
 shown us yet:
 
 - NCCL counts the signals of each peer together (one signal index and one context so far, `rmaTaskAppend`), and a wait
-  is for a number of them. Free memory and bytes that arrived must not be mistaken for one another: each kind has a
-  communicator of its own.
+  is for a number of them. If two ranks divide their messages into posts in different ways, free memory would be
+  mistaken for bytes that arrived: each kind of signal has a communicator of its own.
 - Both ends of a put lie in windows, also the memory that it reads (`rmaTaskAppend`: "srcWinHost is not in a valid
   symmetric window"). Their addresses are multiples of 4096 bytes in one piece of physical memory (`ncclMemAlloc` gives
   such). They are registered by all ranks together, blocking, with equal sizes: each rank places them by its own count
@@ -325,6 +325,8 @@ class NcclOneSidedTransport(NcclTransport):
             logger.warning("rank %d: a signal never came: its streams end with the process", self.rank)
 
     def _enqueue(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
+        if self._ended:
+            raise TransportError(self._ended)
         if torch.cuda.is_current_stream_capturing():
             raise TransportError(
                 "nccl_one_sided cannot be captured into a CUDA graph: its signals are counted on the host"

@@ -219,7 +219,7 @@ def test_names_that_cannot_be_registered(name: str) -> None:
         with pytest.raises(ValueError, match=match):
             register_transport(taken, factory)
     for transport in ("countin", 3):
-        with pytest.raises(ValueError, match="auto, local, nccl, copy_engine, process_group, counting, or a factory"):
+        with pytest.raises(ValueError, match="auto, local, nccl, process_group, counting, nccl_one_sided, or"):
             Ring(transport=transport)  # type: ignore[arg-type]
 
 

@@ -236,7 +236,7 @@ def test_values_that_wait_for_each_other(recorder: Recorder, words: torch.Tensor
     check(recorder, "deadlock with eager sends")
 
 
-def test_a_copy_of_the_copy_engine(recorder: Recorder) -> None:
+def test_a_copy_beneath_torch(recorder: Recorder) -> None:
     x, into, transfer = buffer(recorder), buffer(recorder, "into"), torch.cuda.Stream()
     transfer.wait_stream(compute())
     recorder.copy(transfer.cuda_stream, into.data_ptr(), x.data_ptr(), 8)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 
+from ringattn.comm import LocalGroup
+from ringattn.comm.control import control_of
 from ringattn.comm.transports import nccl_one_sided
 
 from .device import site
@@ -50,10 +53,9 @@ class OneSided(Communicator):
 
     def free(self, pointer: int | None = None) -> None:
         if pointer is None:  # the communicator: NCCL waits for its streams (`commDestroySync`)
-            words = self._fabric.device.words
+            device, words = self._fabric.device, self._fabric.device.words
             until = {self._word(peer, self._rank): count for peer, count in self.expected.items()}
-            if self._fabric.device.blocks:
-                self._fabric.device.block(lambda: all(words.get(word, 0) >= count for word, count in until.items()))
+            device.block(lambda: not device.blocks or all(words.get(one, 0) >= count for one, count in until.items()))
             return super().free()
         self.windows.freed.add(pointer)
         self._fabric.device.forget(self.windows.blocks[pointer])
@@ -134,3 +136,9 @@ def install_one_sided(monkeypatch: pytest.MonkeyPatch, fabric: Fabric) -> Window
     monkeypatch.setattr(nccl_one_sided, "tensor_at", lambda pointer, nbytes, device: windows.blocks[pointer])
     monkeypatch.setattr(nccl_one_sided, "BOX_BYTES", 1 << 10)
     return windows
+
+
+def opened(group: LocalGroup, **more: object) -> nccl_one_sided.NcclOneSidedTransport:
+    """A transport of CPU tensors over all virtual ranks."""
+    options: dict[str, Any] = {"device": torch.device("cpu"), "timeout": 60.0, "control": control_of(group), **more}
+    return nccl_one_sided.NcclOneSidedTransport(rank=group.rank(), size=group.size(), **options)
