@@ -232,8 +232,8 @@ class RingBuffer:
             return NO_LOAD
         key = peer, slot, self.call.plan.lengths[hop.index], heads.number, into
         if key not in self._kept:
-            mapped = into is not None and self._slots.windows is not None
-            places = self.buffers(into, hop, heads) if mapped else ()
+            mapped = self._slots.windows is not None
+            places = self.buffers(into, hop, heads) if mapped and into is not None else ()
             self._kept[key] = load(peer, self.buffers(slot, hop, heads), places)
         messages: Load = self._kept[key]
         return messages

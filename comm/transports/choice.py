@@ -47,7 +47,7 @@ def request_of(
     if transport != AUTO:
         entries = [find_transport(transport)]
         if levels > 1 and not entries[0].across_nodes:
-            entries += [entry for entry in served if entry.across_nodes]
+            entries += [entry for entry in served if entry.across_nodes and entry.preference >= 0]
     problems: dict[str, str | None] = {}
     for entry in entries:
         problems[entry.name] = entry.problem(group, device, limits)

@@ -37,6 +37,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,10 +60,10 @@ BOX_BYTES = 1 << 20
 """Of a piece that goes through a box; every rank has two boxes for each peer."""
 ABORT_SECONDS = 1.0
 REFUSED = {
-    "NCCL_WIN_ENABLE=0": "switches NCCL's windows off",
-    "NCCL_CUMEM_ENABLE=0": "switches off the memory that NCCL's windows are made of",
-    "NCCL_MULTI_RANK_GPU_ENABLE=1": "lets ranks share a GPU, where one whose stream waits for a signal holds up others",
-    "CUDA_DEVICE_MAX_CONNECTIONS=1": "lets a wait for a signal hold up the kernels of all streams (NVIDIA/nccl#2238)",
+    ("NCCL_WIN_ENABLE", "0"): "switches NCCL's windows off",
+    ("NCCL_CUMEM_ENABLE", "0"): "switches off the memory that NCCL's windows are made of",
+    ("NCCL_MULTI_RANK_GPU_ENABLE", "1"): "lets ranks share a GPU, whose streams wait for signals in the way of others",
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "1"): "lets a wait for a signal hold up all streams (NVIDIA/nccl#2238)",
 }
 """Settings of the environment, and why no ring can use these transfers under them."""
 
@@ -79,8 +80,12 @@ def one_sided_missing(environment: Mapping[str, str] = os.environ) -> str | None
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: LEAST_DRIVER)()
     if driver < LEAST_DRIVER:
         return f"the CUDA driver is of {driver // 1000}.{driver // 10 % 100}, and one-sided calls take 12.5"
-    wrong = (text for text in REFUSED if environment.get(text.partition("=")[0]) == text.partition("=")[2])
-    return next((f"{text} in the environment {REFUSED[text]}: unset it" for text in wrong), None)
+    wrong = (
+        f"{name}={value} in the environment {why}"
+        for (name, value), why in REFUSED.items()
+        if environment.get(name) == value
+    )
+    return next((f"{text}: unset it" for text in wrong), None)
 
 
 class _WaitSignalDesc(ctypes.Structure):
@@ -155,6 +160,7 @@ class _Window(NamedTuple):
     pointer: int
     nbytes: int
     handle: int
+    owned: bool  # allocated by this transport
 
 
 class _Communicators:
@@ -164,7 +170,6 @@ class _Communicators:
         self.data = data
         self.free = free  # signals that memory is free
         self.windows: list[_Window] = []
-        self.allocated: list[int] = []
 
     def check_async_error(self) -> None:
         """Raise what has gone wrong since."""
@@ -179,11 +184,15 @@ class _Communicators:
     def destroy(self) -> None:
         """Give both back, and everything that is registered."""
         for window in self.windows:
-            self.data.deregister(window.handle)
-        for pointer in self.allocated:
-            self.data.free(pointer)
+            self.release(window)
         self.data.destroy()
         self.free.destroy()
+
+    def release(self, window: _Window) -> None:
+        """Deregister a window, and free its memory."""
+        self.data.deregister(window.handle)
+        if window.owned:
+            self.data.free(window.pointer)
 
 
 class _Piece(NamedTuple):
@@ -198,16 +207,10 @@ Pieces = dict[int, list[_Piece]]
 """By peer, a rank of the communicator; a box is used once."""
 
 
-class _Memory:
-    """Memory of NCCL as `torch.as_tensor` takes it."""
-
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
-
-
 def tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Return the bytes at an address of a GPU; they stay the caller's."""
-    return torch.as_tensor(_Memory(pointer, nbytes), device=device)
+    place = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=place), device=device)
 
 
 class NcclOneSidedTransport(NcclTransport):
@@ -240,50 +243,51 @@ class NcclOneSidedTransport(NcclTransport):
         Raises:
             TransportError: on every rank, naming the window and the rank that cannot make it; nothing stays open.
         """
+        if self._ended:
+            raise TransportError(self._ended)
         sizes = self.gather(nbytes)
         if len({*map(str, sizes)}) > 1:
             raise TransportError(f"the ranks disagree on the bytes of a window, which must be equal: {sizes}")
-        comm, what = self._comm, f"a window of {nbytes} bytes"
         made: list[int] = []
         try:
-            self._together(lambda: made.append(comm.data.allocate(nbytes)), f"allocate {what}")
+            self._together(
+                lambda: made.append(self._comm.data.allocate(nbytes)), f"allocate a window of {nbytes} bytes"
+            )
             memory = tensor_at(made[0], nbytes, self._device)
-            self.register(memory)
+            self.register(memory, owned=True)
         except TransportError:
-            self._together(lambda: [comm.data.free(pointer) for pointer in made], f"free {what}")
+            for pointer in made:
+                self._comm.data.free(pointer)
             raise
-        comm.allocated.append(made[0])
         return memory.zero_()
 
-    def register(self, memory: torch.Tensor) -> None:
-        """Make a window of memory that another transport has allocated; every rank of the group calls it together.
+    def register(self, memory: torch.Tensor, owned: bool = False) -> None:
+        """Make a window of memory, maybe of another transport; every rank of the group calls it together.
 
         Raises:
             TransportError: on every rank, naming the window and the rank that cannot register it.
         """
-        comm, place, nbytes = self._comm, memory.data_ptr(), memory.nbytes
-        made: list[_Window] = []
-        what = f"register a window of {nbytes} bytes"
+        comm, place = self._comm, (memory.data_ptr(), memory.nbytes)
+        made: list[int] = []
         try:
-            self._together(lambda: made.append(_Window(place, nbytes, comm.data.register(place, nbytes))), what)
+            self._together(
+                lambda: made.append(comm.data.register(*place)), f"register a window of {memory.nbytes} bytes"
+            )
         except TransportError:
-            for window in made:
-                comm.data.deregister(window.handle)
+            for handle in made:
+                comm.data.deregister(handle)
             raise
-        comm.windows += made
+        comm.windows.append(_Window(*place, made[0], owned))
 
     def release(self, memory: torch.Tensor) -> None:
         """Give a window back, and its memory if this transport has allocated it.
 
         No stream may use it any more, on any rank: what peers put there must have been waited for.
         """
-        comm = self._comm
-        for window in [one for one in comm.windows if one.pointer == memory.data_ptr()]:
-            comm.windows.remove(window)
-            comm.data.deregister(window.handle)
-            if window.pointer in comm.allocated:
-                comm.allocated.remove(window.pointer)
-                comm.data.free(window.pointer)
+        window = None if self._ended else self._window(memory)
+        if window is not None:
+            self._comm.windows.remove(window)
+            self._comm.release(window)
 
     def _connect(self) -> None:
         """Make the first one-sided call of both communicators, for which NCCL waits for all ranks."""
@@ -334,8 +338,9 @@ class NcclOneSidedTransport(NcclTransport):
         try:
             for destination, source in self_pairs(self.rank, sends, receives):
                 self._lane.copy(destination, source)
+            none: Pieces = {}
             for outgoing, incoming in zip_longest(
-                self._rounds(sends, True), self._rounds(receives, False), fillvalue={}
+                self._rounds(sends, True), self._rounds(receives, False), fillvalue=none
             ):
                 self._make_room(outgoing, incoming, stream)
                 self._put(outgoing, incoming, stream)
@@ -397,7 +402,7 @@ class NcclOneSidedTransport(NcclTransport):
         if target is not None and window is not None:
             yield _Piece(whole, window, target.data_ptr() - window.pointer)
         else:
-            yield from (_Piece(part, None) for part in whole.split(BOX_BYTES))
+            yield from (_Piece(part, None) for part in torch.split(whole, BOX_BYTES))
 
     def _window(self, tensor: torch.Tensor) -> _Window | None:
         place = tensor.data_ptr()

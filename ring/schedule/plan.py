@@ -240,7 +240,7 @@ def _make_plan(
         last=max((hop.index for hop in hops if hop.computes), default=0),
         slots=slots,
         edges=whole.edges,
-        returns_early=any(0 < last < whole.inner - 1 for outer in whole.active_ranges for _, last in outer),
+        returns_early=whole.returns_early,
         dkv_returns={
             root.index + whole.active_ranges[root.shard][root.index // whole.inner][1]: root
             for root in hops[:: whole.inner]

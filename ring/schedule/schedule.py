@@ -167,6 +167,11 @@ class Schedule:
         )
 
     @property
+    def returns_early(self) -> bool:
+        """Whether dK/dV of any shard come back to their root before an outer step ends."""
+        return any(0 < last < self.inner - 1 for outers in self.active_ranges for _, last in outers)
+
+    @property
     def early_slot(self) -> int:
         """The slot of dK/dV that come back to their root while the others still serve other shards."""
         return DKV_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
