@@ -118,7 +118,8 @@ def register_transport(
         factory: opens it.
         devices: types of the devices whose tensors it moves.
         ranks: kinds of ranks it connects: "processes" of a process group, "threads" of a `LocalWorld`.
-        preference: `auto` tries the highest first; 0 comes after every transport of this package.
+        preference: `auto` tries the highest first. At 0 it comes after the built-in transports that `auto` may choose;
+            below 0 `auto` never chooses it.
         limits: fields of :class:`Limits` that it keeps; a ring that sets another one is refused.
         across_nodes: False if it connects ranks of one node only, so that another transport connects the nodes.
         unavailable: called with the group, the device and the limits; returns why this rank cannot use it, or None.

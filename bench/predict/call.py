@@ -137,6 +137,7 @@ class Call:
             last=max(hop.index for hop in hops if hop.computes),
             slots=self.slots,
             edges=((), ()),
+            returns_early=made.returns_early,
             dkv_returns={
                 base.index + made.active_ranges[base.shard][base.index // made.inner][1]: base
                 for base in hops[:: made.inner]

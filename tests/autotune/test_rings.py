@@ -44,7 +44,7 @@ def test_what_is_tried() -> None:
     tried = settings(POINT, "cuda")
     assert tried[0] == DEFAULT and len({*tried}) == len(tried)
     assert {(row.transport, row.chunks, row.channels) for row in tried[1:]} == {
-        *(("copy_engine", chunks, None) for chunks in (1, 2, 4)),
+        *(("nccl_one_sided", chunks, None) for chunks in (1, 2, 4)),
         *(("nccl", chunks, channels) for chunks in (1, 2, 4) for channels in (None, 2, 4, 8, 16)),
     }
     assert settings(POINT._replace(kv_heads=1), "cpu") == [DEFAULT]
@@ -137,13 +137,13 @@ def test_what_a_search_says() -> None:
         DEFAULT: [Reading(4e-3, ("power brake",), {"sm_mhz": 1200.0})] * 5,
         CHUNKED: [Reading(1e-3, ("power cap",), {"sm_mhz": 1300.0})] * 5,
     }
-    measured = Measured(CHUNKED, readings, {RingSetting("copy_engine"): "no such link"}, False)
+    measured = Measured(CHUNKED, readings, {RingSetting("nccl_one_sided"): "no such link"}, False)
     kept = entry_of(POINT, measured, "nccl")
     assert (kept.setting, kept.seconds, kept.baseline) == (CHUNKED, 1e-3, 4e-3)
     assert kept.about["clocks"] == {"sm_mhz": 1300.0, "throttled": "power cap"}
     report = result_of(POINT, measured, kept, Path("x.json"))
     assert [(row["transport"], row["runs"], row["note"]) for row in report.rows] == [
-        ("auto", 5, "what a ring takes by itself"), ("nccl", 5, ""), ("copy_engine", 0, "no such link")
+        ("auto", 5, "what a ring takes by itself"), ("nccl", 5, ""), ("nccl_one_sided", 0, "no such link")
     ]  # fmt: skip
     assert "cut short" in report.notes[0] and "75.0% less than a ring takes by itself" in report.notes[-1]
     nothing = result_of(POINT, Measured(None, {}, {DEFAULT: "no such link"}, True), None, None)
