@@ -1,4 +1,4 @@
-"""Attention of one query shard against one key shard, on one device. Needs torch and triton only; copy it as it is."""
+"""Attention of one query shard against one key shard on one device; the folder needs only torch and triton."""
 
 from .bounds import FULL, BlockSparseIndex, Bounds, TileRange, tile_range
 from .choice import default_config
