@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_tensor, is_real
+from .device.tiles import TileRange
 from .shared import SharedCache
 
 
@@ -184,19 +185,6 @@ class Bounds:
 
 FULL = Bounds(None, None)
 """Every query sees every key."""
-
-
-class TileRange(NamedTuple):
-    """Key tiles that a block of query rows visits, as key indices that are multiples of the tile.
-
-    The tiles in ``[start, full_start)`` and ``[full_end, end)`` need the mask. Every row of the block sees all keys in
-    ``[full_start, full_end)``.
-    """
-
-    start: int
-    full_start: int
-    full_end: int
-    end: int
 
 
 def tile_range(lo_first: int, lo_last: int, hi_first: int, hi_last: int, block: int) -> TileRange:

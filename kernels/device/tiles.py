@@ -7,10 +7,21 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..bounds import TileRange
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class TileRange(NamedTuple):
+    """Key tiles that a block of query rows visits, as key indices that are multiples of the tile.
+
+    The tiles in ``[start, full_start)`` and ``[full_end, end)`` need the mask. Every row of the block sees all keys in
+    ``[full_start, full_end)``.
+    """
+
+    start: int
+    full_start: int
+    full_end: int
+    end: int
 
 
 class Strided(NamedTuple):

@@ -44,7 +44,7 @@ def column_of(step, past, BLOCK_K):
 
 
 def phases_of(start, full_start, full_end, end, columns, BLOCK_K):
-    """Return (past, tail, full, steps) of a ``bounds.TileRange``.
+    """Return (past, tail, full, steps) of a ``device.tiles.TileRange``.
 
     Steps below ``tail`` and from ``full`` on need the mask. There is at least one step, and step 0 always needs the
     mask. If no tile is visible, step 0 is a tile past the last key, which TMA fills with zeros.
