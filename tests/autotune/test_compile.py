@@ -60,9 +60,9 @@ def test_numbers_are_what_triton_makes_constants_and_assumptions_of() -> None:
 @pytest.mark.parametrize(
     ("word", "changed", "message"),
     [
-        ("hopper", {"arch": 80}, "takes GPUs of compute capability 9.0"),
+        ("hopper", {"arch": 80}, "supports GPUs of compute capability 9.0"),
         ("hopper", {"features": ("seqused_k",)}, "is launched as forward_kernel, not as hopper_kernel"),
-        ("hopper_backward", {"head_dim": 256, "head_dim_v": 256}, "takes one of 64, 128"),
+        ("hopper_backward", {"head_dim": 256, "head_dim_v": 256}, "supports 64, 128"),
     ],
 )
 def test_what_the_hopper_kernels_are_not_written_for(word: str, changed: dict[str, Any], message: str) -> None:

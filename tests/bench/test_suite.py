@@ -58,7 +58,7 @@ def results(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "it must be an object"),
+        ("[1]", "it must be a JSON object"),
         (json.dumps({"schema": "ringattn bench suite 1"}), "its schema is not 'ringattn result'"),
         (json.dumps(results(case="bench links")), "is of bench links"),
         (json.dumps(results(units={"part": ""}, rows=[{"part": "x"}])), "is of bench suite"),

@@ -300,19 +300,19 @@ def with_tile(*tile: int) -> dict[str, Any]:
 
 
 REFUSALS: list[tuple[Callable[..., Any], Inputs, dict[str, Any], str]] = [
-    (forward, FLOAT32, {}, "q is torch.float32: .* takes float16 and bfloat16"),
-    (forward, NARROW, {}, "head dim 32 and v 32: .* takes one of 64, 128, 256, the same of both"),
+    (forward, FLOAT32, {}, "q is torch.float32: .* supports float16 and bfloat16"),
+    (forward, NARROW, {}, "head dim 32 and v 32: .* supports 64, 128, 256, the same"),
     (forward, SMALL._replace(k=WIDE_HALF), {}, "k has strides .* multiples of 16 bytes, 8 elements"),
     (forward, SMALL._replace(v=SHIFTED), {}, "v has strides"),
     (forward, Inputs(*(t.expand(3, *t.shape[1:]) for t in SMALL)), {}, "q has strides .* positive"),
-    (forward, SMALL, SOFTCAP, "scores have a softcap, ALiBi .* takes plain ones"),
+    (forward, SMALL, SOFTCAP, "scores have a softcap, ALiBi .* supports only plain scores"),
     (forward, SMALL, with_tile(64, 128, 8, 2), "64 rows"),
     (forward, SMALL, with_tile(128, 32, 8, 2), "32 keys"),
     (forward, SMALL, with_tile(128, 128, 8, 8), "shared memory"),
-    (call_backward, FLOAT32, {}, "q is torch.float32: backward='hopper' takes float16 and bfloat16"),
-    (call_backward, NARROW, {}, "head dim 32 and v 32: .* takes one of 64, 128, the same of both"),
-    (call_backward, SMALL, {"dq": WIDE}, "dq has strides .* takes an address .* 4 elements"),
-    (call_backward, SMALL, {"config": backward_config(Tile(64, 128, 8, 2))}, "64 queries, 128 keys .* takes 128 qu"),
+    (call_backward, FLOAT32, {}, "q is torch.float32: backward='hopper' supports float16 and bfloat16"),
+    (call_backward, NARROW, {}, "head dim 32 and v 32: .* supports 64, 128, the same"),
+    (call_backward, SMALL, {"dq": WIDE}, "dq has strides .* supports an address .* 4 elements"),
+    (call_backward, SMALL, {"config": backward_config(Tile(64, 128, 8, 2))}, "64 queries, 128 keys .* supports 128 qu"),
     (call_backward, SMALL, {"config": backward_config(Tile(128, 128, 8, 4))}, "shared memory at head dim 64"),
 ]
 
@@ -329,7 +329,9 @@ def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hopper_launch, "gpu_specs", lambda device, arch=arch: assumed_gpu(arch))
         assert hopper_launch.is_hopper(torch.device("cuda")) == (arch == 90)
     for call, kernel in ((forward, "forward_kernel"), (call_backward, "backward")):
-        with pytest.raises(ValueError, match=rf"q is on \S+: {kernel}='hopper' takes GPUs of compute capability 9.0"):
+        with pytest.raises(
+            ValueError, match=rf"q is on \S+: {kernel}='hopper' supports GPUs of compute capability 9.0"
+        ):
             call(SMALL)
 
 
