@@ -173,7 +173,7 @@ def test_a_last_stride_that_is_not_1() -> None:
 def test_zigzags_without_two_equal_runs() -> None:
     """None of theirs is such a cut; alone a rank holds all tokens."""
     q = torch.randn(7, 2, 16)
-    with pytest.raises(ValueError, match=r"q has 7 tokens: a zigzag has two equal runs of them, or say"):
+    with pytest.raises(ValueError, match=r"q has 7 tokens.*layout="):
         run_ranks(2, lambda group: ours.zigzag_ring_flash_attn_func(q[None], q[None], q[None], group=group))
     documents = torch.tensor([0, 3, 6])
     with pytest.raises(ValueError, match="a document of cu_seqlens, 0 to 3, has 3 tokens"):
