@@ -262,9 +262,9 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "head mask": (NotImplementedError, "head_mask", lambda: llama(head_mask=torch.ones(4))),
     "flash arguments": (NotImplementedError, "cu_seq_lens_q", lambda: llama(cu_seq_lens_q=torch.tensor([0, 43]))),
     "cache": (NotImplementedError, "44 keys from 0 for 1 queries.*use_cache=False", with_cache),
-    "static cache": (NotImplementedError, "static cache", static_cache),
+    "static cache": (NotImplementedError, "does not support a cache", static_cache),
     "packed positions": (
-        ValueError, "packed documents.*cu_seqlens", lambda: llama(position_ids=RESTARTING, use_cache=False)
+        ValueError, "position_ids do not match.*cu_seqlens", lambda: llama(position_ids=RESTARTING, use_cache=False)
     ),
     "packed positions, cache": (ValueError, "cu_seqlens", lambda: llama(position_ids=RESTARTING)),
     "own mask": (
@@ -273,7 +273,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "union": (NotImplementedError, "or_masks", lambda: mask(or_mask_function=masking.causal_mask_function)),
     "blocks": (NotImplementedError, "or_masks", lambda: mask(block_sequence_ids=torch.zeros(1, TOKENS))),
     "two windows": (
-        NotImplementedError, "two of .*window_size",
+        NotImplementedError, "two values of .*window_size",
         lambda: mask(create="window", and_mask_function=masking.sliding_window_overlay(3)),
     ),
     "mask argument": (
