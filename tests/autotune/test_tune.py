@@ -64,7 +64,7 @@ def asked(*arguments: str) -> Any:
         (["--kernels", "dq,dk"], "--kernels has 'dk': it must be one of forward, dq, dkdv"),
         (["--save-dir", "/dev/null/x"], "--save-dir is /dev/null/x: it is no folder to write to"),
         (["--world", "5"], "--world is given without --ring"),
-        (["--ring", "--value-dim", "64"], "--value-dim is 64: rings are tuned with values of --head-dim"),
+        (["--ring", "--value-dim", "64"], "--value-dim is 64: with --ring it must be --head-dim"),
         (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles has no say with --ring"),
         (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks take"),
     ],
@@ -334,10 +334,10 @@ def out_of_room(made: Any) -> Any:
 @pytest.mark.parametrize(
     ("kernel", "name", "wrong", "message"),
     [
-        ("forward", "attention_forward", lambda made: (made[0] * torch.nan, made[1]), "out errs by nan"),
+        ("forward", "attention_forward", lambda made: (made[0] * torch.nan, made[1]), "error of out is nan"),
         ("forward", "attention_forward", out_of_room, r"RuntimeError: out of resource: shared memory$"),
-        ("dq", "attention_dq", off, r"dq errs by 0\.00\d*, PyTorch's by "),
-        ("single_pass", "attention_gradients", off, r"dk errs by 0\.00\d*, PyTorch's by "),
+        ("dq", "attention_dq", off, r"error of dq is 0\.00\d*, PyTorch's is "),
+        ("single_pass", "attention_gradients", off, r"error of dk is 0\.00\d*, PyTorch's is "),
     ],
 )
 def test_wrong_results_are_reported(
