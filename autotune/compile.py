@@ -415,7 +415,7 @@ def lacking(variant: Variant, options: Options) -> str | None:
             return f"{option}: it needs several query heads per key head, gqa"
         has_boxes = variant.arch >= COPY_ENGINE_ARCH and all(map(fills_boxes, (variant.head_dim, variant.head_dim_v)))
         if name == "dkdv_epilogue" and not has_boxes:
-            return f"{option}: it needs sm_{COPY_ENGINE_ARCH} or higher and head dims of powers of two from {LEAST_SIDE}"
+            return f"{option}: it needs sm_{COPY_ENGINE_ARCH} or higher, and power-of-two head dims from {LEAST_SIDE}"
     return None
 
 
