@@ -66,7 +66,7 @@ class Launch:
 
     @property
     def signature(self) -> str:
-        """Everything that the compiler sees; launches with equal signatures share a binary."""
+        """Text of all compiler inputs; launches with equal signatures share a binary."""
         return f"{self.name} {_told(self.arguments)} {self.options}"
 
 
@@ -332,9 +332,9 @@ TILE = "QxKxWARPSxSTAGES"
 def select(spec: str) -> list[Variant]:
     """Return the variants that match ``arch:dtype:D[/Dv][:word …]``, such as ``90:bf16:128:middle:dq:order=longest``.
 
-    A word is a role, a kernel, ``hopper``, ``hopper_backward``, a feature, ``full`` or ``bounded``, ``gqa`` or ``mha``,
-    a tile such as ``128x64x8x2`` that replaces the default, or a field of ``KernelConfig``. Such fields are
-    ``order=longest``, ``persistent=True``, ``pack_gqa=True``, ``dkdv_splits=2`` and ``dkdv_epilogue=descriptors``.
+    A word is a role, a kernel, ``hopper``, ``hopper_backward``, a feature, ``full``, ``bounded``, ``gqa`` or ``mha``. A
+    tile such as ``128x64x8x2`` replaces the default. Fields of ``KernelConfig`` are ``order=longest``,
+    ``persistent=True``, ``pack_gqa=True``, ``dkdv_splits=2`` and ``dkdv_epilogue=descriptors``.
 
     Variants that do not support an option are left out. For example, only grouped heads can be packed or split, and
     descriptors need a copy engine and head dims that fill a box.

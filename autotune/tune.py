@@ -1,4 +1,4 @@
-"""One run of ``tune``: compile candidates, write estimates, then measure on the GPU and write the measurements."""
+"""Steps of ``tune``: compile candidates, write estimates, then measure on the GPU and write the measurements."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's share of every batch, and its communication with the other ranks."""
+    """Share of every batch that one rank computes, and its communication with the other ranks."""
 
     rank: int
     rows: slice  # rows of the batch
@@ -320,7 +320,7 @@ def train_on_mesh(job: Job, text: bytes, device: torch.device, watch: Watch | No
 
 
 def gather(x: Tensor) -> Tensor:
-    """All-gather ``[n]`` to ``[ranks, n]`` over the default group."""
+    """Gather ``[n]`` of all ranks to ``[ranks, n]`` on every rank of the default group."""
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x)
     return torch.stack(parts)
