@@ -91,12 +91,8 @@ def compile_jobs(
 ) -> dict[Variant, CompileResult]:
     """Compile jobs in worker processes, except those whose results are in the journal.
 
-    Args:
-        jobs: Jobs to compile; jobs with equal signatures are compiled once.
-        journal: Results of earlier runs; new results are appended at once.
-        pool: Pool that runs :func:`compile_job`.
-        progress: Called with the number of new jobs, then with None after each.
-        left: Returns the seconds that remain.
+    Jobs with equal signatures are compiled once, and each new result is appended to the journal at once. ``pool`` runs
+    :func:`compile_job`. ``progress`` is called with the number of new jobs, then with None after each.
 
     Raises:
         OutOfBudget: The time ended before all jobs were compiled.
@@ -152,14 +148,7 @@ def rank_candidates(
 ) -> Ranked:
     """Compile candidates of a point, and keep the ``count`` best by bound that compile in every role.
 
-    Args:
-        point: Point to tune.
-        arch: Compute capability without the dot.
-        compiler: Compiles jobs.
-        tiles: Candidates.
-        heads: Query heads.
-        count: Number of candidates to keep.
-        schedules_of: For that many of the best tiles without options, also keep every other tile schedule.
+    For the ``schedules_of`` best tiles without options, also keep every other tile schedule.
     """
 
     def sort_key(tile: Tile, result: CompileResult) -> tuple[float, int, str]:

@@ -48,13 +48,10 @@ def run(
     kernels: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,…",
-            help="Any of forward, dq, dkdv, single_pass, single_pass_deterministic; default: all.",
+            metavar="NAME,…", help="forward, dq, dkdv, single_pass or single_pass_deterministic; default: all."
         ),
     ] = None,
-    compile_only: Annotated[
-        bool, typer.Option("--compile-only", help="Measure nothing, even if there is a GPU.")
-    ] = False,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Measure nothing, even with a GPU.")] = False,
     budget: Annotated[
         float | None,
         typer.Option(
@@ -62,11 +59,7 @@ def run(
         ),
     ] = None,
     tiles: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Try only that many tiles, those nearest to the default; --kernels defaults to forward, dq, dkdv.",
-        ),
+        int | None, typer.Option(min=1, help="Try only that many tiles of forward, dq and dkdv near the default.")
     ] = None,
     ring: Annotated[
         bool, typer.Option("--ring", help="Tune the settings of the ring (transport, chunks, channels) instead.")

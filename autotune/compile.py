@@ -60,7 +60,6 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Name of the kernel function."""
         name: str = self.kernel.fn.__name__
         return name
 
@@ -214,7 +213,6 @@ class Variant:
 
     @property
     def function(self) -> str:
-        """Name of the kernel function."""
         word, _ = self._word
         return f"{'single_pass' if word in SINGLE_PASS else word}_kernel"
 
@@ -288,7 +286,6 @@ def call(variant: Variant, make: Make = empty, bounds: Bounds | None = None) -> 
 
 
 def bounds_of(variant: Variant, queries: int, keys: int, batch: int) -> Bounds:
-    """Return empty bounds with the features of a variant, or ``FULL``."""
     lo, hi = (None if variant.full else empty(name, queries, dtype=torch.int32) for name in ("lo", "hi"))
     seqused_k = empty("seqused_k", batch, dtype=torch.int32) if "seqused_k" in variant.features else None
     sparse = None
@@ -299,7 +296,6 @@ def bounds_of(variant: Variant, queries: int, keys: int, batch: int) -> Bounds:
 
 
 def scores_of(features: Sequence[str], queries: int, keys: int, heads: int) -> Scores:
-    """Return the score modifiers of a launch with these features."""
     if not {"softcap", "alibi", "dropout"} & {*features}:
         return PLAIN
     return Scores(

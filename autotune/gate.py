@@ -111,7 +111,6 @@ def read_compiled(launch: Launch, arch: int) -> Compiled:
 
 
 def threads_of(ptx: str) -> int:
-    """Return the threads per block that the PTX requires, over all partitions."""
     return int(_match(r"\.(?:reqntid|maxntid) (\d+)", ptx)[1])
 
 

@@ -52,11 +52,8 @@ def checked_sides(point: Point) -> tuple[int, int]:
 class DeviceTrials:
     """Object that checks and times tiles at one point on one device.
 
-    Args:
-        point: Point to tune.
-        shape: Heads of the model.
-        device: A GPU, or in tests the CPU with Triton's interpreter.
-        checked: Tokens of the check; the default covers several tiles of any size.
+    The device is a GPU, or in tests the CPU with Triton's interpreter. ``checked`` is the number of tokens of the
+    check; the default covers several tiles of any size.
     """
 
     def __init__(self, point: Point, shape: Shape, device: torch.device, *, checked: int | None = None) -> None:

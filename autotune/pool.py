@@ -29,12 +29,8 @@ class Failure:
 class Pool:
     """Pool of ``workers`` persistent processes that call ``work(job)``.
 
-    A thread per process sends jobs, and kills the process after a timeout. ``work`` and the jobs are pickled.
-
-    Args:
-        work: Function to call.
-        workers: Number of processes.
-        seconds: Timeout of one job.
+    A thread per process sends jobs, and kills the process if a job takes longer than ``seconds``. ``work`` and the jobs
+    are pickled.
     """
 
     def __init__(self, work: Callable[[Any], Any], workers: int, seconds: float = SECONDS) -> None:

@@ -68,7 +68,6 @@ def problems_of(
 
 
 def point_of(problem: AttentionConfig) -> RingPoint:
-    """Return the key of a problem in the table of ring settings."""
     return RingPoint(
         problem.world, problem.heads, problem.kv_heads, problem.head_dim, SHORT[problem.dtype],
         "bounded" if problem.causal else "full", problem.seqlen // problem.world,
@@ -156,7 +155,6 @@ def error_of(problem: AttentionConfig, ring: Ring, device: torch.device, judge: 
 
 
 def candidate_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:
-    """Return the benchmark candidate that runs ``ring_attention`` with ``ring``."""
     return ours(problem.layout, Setting(problem, (problem.layout,), device, lambda _: ring))
 
 

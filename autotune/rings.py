@@ -78,7 +78,6 @@ class RingEntry:
 
 
 def rings_file(folder: Path, gpu: GpuSpec) -> Path:
-    """Return the path of a GPU's table of ring settings."""
     return folder / f"{slug_of(gpu.name)}_rings.json"
 
 
@@ -118,10 +117,8 @@ def ring_settings(
     All ranks must use the same setting; :func:`shared_ring_settings` takes care of that. A table that cannot be read
     is ignored with a warning.
 
-    Args:
-        point: Attention problem of the ring.
-        gpu: GPU of the ranks, ``kernels.gpu.gpu_specs(device)``; None: the ranks are on the CPU.
-        config_dir: See ``kernels.default_config``.
+    ``gpu`` is ``kernels.gpu.gpu_specs(device)`` of the ranks, or None on the CPU. ``config_dir`` is as for
+    ``kernels.default_config``.
 
     Raises:
         ValueError: ``config_dir`` is not a folder.
@@ -148,11 +145,7 @@ def shared_ring_settings(
 
     Ranks with different GPUs or tables would otherwise find different settings, but both ends of an edge must agree.
 
-    Args:
-        point: Attention problem of the ring.
-        gpu: GPU of this rank. ``point``, ``gpu`` and ``config_dir`` of the first rank decide.
-        group: The ranks; None is the default group of torch.distributed.
-        config_dir: See ``kernels.default_config``.
+    ``point``, ``gpu`` and ``config_dir`` of the first rank decide. ``group`` defaults to torch's default group.
 
     Raises:
         ValueError: ``config_dir`` of the first rank is not a folder. Every rank raises.

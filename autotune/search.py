@@ -58,7 +58,6 @@ class Budget:
         self._now, self._ends = now, now() + seconds
 
     def left(self) -> float:
-        """Return the remaining seconds."""
         return max(0.0, self._ends - self._now())
 
     def share(self, parts: int) -> Budget:
@@ -67,7 +66,6 @@ class Budget:
 
 
 def samples(readings: Sequence[Reading]) -> Samples:
-    """Return the seconds of the readings as :class:`Samples`, with median and spread."""
     return Samples(tuple(reading.seconds for reading in readings))
 
 
@@ -114,16 +112,9 @@ def search(
 ) -> Measured[C]:
     """Check all candidates and the baseline, then find the fastest.
 
-    All ranks of a ring get the same result if ``check``, ``run`` and ``left`` return the same on all ranks.
-
-    Args:
-        candidates: Candidates to compare with the baseline.
-        baseline: Candidate that wins unless another one is faster by more than the noise.
-        check: Returns the problem of a candidate, or None.
-        run: Runs a candidate once.
-        left: Returns the remaining seconds of the budget.
-        pause: Waits before a throttled run is repeated.
-        done: Called after every reading.
+    The baseline wins unless a candidate is faster by more than the noise. ``check`` returns the problem of a candidate
+    or None, ``left`` the remaining seconds. ``pause`` waits before a throttled run is repeated, and ``done`` is called
+    after every reading. If ``check``, ``run`` and ``left`` return the same on all ranks of a ring, so does the search.
     """
     passed: list[C] = []
     wrong: dict[C, str] = {}

@@ -86,8 +86,6 @@ def merged(before: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
 
 
 class Line(NamedTuple):
-    """Line of a journal."""
-
     digest: str
     key: str
     value: Mapping[str, Any]

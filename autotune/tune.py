@@ -173,13 +173,8 @@ def measure_part(
 ) -> list[PointResult]:
     """Search every point on the GPU, and save the result of each point at once.
 
-    Args:
-        config: Arguments of the run.
-        found: Compiled points.
-        journal: Records tiles that break the device.
-        step: Progress callback.
-        trials_of: Builds the object that checks and runs tiles at a point; the default is :class:`DeviceTrials`.
-        budget: Time budget; the default is ``config.budget``.
+    ``trials_of`` builds the object that checks and runs tiles at a point, by default :class:`DeviceTrials`. The journal
+    records tiles that break the device.
     """
     device = config.device or torch.device("cpu")
     make = trials_of or (lambda point: DeviceTrials(point, config.shape, device))
@@ -227,7 +222,6 @@ def estimated_entry(found: PointResult) -> Entry:
 
 
 def measured_entry(found: PointResult) -> Entry:
-    """Return a table entry with medians in seconds."""
     assert found.tile is not None
     runs = found.best_runs
     return Entry(
@@ -238,7 +232,6 @@ def measured_entry(found: PointResult) -> Entry:
 
 
 def driver() -> str | None:
-    """Return the version of the NVIDIA driver, or None without NVML."""
     try:
         return nvml.driver_version()
     except nvml.NoNvml:

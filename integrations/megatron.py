@@ -113,15 +113,9 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Return ``[s, b, h * dv]`` for this rank's tokens ``[s, b, h, d]``, or ``[t, h * dv]`` for ``[t, h, d]``.
 
-        Args:
-            query: This rank's queries.
-            key: This rank's keys.
-            value: This rank's values.
-            attention_mask: None, or the causal mask of this rank's rows, ``[1 or b, 1, s, s * cp]``.
-            attn_mask_type: Mask type of this call; the default is the layer's.
-            attention_bias: Must be None.
-            packed_seq_params: Document boundaries of the whole sequence. The length of each document with its padding
-                is a multiple of ``2 * cp``. Boundaries on a GPU cost one synchronisation per layer.
+        ``attention_mask`` is None or the causal mask of this rank's rows, ``[1 or b, 1, s, s * cp]``.
+        ``packed_seq_params`` has the document boundaries of the whole sequence. The length of each document with its
+        padding is a multiple of ``2 * cp``. Boundaries on a GPU cost one synchronisation per layer.
         """
         if attention_bias is not None:
             raise NotImplementedError("attention_bias is given; it must be None, because no bias is added to scores")

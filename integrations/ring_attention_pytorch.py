@@ -47,21 +47,10 @@ def ring_flash_attn(
 ) -> Tensor:
     """Compute attention of ``q [B, S, H, D]`` over ``k`` and ``v`` ``[B, S, Hkv, D]``, of all ranks in a ring.
 
-    Args:
-        q: This rank's queries.
-        k: This rank's keys.
-        v: This rank's values.
-        mask: Bool ``[B, S]`` of this rank's keys; False hides a key. All ranks' masks are gathered to the host, which
-            synchronises.
-        causal: Whether a query sees only keys at its own and earlier positions.
-        bucket_size: Tokens per bucket with ``striped_ring_attn``; otherwise without effect.
-        ring_reduce_col: Whether the ranks share a sequence.
-        striped_ring_attn: Whether the tokens are striped over the buckets.
-        max_lookback_seq_len: Window of tokens before the query; needs ``causal``.
-        ring_size: Number of neighbouring ranks that share a sequence; the default is the whole group.
-        softclamp_qk_sim: Whether to apply ``softclamp_value`` as softcap.
-        softclamp_value: Softcap of the scores.
-        group: Ranks of one ring; the default is the default process group.
+    With ``ring_reduce_col`` the ranks share a sequence, otherwise each rank attends to its own. ``mask`` is bool
+    ``[B, S]`` of this rank's keys, and False hides a key. All ranks' masks are gathered to the host, which synchronises.
+    ``bucket_size`` has no effect without ``striped_ring_attn``. ``ring_size`` neighbouring ranks of the default process
+    group share a sequence; alternatively ``group`` has the ranks of one ring.
 
     Raises:
         ValueError: An argument has a wrong value, or q and k differ in length with ``causal`` or in a ring.
@@ -164,14 +153,9 @@ def tree_attn_decode(
     Each rank attends to its own keys, then the ranks merge their results (Tree Attention, arXiv:2408.04093,
     algorithm 3). The function has no gradient.
 
-    Args:
-        q: Queries, equal on all ranks.
-        k: With ``shard_kv_seq`` all keys ``[B, H, N, D]``, equal on all ranks. Otherwise this rank's keys, or None.
-        v: Values for ``k``.
-        eps: Has no effect; the original clamps a denominator that is never below 1.
-        shard_kv_seq: Whether to split ``k`` and ``v`` over the ranks.
-        use_triton: None selects the kernels of the device, True Triton, False ATen.
-        group: The ranks; the default is the default process group.
+    With ``shard_kv_seq`` ``k`` and ``v`` ``[B, H, N, D]`` are equal on all ranks, and each rank takes its part.
+    Otherwise they are this rank's part, or None. ``eps`` has no effect, because it clamps a denominator that is never
+    below 1. ``use_triton`` is None for the kernels of the device, True for Triton, or False for ATen.
 
     Raises:
         ValueError: Only one of ``k`` and ``v`` is given, or neither with ``shard_kv_seq``, or q and k differ in heads.

@@ -160,7 +160,6 @@ def _mesh_of(group: GroupLike) -> tuple[GroupLike, tuple[int, int]]:
 
 
 def _check_attn_type(attn_type: object) -> None:
-    """Raise NotImplementedError for kernels that are not exact."""
     if getattr(attn_type, "value", attn_type) not in EXACT:
         raise NotImplementedError(f"attn_type is {attn_type}: it must be one of the exact kernels, {', '.join(EXACT)}")
 

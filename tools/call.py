@@ -49,7 +49,6 @@ class ShownCall:
         return self.plan_of(self.mask)
 
     def plan_of(self, mask: Mask) -> Schedule:
-        """Return the schedule of this call with another mask."""
         world = self.layout.world
         if world % self.nodes or world == self.nodes > 1:
             raise ValueError(f"nodes is {self.nodes}: it must divide {world} ranks into equal nodes of at least 2")
@@ -58,7 +57,6 @@ class ShownCall:
 
     @property
     def title(self) -> str:
-        """Layout, mask, tokens and ranks as text."""
         ranks = counted(self.layout.world, "rank") + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
         return f"{self.layout_name}, {mask_title(self.mask)}, {self.layout.seqlen:,} tokens over {ranks}"
 
@@ -160,7 +158,6 @@ def _visible(part: Mask, first: Grid, last: Grid) -> npt.NDArray[np.bool_]:
 
 
 def hop_rows(call: ShownCall) -> list[dict[str, Any]]:
-    """Return a table row per rank and hop."""
     pairs = call.pairs.tolist()
     return [
         {"rank": rank, **asdict(hop), "pairs": pairs[rank][hop.index]}

@@ -56,7 +56,6 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Rank of this process or thread."""
         return self.control.rank
 
     def together(

@@ -74,7 +74,6 @@ def _version_of(path: Path) -> str:
 
 
 def machine(everyone: Sequence[Facts], ring: Topology, *, on_gpu: bool) -> list[Finding]:
-    """Return the findings about the facts of all ranks."""
     return [
         versions(everyone),
         libraries(everyone, on_gpu=on_gpu),

@@ -59,7 +59,6 @@ class ExportConfig:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names of the exported kernels."""
         return ("forward", "delta", *(("dq", "dkdv") if self.backward == "two_pass" else ("gradients",)))
 
 

@@ -59,7 +59,6 @@ class Argument:
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
         return MAP_BYTES if self.type == MAP else 8 if self.type.startswith("*") else BYTES[self.type]
 
     @property
@@ -291,7 +290,6 @@ class Layout(NamedTuple):
 
 
 def parameter_layout(cubin: bytes) -> Layout:
-    """Read the layout of the parameters from a binary."""
     text = read_with("cuobjdump", "-elf", cubin=cubin)
     bank = BANK.search(text)
     assert bank is not None
