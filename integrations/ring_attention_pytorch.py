@@ -48,7 +48,7 @@ def ring_flash_attn(
     """Compute attention of ``q [B, S, H, D]`` over ``k`` and ``v`` ``[B, S, Hkv, D]``, of all ranks in a ring.
 
     With ``ring_reduce_col`` the ranks share a sequence, otherwise each rank attends to its own. ``mask`` is bool
-    ``[B, S]`` of this rank's keys, and False hides a key. All ranks' masks are gathered to the host, which synchronises.
+    ``[B, S]`` of this rank's keys, and False hides a key. All ranks' masks are gathered to the host, which waits.
     ``bucket_size`` has no effect without ``striped_ring_attn``. ``ring_size`` neighbouring ranks of the default process
     group share a sequence; alternatively ``group`` has the ranks of one ring.
 
