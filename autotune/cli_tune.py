@@ -55,11 +55,11 @@ def run(
     budget: Annotated[
         float | None,
         typer.Option(
-            min=1, help="Seconds on the GPU, default 300. Without a GPU: seconds to compile, default no limit."
+            min=1, help="Seconds on the GPU, default 300. If nothing is measured: seconds to compile, no limit."
         ),
     ] = None,
     tiles: Annotated[
-        int | None, typer.Option(min=1, help="Try only that many tiles of forward, dq and dkdv near the default.")
+        int | None, typer.Option(min=1, help="Try only that many tiles near the default; --kernels: forward,dq,dkdv.")
     ] = None,
     ring: Annotated[
         bool, typer.Option("--ring", help="Tune the settings of the ring (transport, chunks, channels) instead.")

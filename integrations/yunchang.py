@@ -197,9 +197,9 @@ class LongContextAttention(torch.nn.Module):
     """Module without parameters that computes attention of this rank's tokens over the tokens of all ranks.
 
     ``scatter_idx`` and ``gather_idx`` must be the dimensions of heads and tokens. ``ring_impl_type`` is a key of
-    ``EXTRACT_FUNC_DICT``. ``use_pack_qkv`` has no effect, because q, k and v always share one exchange. ``attn_type`` is
-    a member of yunchang's ``AttnType`` or its value. ``group`` is a DeviceMesh ``("ring", "ulysses")`` that replaces the
-    one of ``set_seq_parallel_pg``.
+    ``EXTRACT_FUNC_DICT``. ``use_pack_qkv`` has no effect, because q, k and v always share one exchange. ``attn_type``
+    is a member of yunchang's ``AttnType`` or its value. ``group`` is a DeviceMesh ``("ring", "ulysses")`` that replaces
+    the one of ``set_seq_parallel_pg``.
 
     Raises:
         ValueError: ``scatter_idx``, ``gather_idx`` or ``ring_impl_type`` has a wrong value, or there is no mesh.
