@@ -59,7 +59,7 @@ def run(
         ),
     ] = None,
     tiles: Annotated[
-        int | None, typer.Option(min=1, help="Try only that many tiles near the default, by default of two-pass kernels.")
+        int | None, typer.Option(min=1, help="Try only that many tiles near the default (two-pass kernels).")
     ] = None,
     ring: Annotated[
         bool, typer.Option("--ring", help="Tune the settings of the ring (transport, chunks, channels) instead.")
