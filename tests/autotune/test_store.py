@@ -147,5 +147,5 @@ def test_a_failed_write_keeps_the_old_table(folders: Folders, monkeypatch: pytes
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file/inner is no folder to save in"):
+    with pytest.raises(ValueError, match="file/inner cannot be used"):
         private_folder(tmp_path / "file" / "inner")
