@@ -578,7 +578,7 @@ def test_positions_of_packed_rows_are_counted(most: int, monkeypatch: pytest.Mon
 def test_a_ring_works_on_one_device() -> None:
     with Ring() as ring:
         ring_attention(**DOORS["ring_attention"][1], ring=ring)
-        with pytest.raises(ValueError, match="q is on meta, this ring works on cpu"):
+        with pytest.raises(ValueError, match="q is on meta, but this ring works on cpu"):
             ring.open(torch.device("meta"))
 
 
