@@ -115,14 +115,13 @@ def optional(kind: Kind) -> Kind:
 
 def listed(takes: str) -> Kind:
     """Return the kind of iterables, as lists: also arrays, and tensors on the CPU."""
-    return Kind(takes, _list)
 
+    def read(value: Any) -> list[Any]:
+        if isinstance(value, (str, bytes)) or (_is_tensor(value) and value.device.type != "cpu"):
+            raise TypeError
+        return [*(value.tolist() if hasattr(value, "tolist") else value)]
 
-def _list(value: Any) -> list[Any]:
-    if isinstance(value, (str, bytes)) or (_is_tensor(value) and value.device.type != "cpu"):
-        raise TypeError
-    made = value.tolist() if hasattr(value, "tolist") else value
-    return [*made]
+    return Kind(takes, read)
 
 
 FLAG = instance("True or False", bool)

@@ -31,7 +31,7 @@ def show(
     context: typer.Context,
     seqlen: Annotated[Any, typer.Option(parser=flags.size, metavar="SIZE", help="Tokens in all.")] = "8k",
     world: Annotated[Any, typer.Option(parser=flags.count, metavar="COUNT", help="Ranks.")] = "4",
-    layout: flags.LayoutFlag = LayoutName.zigzag,
+    layout: flags.LayoutOrFile = LayoutName.zigzag,
     lengths: Annotated[
         Any,
         typer.Option(parser=flags.sizes, metavar="SIZE,…", help="Uneven shards by rank, in place of the three above."),
@@ -74,6 +74,9 @@ def show(
     from ..ring.schedule.mask import UNLIMITED
     from .call import ShownCall, described, hop_rows
 
+    own = None if isinstance(layout, LayoutName) else flags.read_layout(context, layout, "seqlen", "world")
+    if own is not None:
+        seqlen, world = own.seqlen, own.world
     tokens, count = (seqlen, world) if lengths is None else (sum(lengths), len(lengths))
     block = block_mask.parameters.get("block", 0) if block_mask else 0
     needed = TOKEN_BYTES * tokens + (HOP_BYTES if json is None and csv is None else ROW_BYTES) * count**2
@@ -96,6 +99,8 @@ def show(
             held, name = Layout.uneven(lengths), "uneven"
         elif per_document:
             held, name = Layout.zigzag(seqlen, world, boundaries), "zigzag per document"
+        elif own is not None:
+            held, name = own, layout.name
         else:
             held, name = getattr(Layout, layout)(seqlen, world), layout.value
         mask = mask_of(

@@ -30,6 +30,8 @@ MOST_GPUS = 16 * 1024
 TOKENS, WORLD = 8192, 8
 ONE_RING = ("tokens", "seqlen", "trace", "slow", "jitter")
 """Flags that have no say beside --sweep."""
+WHOLE_RING = ("tokens", "seqlen", "world", "sweep")
+"""Flags that have no say beside the file of a layout."""
 COLUMNS = 80
 SHORT = {"forward": "fwd", "backward": "bwd"}
 
@@ -84,7 +86,7 @@ def predict(
     ] = str(WORLD),
     nodes: Annotated[int, typer.Option(min=1, help="Machines; several make a two-level ring.")] = 1,
     nics: Annotated[int | None, typer.Option(min=1, help="NICs of a node, at most and by default one per GPU.")] = None,
-    layout: flags.LayoutFlag = flags.LayoutName.zigzag,
+    layout: flags.LayoutOrFile = flags.LayoutName.zigzag,
     heads: flags.Heads = 32,
     kv_heads: flags.KvHeads = None,
     head_dim: flags.HeadDim = 128,
@@ -139,6 +141,7 @@ def predict(
     flags.check_apart(context, "kernels", "tflops")
     for name in ONE_RING:
         flags.check_apart(context, "sweep", name)
+    from ...ring import Layout
     from ..common.attention import AttentionConfig, boundaries_of
     from .call import Call
     from .inputs import Inputs, above_zero, speed_of
@@ -149,6 +152,14 @@ def predict(
     try:
         if picture.suffix not in (".png", ".svg"):
             raise ValueError(f"picture is {str(picture)!r}: its name must end in .png or .svg")
+        held = layout.value if isinstance(layout, flags.LayoutName) else flags.read_layout(context, layout, *WHOLE_RING)
+        if isinstance(held, Layout):
+            if len({*held.lengths}) > 1:
+                shortest, longest = min(held.lengths), max(held.lengths)
+                raise ValueError(
+                    f"layout is {layout}, shards of {shortest:,} to {longest:,} tokens: they must be equal"
+                )
+            world, seqlen = held.world, held.seqlen
         most = max(sweep["gpus"]) if sweep else world
         if most > MOST_GPUS:
             raise ValueError(f"{'gpus of sweep' if sweep else 'world'} is {most:,}: at most {MOST_GPUS:,} GPUs")
@@ -163,7 +174,7 @@ def predict(
             cu_seqlens=None if boundaries is None else tuple(boundaries), block_mask=block_mask, layout="contiguous",
         )  # fmt: skip
         call = Call(
-            tokens, world, layout.value, config.mask, heads, flags.kv_heads_of(heads, kv_heads), head_dim, batch, dtype,
+            tokens, world, held, config.mask, heads, flags.kv_heads_of(heads, kv_heads), head_dim, batch, dtype,
             nodes, chunks=chunks, slots=slots, wire_dtype=wire_dtype, grad_wire_dtype=grad_wire_dtype,
         )  # fmt: skip
         if most <= call.per_node and (link_between is not None or nics is not None):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -179,12 +179,6 @@ def _hop_masks(mask: Mask, positions: Positions, shard: int) -> tuple[HopMask, .
     return tuple(HopMask(part.to(device), positions, shard) for part in visible_parts)
 
 
-def _send_index(keys: Layout, sent: Layout, rank: int, device: torch.device) -> torch.Tensor | None:
-    if keys.lengths[rank] == sent.lengths[rank]:
-        return None
-    return torch.searchsorted(keys.positions(rank), sent.positions(rank)).to(device)
-
-
 def plan(
     layout: Layout,
     mask: Mask,
@@ -203,12 +197,7 @@ def plan(
 
 
 @lru_cache(maxsize=PLANS)
-def _shared_plan(*given: Any) -> Shared[Plan]:
-    made = _make_plan(*given)
-    return Shared(made, made.device_tensors())
-
-
-def _make_plan(
+def _shared_plan(
     layout: Layout,
     mask: Mask,
     rank: int,
@@ -217,13 +206,16 @@ def _make_plan(
     topology: Topology | None,
     slots: int,
     kv_layout: Layout | None,
-) -> Plan:
+) -> Shared[Plan]:
     keys = layout if kv_layout is None else kv_layout
     whole = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
     hops = whole.hops(rank)
     sent = sent_keys(layout, mask, keys)
     positions = Positions(layout, keys, sent, rank, device)
-    return Plan(
+    send_index = None
+    if keys.lengths[rank] != sent.lengths[rank]:
+        send_index = torch.searchsorted(keys.positions(rank), sent.positions(rank)).to(device)
+    made = Plan(
         rank=rank,
         hops=hops,
         inner=whole.inner,
@@ -232,7 +224,7 @@ def _make_plan(
         ),
         lengths=tuple(sent.lengths[hop.shard] for hop in hops),
         longest=max(sent.lengths),
-        send_index=_send_index(keys, sent, rank, device),
+        send_index=send_index,
         last=max((hop.index for hop in hops if hop.computes), default=0),
         slots=slots,
         edges=whole.edges,
@@ -242,3 +234,4 @@ def _make_plan(
             if root.dkv_from is not None
         },
     )
+    return Shared(made, made.device_tensors())
