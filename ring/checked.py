@@ -19,7 +19,7 @@ ARGUMENTS = {
     "slots": whole(1, MOST_SLOTS),
     "prefetch": optional(whole(0, MOST_SLOTS)),
     "chunks": whole(1, MOST_SLOTS),
-    "direction": narrowed(whole(-1, 1), "1 (to the next rank) or -1 (to the one before)", bool),
+    "direction": narrowed(whole(-1, 1), "1 (to the next rank) or -1 (to the previous rank)", bool),
     "topology": optional(instance("a comm.Topology", Topology)),
     "limits": optional(instance("comm.Limits", Limits)),
     "deadline": optional(SECONDS),

@@ -76,7 +76,7 @@ class DkvAccumulators(RingBuffer):
             self._arrivals[coming.index, heads.number] = Arrival(fence, self.buffers(coming.dkv_slot, coming, heads))
 
     def send_return(self, root: Hop, heads: Heads) -> None:
-        """Send this node's dK/dV of the root's shard to the owner, and receive another node's dK/dV of the own shard."""
+        """Send this node's dK/dV of the root's shard to its owner. Receive another node's dK/dV of the own shard."""
         sends = self.load(root.return_to, LEAVING_SLOT, root, heads)
         # protects the outgoing dK/dV until the kernel has added to them
         after: list[Fence] = [self.call.mark()] if sends.messages else []
@@ -107,9 +107,7 @@ class DkvAccumulators(RingBuffer):
             self.computed(slot, heads)
 
     def own(self, heads: Heads, dkdv: Tensors) -> Tensors:
-        """Return the tensors that the own shard's part is added to: the gradients, or the total if more dK/dV return
-        later.
-        """
+        """Return the tensors to add own dK/dV to: the gradients, or the total if more dK/dV return later."""
         if self._is_plain:
             return dkdv
         if heads.number not in self._totals:
