@@ -33,7 +33,7 @@ FIRST_HEADS = 1 << 31  # upper limit of first_head, exclusive
 
 
 class Compare(Enum):
-    """How ranks compare an argument."""
+    """Modes of comparing an argument between ranks."""
 
     ALWAYS = "usually constant from batch to batch"
     CHANGING = "usually different in the next batch"
@@ -41,7 +41,7 @@ class Compare(Enum):
 
 
 class Entry(NamedTuple):
-    """Everything about an argument except name, type and default."""
+    """Specification of one argument: op schema, conversions, values, and what ranks compare."""
 
     schema: str
     """Schema of the op arguments that carry it."""

@@ -96,7 +96,7 @@ def ignore_post(key: object, fence: Fence, after: Sequence[Fence], sent: object,
 
 @dataclass(frozen=True)
 class RingCall:
-    """Everything that the loops of one call need."""
+    """State that the loops of one call share: plan, transports, slots, chunks and encodings."""
 
     plan: Plan
     phase: str

@@ -44,7 +44,7 @@ class Layouts(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """One past the last position of both layouts."""
+        """End of both layouts: the last position plus one."""
         return max(self.queries.reach, self.keys.reach)
 
 

@@ -102,8 +102,9 @@ def rows_of(
 ) -> tuple[dict[str, Any], Rows | None, dict[str, Any]]:
     """Split the per-row arguments into arguments for all rows and the per-row masks that remain.
 
-    If all rows have the same documents and no hidden key is in front of a visible one, ``cu_seqlens`` of one row and
-    ``seqused_k`` describe the mask, and no `Rows` are needed.
+    No `Rows` are needed if all rows have the same documents and no hidden key precedes a visible one. Then
+    ``cu_seqlens``
+    of one row and ``seqused_k`` describe the mask.
 
     Args:
         cu_seqlens: as for ``ring_attention``.

@@ -193,7 +193,7 @@ class _Piece:
 
 @dataclass
 class Trace:
-    """Everything that one rank did while :meth:`Ring.record` was open."""
+    """Recording of one rank's work while :meth:`Ring.record` was open."""
 
     device: torch.device
     _pieces: list[_Piece] = field(default_factory=list)
@@ -266,7 +266,7 @@ class Trace:
 
     @property
     def slots(self) -> list[Span]:
-        """Every use of a slot so far, from the first possible write to the end of the last read."""
+        """Uses of a slot so far, each from the first possible write to the end of the last read."""
         return [span for number in range(len(self._plans)) for span in self._slot_trace(number)]
 
     def _done(self, post: _Post) -> Moved:

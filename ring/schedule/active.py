@@ -1,4 +1,4 @@
-"""Which ranks see which shards, and which keys are sent to other ranks."""
+"""Visibility between ranks and shards, and the keys that are sent to other ranks."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One past the last position."""
+        """End of the span: its last position plus one."""
         return self.start + (self.length - 1) * self.step + 1 if self.length else self.start
 
 
@@ -424,7 +424,7 @@ class Layout:
 
     @cached_property
     def reach(self) -> int:
-        """One past the last position of all ranks."""
+        """End of the layout: the last position of all ranks plus one."""
         return max((spans[-1].stop for spans in self.spans_per_rank if spans), default=0)
 
     def spans(self, rank: int) -> tuple[Span, ...]:

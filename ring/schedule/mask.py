@@ -305,7 +305,7 @@ class Mask:
 
     @property
     def rows(self) -> tuple[Mask, ...]:
-        """One mask per batch row if the rows have different numbers of keys."""
+        """Masks of the batch rows if they have different numbers of keys, and otherwise this mask alone."""
         return (self,) if self.used is None else tuple(replace(self, used=(used,)) for used in self.used)
 
     def interval(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

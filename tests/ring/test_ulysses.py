@@ -241,7 +241,7 @@ def test_a_ring_with_settings_of_its_own() -> None:
     ("heads", "kv_heads", "message"),
     [
         (6, 6, "4 ranks in the Ulysses dimension, q has 6 heads and k 6: .* may have 1, 2, 3, 6 ranks$"),
-        (12, 3, "q has 12 heads and k 3: .* it may have 1, 3, 6, 12$"),
+        (12, 3, "q has 12 heads and k 3: .* may have 1, 3, 6, 12 ranks$"),
         (4, 8, "k has 8 heads, q has 4"),
     ],
 )
