@@ -112,14 +112,14 @@ def _block_mask(visible: bytes, columns: int, block: int) -> BlockMask:
 def _pack_numbers(numbers: Boundaries | None) -> tuple[Tensor | None]:
     if numbers is None or isinstance(numbers, Tensor):
         return (numbers,)
-    given: list[Any] = list(numbers)
-    if is_by_row(given):  # pad shorter rows with empty documents
-        longest = max(1, *map(len, given))
-        given = [number for row in given for number in (*row, *[*row[-1:], 0][:1] * (longest - len(row)))]
-        return (torch.tensor(given, device="cpu").view(-1, longest),)
+    values: list[Any] = list(numbers)
+    if is_by_row(values):  # pad shorter rows with empty documents
+        longest = max(1, *map(len, values))
+        values = [number for row in values for number in (*row, *[*row[-1:], 0][:1] * (longest - len(row)))]
+        return (torch.tensor(values, device="cpu").view(-1, longest),)
     # Keep fractions, so that the op refuses them instead of rounding.
-    dtype = None if any(isinstance(x, float) for x in given) else torch.int64
-    return (torch.tensor(given, dtype=dtype, device="cpu"),)
+    dtype = None if any(isinstance(x, float) for x in values) else torch.int64
+    return (torch.tensor(values, dtype=dtype, device="cpu"),)
 
 
 def _pack_seed(seed: int | None) -> tuple[Tensor | None, bool]:

@@ -37,14 +37,14 @@ class KeyValues(RingBuffer):
             after: list[Fence] = []
             sends, sent_slot = NO_LOAD, None
             if to is not None:
-                held = self._held(leaving, heads)
+                outgoing = self._held(leaving, heads)
                 own_slot = None if self._wire is None else self.call.plan.kv_slots
                 sent_slot = leaving.kv_slot if leaving.index else own_slot
-                sends = self.load(to, sent_slot, leaving, heads) if leaving.index else load(to, held.tensors)
+                sends = self.load(to, sent_slot, leaving, heads) if leaving.index else load(to, outgoing.tensors)
                 # Protects the outgoing K/V until they are here. K/V that arrived on this level need no wait, because
                 # its posts run in order.
-                if held.fence is not None and waits:
-                    after.append(held.fence)
+                if outgoing.fence is not None and waits:
+                    after.append(outgoing.fence)
             buffers: Tensors = ()
             if coming.kv_slot is not None:
                 after += self.free(coming.kv_slot, heads)  # protects the slot until its last compute and send are done

@@ -2,17 +2,17 @@
 
 K/V rotate through three slots (s0, s1, s2) and are posted up to two hops ahead of the compute::
 
-    hop       0 (own shard)   1               2               3
-    post      recv 1 -> s1    recv 3 -> s0    recv 4 -> s1    recv 5 -> s2
-              recv 2 -> s2
-              send 0, 1       send 2          send 3          send 4
-    wait      -               s1              s2              s0
-    compute   own K/V         K/V in s1       K/V in s2       K/V in s0
+    hop:      0 (own shard)      1                  2                  3
+    post:     recv 1 into s1     recv 3 into s0     recv 4 into s1     recv 5 into s2
+    post:     recv 2 into s2
+    post:     send 0, 1          send 2             send 3             send 4
+    wait:     -                  K/V in s1          K/V in s2          K/V in s0
+    compute:  own K/V            K/V in s1          K/V in s2          K/V in s0
 
 A receive waits until the slot's last compute and last send are done: hop 2 refills s1, which hop 1 has read.
 The backward adds dK/dV, which follow their K/V one hop later::
 
-    hop       dK/dV of this shard  ->  post dK/dV to the next rank  ->  post K/V ahead  ->  dQ of this shard
+    hop:      dK/dV of this shard -> post dK/dV to the next rank -> post K/V ahead -> dQ of this shard
 
 The same loop runs every schedule: both directions, skipped hops, chunks of heads and two-level rings are data.
 """

@@ -112,9 +112,9 @@ def joined(layout: Layout, ulysses: int) -> Layout:
 @lru_cache(maxsize=PLANS)
 def shared(layout: Layout, ulysses: int, place: int) -> Layout:
     """Return which tokens of one ring rank, counted from 0, each of its ``ulysses`` ranks holds."""
-    held = _held(layout, ulysses, place)
+    positions = _held(layout, ulysses, place)
     ranks = range(place * ulysses, (place + 1) * ulysses)
-    return Layout.from_positions(torch.searchsorted(held, layout.positions(rank)) for rank in ranks)
+    return Layout.from_positions(torch.searchsorted(positions, layout.positions(rank)) for rank in ranks)
 
 
 def _held(layout: Layout, ulysses: int, place: int) -> Tensor:

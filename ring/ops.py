@@ -208,22 +208,22 @@ def gradients(
         check_backward(call.backend, dlse)
         call.ring._agree({"call": "backward"}, q.device, of=call.number)
         dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
-        dlse, of_keys = None if dlse is None else dlse.contiguous(), (k, v)
+        dlse, unpacked_kv = None if dlse is None else dlse.contiguous(), (k, v)
         if rows is not None:
             dout, q, out, lse = rows.pack(dout), rows.pack(q), rows.pack(out), rows.pack_lse(lse)
             dlse = None if dlse is None else rows.pack_lse(dlse)
             k, v = rows.pack_keys(k), rows.pack_keys(v)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         with call.ring.call(call.plan, "backward", q, k, call.scores) as running:
-            given, scale = (dout, q, out, lse, dlse), call.softmax_scale
-            backends = backward_backends(call.backend, running.chunks, *given, softmax_scale=scale, config=call.config)
+            inputs, scale = (dout, q, out, lse, dlse), call.softmax_scale
+            backends = backward_backends(call.backend, running.chunks, *inputs, softmax_scale=scale, config=call.config)
             loop.backward(running, backends, k, v, (dk, dv))
         delta = None if sink is None else row_delta(call.backend, dout, out, dlse)
         dsink = lse.new_empty(0) if sink is None or delta is None else sink_gradient(sink, delta, lse)
         dq = backward_result(call.backend, backends, running.chunks, q)
         if rows is not None:
             dq = rows.unpack(dq)
-            dk, dv = (rows.unpack_keys(grad, like) for grad, like in zip((dk, dv), of_keys, strict=True))
+            dk, dv = (rows.unpack_keys(grad, like) for grad, like in zip((dk, dv), unpacked_kv, strict=True))
     return dq, dk, dv, dsink
 
 

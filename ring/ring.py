@@ -197,9 +197,9 @@ class Ring:
         ring closes the partner.
         """
         if group not in self._partners:
-            made = _default_ring(group, self.deadline)
-            made._rings = self._rings
-            self._partners.setdefault(group, made)
+            ring = _default_ring(group, self.deadline)
+            ring._rings = self._rings
+            self._partners.setdefault(group, ring)
         return self._partners[group]
 
     def name_ranks(self, names: Sequence[int]) -> None:
@@ -526,10 +526,10 @@ _DEADLINES: MutableMapping[Group, _Deadline] = WeakKeyDictionary()
 def ring_of(group: GroupLike, device: torch.device) -> Ring:
     """Return the ring for calls without ``ring=``: one per group, device and deadline, created on first use."""
     members = resolve_group(group)
-    cache, given = kept_of(members), _DEADLINES.get(members)
-    key = device if given is None else (device, given.seconds)
+    cache, deadline = kept_of(members), _DEADLINES.get(members)
+    key = device if deadline is None else (device, deadline.seconds)
     # setdefault is atomic, so that two threads get the same ring
-    ring = cache[key] if key in cache else cache.setdefault(key, _default_ring(members, given and given.seconds))
+    ring = cache[key] if key in cache else cache.setdefault(key, _default_ring(members, deadline and deadline.seconds))
     assert isinstance(ring, Ring)
     return ring
 

@@ -146,15 +146,15 @@ def _documents(cu_seqlens: Any, batch: int, length: int) -> tuple[Documents, ...
     by_row: Any = [Documents(row) for row in cu_seqlens] if is_by_row(cu_seqlens) else [Documents(cu_seqlens)] * batch
     if len(by_row) != batch:
         raise ValueError(f"cu_seqlens has {len(by_row)} rows: it must have {batch}, one per batch row, or be one list")
-    made = []
+    documents = []
     for row, boundaries in enumerate(by_row):
         if boundaries.seqlen != length:
             raise ValueError(
                 f"cu_seqlens[{row}] ends at {boundaries.seqlen}: it must end at {length}, the number of tokens"
             )
         # drop empty documents, which pad rows with fewer documents
-        made.append(Documents(dict.fromkeys([*boundaries.boundaries]) if length else [0, 0]))
-    return tuple(made)
+        documents.append(Documents(dict.fromkeys([*boundaries.boundaries]) if length else [0, 0]))
+    return tuple(documents)
 
 
 def _checked_mask(key_mask: object, batch: int, keys: int) -> Tensor:

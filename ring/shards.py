@@ -40,14 +40,14 @@ def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "lay
                 f"{name} is {layout!r} with {seqlen} tokens over {world} ranks: a name means equal shards; "
                 f"pass Layout.{layout}({seqlen}, {world}) for shards that differ by a token"
             )
-        made: Layout = getattr(Layout, layout)(seqlen, world)
-        return made
+        resolved: Layout = getattr(Layout, layout)(seqlen, world)
+        return resolved
     if not isinstance(layout, Layout):
         raise ValueError(f"{name} is {shown(layout)}: it must be a Layout or one of {', '.join(NAMES)}")
     if layout.world != world:
-        raise ValueError(f"{name} is made for {layout.world} ranks, the group has {world}")
+        raise ValueError(f"{name} is resolved for {layout.world} ranks, the group has {world}")
     if layout.seqlen != seqlen:
-        raise ValueError(f"{name} is made for {layout.seqlen} tokens, got {seqlen}")
+        raise ValueError(f"{name} is resolved for {layout.seqlen} tokens, got {seqlen}")
     return layout
 
 

@@ -15,7 +15,7 @@ from ...kernels.launch import Pair
 
 FEATURES = {
     "bounds": "masks that are an interval of keys per query row: causal, window, documents, prefix",
-    "seqused_k": "numbers of keys per batch row (seqused_k)",
+    "seqused_k": "a number of keys per batch row (seqused_k)",
     "block_sparse": "block-sparse masks (block_mask)",
     "softcap": "softcap",
     "alibi_slopes": "alibi_slopes",

@@ -58,11 +58,11 @@ class HeldKeys:
 
     def _mark(self, seen: Marks, starts: Vector, ends: Vector) -> None:
         first, past = np.searchsorted(self.stops, starts, side="right"), np.searchsorted(self.starts, ends)
-        there = first < past
-        if there.sum() == 1:
-            seen[self.owners[first[there][0] : past[there][0]]] = True
-        elif there.any():
-            begun, ended = (np.bincount(edges[there], minlength=len(self.owners) + 1) for edges in (first, past))
+        nonempty = first < past
+        if nonempty.sum() == 1:
+            seen[self.owners[first[nonempty][0] : past[nonempty][0]]] = True
+        elif nonempty.any():
+            begun, ended = (np.bincount(edges[nonempty], minlength=len(self.owners) + 1) for edges in (first, past))
             seen[self.owners[(begun - ended).cumsum()[:-1] > 0]] = True
         if len(self.stripes):
             self._mark_stripes(seen, starts, ends)
@@ -94,8 +94,8 @@ def _whole_blocks(blocks: BlockMask, queries: Vector, lo: Vector, hi: Vector) ->
     rows, first = np.unique(queries // blocks.block, return_index=True)
     starts, ends = np.minimum.reduceat(lo, first)[:, None], np.maximum.reduceat(hi, first)[:, None]
     begins = np.arange(blocks.visible.shape[1]) * blocks.block
-    near = (begins < ends) & (starts < begins + blocks.block)
-    begins = begins[(blocks.visible.numpy()[rows] & near).any(axis=0)]
+    touched = (begins < ends) & (starts < begins + blocks.block)
+    begins = begins[(blocks.visible.numpy()[rows] & touched).any(axis=0)]
     return disjoint(begins, begins + blocks.block)
 
 
@@ -111,8 +111,8 @@ def _intervals(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vector, Vec
     first, past = np.searchsorted(positions.numpy(), mask.queries)
     positions = positions[first:past]
     lo, hi = (end.numpy() for end in mask.interval(positions))
-    there = lo < hi
-    return positions.numpy()[there], lo[there], hi[there]
+    nonempty = lo < hi
+    return positions.numpy()[nonempty], lo[nonempty], hi[nonempty]
 
 
 SENT_KEYS = 64  # cached layouts of the keys that are sent

@@ -2,10 +2,10 @@
 
 Example: 16 tokens on 4 ranks::
 
-    position    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
-    contiguous  0  0  0  0  1  1  1  1  2  2  2  2  3  3  3  3
-    zigzag      0  0  1  1  2  2  3  3  3  3  2  2  1  1  0  0
-    striped     0  1  2  3  0  1  2  3  0  1  2  3  0  1  2  3
+    position:   0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
+    contiguous: 0  0  0  0  1  1  1  1  2  2  2  2  3  3  3  3
+    zigzag:     0  0  1  1  2  2  3  3  3  3  2  2  1  1  0  0
+    striped:    0  1  2  3  0  1  2  3  0  1  2  3  0  1  2  3
 """
 
 from __future__ import annotations
@@ -209,14 +209,14 @@ _SPEED = number("a finite number of at least 0", lambda speed: 0 <= speed < inf)
 def _zigzag(boundaries: Sequence[int], world: int) -> list[list[Span]]:
     """Return the spans of every rank: two runs per document, one from each end. See :meth:`Layout.zigzag`."""
     spans: list[list[Span]] = [[] for _ in range(world)]
-    held, first = [0] * world, 0
+    counts, first = [0] * world, 0
     for start, end in pairwise(boundaries):
         each, extra = divmod(end - start, world)
         lengths = [each + ((rank - first) % world < extra) for rank in range(world)]
-        heads = [-(-(had + new) // 2) - -(-had // 2) for had, new in zip(held, lengths, strict=True)]
+        heads = [-(-(count + length) // 2) - -(-count // 2) for count, length in zip(counts, lengths, strict=True)]
         for rank, runs in enumerate(_from_both_ends(start, end, heads, lengths)):
             spans[rank] += runs
-        held = [had + new for had, new in zip(held, lengths, strict=True)]
+        counts = [count + length for count, length in zip(counts, lengths, strict=True)]
         first = (first + extra) % world
     return spans
 

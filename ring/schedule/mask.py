@@ -154,8 +154,8 @@ def fixed(seqlen: int, block: int, *, stride: int, summary: int) -> BlockMask:
     step, last = _multiple("stride", stride, block), _multiple("summary", summary, block)
     if last > step:
         raise ValueError(f"summary is {summary}: it must be at most stride, {stride}")
-    same = queries // step == keys // step
-    return BlockMask((keys <= queries) & (same | (keys % step >= step - last)), block)
+    same_run = queries // step == keys // step
+    return BlockMask((keys <= queries) & (same_run | (keys % step >= step - last)), block)
 
 
 def bigbird(seqlen: int, block: int, *, window: int, global_: int, random: int, seed: int = 0) -> BlockMask:

@@ -143,8 +143,8 @@ class Schedule:
 
     def _moved(self, rank: int, hop: int, direction: int) -> int:
         (node, local), (outer, step) = self._places[rank], divmod(hop, self.inner)
-        there = self.nodes[(node + direction * self.outer_steps[outer]) % len(self.nodes)]
-        return there[(local + direction * self.steps[step]) % len(there)]
+        ranks = self.nodes[(node + direction * self.outer_steps[outer]) % len(self.nodes)]
+        return ranks[(local + direction * self.steps[step]) % len(ranks)]
 
     def rank_at(self, shard: int, hop: int) -> int:
         """Return the rank that ``shard`` visits at ``hop``."""
