@@ -72,9 +72,8 @@ def ring_attention(
     """Compute exact attention of this rank's queries over the keys of all ranks: ``softmax(scale * q k^T) v``.
 
     Ring Attention (Liu et al., arXiv:2310.01889): K/V visit one rank after the other while each rank computes. The
-    softmax
-    state of FlashAttention (arXiv:2205.14135, algorithm 1) is carried from hop to hop in fp32. Every rank of the group
-    calls this function with its own shard. Up to rounding, the result does not depend on the number of ranks.
+    softmax state of FlashAttention (arXiv:2205.14135, algorithm 1) is carried from hop to hop in fp32. Every rank of
+    the group calls this function with its own shard. Up to rounding, the result does not depend on the number of ranks.
 
     Args:
         q: this rank's queries ``[B, S, H, D]``; float16, bfloat16 or float32; any strides with a unit last one.
@@ -84,18 +83,15 @@ def ring_attention(
             ``out.unflatten(2, (Hkv, -1)).transpose(2, 3).flatten(2, 3)``.
         v: this rank's values ``[B, Sk, Hkv, Dv]``.
         layout: global positions that each rank holds: a :class:`Layout`, or ``contiguous``, ``zigzag`` or ``striped``
-            for
-            equal shards. Required with more than one rank.
+            for equal shards. Required with more than one rank.
         ring: a :class:`Ring` with its own settings, which keeps transport and slots between calls. Default: one per
             group. With a two-dimensional ``group``, a ring of the first dimension.
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a ``LocalWorld`` member. None means the
             default group if ``torch.distributed`` is initialised, and otherwise a single device, like
             :func:`ringattn.single_rank`. With a two-dimensional DeviceMesh, ``("ring", "ulysses")`` or unnamed, K/V
-            move
-            along the first dimension, and an all-to-all along the second exchanges heads for tokens. With virtual ranks
-            use ``member.mesh(ring, ulysses)``. Rank ``r * U + u`` of the layouts is the rank at ``[r, u]``. U must
-            divide
-            ``H``, and one of U and ``Hkv`` must divide the other.
+            move along the first dimension, and an all-to-all along the second exchanges heads for tokens. With virtual
+            ranks use ``member.mesh(ring, ulysses)``. Rank ``r * U + u`` of the layouts is the rank at ``[r, u]``. U
+            must divide ``H``, and one of U and ``Hkv`` must divide the other.
         causal: the query at position p sees the keys at positions up to p.
         window_size: ``(left, right)``: the query at p sees the keys at positions p - left to p + right, both included.
             -1 or None means no limit on that side. With ``causal``, no key after p is visible, whatever ``right`` is.
@@ -103,22 +99,18 @@ def ring_attention(
             above 1e4 give meaningless gradients, because the backward recomputes ``exp(score - lse)``.
         softcap: ``cap``, 1e-8 to 1e30, replaces the scaled score s by ``cap * tanh(s / cap)``. 0 or None: off.
         learnable_sink: ``[H]``, one extra logit per head, without a value. It is part of the softmax and of ``lse``.
-            Its
-            gradient is this rank's part; reduce it over the ranks like that of any replicated parameter.
+            Its gradient is this rank's part; reduce it over the ranks like that of any replicated parameter.
         alibi_slopes: ``[H]`` or ``[B, H]``, fp32. Adds ``-slope * |p_q - p_k|``, with global positions, to the score
             after the softcap. No gradient.
-        dropout_p: probability that a weight is dropped, 0 to below 1. The other weights are divided by
-            ``1 - dropout_p``. ``lse`` is computed before dropout. The choice is a function of seed, positions, head and
-            batch row, by Philox4x32-10 (Salmon et al., SC11), so it is equal for every number of ranks, layout and
-            backend.
+        dropout_p: probability that a weight is dropped, 0 to below 1. The other weights are divided by ``1 -
+            dropout_p``. ``lse`` is computed before dropout. The choice is a function of seed, positions, head and batch
+            row, by Philox4x32-10 (Salmon et al., SC11), so it is equal for every number of ranks, layout and backend.
         dropout_seed: 64 bits. None: rank 0 draws a seed from torch's generator and sends it to the others, one round
-            trip
-            through the group's store. In a torch.compile graph every rank draws a seed, and rank 0's counts. Virtual
-            ranks share one generator, so pass a seed if runs must be reproducible.
+            trip through the group's store. In a torch.compile graph every rank draws a seed, and rank 0's counts.
+            Virtual ranks share one generator, so pass a seed if runs must be reproducible.
         first_head: global index of this rank's first query head, 0 to 2^31 - 1, if heads are sharded (tensor
             parallelism). Dropout uses global head indices, so that shards with one seed drop different weights. Equal
-            on
-            all ranks of the group; over a mesh at most ``2^31 - H``.
+            on all ranks of the group; over a mesh at most ``2^31 - H``.
         cu_seqlens: boundaries ``[0, ..., seqlen]`` of documents packed into the sequence, as global positions. A query
             sees only keys of its own document. A list or a CPU tensor; any lengths are allowed. Or one such list per
             batch row (``[B][documents + 1]``, of any lengths), or a CPU tensor ``[B, n]``.
@@ -127,18 +119,15 @@ def ring_attention(
         leftpad_k: ``[B]``, on the host: keys before this global position are padding (as in FlashAttention).
         prefix_length: number of positions at the start that ``causal`` hides from no query (prefix-LM).
         block_mask: bool ``[query blocks, key blocks]`` over global positions, on the CPU, with blocks of equal size. Or
-            a
-            ``ring.BlockMask``, which states the block size and can be reused between calls. Or the result of
+            a ``ring.BlockMask``, which states the block size and can be reused between calls. Or the result of
             ``ring.strided``, ``fixed``, ``bigbird`` or ``longformer``. The spans of the layouts must be whole blocks.
-            The
-            kernels take block sizes that are multiples of 16, and shrink their default tiles to divide them.
+            The kernels take block sizes that are multiples of 16, and shrink their default tiles to divide them.
         kv_layout: positions of the keys of each rank, if they differ from those of the queries: cross-attention, or
             queries behind a cache.
         align: alignment of queries and keys if their numbers differ and ``layout`` and ``kv_layout`` (default: the same
             name) both count from 0. ``bottom-right``: query i is at key position ``i + keys - queries``, so that the
-            last
-            query sees all keys (``causal`` of FlashAttention since 2.1). ``top-left``: query i is at key position i.
-            None: different lengths need a ``kv_layout``.
+            last query sees all keys (``causal`` of FlashAttention since 2.1). ``top-left``: query i is at key position
+            i. None: different lengths need a ``kv_layout``.
         return_lse: also return ``lse``, which is differentiable.
         backend: ``triton`` (GPU; on the CPU only under Triton's interpreter), ``aten`` (CPU: PyTorch's own
             flash-attention operator), ``auto``, a name given to :func:`register_backend`, or a :class:`LocalAttention`.
@@ -147,30 +136,25 @@ def ring_attention(
 
     Returns:
         ``out [B, S, H, Dv]`` in q's dtype; with ``return_lse`` also ``lse [B, H, S]``, fp32, natural logarithm. A row
-        that
-        sees no key has ``out = 0`` and ``lse = -inf`` (with a sink, ``lse`` is the sink). On the CPU ``lse`` of float16
-        and bfloat16 may be off by 1e-4, because PyTorch's operator approximates the exponential.
+        that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink, ``lse`` is the sink). On the CPU ``lse`` of
+        float16 and bfloat16 may be off by 1e-4, because PyTorch's operator approximates the exponential.
 
     If ``cu_seqlens``, ``key_mask`` or ``leftpad_k`` let batch rows see different keys, the rows are packed into one
     sequence, each as its own document. Hidden keys are not sent. Rounding of ``out`` and the positions that dropout
-    uses
-    are then those of the packed sequence: ``row * positions of a row + position``, in batch row 0. Both are still equal
-    for
-    every number of ranks and layout. ``block_mask`` is not supported there; with more than one row, ``prefix_length``
-    and
-    ``alibi_slopes [B, H]`` are not supported either. Documents that all rows share, and padding behind all keys
-    (``seqused_k``), need no packing.
+    uses are then those of the packed sequence: ``row * positions of a row + position``, in batch row 0. Both are still
+    equal for every number of ranks and layout. ``block_mask`` is not supported there; with more than one row,
+    ``prefix_length`` and ``alibi_slopes [B, H]`` are not supported either. Documents that all rows share, and padding
+    behind all keys (``seqused_k``), need no packing.
 
     Ranks compare their arguments before anything is sent, except for values in device tensors: ``learnable_sink`` and
     ``alibi_slopes`` must be equal on all ranks. If several mask arguments are given, a key is visible only if all of
-    them
-    allow it. Under autocast q, k and v are cast as in ``scaled_dot_product_attention``. A second derivative raises.
+    them allow it. Under autocast q, k and v are cast as in ``scaled_dot_product_attention``. A second derivative
+    raises.
 
     Raises:
         TypeError: a keyword does not exist; the message suggests ours.
         ValueError: an argument does not fit. Raised before anything is sent; the message names the argument, what it
-            got
-            and what it takes. If the ranks disagree, every rank raises it.
+            got and what it takes. If the ranks disagree, every rank raises it.
         NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter, or with bfloat16, which the
             interpreter reads as integers; or the call is inside a torch.func transform.
     """

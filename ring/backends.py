@@ -85,8 +85,7 @@ def forward_result(
 
     Raises:
         RuntimeError: a kernel returned another shape or dtype, or NaN in lse. The check for NaN runs in every call on
-            the
-            CPU. On a GPU it waits for the device, so it runs only in a kernel's first call.
+            the CPU. On a GPU it waits for the device, so it runs only in a kernel's first call.
     """
     parts = zip(chunks, backends, strict=True)
     results = [check_forward(kernel.name, run.result(), q[:, :, heads.q], v.shape[3]) for heads, run in parts]

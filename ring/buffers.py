@@ -139,8 +139,7 @@ class RingCall:
         """Wait for everything posted, so that the caller may reuse its tensors after the call.
 
         The newest fence comes first. If the posts of a level run in order on one stream, it covers all earlier ones.
-        Between
-        virtual ranks the receiver's stream reads what was sent, so every fence must be waited for.
+        Between virtual ranks the receiver's stream reads what was sent, so every fence must be waited for.
         """
         with self.waiting(self.plan.hops[-1]):
             for fence in reversed(self.posts):
@@ -189,8 +188,7 @@ class RingBuffer:
     """Slots for a pair of tensors (K/V or dK/dV) that moves from rank to rank.
 
     The pair has the shapes of this rank's ``like``. Each slot is divided into the chunks of a hop; every chunk is
-    filled
-    and freed separately.
+    filled and freed separately.
     """
 
     def __init__(self, call: RingCall, slots: Slots, like: Tensors, dtype: torch.dtype, wire: Wire | None) -> None:

@@ -15,8 +15,7 @@ class KeyValues(RingBuffer):
     """K/V of each hop: this rank's own pair, or a received pair.
 
     Each rank passes K/V on exactly as they arrived. With a wire dtype the owner encodes its pair once, into one extra
-    slot
-    after those of the schedule.
+    slot after those of the schedule.
     """
 
     def __init__(self, call: RingCall, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -30,8 +29,7 @@ class KeyValues(RingBuffer):
         """Post the K/V transfers that are due during hop ``now``.
 
         Each group receives K/V of the hop ``coming`` and passes on K/V of an earlier hop. ``PREFETCH`` groups are
-        posted
-        behind the dK/dV of the hop, all others at its beginning.
+        posted behind the dK/dV of the hop, all others at its beginning.
         """
         for (coming, leaving, to, by_rail, waits), heads in product(self._posts[now.index], self.call.chunks):
             after: list[Fence] = []

@@ -9,8 +9,8 @@ K/V rotate through three slots (s0, s1, s2) and are posted up to two hops ahead 
     wait:     -                  K/V in s1          K/V in s2          K/V in s0
     compute:  own K/V            K/V in s1          K/V in s2          K/V in s0
 
-A receive waits until the slot's last compute and last send are done: hop 2 refills s1, which hop 1 has read.
-The backward adds dK/dV, which follow their K/V one hop later::
+A receive waits until the slot's last compute and last send are done: hop 2 refills s1, which hop 1 has read. The
+backward adds dK/dV, which follow their K/V one hop later::
 
     hop:      dK/dV of this shard -> post dK/dV to the next rank -> post K/V ahead -> dQ of this shard
 
@@ -62,8 +62,8 @@ def backward(
     """Run the backward: compute dQ of this rank's queries, and pass partial dK/dV around the ring.
 
     Each outer step starts with dQ of its root shard, which hides the first K/V transfer. It ends with dK/dV of the
-    root, which are added to the partial dK/dV that the other ranks of the node sent back. The first root is this
-    rank's own shard; its dK/dV come last of all.
+    root, which are added to the partial dK/dV that the other ranks of the node sent back. The first root is this rank's
+    own shard; its dK/dV come last of all.
 
     At every other hop dK/dV come before dQ, so that dQ hides the transfer of dK/dV. K/V that a later hop needs are
     posted behind dK/dV, because a link moves transfers in posting order and the next rank needs dK/dV first.
@@ -162,8 +162,7 @@ def partial_sums(
 ) -> Iterator[tuple[MaskArgs, Callable[[], Tensors] | None, Tensors]]:
     """Yield ``(mask_args, accum, out)`` for each part of a mask, so that the parts add up in ``out``.
 
-    Each part adds its dK/dV to the sum of the parts before it. Sums in between are fp32, whatever the dtype of
-    ``out``.
+    Each part adds its dK/dV to the sum of the parts before it. Sums in between are fp32, whatever the dtype of ``out``.
     """
     for part in parts[:-1]:
         partial_sum = tuple(torch.empty_like(x, dtype=torch.float32) for x in out)

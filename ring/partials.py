@@ -14,8 +14,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     """Merge attention of the same queries over disjoint sets of keys into attention over all of them. Differentiable.
 
     ``lse = log(sum_i exp(lse_i))`` and ``out = sum_i exp(lse_i - lse) * out_i``: the softmax over blocks of
-    FlashAttention
-    (arXiv:2205.14135, algorithm 1). Computed in fp32, or in float64 if ``outs`` are.
+    FlashAttention (arXiv:2205.14135, algorithm 1). Computed in fp32, or in float64 if ``outs`` are.
 
     Args:
         outs: attention over each set, ``[B, S, H, D]``, all of one dtype.

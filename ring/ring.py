@@ -67,15 +67,13 @@ class Ring:
     """Transports and receive slots that the ranks of one group share between calls.
 
     The transports open at the first call, on the device of its tensors. Every rank makes the same calls in the same
-    order,
-    one at a time. A call from a second thread during a call raises RuntimeError and ends the ring.
+    order, one at a time. A call from a second thread during a call raises RuntimeError and ends the ring.
 
     A Ring is a context manager; :meth:`close` releases communicators and slots.
 
     Args:
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a :class:`LocalWorld` member. None
-            means
-            the default group if ``torch.distributed`` is initialised, and otherwise this device alone.
+            means the default group if ``torch.distributed`` is initialised, and otherwise this device alone.
         transport: ``auto``, ``nccl`` (CuPy), ``copy_engine`` (CUDA IPC copies inside a node), ``process_group``,
             ``local``, the name of another registered transport, or a factory (see :func:`comm.register_transport`).
         wire_dtype: dtype in which K/V are sent. None sends them unchanged. ``torch.bfloat16`` rounds.
@@ -87,8 +85,7 @@ class Ring:
             depend on the number of ranks.
         prefetch: number of hops that K/V are posted ahead of the compute, 0 (blocking) to ``slots - 1``, the default.
         chunks: number of groups of key heads that a hop is cut into. Each group is sent and computed separately, so
-            that
-            only one group's transfer is exposed at either end. At most the number of key heads.
+            that only one group's transfer is exposed at either end. At most the number of key heads.
         direction: 1 sends K/V to the next rank, -1 to the previous rank.
         topology: order of the ranks. Several nodes of equal size make a two-level ring. None discovers the topology if
             the group has GPUs, and otherwise uses a flat ring in rank order.
@@ -100,11 +97,9 @@ class Ring:
     longest. The first transfer of a call, and transfers that this ring has never made before, have 600 s.
 
     A given ``deadline`` also bounds every other wait for ranks, such as connecting, opening and warming up, whatever
-    the
-    timeout of the group. In a two-dimensional mesh it holds for both dimensions. Until this ring is closed, the
-    deadline
-    also holds for calls without ``ring=`` on the same group, including ``shard`` and ``unshard``, and on meshes whose
-    first dimension is this group. If several rings set a deadline, the last one counts.
+    the timeout of the group. In a two-dimensional mesh it holds for both dimensions. Until this ring is closed, the
+    deadline also holds for calls without ``ring=`` on the same group, including ``shard`` and ``unshard``, and on
+    meshes whose first dimension is this group. If several rings set a deadline, the last one counts.
 
     Raises:
         ValueError: an argument is not one of the values above.
@@ -193,8 +188,7 @@ class Ring:
         """Return the ring of the other mesh dimension, created on first use.
 
         The partner has this ring's deadline and default settings otherwise. If one of the two fails, both end. Closing
-        this
-        ring closes the partner.
+        this ring closes the partner.
         """
         if group not in self._partners:
             ring = _default_ring(group, self.deadline)
@@ -322,8 +316,7 @@ class Ring:
 
         Raises:
             RuntimeError: a call of another thread is in progress. The ring is then lost, because ranks whose threads
-                race
-                need not agree on the order of calls. Also raised in a thread that must not wait for other virtual
+                race need not agree on the order of calls. Also raised in a thread that must not wait for other virtual
                 ranks.
             NotImplementedError: the current stream is captured into a CUDA graph.
         """

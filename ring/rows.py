@@ -103,8 +103,7 @@ def rows_of(
     """Split the per-row arguments into arguments for all rows and the per-row masks that remain.
 
     No `Rows` are needed if all rows have the same documents and no hidden key precedes a visible one. Then
-    ``cu_seqlens``
-    of one row and ``seqused_k`` describe the mask.
+    ``cu_seqlens`` of one row and ``seqused_k`` describe the mask.
 
     Args:
         cu_seqlens: as for ``ring_attention``.

@@ -25,8 +25,7 @@ def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "lay
 
     Raises:
         ValueError: no layout for several ranks, an unknown name, a name although the shards are not equal, or a layout
-            for
-            another number of ranks or tokens.
+            for another number of ranks or tokens.
     """
     if layout is None:
         if world > 1:
@@ -55,8 +54,7 @@ def shard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim: 
     """Return this rank's tokens of ``x``, which holds the whole sequence along ``dim``; differentiable.
 
     Every rank of the group calls it. Ranks compare their arguments as in :func:`ring_attention`, but nothing is sent.
-    Use
-    ``layout.shard(x, rank)`` to shard on one rank alone.
+    Use ``layout.shard(x, rank)`` to shard on one rank alone.
 
     Raises:
         ValueError: the layout does not fit the group or the length of ``x``, or the ranks disagree.

@@ -2,8 +2,8 @@
 
 All times are on the rank's host clock (``time.perf_counter``). On a GPU every point is an event, timed against a start
 event whose host time is known up to :attr:`Trace.clock_error`. Nothing waits while a call runs. A transfer's begin is
-recorded after the last fence that it waits for, its end when the transfer ends. The content of transfers and the use
-of slots follow from the plan and these times.
+recorded after the last fence that it waits for, its end when the transfer ends. The content of transfers and the use of
+slots follow from the plan and these times.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def slot_trace(
     """Yield every use of a slot in one call, from the first write to the end of the last read.
 
     The two slots of a two-level ring that return dK/dV between nodes are left out. ``computed`` maps hops to the times
-    of
-    their compute.
+    of their compute.
     """
     kv = [post for post in posts if post.key.kind in KEY_VALUES]
     dkv = [post for post in posts if post.key.kind is Kind.DKV]

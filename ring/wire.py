@@ -28,8 +28,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Rounded:
     """Encodes ``[B, S, H, D]`` as one tensor of another dtype, rounded to nearest.
 
-    Values too large for the dtype become infinite: with bfloat16, ``|x| >= 65,408`` in fp16 model dtype and
-    ``|x| >= (2 - 2^-8) * 2^127`` in fp32.
+    Values too large for the dtype become infinite: with bfloat16, ``|x| >= 65,408`` in fp16 model dtype and ``|x| >= (2
+    - 2^-8) * 2^127`` in fp32.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -53,8 +53,7 @@ class Scaled:
     """Encodes as e4m3 with one fp32 scale per (batch, head, 128 tokens), see :func:`ringattn.kernels.quantize`.
 
     The CPU version uses torch and equals the kernels bit for bit. It works on the tokens of one scale at a time, so
-    that
-    its temporaries do not grow with the shard.
+    that its temporaries do not grow with the shard.
     """
 
     name = "float8_e4m3fn"

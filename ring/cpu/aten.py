@@ -33,8 +33,8 @@ def operator_backward(
     """Return dq, dk and dv, in fp32 or q's dtype, for ``out`` and ``lse`` over all keys that the rows see.
 
     In a causal square the operator computes blocks of 512 keys in full, visible or not. Therefore the square is cut
-    into
-    small squares along the diagonal, and rectangles below them whose size doubles. One call computes all of one size.
+    into small squares along the diagonal, and rectangles below them whose size doubles. One call computes all of one
+    size.
     """
     inputs = dout, q, k, v, out
     if causal:

@@ -42,8 +42,7 @@ def first_word(seed: int, counter: Counter) -> Tensor:
     """Return the first of the four Philox words for ``counter`` under the key ``(low word, high word)`` of ``seed``.
 
     ``counter`` is four int64 tensors of 32-bit words that broadcast. The words stay unexpanded as long as the rounds
-    keep
-    them apart. So a counter of row, key and head costs seven full rounds and not ten.
+    keep them apart. So a counter of row, key and head costs seven full rounds and not ten.
     """
     key = [seed & WORD, seed >> 32 & WORD]
     for _ in range(ROUNDS - 1):
@@ -111,8 +110,7 @@ class Modifiers:
         """Return the factors of dropout: 0, or ``1 / (1 - p)``.
 
         A weight is kept if the first Philox4x32-10 word is at least ``scores.threshold``. The key is the seed, the
-        counter is
-        (query position, key position, head, batch item).
+        counter is (query position, key position, head, batch item).
         """
         seed, threshold = self.scores.dropout_seed, self.scores.threshold
         rows, keys = self._positions(at)
@@ -258,8 +256,8 @@ def forward(
 ) -> None:  # fmt: skip
     """Add ``k`` and ``v`` to the running ``out`` and ``lse``, in place.
 
-    The online softmax restarts from the state: ``m = lse, l = 1, acc = out``. A row that has seen no key has
-    ``lse = -inf`` and ``out = 0``. Dropped weights count in ``lse``.
+    The online softmax restarts from the state: ``m = lse, l = 1, acc = out``. A row that has seen no key has ``lse =
+    -inf`` and ``out = 0``. Dropped weights count in ``lse``.
 
     Args:
         q: ``[B, Sq, H, D]``, any float dtype; all tensors are those of the region.
@@ -340,8 +338,7 @@ def backward(
     """Add the gradients of these queries and keys to ``grads``: dq, dk and dv, fp32, in place.
 
     ``lse`` is the row's over all shards, +inf for a row without keys, and ``delta`` is ``rowsum(dout * out) - dlse``.
-    Both
-    are fp32 ``[B, H, Sq]``. All other shapes are as in :func:`forward`.
+    Both are fp32 ``[B, H, Sq]``. All other shapes are as in :func:`forward`.
     """
     modifiers = None if scores.is_plain else Modifiers(scores, region)
     dq, dk, dv = grads

@@ -60,8 +60,7 @@ class LocalForward(Protocol):
 
         Args:
             k: ``[B, Sk, Hkv, D]``, any strides with a unit last one; Sk may be 0. Do not keep ``k`` or ``v``: their
-                slot is
-                overwritten after the work on the current stream.
+                slot is overwritten after the work on the current stream.
             v: ``[B, Sk, Hkv, Dv]``.
             bounds: keys that each query row sees.
             scores: softcap, ALiBi and dropout of these heads.
@@ -79,10 +78,8 @@ class LocalBackward(Protocol):
     """Backward of one call and one chunk of heads.
 
     The ring first asks for dQ of this rank's own shard, then for dK/dV and dQ of every other shard, and last for dK/dV
-    of
-    the own shard. So transfers hide behind compute. In a two-level ring the first shard of each node is treated like
-    the
-    own shard. A kernel that computes all three at once may do so in either method.
+    of the own shard. So transfers hide behind compute. In a two-level ring the first shard of each node is treated like
+    the own shard. A kernel that computes all three at once may do so in either method.
     """
 
     def dq(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:
@@ -118,8 +115,8 @@ class LocalAttention(Protocol):
     their arguments until the call ends.
 
     A kernel may also have two optional methods. ``check(q, v, *, scores, block, config)`` raises if a call does not
-    fit; ``block`` is the block size of a block-sparse mask. ``delta(dout, out, dlse)`` returns
-    ``rowsum(dout * out) - dlse``, fp32 ``[B, H, S]``.
+    fit; ``block`` is the block size of a block-sparse mask. ``delta(dout, out, dlse)`` returns ``rowsum(dout * out) -
+    dlse``, fp32 ``[B, H, S]``.
 
     Example:
         >>> import torch

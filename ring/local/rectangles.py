@@ -27,24 +27,20 @@ class RectangleAttention:
     """A :class:`LocalAttention` built from functions that only know full and causal rectangles.
 
     The bounds of every hop, for any mask and layout, are cut into such rectangles: a few for common masks, up to one
-    per
-    row for irregular masks. Results are merged in fp32, which also implements ``learnable_sink``. For a gradient
-    through
-    lse, q, k and v are padded with columns of zeros.
+    per row for irregular masks. Results are merged in fp32, which also implements ``learnable_sink``. For a gradient
+    through lse, q, k and v are padded with columns of zeros.
 
     Args:
         name: name of the kernel.
-        forward: ``forward(q, k, v, *, causal, scale)`` returns ``out [B, Sq, H, Dv]`` in q's dtype and
-            ``lse [B, H, Sq]``, fp32, natural log. ``causal`` means a square in which row i sees the first i + 1 keys.
+        forward: ``forward(q, k, v, *, causal, scale)`` returns ``out [B, Sq, H, Dv]`` in q's dtype and ``lse [B, H,
+            Sq]``, fp32, natural log. ``causal`` means a square in which row i sees the first i + 1 keys.
         backward: ``backward(dout, q, k, v, out, lse, *, causal, scale)`` returns dq, dk and dv in fp32 or q's dtype.
-            Its
-            ``out`` and ``lse`` cover all keys that a row sees; ``lse`` is inf for a row without keys. None: calls that
-            need gradients raise.
+            Its ``out`` and ``lse`` cover all keys that a row sees; ``lse`` is inf for a row without keys. None: calls
+            that need gradients raise.
         supports: devices, dtypes and head dims. Masks and gradients are added automatically.
         dlse_columns: number of columns by which q, k and v may grow, at least 2. 0: gradients through lse raise.
         blockwise: a module like ``ring/cpu/blockwise.py`` that computes irregular parts of a mask, other head dims of
-            v,
-            and scores. None: every part is cut into rectangles.
+            v, and scores. None: every part is cut into rectangles.
     """
 
     def __init__(
@@ -129,8 +125,7 @@ class RunningState:
     """Softmax state over the keys seen so far: ``out`` (normalised, fp32) and ``lse`` (natural log, float64).
 
     ``lse`` is float64 because it is small, and rounding it at every hop would show in all gradients. ``start`` is the
-    fp32
-    state before any key; its ``out`` is overwritten.
+    fp32 state before any key; its ``out`` is overwritten.
     """
 
     def __init__(self, q: Tensor, start: Pair | None) -> None:
@@ -155,8 +150,7 @@ class RunningState:
         """Merge the result of a region into the state of its rows.
 
         The new part has weight ``w = e^part_lse / (e^lse + e^part_lse)``. The first part of a row is copied instead. If
-        it
-        covers all rows, it becomes the state itself.
+        it covers all rows, it becomes the state itself.
         """
         if self._state is None and part.shape[:2] == self._q.shape[:2]:
             self._state = part.float(), part_lse.double()
@@ -263,12 +257,9 @@ class RectangleBackward:
     """This rank's part of the gradients, one key shard after the other.
 
     The operator computes dQ, dK and dV of a rectangle at once. Therefore :meth:`dkdv` does all work of a remote shard
-    and
-    :meth:`dq` does nothing; dK/dV are sent while the next shard computes. The local shard is cut in two halves: by
-    heads
-    if one operator call computes it, and by rows otherwise. :meth:`dq` computes the first half, which hides the first
-    K/V.
-    :meth:`dkdv` computes the second half, which hides the returning dK/dV.
+    and :meth:`dq` does nothing; dK/dV are sent while the next shard computes. The local shard is cut in two halves: by
+    heads if one operator call computes it, and by rows otherwise. :meth:`dq` computes the first half, which hides the
+    first K/V. :meth:`dkdv` computes the second half, which hides the returning dK/dV.
 
     A gradient through ``lse`` turns ``delta = rowsum(dout * out)`` into ``delta - dlse``. The operator computes delta
     itself, so dout is padded with -dlse, out with 1, and q, k and v with 0.

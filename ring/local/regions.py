@@ -76,8 +76,8 @@ def regions(bounds: Bounds, rows: int, keys: int, *, operator: bool = True, exac
     """Return disjoint regions that cover every visible pair once. Cached as long as ``bounds`` lives.
 
     With ``operator=False`` all regions are blockwise, with ``exact=True`` none is. In all other regions every row sees
-    a
-    key, because PyTorch's CPU operator crashes on empty queries or keys and returns ``lse = 0`` for rows without keys.
+    a key, because PyTorch's CPU operator crashes on empty queries or keys and returns ``lse = 0`` for rows without
+    keys.
     """
     if rows == 0 or keys == 0:
         return ()
@@ -250,8 +250,7 @@ def _shifted(start: int, end: int, lo: int, hi: int) -> Iterator[Region]:
     """Yield the regions of a window that moves along with its rows, band by band.
 
     Each band has a triangle at its left edge, a rectangle in the middle and a triangle at its right edge. A band has
-    fewer
-    rows than the window has keys, so that the triangles do not overlap::
+    fewer rows than the window has keys, so that the triangles do not overlap::
 
         keys    0 1 2 | 3 | 4 5 6
         row 0   # # # | # | # . .

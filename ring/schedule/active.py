@@ -149,8 +149,7 @@ def _less_own(seen: list[Stretches], edges: Vector) -> Iterator[Stretches]:
     """Yield for each rank the intervals that at least one other rank sees.
 
     Each rank's intervals change a count at their edges. Where the total without a rank's own changes is above 0,
-    another
-    rank sees the positions.
+    another rank sees the positions.
     """
 
     def changes(starts: Vector, ends: Vector) -> Vector:

@@ -129,9 +129,9 @@ class Documents:
     """Boundaries of packed documents; immutable and hashable.
 
     Args:
-        cu_seqlens: boundaries as in FlashAttention's ``cu_seqlens``: document i holds the positions
-            ``[cu_seqlens[i], cu_seqlens[i + 1])``, and the first boundary is 0. A list, or a one-dimensional integer
-            tensor on the CPU, because schedules are built on the host. Empty documents are allowed.
+        cu_seqlens: boundaries as in FlashAttention's ``cu_seqlens``: document i holds the positions ``[cu_seqlens[i],
+            cu_seqlens[i + 1])``, and the first boundary is 0. A list, or a one-dimensional integer tensor on the CPU,
+            because schedules are built on the host. Empty documents are allowed.
         name: argument name in error messages.
 
     Raises:
@@ -284,8 +284,7 @@ class Layout:
 
     Raises:
         ValueError: there is no rank, a span is not whole numbers in range, the positions of a rank do not ascend, or
-            two
-            ranks hold the same position.
+            two ranks hold the same position.
     """
 
     spans_per_rank: tuple[tuple[Span, ...], ...]
@@ -310,8 +309,7 @@ class Layout:
 
         Raises:
             ValueError: a tensor has another dtype, shape or device, the positions of a rank do not ascend, or two ranks
-                hold
-                the same position.
+                hold the same position.
         """
         spans = []
         for rank, positions in enumerate(positions_per_rank):
@@ -339,12 +337,9 @@ class Layout:
         document, the layout equals that of TransformerEngine for packed sequences (``thd_get_partitioned_indices``).
 
         Otherwise nothing is padded. Each rank gets ``length // world`` tokens of a document. The remaining tokens go to
-        one
-        rank each, in rank order, starting after the rank that got the last extra token of the document before. So the
-        token
-        counts of two ranks differ by at most one. A rank's counts at the heads and at the tails of documents also
-        differ by at
-        most one.
+        one rank each, in rank order, starting after the rank that got the last extra token of the document before. So
+        the token counts of two ranks differ by at most one. A rank's counts at the heads and at the tails of documents
+        also differ by at most one.
 
         Args:
             seqlen: number of tokens of all ranks.
@@ -353,8 +348,7 @@ class Layout:
 
         Raises:
             ValueError: ``seqlen`` is negative, ``world`` is below 1, or the boundaries descend, do not start at 0 or do
-                not
-                end at ``seqlen``.
+                not end at ``seqlen``.
         """
         seqlen, world = POSITIONS.of("seqlen", seqlen), RANKS.of("world", world)
         documents = Documents([0, seqlen] if cu_seqlens is None else cu_seqlens)
@@ -380,16 +374,15 @@ class Layout:
     def balanced(cls, seqlen: int, speeds: Iterable[float], *, causal: bool) -> Layout:
         """Return unequal shards for unequal GPUs, so that the visible pairs of each rank are proportional to its speed.
 
-        Let c_r be the speed of ranks 0 to r divided by the speed of all ranks, S the number of tokens, and
-        round(x) = floor(x + 1/2).
+        Let c_r be the speed of ranks 0 to r divided by the speed of all ranks, S the number of tokens, and round(x) =
+        floor(x + 1/2).
 
         - full: one run per rank. Ranks 0 to r hold the first ``round(S c_r)`` tokens. A rank's tokens are within one of
           ``S speed / sum(speeds)``, and its visible pairs within S.
         - causal: two runs per rank, one from each end, as in a zigzag. Tokens p and S - 1 - p together see S + 1 keys,
-        for
-          every p. Ranks 0 to r hold the outer ``round(S c_r / 2)`` such couples; the middle token of an odd S is half a
-          couple. A rank's tokens are within two of ``S speed / sum(speeds)``, and its visible pairs are within S + 1 of
-          ``S (S + 1) / 2 * speed / sum(speeds)``.
+        for every p. Ranks 0 to r hold the outer ``round(S c_r / 2)`` such couples; the middle token of an odd S is half
+          a couple. A rank's tokens are within two of ``S speed / sum(speeds)``, and its visible pairs are within S + 1
+          of ``S (S + 1) / 2 * speed / sum(speeds)``.
 
         The backward has the same pairs on the same ranks, because dK/dV are computed on the rank of the queries.
 

@@ -38,8 +38,8 @@ class BlockMask:
     """Block-sparse mask: a query sees a key if the query's block sees the key's block. Immutable and hashable.
 
     Args:
-        visible: bool ``[query blocks, key blocks]`` on the CPU. Block i holds the positions
-            ``[i * block, (i + 1) * block)``; the last block may be shorter.
+        visible: bool ``[query blocks, key blocks]`` on the CPU. Block i holds the positions ``[i * block, (i + 1) *
+            block)``; the last block may be shorter.
         block: number of positions per block.
 
     Raises:
@@ -113,8 +113,7 @@ def strided(seqlen: int, block: int, *, stride: int) -> BlockMask:
     """Build Sparse Transformer's strided pattern: the last ``stride`` positions and every ``stride``-th before them.
 
     R. Child et al., arXiv:1904.10509, section 4.3, with both heads in one mask. With l = ``stride``, query i sees the
-    keys
-    j <= i with ``i - j <= l`` or ``(i - j) mod l = 0``. A block is visible if any of its pairs is. Use it with
+    keys j <= i with ``i - j <= l`` or ``(i - j) mod l = 0``. A block is visible if any of its pairs is. Use it with
     ``causal=True``; otherwise a query sees all of its own block.
 
     Args:
@@ -136,8 +135,7 @@ def fixed(seqlen: int, block: int, *, stride: int, summary: int) -> BlockMask:
     """Build Sparse Transformer's fixed pattern: local runs of ``stride`` positions, and the end of every earlier run.
 
     R. Child et al., arXiv:1904.10509, section 4.3, with both heads in one mask. With l = ``stride`` and c =
-    ``summary``,
-    query i sees the keys j <= i with ``floor(j / l) = floor(i / l)`` or ``j mod l >= l - c``. Blocks as in
+    ``summary``, query i sees the keys j <= i with ``floor(j / l) = floor(i / l)`` or ``j mod l >= l - c``. Blocks as in
     :func:`strided`.
 
     Args:
@@ -205,8 +203,7 @@ def longformer(window: int, global_tokens: Iterable[tuple[int, int]]) -> Longfor
     """Build Longformer's mask for ``block_mask`` of ``ring_attention``: a window and global tokens.
 
     I. Beltagy et al., arXiv:2004.05150, section 3.1. The mask is computed as a few disjoint interval masks, one after
-    the
-    other.
+    the other.
 
     Args:
         window: number of positions that a query sees around it, half on either side; even.
@@ -262,10 +259,8 @@ class Mask:
     """Rule which keys a query sees. Each field is an interval of positions; a key must lie in all of them.
 
     Neither end of an interval decreases with the query's position, so that a hop's mask is one :class:`Bounds` for
-    every
-    layout. There are two exceptions. ``blocks`` is a block-sparse pattern inside the intervals. ``global_tokens`` turn
-    the
-    mask into a union of a few disjoint masks, its :attr:`parts`. The default shows every key.
+    every layout. There are two exceptions. ``blocks`` is a block-sparse pattern inside the intervals. ``global_tokens``
+    turn the mask into a union of a few disjoint masks, its :attr:`parts`. The default shows every key.
     """
 
     causal: bool = False
@@ -342,8 +337,8 @@ def bounds(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -> 
 
     Returns:
         FULL if every query sees every key and there are both. Otherwise int32 vectors ``[Sq]`` whose ends never
-        decrease.
-        A row that sees nothing has ``lo == hi`` inside the range of its neighbours, so that no tile gets wider.
+        decrease. A row that sees nothing has ``lo == hi`` inside the range of its neighbours, so that no tile gets
+        wider.
     """
     lo, hi = _indices(mask, q_positions, k_positions)
     rows, keys = len(lo), len(k_positions)

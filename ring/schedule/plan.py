@@ -89,8 +89,7 @@ class Plan:
         """Return the hops whose K/V are posted when ``hop`` begins.
 
         Inside a node these are ``prefetch`` hops ahead, by rail one outer step ahead. Hops of a later outer step are
-        never
-        posted, because its root may still be on the rail and would block all later posts.
+        never posted, because its root may still be on the rail and would block all later posts.
         """
         root = hop // self.inner * self.inner
         end = min(hop + prefetch + 1, root + self.inner)

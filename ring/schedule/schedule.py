@@ -87,8 +87,8 @@ class Schedule:
     """The path of every shard, one outer step after the other.
 
     A flat ring is a single outer step. In a two-level ring of N nodes with L ranks each, every outer step brings the
-    shards of another node. Hop ``t = o * len(steps) + i`` brings shard (node, local) to rank
-    ``(node + direction * outer_steps[o], local + direction * steps[i])``, modulo N and L.
+    shards of another node. Hop ``t = o * len(steps) + i`` brings shard (node, local) to rank ``(node + direction *
+    outer_steps[o], local + direction * steps[i])``, modulo N and L.
 
     - The first hop of an outer step is its root.
     - Inside an outer step, K/V move up to the last rank that sees any of their keys.
@@ -99,9 +99,8 @@ class Schedule:
 
     Partial dK/dV of an outer step start at the first rank after the root that computes. They follow K/V one group of
     transfers later, and return from the last rank straight to the root. In the first outer step the root is the owner.
-    In
-    every later one the root adds its own part, and returns the node's dK/dV to the owner along the rail during the next
-    outer step.
+    In every later one the root adds its own part, and returns the node's dK/dV to the owner along the rail during the
+    next outer step.
     """
 
     nodes: tuple[tuple[int, ...], ...]
