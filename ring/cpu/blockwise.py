@@ -256,8 +256,8 @@ def forward(
 ) -> None:  # fmt: skip
     """Add ``k`` and ``v`` to the running ``out`` and ``lse``, in place.
 
-    The online softmax restarts from the state: ``m = lse, l = 1, acc = out``. A row that has seen no key has ``lse =
-    -inf`` and ``out = 0``. Dropped weights count in ``lse``.
+    The online softmax restarts from the state: ``m = lse, l = 1, acc = out``. A row that has seen no key has
+    ``lse = -inf`` and ``out = 0``. Dropped weights count in ``lse``.
 
     Args:
         q: ``[B, Sq, H, D]``, any float dtype; all tensors are those of the region.

@@ -115,8 +115,8 @@ class LocalAttention(Protocol):
     their arguments until the call ends.
 
     A kernel may also have two optional methods. ``check(q, v, *, scores, block, config)`` raises if a call does not
-    fit; ``block`` is the block size of a block-sparse mask. ``delta(dout, out, dlse)`` returns ``rowsum(dout * out) -
-    dlse``, fp32 ``[B, H, S]``.
+    fit; ``block`` is the block size of a block-sparse mask. ``delta(dout, out, dlse)`` returns
+    ``rowsum(dout * out) - dlse``, fp32 ``[B, H, S]``.
 
     Example:
         >>> import torch

@@ -32,8 +32,8 @@ class RectangleAttention:
 
     Args:
         name: name of the kernel.
-        forward: ``forward(q, k, v, *, causal, scale)`` returns ``out [B, Sq, H, Dv]`` in q's dtype and ``lse [B, H,
-            Sq]``, fp32, natural log. ``causal`` means a square in which row i sees the first i + 1 keys.
+        forward: ``forward(q, k, v, *, causal, scale)`` returns ``out [B, Sq, H, Dv]`` in q's dtype and
+            ``lse [B, H, Sq]``, fp32, natural log. ``causal`` means a square in which row i sees the first i + 1 keys.
         backward: ``backward(dout, q, k, v, out, lse, *, causal, scale)`` returns dq, dk and dv in fp32 or q's dtype.
             Its ``out`` and ``lse`` cover all keys that a row sees; ``lse`` is inf for a row without keys. None: calls
             that need gradients raise.

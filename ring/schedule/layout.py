@@ -129,9 +129,9 @@ class Documents:
     """Boundaries of packed documents; immutable and hashable.
 
     Args:
-        cu_seqlens: boundaries as in FlashAttention's ``cu_seqlens``: document i holds the positions ``[cu_seqlens[i],
-            cu_seqlens[i + 1])``, and the first boundary is 0. A list, or a one-dimensional integer tensor on the CPU,
-            because schedules are built on the host. Empty documents are allowed.
+        cu_seqlens: boundaries as in FlashAttention's ``cu_seqlens``: document i holds the positions
+            ``[cu_seqlens[i], cu_seqlens[i + 1])``, and the first boundary is 0. A list, or a one-dimensional integer
+            tensor on the CPU, because schedules are built on the host. Empty documents are allowed.
         name: argument name in error messages.
 
     Raises:
@@ -380,8 +380,8 @@ class Layout:
         - full: one run per rank. Ranks 0 to r hold the first ``round(S c_r)`` tokens. A rank's tokens are within one of
           ``S speed / sum(speeds)``, and its visible pairs within S.
         - causal: two runs per rank, one from each end, as in a zigzag. Tokens p and S - 1 - p together see S + 1 keys,
-        for every p. Ranks 0 to r hold the outer ``round(S c_r / 2)`` such couples; the middle token of an odd S is half
-          a couple. A rank's tokens are within two of ``S speed / sum(speeds)``, and its visible pairs are within S + 1
+          for every p. Ranks 0 to r hold the outer ``round(S c_r / 2)`` such couples. The middle token of an odd S is
+          half a couple. A rank's tokens are within two of ``S speed / sum(speeds)``. Its visible pairs are within S + 1
           of ``S (S + 1) / 2 * speed / sum(speeds)``.
 
         The backward has the same pairs on the same ranks, because dK/dV are computed on the rank of the queries.

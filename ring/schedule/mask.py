@@ -38,8 +38,8 @@ class BlockMask:
     """Block-sparse mask: a query sees a key if the query's block sees the key's block. Immutable and hashable.
 
     Args:
-        visible: bool ``[query blocks, key blocks]`` on the CPU. Block i holds the positions ``[i * block, (i + 1) *
-            block)``; the last block may be shorter.
+        visible: bool ``[query blocks, key blocks]`` on the CPU. Block i holds the positions
+            ``[i * block, (i + 1) * block)``; the last block may be shorter.
         block: number of positions per block.
 
     Raises:

@@ -87,8 +87,8 @@ class Schedule:
     """The path of every shard, one outer step after the other.
 
     A flat ring is a single outer step. In a two-level ring of N nodes with L ranks each, every outer step brings the
-    shards of another node. Hop ``t = o * len(steps) + i`` brings shard (node, local) to rank ``(node + direction *
-    outer_steps[o], local + direction * steps[i])``, modulo N and L.
+    shards of another node. Hop ``t = o * len(steps) + i`` brings shard (node, local) to rank
+    ``(node + direction * outer_steps[o], local + direction * steps[i])``, modulo N and L.
 
     - The first hop of an outer step is its root.
     - Inside an outer step, K/V move up to the last rank that sees any of their keys.
