@@ -28,8 +28,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Rounded:
     """Encodes ``[B, S, H, D]`` as one tensor of another dtype, rounded to nearest.
 
-    Values too large for the dtype become infinite: with bfloat16, ``|x| >= 65,408`` in fp16 model dtype and ``|x| >= (2
-    - 2^-8) * 2^127`` in fp32.
+    Values too large for the dtype become infinite. With bfloat16 these are ``|x| >= (2 - 2^-8) * 2^127`` in fp32. An
+    fp16 model receives infinity for ``|x| >= 65,408``, which bfloat16 rounds above the fp16 range.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

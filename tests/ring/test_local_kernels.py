@@ -248,7 +248,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
         register_backend("mine", sdpa, default_for="cpu")
     with pytest.raises(ValueError, match=r"^features has sofcap: it may have bounds"):
         Supports(features=("sofcap",))
-    with pytest.raises(ValueError, match=r"^features has softcap: full and causal rectangles"):
+    with pytest.raises(ValueError, match=r"^features has softcap: .* rectangles do not support"):
         RectangleAttention("mine", forward, supports=Supports(features=("softcap",)))
     q = torch.randn(1, 4, 1, 8)
     for name, factory, text in [
@@ -280,5 +280,5 @@ def test_a_graph_takes_a_kernel_by_name() -> None:
     assert torch.equal(
         compiled(q, q, q, causal=True, backend="sdpa"), ring_attention(q, q, q, causal=True, backend="sdpa")
     )
-    with pytest.raises(ValueError, match=r"which torch\.compile takes by name"):
+    with pytest.raises(ValueError, match=r"only its registered name"):
         compiled(q, q, q, backend=sdpa())
