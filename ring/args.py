@@ -56,7 +56,7 @@ class Entry(NamedTuple):
     compare: Compare = Compare.ALWAYS
 
 
-# --- how an op takes them -----------------------------------------------------------------------------------------
+# --- conversion for the op -----------------------------------------------------------------------------------------
 
 
 def _pack_layout(layout: object) -> tuple[Tensor | None, str | None]:
@@ -135,7 +135,7 @@ def signed(seed: int) -> int:
     return seed - SEEDS if seed >= SEEDS // 2 else seed
 
 
-# --- what they may be ---------------------------------------------------------------------------------------------
+# --- allowed values --------------------------------------------------------------------------------------------------
 
 
 def _sides(window_size: Any) -> Any:
@@ -235,7 +235,7 @@ class AttentionArgs(NamedTuple):
     ] = None
     backend: Annotated[
         str | LocalAttention,
-        # of an object its text, which the op refuses: a graph cannot hold it
+        # an object becomes text, which the op refuses, because a graph cannot hold objects
         Entry("str backend", lambda backend: (str(backend),), agreed=attrgetter("backend.name")),
     ] = "auto"
     config: Annotated[

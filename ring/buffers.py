@@ -31,7 +31,7 @@ class Kind(IntEnum):
     RAIL = 0
     KV = 1
     DKV = 2
-    PREFETCH = 3  # K/V for the hop after the next one, in the backward
+    PREFETCH = 3  # K/V for a later hop than the next, in the backward
     RETURN = 4
 
 

@@ -96,7 +96,7 @@ def call_in_graph(packed: Sequence[Any], device: torch.device) -> Call:
     ring: Ring | None = _alive("ring", number)
     group, ulysses = _find_group(member, name), _find_group(ulysses_member, ulysses_name)
     ranks = resolve_ring(ring, group, device) if ulysses is None else rings_of((group, ulysses), device, ring)
-    return Call(unpack(packed), ranks, {"gradient": None}, packed[_DRAWN])  # a graph does not say
+    return Call(unpack(packed), ranks, {"gradient": None}, packed[_DRAWN])  # unknown in a graph
 
 
 def _alive(what: str, number: int) -> Any:
@@ -304,7 +304,7 @@ class RingAttention(torch.autograd.Function):
         packed = [*args]
         if packed[_SLOPES] is not None and packed[_SLOPES].requires_grad:
             raise ValueError(NO_SLOPE)
-        ctx.call = of_handle(packed[_CALL])  # kept for the backward
+        ctx.call = of_handle(packed[_CALL])  # keeps the call alive for the backward
         packed[_SEED], packed[_DRAWN] = None, False
         # Save the slopes too, so that autograd detects in-place changes before the backward.
         ctx.tensors = [index for index, x in enumerate(packed) if isinstance(x, Tensor)]

@@ -160,9 +160,11 @@ def _checked_mask(key_mask: object, batch: int, keys: int) -> Tensor:
     check_local("key_mask", key_mask)
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or tuple(key_mask.shape) != (batch, keys):
         got = f"{key_mask.dtype} {list(key_mask.shape)}" if isinstance(key_mask, Tensor) else type(key_mask).__name__
-        raise ValueError(f"key_mask is {got}: it must be bool [{batch}, {keys}], True where a batch row has a key")
+        raise ValueError(f"key_mask is {got}: it must be bool [{batch}, {keys}], True if the batch row has the key")
     if key_mask.device.type != "cpu":
-        raise ValueError(f"key_mask is on {key_mask.device}: it must be on the CPU, since schedules are host data")
+        raise ValueError(
+            f"key_mask is on {key_mask.device}: it must be on the CPU, because schedules are built on the host"
+        )
     return key_mask
 
 

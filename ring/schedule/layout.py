@@ -74,7 +74,7 @@ def _span(name: str, given: tuple[int, ...]) -> Span:
     if span.step < 1 or span.stop > MOST_POSITIONS:
         raise ValueError(
             f"{name} is {shown(given)}: it must be a Span(start, length, step=1) of whole numbers, start and length at "
-            "least 0, step at least 1, positions below 2^62"
+            "least 0, step at least 1, and positions below 2^62"
         )
     return span if span.length > 1 else span._replace(step=1)
 
@@ -192,7 +192,8 @@ def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) ->
     if isinstance(given, torch.Tensor):
         if given.device.type != "cpu":
             raise ValueError(
-                f"{name} is on {given.device}: it must be a list or a CPU tensor, since schedules are host data"
+                f"{name} is on {given.device}: it must be a list or a CPU tensor, because schedules are built on the "
+                "host"
             )
         if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
             raise ValueError(f"{name} is {given.dtype} {list(given.shape)}: it must be integers {shape}")

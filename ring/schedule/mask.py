@@ -54,7 +54,9 @@ class BlockMask:
             got = f"{visible.dtype} {list(visible.shape)}" if isinstance(visible, torch.Tensor) else repr(visible)
             raise ValueError(f"block_mask is {got}: it must be bool [query blocks, key blocks]")
         if visible.device.type != "cpu":
-            raise ValueError(f"block_mask is on {visible.device}: it must be on the CPU, since schedules are host data")
+            raise ValueError(
+                f"block_mask is on {visible.device}: it must be on the CPU, because schedules are built on the host"
+            )
         self.visible = visible.clone()
         self.block = at_least(1, "block", block)
 
@@ -182,7 +184,7 @@ def bigbird(seqlen: int, block: int, *, window: int, global_: int, random: int, 
     window, global_ = at_least(1, "window", window), at_least(0, "global_", global_)
     random = at_least(0, "random", random)
     if window % 2 == 0:
-        raise ValueError(f"window is {window}: it must be odd, the query's own block and as many on either side")
+        raise ValueError(f"window is {window}: it must be odd, the query's own block and equally many on either side")
     seen = ((queries - keys).abs() <= window // 2) | (queries < global_) | (keys < global_)
     generator = torch.Generator().manual_seed(SEED.of("seed", seed))
     for row in seen:
