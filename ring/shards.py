@@ -44,9 +44,9 @@ def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "lay
     if not isinstance(layout, Layout):
         raise ValueError(f"{name} is {shown(layout)}: it must be a Layout or one of {', '.join(NAMES)}")
     if layout.world != world:
-        raise ValueError(f"{name} is resolved for {layout.world} ranks, the group has {world}")
+        raise ValueError(f"{name} is made for {layout.world} ranks, the group has {world}")
     if layout.seqlen != seqlen:
-        raise ValueError(f"{name} is resolved for {layout.seqlen} tokens, got {seqlen}")
+        raise ValueError(f"{name} is made for {layout.seqlen} tokens, got {seqlen}")
     return layout
 
 

@@ -253,7 +253,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 4, 1, 8)
     for name, factory, text in [
         ("missing", lambda: __import__("flash_attn_9"), "backend 'missing' cannot be used here: ModuleNotFoundError"),
-        ("empty", lambda: None, "the factory of backend 'empty' made is None: it must be a LocalAttention"),
+        ("empty", lambda: None, "the result of the factory of backend 'empty' is None: it must be a LocalAttention"),
         ("other", sdpa, "the factory of backend 'other' returned a kernel named 'sdpa'"),
     ]:
         register_backend(name, factory)  # type: ignore[arg-type]
