@@ -43,14 +43,10 @@ class Compare(Enum):
 class Entry(NamedTuple):
     """Specification of one argument: op schema, conversions, values, and what ranks compare."""
 
-    schema: str
-    """Schema of the op arguments that carry it."""
-    pack: Callable[[Any], Sequence[Any]] = lambda value: (value,)
-    """Convert the argument to op arguments."""
-    unpack: Callable[..., Any] = lambda value: value
-    """Convert the op arguments back."""
-    kind: Kind | None = None
-    """Values that the argument takes, if they can be checked without other arguments."""
+    schema: str  # schema of the op arguments that carry it
+    pack: Callable[[Any], Sequence[Any]] = lambda value: (value,)  # convert the argument to op arguments
+    unpack: Callable[..., Any] = lambda value: value  # convert the op arguments back
+    kind: Kind | None = None  # values that the argument takes, if they can be checked without other arguments
     agreed: Callable[[Any], object] | None = None
     """Read the value that ranks compare from a prepared call; None: compare the argument itself."""
     compare: Compare = Compare.ALWAYS
@@ -246,8 +242,7 @@ class AttentionArgs(NamedTuple):
 
 ENTRIES: dict[str, Entry] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(AttentionArgs, include_extras=True).items()
-}
-"""Entries by argument name."""
+}  # by argument name
 _KINDS = {name: entry.kind for name, entry in ENTRIES.items() if entry.kind is not None}
 
 

@@ -19,8 +19,7 @@ from .ring import Ring, resolve_ring
 from .schedule.layout import Layout
 from .schedule.plan import PLANS
 
-Mesh = tuple[Group, Group]
-"""This rank's groups along the ring and along the Ulysses dimension."""
+Mesh = tuple[Group, Group]  # this rank's groups along the ring and along the Ulysses dimension
 
 
 class Rings(NamedTuple):
@@ -36,7 +35,6 @@ class Rings(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of ranks in the mesh."""
         return self.ring.size * self.ulysses.size
 
     @contextmanager
@@ -93,8 +91,7 @@ def rings_of(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Ring
     return rings
 
 
-Ranks = Ring | Rings
-"""The ranks of one call: a ring, or a two-dimensional mesh."""
+Ranks = Ring | Rings  # the ranks of one call: a ring, or a two-dimensional mesh
 
 
 def ranks_of(group: GroupLike, device: torch.device, ring: Ring | None = None) -> Ranks:

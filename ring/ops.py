@@ -79,7 +79,6 @@ def pack_args(args: AttentionArgs, ring: Ring | None, group: Any) -> list[Any]:
 
 
 def _group_names(group: Any) -> tuple[int, str]:
-    """Return the number of a virtual rank, or the name of a process group."""
     if group is None or isinstance(group, LocalGroup):
         return 0 if group is None else group.number, ""
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()  # 1-D DeviceMesh

@@ -57,14 +57,10 @@ class Call:
 
     args: AttentionArgs
     ranks: Ranks
-    compare: Mapping[str, object]
-    """Values that ranks compare besides the arguments."""
-    drawn: bool = False
-    """True if every rank has drawn a ``dropout_seed``; rank 0's counts."""
-    number: int | None = None
-    """Number of the forward among the calls of the ring."""
-    exchange_number: int = 0
-    """Number of the forward among the calls of the Ulysses ring."""
+    compare: Mapping[str, object]  # values that ranks compare besides the arguments
+    drawn: bool = False  # True if every rank has drawn a ``dropout_seed``; rank 0's counts
+    number: int | None = None  # number of the forward among the calls of the ring
+    exchange_number: int = 0  # number of the forward among the calls of the Ulysses ring
     softmax_scale: float = field(init=False)
     backend: LocalAttention = field(init=False)
     config: KernelConfig | None = field(init=False)
@@ -73,10 +69,8 @@ class Call:
     scores: Scores = field(init=False)
     sink: Tensor | None = field(init=False)
     plan: Plan = field(init=False)
-    rows: PackedRows | None = None
-    """Set if batch rows see different keys; q, k and v must then be packed."""
-    exchange: Exchange | None = None
-    """Exchange of heads for tokens, over a mesh."""
+    rows: PackedRows | None = None  # set if batch rows see different keys; q, k and v must then be packed
+    exchange: Exchange | None = None  # exchange of heads for tokens, over a mesh
 
     @property
     def ring(self) -> Ring:

@@ -26,13 +26,10 @@ Boundaries = Iterable[int] | Sequence[Sequence[int]] | Tensor
 class Rows(NamedTuple):
     """Per-row masks of a batch; hashable."""
 
-    documents: tuple[Documents, ...] | None
-    """Documents of each row."""
-    visible: bytes
-    """bool ``[B, key positions]`` as bytes."""
+    documents: tuple[Documents, ...] | None  # documents of each row
+    visible: bytes  # bool ``[B, key positions]`` as bytes
     batch: int
-    length: int
-    """Number of positions per row."""
+    length: int  # number of positions per row
 
 
 class PackedRows(NamedTuple):
@@ -103,16 +100,8 @@ def rows_of(
     """Split the per-row arguments into arguments for all rows and the per-row masks that remain.
 
     No `Rows` are needed if all rows have the same documents and no hidden key precedes a visible one. Then
-    ``cu_seqlens`` of one row and ``seqused_k`` describe the mask.
-
-    Args:
-        cu_seqlens: as for ``ring_attention``.
-        key_mask: as for ``ring_attention``.
-        leftpad_k: as for ``ring_attention``.
-        seqused_k: as for ``ring_attention``.
-        batch: number of rows.
-        keys: one past the last position of all keys.
-        length: one past the last position of all tokens.
+    ``cu_seqlens`` of one row and ``seqused_k`` describe the mask. ``keys`` and ``length`` are one past the last
+    position of the keys and of all tokens.
 
     Returns:
         The arguments for all rows, the per-row masks or None, and the values that ranks compare.

@@ -259,16 +259,8 @@ def forward(
     The online softmax restarts from the state: ``m = lse, l = 1, acc = out``. A row that has seen no key has
     ``lse = -inf`` and ``out = 0``. Dropped weights count in ``lse``.
 
-    Args:
-        q: ``[B, Sq, H, D]``, any float dtype; all tensors are those of the region.
-        k: ``[B, Sk, Hkv, D]``.
-        v: ``[B, Sk, Hkv, Dv]``.
-        out: ``[B, Sq, H, Dv]``, fp32 or wider.
-        lse: ``[B, H, Sq]``, fp32 or wider, natural log.
-        bounds: bounds of the hop.
-        region: rows, keys and batch items of the region.
-        scores: softcap, ALiBi and dropout.
-        scale: factor of ``q k^T``.
+    Shapes of the region: q ``[B, Sq, H, D]``, k ``[B, Sk, Hkv, D]``, v ``[B, Sk, Hkv, Dv]``, any float dtype. ``out``
+    ``[B, Sq, H, Dv]`` and ``lse [B, H, Sq]`` (natural log) are fp32 or wider.
     """
     modifiers = None if scores.is_plain else Modifiers(scores, region)
     group = q.shape[2] // k.shape[2]

@@ -80,7 +80,6 @@ class TritonBackward:
         self._key_gradients(k, v, bounds=bounds, scores=scores, accum=incoming, out=out)
 
     def result(self) -> torch.Tensor:
-        """Return dQ in q's dtype, after the final hop."""
         assert self._dq is not None
         return self._dq
 
@@ -106,7 +105,6 @@ class SinglePassBackward(TritonBackward):
         """Do nothing, because :meth:`dkdv` adds every shard's dQ."""
 
     def result(self) -> torch.Tensor:
-        """Return dQ in q's dtype, after the last shard."""
         return super().result().to(self._q.dtype)
 
 

@@ -59,18 +59,15 @@ class RectangleAttention:
     def forward(
         self, q: Tensor, *, softmax_scale: float, config: KernelConfig | None = None, start: Pair | None = None
     ) -> RectangleForward:
-        """Begin a forward."""
         return RectangleForward(self, q, softmax_scale=softmax_scale, start=start)
 
     def backward(
         self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *, softmax_scale: float,
         config: KernelConfig | None = None,
     ) -> RectangleBackward:  # fmt: skip
-        """Begin a backward."""
         return RectangleBackward(self, dout, q, out, lse, dlse, softmax_scale=softmax_scale)
 
     def cut(self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> tuple[Region, ...]:
-        """Return the regions of one hop."""
         if 0 in (q.numel(), k.numel(), v.numel()):
             return ()
         operator = self.blockwise is None or (k.shape[-1] == v.shape[-1] and scores.is_plain)
@@ -194,7 +191,6 @@ class MergedForward:
         self._state.merge(self._region, *check_forward(self._name, forward.result(), self._q, v.shape[3]))
 
     def result(self) -> Pair:
-        """Return the merged results, as :meth:`LocalForward.result`."""
         return self._state.result()
 
 
@@ -222,7 +218,6 @@ class RectangleForward:
                 self._state.merge(region, *self._kernel.compute(q, *region_kv, region.kind, scale=self._scale))
 
     def result(self) -> Pair:
-        """Return the state, as :meth:`LocalForward.result`."""
         return self._state.result()
 
 
@@ -314,7 +309,6 @@ class RectangleBackward:
                 _settle(buffer[:, :, part.heads], None if base is None else base[:, :, part.heads], grad, part)
 
     def result(self) -> Tensor:
-        """Return dQ in q's dtype."""
         return self._dq.to(self._dtype)
 
     def _whole(self, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> _Share:
@@ -391,7 +385,6 @@ def _zeros(x: Tensor) -> Tensor:
 
 
 def _keys(region: Region, k: Tensor, v: Tensor) -> Pair:
-    """Return K and V of a region."""
     return k[region.items, region.keys], v[region.items, region.keys]
 
 

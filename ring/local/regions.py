@@ -18,8 +18,7 @@ BAND_ROWS = 512  # most rows of a band of a window; the operator computes its tr
 LONGEST = 4096  # most rows of a blockwise region
 NARROW_KEYS = 2048  # windows up to this width are computed blockwise, because triangles would be too large a part
 
-KeyRanges = tuple[tuple[int, int], ...]
-"""Ascending, disjoint ranges of key indices ``[begin, end)``."""
+KeyRanges = tuple[tuple[int, int], ...]  # ascending, disjoint ranges of key indices ``[begin, end)``
 
 
 class Kind(Enum):
@@ -39,25 +38,20 @@ class Region(NamedTuple):
     row_end: int
     key: int
     key_end: int
-    key_ranges: KeyRanges = ()
-    """Keys that a blockwise region sees; empty: all."""
+    key_ranges: KeyRanges = ()  # keys that a blockwise region sees; empty: all
     batch: int = 0
-    batch_end: int | None = None
-    """End of the batch items ``[batch, batch_end)``; None: the last item."""
+    batch_end: int | None = None  # end of the batch items ``[batch, batch_end)``; None: the last item
 
     @property
     def items(self) -> slice:
-        """Slice of the batch items."""
         return slice(self.batch, self.batch_end)
 
     @property
     def rows(self) -> slice:
-        """Slice of the query rows."""
         return slice(self.row, self.row_end)
 
     @property
     def keys(self) -> slice:
-        """Slice of the keys."""
         return slice(self.key, self.key_end)
 
 
@@ -221,7 +215,6 @@ def _seeing(lo: Tensor, hi: Tensor, start: int, end: int) -> tuple[int, int]:
 
 
 def _shape(lo: Tensor, hi: Tensor, start: int, end: int, exact: bool) -> Iterator[Region]:
-    """Yield the regions of the rows ``[start, end)``."""
     start, end = _seeing(lo, hi, start, end)
     if start == end:
         return

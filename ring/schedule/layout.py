@@ -548,7 +548,6 @@ def _positions(spans: Sequence[Span]) -> torch.Tensor:
 
 
 def _spans(positions: torch.Tensor) -> list[Span]:
-    """Return the spans of ascending positions."""
     steps, counts = torch.unique_consecutive(positions.diff(), return_counts=True)
     runs = zip(steps.tolist(), counts.tolist(), strict=True)
     spans: list[Span] = []

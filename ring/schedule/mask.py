@@ -246,14 +246,11 @@ def _multiple(name: str, value: int, block: int) -> int:
     return value // block
 
 
-END = torch.iinfo(torch.int64).max
-"""End of an interval without a limit, past every position."""
+END = torch.iinfo(torch.int64).max  # end of an interval without a limit, past every position
 
-UNLIMITED = -1
-"""Side of a window without a limit."""
+UNLIMITED = -1  # side of a window without a limit
 
-Stretch = tuple[int, int]
-"""Positions ``[start, end)``."""
+Stretch = tuple[int, int]  # positions ``[start, end)``
 
 
 @dataclass(frozen=True)

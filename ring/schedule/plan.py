@@ -28,10 +28,8 @@ class KvPost(NamedTuple):
 
     coming: Hop
     leaving: Hop
-    to: int | None
-    """Rank that K/V of ``leaving`` are sent to."""
-    by_rail: bool
-    """True between nodes, False inside a node or in a flat ring."""
+    to: int | None  # rank that K/V of ``leaving`` are sent to
+    by_rail: bool  # True between nodes, False inside a node or in a flat ring
     waits: bool
     """True if posting order does not protect the outgoing K/V, which arrived on the other level or are made here.
     """

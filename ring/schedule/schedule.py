@@ -44,10 +44,8 @@ class Moves(NamedTuple):
     Entry i moves K/V or dK/dV of ``shards[i]`` from rank ``sources[i]`` to rank ``destinations[i]``.
     """
 
-    kind: str
-    """``kv`` or ``dkv``."""
-    level: int
-    """0 inside a node, 1 between nodes, along a rail."""
+    kind: str  # ``kv`` or ``dkv``
+    level: int  # 0 inside a node, 1 between nodes, along a rail
     shards: Vector
     sources: Vector
     destinations: Vector
