@@ -103,8 +103,8 @@ def ring_attention(
         alibi_slopes: ``[H]`` or ``[B, H]``, fp32. Adds ``-slope * |p_q - p_k|``, with global positions, to the score
             after the softcap. No gradient.
         dropout_p: probability that a weight is dropped, 0 to below 1. The other weights are divided by
-            ``1 - dropout_p``. ``lse`` is computed before dropout. The choice is a function of seed, positions, head and
-            batch row, by Philox4x32-10 (Salmon et al., SC11), so it is equal for every number of ranks, layout and
+            ``1 - dropout_p``. ``lse`` is computed before dropout. Philox4x32-10 (Salmon et al., SC11) chooses them from
+            seed, positions, head and batch row. Therefore the choice is equal for every number of ranks, layout and
             backend.
         dropout_seed: 64 bits. None: rank 0 draws a seed from torch's generator and sends it to the others, one round
             trip through the group's store. In a torch.compile graph every rank draws a seed, and rank 0's counts.

@@ -6,7 +6,7 @@ Checks, comparison between ranks, planning and transfers then happen when the gr
 Values that change from call to call are op inputs, so that new values need no new graph. These are spans of a layout,
 boundaries of documents and blocks of a mask, as CPU tensors. Rings and ``LocalWorld`` members are passed by number,
 process groups by name. Everything else is constant in a graph. Over a mesh the exchange of heads is inside the op,
-because the number of tokens that it brings depends on the spans, which a graph does not know.
+because its number of tokens depends on the spans, which a graph does not know.
 """
 
 from __future__ import annotations

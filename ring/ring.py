@@ -98,8 +98,8 @@ class Ring:
 
     A given ``deadline`` also bounds every other wait for ranks, such as connecting, opening and warming up, whatever
     the timeout of the group. In a two-dimensional mesh it holds for both dimensions. Until this ring is closed, the
-    deadline also holds for calls without ``ring=`` on the same group, including ``shard`` and ``unshard``, and on
-    meshes whose first dimension is this group. If several rings set a deadline, the last one counts.
+    deadline also holds for calls without ``ring=`` on the same group, including ``shard`` and ``unshard``. So it does
+    on meshes whose first dimension is this group. If several rings set a deadline, the last one counts.
 
     Raises:
         ValueError: an argument is not one of the values above.

@@ -77,9 +77,9 @@ class LocalForward(Protocol):
 class LocalBackward(Protocol):
     """Backward of one call and one chunk of heads.
 
-    The ring first asks for dQ of this rank's own shard, then for dK/dV and dQ of every other shard, and last for dK/dV
-    of the own shard. So transfers hide behind compute. In a two-level ring the first shard of each node is treated like
-    the own shard. A kernel that computes all three at once may do so in either method.
+    The ring first asks for dQ of this rank's own shard. Then it asks for dK/dV and dQ of every other shard, and last
+    for dK/dV of the own shard. This order hides transfers behind compute. In a two-level ring the first shard of each
+    node is treated like the own shard. A kernel that computes all three at once may do so in either method.
     """
 
     def dq(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:

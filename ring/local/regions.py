@@ -14,7 +14,7 @@ from torch import Tensor
 from ...kernels import BlockSparseIndex, Bounds
 
 MIN_ROWS = 128  # fewer rows are computed blockwise, because an operator call would cost more than it computes
-BAND_ROWS = 512  # most rows of a band of a window; the operator computes its triangles as full squares in part
+BAND_ROWS = 512  # most rows per band of a window; the operator computes parts of larger triangles in vain
 LONGEST = 4096  # most rows of a blockwise region
 NARROW_KEYS = 2048  # windows up to this width are computed blockwise, because triangles would be too large a part
 
