@@ -184,7 +184,7 @@ ROWS: dict[str, Any] = {"key_mask": HOLES}
         (HIDING["left padding"] | {"alibi_slopes": torch.ones(BATCH, 4)}, "alibi_slopes is given with leftpad_k, by"),
         ({"key_mask": HOLES[:, :-1]}, r"key_mask is torch.bool \[3, 35\]: it must be bool \[3, 36\]"),
         ({"key_mask": HOLES.long()}, r"key_mask is torch.int64 \[3, 36\]: it must be bool"),
-        ({"key_mask": HOLES.to("meta")}, "key_mask is on meta: it must be on the CPU, since schedules are host data"),
+        ({"key_mask": HOLES.to("meta")}, "key_mask is on meta: it must be on the CPU"),
         ({"leftpad_k": [1, 2]}, "leftpad_k has 2 lengths: it must have 3, one per batch row"),
         ({"leftpad_k": [1, 2, 37]}, r"leftpad_k\[2\] is 37: it must be 0 to 36, the number of keys"),
         ({"cu_seqlens": [[0, 36], [0, 36]]}, "cu_seqlens has 2 rows: it must have 3, one per batch row"),
