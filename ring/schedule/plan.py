@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def dkv_slots(self) -> int:
-        """Number of dK/dV slots: the rotating ones, those of the rail, and one more if dK/dV of any rank return early."""
+        """Number of dK/dV slots: rotating ones, those of the rail, and one more if dK/dV of any rank return early."""
         return DKV_SLOTS + (RAIL_SLOTS if self.two_level else 0) + self.returns_early
 
     def arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:

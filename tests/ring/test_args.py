@@ -175,7 +175,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Layout", {"spans_per_rank": [[5]]}, r"spans_per_rank\[0\]\[0\] is 5: it must be a Span\(start, length"),
     ("Layout", {"spans_per_rank": [[(0, 2)], [(-1, 2)]]}, r"spans_per_rank\[1\]\[0\] is \(-1, 2\): it must be a Span"),
     ("Layout", {"spans_per_rank": [[(0, -1)]]}, r"is \(0, -1\): it must be a Span"),
-    ("Layout", {"spans_per_rank": [[(2**61, 2**61)]]}, r"at least 0, step at least 1, positions below 2\^62$"),
+    ("Layout", {"spans_per_rank": [[(2**61, 2**61)]]}, r"at least 0, step at least 1, and positions below 2\^62$"),
     ("contiguous", {"seqlen": -1}, r"seqlen is -1: it must be a whole number from 0 to 2\^62 - 1"),
     ("zigzag", {"cu_seqlens": [0, 5, 7]}, "cu_seqlens ends at 7: it must end at 8, the number of tokens"),
     ("uneven", {"lengths": []}, "^lengths is empty: it must have the number of tokens of every rank$"),
