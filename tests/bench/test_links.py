@@ -204,15 +204,15 @@ def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     beside = [row for row in result.rows if row.get("compute")]
     assert {row["size"] for row in beside} == {4096} and len(beside) == 2 * 4
-    assert all((row["transport"] == "local") == ("inside the post" in row.get("compute note", "")) for row in beside)
+    assert all((row["transport"] == "local") == ("inside post" in row.get("compute note", "")) for row in beside)
     assert all(row["compute alone"] > 0 for row in beside if row["transport"] == "process_group")
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}], "nccl, 0->1: 3 bytes did not arrive as they left"),
-        ([], "no transport opens here"),
+        ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}], "nccl, 0->1: 3 bytes arrived wrong"),
+        ([], "no transport can be opened"),
     ],
 )
 def test_failures(rows: list[Row], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,7 +238,7 @@ def test_pictures(flags: str, name: str, begins: bytes, tmp_path: Path, monkeypa
     ("--block-mask strided,block=4", "does not say all of strided, or more: it must be strided,block=SIZE,"),
     ("--seqlen 1m --block-mask strided,block=1,stride=4", "over 4 ranks in blocks of 1 are too many to count"),
     ("--per-document", "--per-document is a zigzag of --documents or --cu-seqlens: pass these, and no other"),
-    ("--out x.gif", "x.gif is no picture: it must end with one of .png, .svg, .pdf"),
+    ("--out x.gif", "x.gif is not a figure's name: it must end with one of .png, .svg, .pdf"),
 ])  # fmt: skip
 def test_refusals(flags: str, message: str) -> None:
     result = CliRunner().invoke(cli.app, ["show", *flags.split()])
