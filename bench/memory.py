@@ -160,11 +160,7 @@ def memory(
 
 
 def worlds_of(place: Member | None, given: list[int] | None) -> list[int]:
-    """Return the numbers of ranks: ``--world``, or 2, 4 and 8; under a launcher 2, 4, … and all of its ranks.
-
-    Raises:
-        typer.BadParameter: ``--world`` exceeds the launcher's ranks.
-    """
+    """Return ``--world``, or 2, 4 and 8, or under a launcher 2, 4, … and all of its ranks."""
     if place is None:
         return given or list(WORLDS)
     if given and max(given) > place.world:

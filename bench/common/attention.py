@@ -70,11 +70,7 @@ class AttentionConfig:
 
     @cached_property
     def mask(self) -> Mask:
-        """The mask.
-
-        Raises:
-            ValueError: The mask arguments do not fit each other or the sequence length.
-        """
+        """The mask; ValueError if its arguments do not fit each other or the sequence length."""
         return mask_of(
             Layouts(self.held, self.held), self.batch, causal=self.causal, window_size=self.window,
             cu_seqlens=self.cu_seqlens, seqused_k=self.seqused_k, prefix_length=self.prefix_length,
@@ -152,20 +148,12 @@ def forward_backward(attend: Callable[..., Any], inputs: Sequence[Tensor], *grad
 
 
 def forward_flops(pairs: int, *, heads: int, head_dim: int, head_dim_v: int | None = None, batch: int = 1) -> int:
-    """Return the FLOPs of a forward, ``2 * pairs * (D + Dv) * H``.
-
-    Each product and each sum of ``q k^T`` and ``p v`` counts as one operation. The backward has ``BACKWARD_FLOPS``
-    times as many.
-    """
+    """Return ``2 * pairs * (D + Dv) * H``, one operation per product and sum of ``q k^T`` and ``p v``."""
     return 2 * pairs * (head_dim + (head_dim if head_dim_v is None else head_dim_v)) * heads * batch
 
 
 def packed(seqlen: int, mean: int, seed: int) -> list[int]:
-    """Draw document boundaries with exponentially distributed lengths; the last document ends at ``seqlen``.
-
-    Raises:
-        ValueError: The mean is below 1.
-    """
+    """Draw document boundaries with exponentially distributed lengths; the last document ends at ``seqlen``."""
     if mean < 1:
         raise ValueError(f"documents is {mean}: the mean length must be at least 1 token")
     generator, boundaries = torch.Generator().manual_seed(seed), [0]
@@ -178,11 +166,7 @@ def packed(seqlen: int, mean: int, seed: int) -> list[int]:
 def boundaries_of(
     seqlen: int, cu_seqlens: Sequence[int] | None, documents: int | None, documents_seed: int | None
 ) -> Sequence[int] | None:
-    """Return the document boundaries that ``--cu-seqlens`` or ``--documents`` ask for.
-
-    Raises:
-        ValueError: Both flags are given, or a seed without ``--documents``.
-    """
+    """Return the document boundaries that ``--cu-seqlens`` or ``--documents`` ask for."""
     if documents is None and documents_seed is not None:
         raise ValueError("--documents-seed is given without --documents: it seeds the lengths of those documents")
     if cu_seqlens is not None and documents is not None:
@@ -191,11 +175,7 @@ def boundaries_of(
 
 
 def pattern_of(seqlen: int, pattern: Pattern | None) -> BlockMask | Longformer | None:
-    """Build the block mask that ``--block-mask`` asks for; Longformer's global tokens are the first ones.
-
-    Raises:
-        ValueError: The pattern's builder does not take these parameters.
-    """
+    """Build the block mask that ``--block-mask`` asks for; Longformer's global tokens are the first ones."""
     if pattern is None:
         return None
     parameters = {"global_" if key == "global" else key: value for key, value in pattern.parameters.items()}

@@ -20,10 +20,7 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Number:
-    """One measured number.
-
-    It fails if it exceeds ``limit``, or if it has a limit and is missing or NaN.
-    """
+    """One measured number; it fails if it exceeds ``limit``, or has a limit and is missing or NaN."""
 
     name: str
     value: float | None

@@ -26,11 +26,7 @@ NO_DROPOUT = 0.0
 
 
 class Inputs(NamedTuple):
-    """Attention inputs of shape ``[B, S, H, D]``.
-
-    The number of q heads is a multiple of the number of k heads. ``dlse`` is ``[B, H, S]``, or None if lse is not
-    checked.
-    """
+    """Attention inputs ``[B, S, H, D]``; ``dlse`` is ``[B, H, S]``, or None if lse is not checked."""
 
     q: Tensor
     k: Tensor
@@ -75,11 +71,7 @@ def chosen_heads(batch: int, heads: int, kv_heads: int, rows: int, keys: int) ->
 def judge_of(given: Inputs, options: Masks, kv_heads: Sequence[int] | None = None) -> Judge:
     """Compute the exact results and the error limits on the device of the inputs.
 
-    Args:
-        given: Inputs of all heads.
-        options: The mask, as :func:`ringattn.reference.attention` takes it. If ``dlse`` is given, every row must
-            see a key.
-        kv_heads: Key/value heads to check. Default: all.
+    ``kv_heads`` are the key/value heads to check; the default is all. If ``dlse`` is given, every row must see a key.
     """
     count, group = given.k.shape[2], given.q.shape[2] // given.k.shape[2]
     kv_heads = tuple(range(count) if kv_heads is None else kv_heads)
@@ -126,10 +118,7 @@ def is_square(options: Masks) -> bool:
 
 
 def pytorch_results(given: Inputs, options: Masks) -> dict[str, Tensor]:
-    """Compute attention with PyTorch in the inputs' own dtype, as the baseline for errors.
-
-    PyTorch chooses the backend. It returns no lse, so the gradient of lse comes from ``logsumexp``.
-    """
+    """Compute attention with PyTorch in the inputs' dtype; the gradient of lse comes from ``logsumexp``."""
     *inputs, dout = (x.detach().transpose(1, 2).contiguous() for x in given[:4])
     q, k, v = leaves = [x.requires_grad_() for x in inputs]
     causal, square, group = bool(options.get("causal")), is_square(options), q.shape[1] // k.shape[1]

@@ -50,11 +50,7 @@ class LayoutName(StrEnum):
 
 
 def size(text: str) -> int:
-    """Parse a size such as ``8192``, ``8k``, ``1m`` or ``2g`` (powers of 1024).
-
-    Raises:
-        typer.BadParameter: The text is not a size.
-    """
+    """Parse a size such as ``8192``, ``8k``, ``1m`` or ``2g`` (powers of 1024)."""
     match = re.fullmatch(r"(\d{1,18})([kmg]?)", text.strip().lower())
     if match is None:
         raise typer.BadParameter(
@@ -147,11 +143,7 @@ def _stream(context: typer.Context, value: str | None) -> str | None:
 
 
 def check_folder(flag: str, folder: Path) -> None:
-    """Check before any work that files can be written to a folder, without leaving anything behind.
-
-    Raises:
-        typer.BadParameter: The path is not a folder, or the folder cannot be made or written to.
-    """
+    """Raise typer.BadParameter if files cannot be written to a folder, without leaving anything behind."""
     created: list[Path] = []
     try:
         for part in reversed([folder, *folder.parents]):
@@ -167,10 +159,10 @@ def check_folder(flag: str, folder: Path) -> None:
                 part.rmdir()
 
 
-Batch = Annotated[int, typer.Option(min=1)]
+Batch = Annotated[int, typer.Option(min=1, help="Batch size.")]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 KvHeads = Annotated[int | None, typer.Option(min=1, help="Key/value heads; default: --heads.")]
-HeadDim = Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM)]
+HeadDim = Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM, help="Dimension of a head.")]
 Dtype = Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")]
 DtypeOfDevice = Annotated[
     str | None,
@@ -183,9 +175,11 @@ Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 LayoutFlag = Annotated[LayoutName, typer.Option(help="How tokens are split over the ranks.")]
 TokensPerRank = Annotated[Any, typer.Option(parser=count, metavar="SIZE", help="Tokens per rank.")]
 DeviceFlag = Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available.")]
-Timer = Annotated[str, typer.Option("--timer", metavar="|".join(TIMERS), help="Default: events, on the CPU clock.")]
+Timer = Annotated[
+    str, typer.Option("--timer", metavar="|".join(TIMERS), help="How to time; default: events, on the CPU clock.")
+]
 TimerOfRings = Annotated[
-    str, typer.Option("--timer", metavar="|".join(OF_RINGS), help="Default: events, on the CPU clock.")
+    str, typer.Option("--timer", metavar="|".join(OF_RINGS), help="How to time; default: events, on the CPU clock.")
 ]
 WireDtype = Annotated[
     str | None,
@@ -261,16 +255,10 @@ def spelled(context: typer.Context) -> dict[str, str]:
 
 
 def check_mode(context: typer.Context, mode: str, takes: Collection[str], always: Collection[str] = ()) -> None:
-    """Refuse flags that have no effect in ``mode``.
+    """Raise typer.BadParameter if a flag was given that has no effect in ``mode``.
 
-    Args:
-        context: The command's context.
-        mode: Words for the error, as in ``with --sweep``.
-        takes: Names of the parameters that the mode uses.
-        always: Names of parameters that every mode uses.
-
-    Raises:
-        typer.BadParameter: A flag that the mode does not use was given.
+    ``takes`` and ``always`` name the parameters that have an effect. ``mode`` is part of the error, as in ``on the
+    CPU``.
     """
     unused = [flag for name, flag in typed(context).items() if name not in {*takes, *always, "json", "csv"}]
     if unused:
@@ -278,15 +266,7 @@ def check_mode(context: typer.Context, mode: str, takes: Collection[str], always
 
 
 def check_needs(context: typer.Context, needs: Mapping[str, str]) -> None:
-    """Refuse flags that need another flag.
-
-    Args:
-        context: The command's context.
-        needs: The parameter that each parameter needs, by name.
-
-    Raises:
-        typer.BadParameter: A flag was given without the flag that it needs.
-    """
+    """Raise typer.BadParameter if a flag was given without the flag it needs; ``needs`` maps their names."""
     given, flags = typed(context), spelled(context)
     for name, other in needs.items():
         if name in given and other not in given:
@@ -294,22 +274,14 @@ def check_needs(context: typer.Context, needs: Mapping[str, str]) -> None:
 
 
 def check_apart(context: typer.Context, *names: str) -> None:
-    """Refuse more than one of several parameters that exclude each other.
-
-    Raises:
-        typer.BadParameter: Two of the parameters were given.
-    """
+    """Raise typer.BadParameter if more than one of these parameters was given."""
     both = [flag for name, flag in typed(context).items() if name in names]
     if len(both) > 1:
         raise typer.BadParameter(f"{' and '.join(both)} are both given: pass one of them")
 
 
 def kv_heads_of(heads: int, kv_heads: int | None) -> int:
-    """Return the number of key/value heads: ``--kv-heads``, or else ``--heads``.
-
-    Raises:
-        typer.BadParameter: The number of query heads is not a multiple of the key/value heads.
-    """
+    """Return ``--kv-heads``, or else ``--heads``; raise typer.BadParameter if it does not divide ``--heads``."""
     kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise typer.BadParameter(
@@ -326,11 +298,7 @@ def check_chunks(chunks: Sequence[int], kv_heads: int) -> None:
 
 
 def check_transport(name: str, device: str, world: int) -> None:
-    """Check that a transport exists and works for this device and number of processes.
-
-    Raises:
-        typer.BadParameter: The transport is unknown, belongs to another device, or works within one process only.
-    """
+    """Raise typer.BadParameter if a transport is unknown or does not fit the device or the processes."""
     from ...comm.registry import AUTO, PROCESSES, find_transport, transport_names
 
     if name == AUTO:
@@ -349,11 +317,7 @@ def check_transport(name: str, device: str, world: int) -> None:
 
 
 def resolve_world(given: int | None, default: int) -> int:
-    """Return the number of ranks: the launcher's, or ``--world``, or the default.
-
-    Raises:
-        typer.BadParameter: ``--world`` differs from the number of ranks that the launcher started.
-    """
+    """Return the number of ranks: the launcher's, which ``--world`` must equal, or ``--world``, or the default."""
     place = member()
     if place is None:
         return default if given is None else given
@@ -368,11 +332,7 @@ def resolve_threads(given: int | None, world: int) -> int:
 
 
 def device_name(text: str) -> str:
-    """Return ``cpu`` or ``cuda``; an empty text means cuda if it is available.
-
-    Raises:
-        typer.BadParameter: The device is unknown or not available.
-    """
+    """Return ``cpu`` or ``cuda``; an empty text means cuda if it is available."""
     import torch
 
     has_cuda = torch.cuda.is_available()
@@ -392,11 +352,7 @@ def device_here(name: str | None = None) -> torch.device:
 
 
 def timer_on(kind: str, timer: str, takes: Sequence[str] = TIMERS) -> str:
-    """Return ``timer``, or the default timer of this kind of device if it is empty.
-
-    Raises:
-        typer.BadParameter: The timer is not in ``takes``, or does not work on this kind of device.
-    """
+    """Return ``timer``, or the default of this kind of device; raise typer.BadParameter if it does not fit."""
     default = "events" if kind == "cuda" else "clock"
     known = takes if kind == "cuda" else (default,)
     if (timer or default) not in known:

@@ -58,8 +58,7 @@ def _in_group(kind: str, measure: Callable[..., T], arguments: tuple[object, ...
 def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
     """Call ``entry(*arguments)``, a function at module level, in ``world`` new processes; return rank 0's result.
 
-    Raises:
-        ChildProcessError: A process raised or died. The other processes are killed.
+    If a process raises or dies, the others are killed and ChildProcessError is raised.
     """
     with start(world, entry, *arguments) as (folder, ranks):
         while None in (codes := [process.poll() for process in ranks]) and not any(codes):

@@ -41,10 +41,7 @@ def free_memory(device: torch.device) -> int:
 
 
 class PeakMemory:
-    """Peak memory since construction.
-
-    On a GPU the memory that PyTorch allocates counts, on the CPU the resident memory of this process.
-    """
+    """Peak since construction: of memory that PyTorch allocates on a GPU, of resident memory on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -115,10 +112,7 @@ def needs_of_ranks(each: int, device: torch.device, ranks_here: int) -> Needs:
 
 
 def gpus_of(ranks_here: int) -> int:
-    """Return the number of GPUs that the ranks of this machine use.
-
-    torchrun shows all GPUs to every rank. srun and mpirun may show each rank only its own.
-    """
+    """Return the number of GPUs that the ranks of this machine use; srun may show each rank only its own."""
     gpus = max(1, torch.cuda.device_count())
     hidden = gpus == 1 and member() is not None and TORCHRUN not in os.environ
     return ranks_here if hidden else gpus
@@ -137,7 +131,7 @@ def free_here(device: torch.device) -> Needs:
 def refuse_too_large(
     option: str, size: int, needed: Callable[[int], Needs], device: torch.device, *, unit: str, step: int = STEP
 ) -> None:
-    """Refuse a size that needs more than 90% of this machine's free memory.
+    """Raise typer.BadParameter if a size needs more than 90% of this machine's free memory, naming a size that fits.
 
     Args:
         option: The flag that sets the size.
@@ -145,10 +139,7 @@ def refuse_too_large(
         needed: Returns the needs of this machine for a size.
         device: The device to measure.
         unit: Unit of the size, such as ``tokens``.
-        step: The size that fits is reported as a multiple of ``step``.
-
-    Raises:
-        typer.BadParameter: The size does not fit. The message names a size that does.
+        step: The size that fits is a multiple of ``step``.
     """
     if refusal := too_large(size, needed, free_here(device), unit=unit, step=step):
         raise typer.BadParameter(f"{option}: {refusal}")
@@ -157,16 +148,10 @@ def refuse_too_large(
 def refuse_ranks(
     option: str, config: AttentionConfig, taken: Callable[[AttentionConfig], int | Needs], *, per_rank: bool = False
 ) -> None:
-    """Refuse an attention over ranks that needs more than 90% of this machine's free memory.
+    """Raise typer.BadParameter if an attention over ranks does not fit into this machine's free memory.
 
-    Args:
-        option: The flag that sets the number of tokens.
-        config: The requested attention.
-        taken: Returns the tensor bytes of each rank, or the needs of all ranks of this machine.
-        per_rank: True if ``option`` counts tokens per rank, False if it counts all tokens.
-
-    Raises:
-        typer.BadParameter: The attention does not fit. The message names a number of tokens that does.
+    ``option`` sets the tokens in all, or with ``per_rank`` those of each rank. ``taken`` returns the tensor bytes of
+    each rank, or the needs of all ranks of this machine.
     """
     device, here, tokens = torch.device(config.device), ranks_here(config.world), config.world if per_rank else 1
 

@@ -38,10 +38,7 @@ class ElementBytes(NamedTuple):
 
 
 def candidate_rows(e: int) -> dict[str, ElementBytes]:
-    """Return the bytes per element of each candidate of ``bench ring``, forward and backward.
-
-    The 4e of a row are inputs and results: q, k, v, dout, out, dq, dk and dv.
-    """
+    """Return each candidate's bytes per element; 4e are q, k, v, dout, out, dq, dk and dv."""
     return {
         OURS: ElementBytes(4 * e + FP32, 5 * e),  # dQ in fp32, dK/dV of a chunk; slots are extra
         # two buffers of K/V; dK/dV accumulators sent and received; dK/dV of a block; dQ in fp32 and of a block
@@ -115,10 +112,7 @@ PLAIN_RING = RingForm()
 
 
 def ring_parts(config: AttentionConfig, form: RingForm = PLAIN_RING, *, backward: bool = True) -> dict[str, int]:
-    """Return the peak memory of a rank of our ring, as bytes by purpose.
-
-    ``backward=False`` counts a forward alone.
-    """
+    """Return the peak memory of a rank of our ring, as bytes by purpose, with or without a backward."""
     (q, k), e, n = elements(config), item(config), shard(config)
     if not backward:
         own = {"q, k, v and out": n * inputs(config), "carried out, fp32": n * q * FP32}
@@ -211,19 +205,13 @@ def settings_bytes(config: AttentionConfig, slots: Sequence[int]) -> int:
 
 
 def tuned_bytes(config: AttentionConfig, rings: int) -> int:
-    """Return the bytes of a rank of ``tune --ring``.
-
-    Results of chunks exist twice while they are joined, and the slots of all rings stay allocated.
-    """
+    """Return the bytes of a rank of ``tune --ring``, where chunks are joined and all rings keep their slots."""
     joined = 2 * shard(config) * elements(config)[0] * item(config)
     return candidate_bytes(OURS, config) + joined + (rings - 1) * ring_slots(config)
 
 
 def judged_bytes(config: AttentionConfig, seqlen: int | None = None) -> int:
-    """Return the bytes for judging errors of the chosen heads.
-
-    The larger of two peaks counts: float64 with the scores of one block of queries, or PyTorch in the inputs' dtype.
-    """
+    """Return the bytes for judging the chosen heads: of float64 and a block's scores, or of PyTorch."""
     n = config.seqlen if seqlen is None else seqlen
     chosen = len(chosen_heads(config.batch, config.heads, config.kv_heads, n, n))
     heads, dims = chosen * config.heads // config.kv_heads, config.head_dim + config.value_dim
@@ -238,10 +226,7 @@ def judged_bytes(config: AttentionConfig, seqlen: int | None = None) -> int:
 
 
 def kernels_bytes(config: AttentionConfig, seqlen: int, ours: int, theirs: int, product_side: int) -> int:
-    """Return the bytes of ``bench kernels`` at one length.
-
-    Counted are inputs, the tensors that each contender keeps, one running contender, and the float64 results.
-    """
+    """Return the bytes of ``bench kernels``: inputs, kept tensors, one running contender, float64 results."""
     e, tokens, dims = item(config), config.batch * seqlen, config.head_dim + config.value_dim
     given = tokens * (config.heads + config.kv_heads) * dims * e  # q, k, v, dout; out, dq, dk, dv have the same size
     out, row = tokens * config.heads * config.value_dim, tokens * config.heads * FP32

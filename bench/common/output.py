@@ -40,11 +40,7 @@ def check_targets(*targets: str | Path | None) -> None:
 
 
 def write_file(target: str | Path, data: str | bytes) -> None:
-    """Write a regular file and make its folders; refuse to overwrite a link or a special file.
-
-    Raises:
-        typer.BadParameter: The file cannot be written.
-    """
+    """Write a regular file and make its folders; raise typer.BadParameter if it cannot be written."""
     try:
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         check_targets(target)

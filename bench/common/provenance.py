@@ -119,10 +119,7 @@ def gpu(device: torch.device) -> dict[str, Any]:
 
 
 def topology(device: torch.device) -> dict[str, Any]:
-    """Return the network adapters, and the links between GPUs as pairs by link, from /sys and NVML.
-
-    A run on the CPU lists only the adapters, because asking for GPUs would start CUDA and NVML.
-    """
+    """Return network adapters, and on a GPU (which starts CUDA and NVML) the links between GPUs."""
     nics = {nic.name: None if nic.gigabits is None else f"{nic.gigabits:g} Gbit/s" for nic in nvml.nics_of()}
     if device.type != "cuda":
         return {"nics": nics}

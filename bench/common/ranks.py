@@ -37,11 +37,7 @@ class Member:
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU if the machine has any, else the CPU.
-
-        Raises:
-            ValueError: This machine has more ranks than GPUs.
-        """
+        """This rank's GPU if the machine has any, else the CPU; ValueError if there are fewer GPUs than ranks."""
         import torch
 
         gpus = torch.cuda.device_count()

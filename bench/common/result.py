@@ -116,11 +116,7 @@ def finish(result: Result, json: str | None = None, csv: str | None = None, *, t
 
 
 def read(path: Path) -> Result:
-    """Read a result that :func:`finish` wrote.
-
-    Raises:
-        ValueError: The file holds something else. The message names the file and the expected format.
-    """
+    """Read a result that :func:`finish` wrote; raise ValueError if the file holds something else."""
     from ...kernels.files import converted, read_object  # imports torch
 
     try:

@@ -46,11 +46,7 @@ LINES = (LIGHT.compute, LIGHT.receive, LIGHT.send, LIGHT.backward, LIGHT.wait, L
 
 
 def picture(text: str) -> Path:
-    """Parse the path of a figure.
-
-    Raises:
-        typer.BadParameter: The suffix is not one of :data:`PICTURES`.
-    """
+    """Parse the path of a figure; raise typer.BadParameter for other suffixes than :data:`PICTURES`."""
     if not text.lower().endswith(PICTURES):
         raise typer.BadParameter(f"{text} is not a figure's name: it must end with one of {', '.join(PICTURES)}")
     return Path(text)
@@ -97,10 +93,7 @@ def in_page_colours(svg: str) -> str:
 
 
 def inline(figure: Any, name: str) -> str:
-    """Return a figure as an SVG element with unique ids, the same for the same figure.
-
-    ``name`` has letters, digits and dashes, and differs for every figure of a page.
-    """
+    """Return a figure as SVG with ids that start with ``name``, the same for the same figure."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()

@@ -107,13 +107,10 @@ def nearest(timer: str, takes: Sequence[str]) -> str:
 
 @dataclass
 class Clock:
-    """Times one run on a device, by one of ``TIMERS``.
+    """Times one run on a device, by one of ``TIMERS``; raises ValueError if the timer does not work on the device.
 
-    On a GPU the cache is flushed first, so that inputs are never warm. With events and graphs, the device is kept busy
-    while the host enqueues, so that the host's speed does not count.
-
-    Raises:
-        ValueError: The timer is unknown or does not work on this device.
+    On a GPU the cache is flushed first. With events and graphs, the device is kept busy while the host enqueues, so
+    that the host's speed does not count.
     """
 
     device: torch.device
@@ -131,10 +128,7 @@ class Clock:
         return self.team.slowest(self._by_host(step) if self.timer == "clock" else self._by_events(step))
 
     def stage(self) -> AbstractContextManager[object]:
-        """Return the context in which steps must be prepared.
-
-        A backward runs on the stream of its forward, and a CUDA graph captures one stream.
-        """
+        """Return the context to prepare steps in: a graph captures one stream, which forward and backward share."""
         if self.timer != "graph":
             return nullcontext()
         if self._capturing is None:
@@ -144,11 +138,7 @@ class Clock:
         return context(self._capturing)
 
     def prepared(self, step: Step) -> Step:
-        """Return the function to time in place of ``step``: a graph's replay, or ``step`` itself.
-
-        Raises:
-            RuntimeError: The step cannot be captured.
-        """
+        """Return the function to time: a graph's replay, or ``step``; raise RuntimeError if capturing fails."""
         if self.timer != "graph":
             return step
         step()  # compile and allocate before the capture
@@ -196,16 +186,10 @@ def interleaved(
     limits: Mapping[str, int] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Samples]:
-    """Time every candidate ``repeats`` times, in turns (a, b, c, a, b, c, …).
+    """Time every candidate in turns (a, b, c, a, b, c, …), after ``warmup`` runs of each.
 
-    Args:
-        candidates: Functions by name. Each enqueues its work on the current stream. Every process passes the same
-            names.
-        clock: Times one run.
-        repeats: Timed runs of each candidate.
-        warmup: Runs of each candidate before the first timed run.
-        limits: Fewer timed runs for slow candidates, by name.
-        progress: Called after every run.
+    Each candidate enqueues its work on the current stream. Every process of the clock's team passes the same names.
+    ``limits`` reduces the timed runs of slow candidates. ``progress`` is called after every run.
     """
     seconds_by_name: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(-warmup, repeats):

@@ -101,12 +101,7 @@ def needs(job: Job, tokens: int, *, ranks: int, device: torch.device) -> Needs:
 
 
 def resolve_ranks(world: int | None, data: int, place: Member | None) -> int:
-    """Return the number of ranks.
-
-    Raises:
-        typer.BadParameter: ``--world`` differs from the launcher's ranks.
-        ValueError: There are more ranks than GPUs, or the ranks do not make whole rings.
-    """
+    """Return the number of ranks; raise ValueError if they exceed the GPUs or make no whole rings."""
     import torch
 
     ranks, gpus = flags.resolve_world(world, DEFAULT_WORLD), torch.cuda.device_count()

@@ -60,10 +60,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Records gradients in memory, and writes or loads each step's initial weights in files.
-
-    Weights kept in memory would count as the run's memory.
-    """
+    """Records gradients in memory, and writes or loads each step's initial weights in files."""
 
     folder: str
     loads: bool = False
@@ -110,11 +107,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def compare(job: Job, text: bytes, world: int) -> Result | None:
-    """Train sharded, then repeat the steps unsharded in this process; None if another rank prints the result.
-
-    Raises:
-        RuntimeError: The whole sequence does not fit on the GPU.
-    """
+    """Train sharded, then repeat the steps unsharded in this process; None if another rank prints the result."""
     with TemporaryDirectory() as folder:
         ring = train_sharded(job, text, world, Recorder(folder))
         if not prints():

@@ -113,10 +113,9 @@ def posting(step: Callable[[], object], device: torch.device) -> float:
 
 
 def calls_of(step: Callable[[], object]) -> int:
-    """Count calls of Python functions in a pass, including those of the standard library.
+    """Count calls of Python functions in a pass, without those in torch, in Triton and in this file's stubs.
 
-    ``sys.setprofile`` counts every resumption of a generator. Calls in torch, in Triton and in this file's stubs do not
-    count.
+    ``sys.setprofile`` counts every resumption of a generator.
     """
     calls = 0
 

@@ -43,22 +43,9 @@ def accuracy(
 ) -> Iterator[Number]:
     """Yield errors of forward and backward, full and causal, in one launch and over the shards of several ranks.
 
-    Three ranks cover the first, middle and last hop, which are different launches. Outputs lie in memory filled with
-    NaN. A second run must give the same bits, except where programs accumulate in any order.
-
-    Args:
-        device: Device to test.
-        backend: "aten", "triton", or one of :data:`BACKENDS`.
-        dtype: Dtype of the inputs.
-        head_dim: Head dim of q and k.
-        head_dim_v: Head dim of v. Default: ``head_dim``.
-        seqlen: Total tokens.
-        heads: Numbers of query and key/value heads.
-        causal_worlds: Numbers of ranks with a causal mask.
-        full_worlds: Numbers of ranks with a full mask.
-
-    Raises:
-        NotHere: The backend needs an sm_90 GPU and this is another.
+    ``backend`` is "aten", "triton", or one of :data:`BACKENDS`. Three ranks cover the first, middle and last hop, which
+    are different launches. Outputs lie in memory filled with NaN. A second run must give the same bits, except where
+    programs accumulate in any order. Hopper kernels raise ``NotHere`` on other GPUs.
     """
     if backend == HOPPER and not is_hopper(device):
         raise NotHere("the Hopper kernels need a GPU of compute capability 9.0")

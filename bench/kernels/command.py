@@ -106,10 +106,7 @@ def _tuple(given: Any) -> tuple[int, ...] | None:
 
 
 def _check_room(configs: list[Any], ours: int, theirs: int, device: torch.device) -> None:
-    """Refuse a shape whose mask is invalid or that does not fit into free memory, naming the length that fits.
-
-    Contenders whose scores or masks grow with the square of the length are refused one by one, as rows.
-    """
+    """Refuse a shape whose mask is invalid or that does not fit into free memory, naming the length that fits."""
     from ..common.memory import Needs, needs_on, refuse_too_large
     from ..common.memory_table import kernels_bytes
     from .speed import PRODUCT_SIDE

@@ -117,11 +117,7 @@ def _errors(ready: Ready, judge: Judge) -> Iterator[tuple[str, str, float]]:
 
 
 def _captured(clock: Clock, step: Step) -> Step:
-    """Return the function to time: a graph's replay, or the step itself.
-
-    Raises:
-        Cannot: The step cannot be captured.
-    """
+    """Return the function to time: a graph's replay, or the step; raise ``Cannot`` if capturing fails."""
     try:
         return clock.prepared(step)
     except torch.AcceleratorError:
@@ -218,10 +214,7 @@ class Sizes(NamedTuple):
 def targets(
     device: torch.device, *, seconds: float = 1.5, sizes: Sizes | None = None, timer: str = ""
 ) -> Iterator[Number]:
-    """Yield the measurements and the verdicts of ``TARGETS``; each measurement takes ``seconds`` of timing.
-
-    Alongside a transfer no graph is timed, because the graph would end with the transfer instead of the forward.
-    """
+    """Yield measurements and verdicts of ``TARGETS``; alongside a transfer, no graph is timed."""
     sizes, clock = sizes or Sizes(), Clock(device, timer=timer)
     beside = Clock(device, timer=nearest(timer, OF_RINGS))
     measurements: dict[str, Iterator[Number]] = {

@@ -22,11 +22,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def steps(minbytes: int, maxbytes: int, factor: int) -> tuple[int, ...]:
-    """Return the sizes of nccl-tests' flags ``-b -e -f``.
-
-    Raises:
-        typer.BadParameter: The range is empty.
-    """
+    """Return the sizes of nccl-tests' flags ``-b -e -f``; raise typer.BadParameter if there are none."""
     if not 0 < minbytes <= maxbytes:
         raise typer.BadParameter(f"-b is {minbytes} and -e is {maxbytes}: -b must be at least 1 and at most -e")
     sizes = [minbytes]
@@ -36,11 +32,7 @@ def steps(minbytes: int, maxbytes: int, factor: int) -> tuple[int, ...]:
 
 
 def limits_list(text: str) -> tuple[int | None, ...]:
-    """Parse a comma-separated list of counts, or ``auto`` for a ring's default.
-
-    Raises:
-        typer.BadParameter: An entry is neither, or ``Limits`` refuses it.
-    """
+    """Parse a comma-separated list of counts that ``Limits`` takes, or ``auto`` for a ring's default."""
     from ...comm import Limits
 
     parts = text.split(",")
@@ -67,11 +59,7 @@ def transports_of(text: str) -> tuple[str, ...]:
 
 
 def beside_name(text: str, device: str) -> str:
-    """Return the kernel that runs alongside the transfers.
-
-    Raises:
-        typer.BadParameter: The kernel is unknown or does not run on this device.
-    """
+    """Return the kernel to run alongside the transfers; raise typer.BadParameter if it cannot run here."""
     if text not in ("", FORWARD, MATMUL, "none"):
         raise typer.BadParameter(f"--beside is {text!r}: it takes {FORWARD}, {MATMUL} or none")
     if text == FORWARD and device == "cpu":
@@ -82,8 +70,12 @@ def beside_name(text: str, device: str) -> str:
 @app.command()
 def links(
     context: typer.Context,
-    minbytes: Annotated[Any, typer.Option("-b", "--minbytes", parser=flags.size, metavar="SIZE")] = "32M",
-    maxbytes: Annotated[Any, typer.Option("-e", "--maxbytes", parser=flags.size, metavar="SIZE")] = "32M",
+    minbytes: Annotated[
+        Any, typer.Option("-b", "--minbytes", parser=flags.size, metavar="SIZE", help="Smallest message.")
+    ] = "32M",
+    maxbytes: Annotated[
+        Any, typer.Option("-e", "--maxbytes", parser=flags.size, metavar="SIZE", help="Largest message.")
+    ] = "32M",
     stepfactor: Annotated[int, typer.Option("-f", "--stepfactor", min=2, help="Factor between sizes.")] = 2,
     iters: Annotated[int, typer.Option("-n", "--iters", min=1, help="Timed transfers, back to back.")] = 20,
     warmup: Annotated[int, typer.Option("-w", "--warmup_iters", min=0, help="Transfers before the timed ones.")] = 5,

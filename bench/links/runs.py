@@ -400,8 +400,7 @@ def _of_virtual_rank(config: LinksConfig, device: torch.device, group: LocalGrou
 def check_room(config: LinksConfig, ranks_here: int, *, launched: bool) -> None:
     """Raise typer.BadParameter if the largest message does not fit into this machine's free memory.
 
-    Virtual ranks, which ``local`` needs, count as processes on the CPU and share one GPU. Under a launcher there are
-    none.
+    Virtual ranks count as processes on the CPU and share one GPU. Under a launcher there are none.
     """
     device = torch.device(config.device)
     messages = BUFFERS + (CHECKED[config.device] if config.checks else 0)

@@ -96,11 +96,7 @@ def overlap(
 def rings_of(
     slots: list[int], prefetch: list[int], chunks: list[int], world: int
 ) -> tuple[tuple[Setting, ...], list[str]]:
-    """Return all valid combinations of slots, prefetch and chunks, and why others are not valid.
-
-    Raises:
-        typer.BadParameter: No combination is valid.
-    """
+    """Return all valid (slots, prefetch, chunks) and why others are not; raise typer.BadParameter if there are none."""
     from ...ring.ring import depth_of
 
     pairs, reasons = [], []

@@ -77,10 +77,7 @@ class Nothing:
 
 
 class Shard:
-    """One rank's random inputs, and one ring's passes over them in each of the three ways.
-
-    ``backend`` is that of ``ring_attention``. ``revised`` may replace the ring's plan.
-    """
+    """One rank's random inputs and a ring's passes over them; ``revised`` may replace the ring's plan."""
 
     def __init__(
         self,

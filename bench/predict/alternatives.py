@@ -47,10 +47,7 @@ class Way:
 
 
 def ways(call: Call, inputs: Inputs, *, capacity: float = math.inf) -> list[Way]:
-    """Predict all methods with the same slow ranks and jitter, fastest first.
-
-    Methods that need more than ``capacity``, the bytes of a GPU, come last, with a note instead of times.
-    """
+    """Predict all methods, fastest first; those that exceed ``capacity`` bytes come last, with a note."""
     results = []
     links = inputs.links.spread(nics_of(call, inputs))
     for name, needed, passes, note in options(call, inputs):

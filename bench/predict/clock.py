@@ -54,16 +54,10 @@ def run(
     message_seconds: Callable[[int, int, int], Seconds],
     host: Callable[[Op], float] = lambda op: 0.0,
 ) -> list[Track]:
-    """Simulate all ranks together.
+    """Simulate all ranks together; raise ValueError if their programs wait for each other forever.
 
-    Args:
-        programs: Programs of the ranks, in rank order.
-        costs: Seconds of every launch, ``[rank][op]``. Entries of transfers are ignored.
-        message_seconds: Returns the seconds of a message, given source, destination and bytes.
-        host: Returns the seconds that the host takes to issue an operation. The host waits for no operation.
-
-    Raises:
-        ValueError: The programs wait for each other forever, or a message has no partner.
+    ``costs`` are the seconds of every launch, ``[rank][op]``. ``message_seconds`` takes source, destination and bytes.
+    ``host`` returns the seconds to issue an operation; the host never waits.
     """
     machine = _Machine(programs, costs, message_seconds, host)
     ready = list(range(len(programs)))
@@ -136,11 +130,8 @@ class _Machine:
 def slowed(program: Program, costs: Sequence[Seconds], transfers: Sequence[Seconds], beside: float) -> list[Seconds]:
     """Return the launches' seconds, stretched while transfers run at the same time.
 
-    Args:
-        program: Program of one rank.
-        costs: Seconds of its launches without transfers.
-        transfers: Seconds of its groups of transfers.
-        beside: Share of its speed that a launch loses during a transfer.
+    ``costs`` are those of launches without transfers, and ``transfers`` the seconds of each group. A launch loses the
+    share ``beside`` of its speed during a transfer.
     """
     if not beside:
         return list(costs)

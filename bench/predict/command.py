@@ -42,11 +42,7 @@ class PassName(StrEnum):
 
 
 def slow_rank(text: str) -> tuple[int, float]:
-    """Parse ``3=1.5``: rank 3 takes 1.5 times as long.
-
-    Raises:
-        typer.BadParameter: The text has another form.
-    """
+    """Parse ``3=1.5``: rank 3 takes 1.5 times as long."""
     rank, _, factor = text.partition("=")
     try:
         return int(rank), float(factor)
@@ -55,11 +51,7 @@ def slow_rank(text: str) -> tuple[int, float]:
 
 
 def axes(text: str) -> dict[str, list[int]]:
-    """Parse ``tokens=1k..128k,gpus=2..16k`` as powers of two from one end to the other.
-
-    Raises:
-        typer.BadParameter: An axis is missing, or the text has another form.
-    """
+    """Parse ``tokens=1k..128k,gpus=2..16k`` as powers of two from one end to the other."""
     result = {}
     for part in text.split(","):
         name, _, span = part.partition("=")

@@ -67,10 +67,8 @@ def sweep(
 ) -> dict[int, dict[int, float | None]]:
     """Predict the percent of ideal, ``[gpus][tokens]``; None if a point does not fit into memory.
 
-    Nodes have as many GPUs as the call's nodes.
-
     Raises:
-        ValueError: GPUs do not make whole nodes, zigzag shards are odd, or no point fits.
+        ValueError: GPUs do not make whole nodes of the call's size, zigzag shards are odd, or no point fits.
     """
     for world in gpus:
         if world > call.per_node and world % call.per_node:

@@ -67,11 +67,7 @@ def speed_of(
 
 
 def measured(path: Path, call: Call, gpu: str | None) -> tuple[Speed, tuple[str, ...]]:
-    """Fit the speed to the measured rows of ``bench kernels`` nearest to a call; also describe these rows.
-
-    Raises:
-        ValueError: The file is of another kind, has a damaged row, no GPU, or no forward of this dtype.
-    """
+    """Fit the speed to the rows of ``bench kernels`` nearest to a call; also describe these rows."""
     result = read(path)
     base = _base(result.provenance.get("gpu"), gpu, str(path))
     rows = [(row, _launch(row, f"{path}: rows[{n}]")) for n, row in enumerate(result.rows) if _is_ours(row)]
@@ -95,10 +91,7 @@ def measured(path: Path, call: Call, gpu: str | None) -> tuple[Speed, tuple[str,
 
 
 def _base(about: object, gpu: str | None, where: str) -> Speed:
-    """Return the preset of ``gpu``, or of the GPU that the file names, with the file's multiprocessors and memory.
-
-    An unknown GPU gets the other constants of an H100.
-    """
+    """Return the preset of ``gpu``, of the file's GPU, or of an H100, with the file's multiprocessors and memory."""
     if not isinstance(about, dict) or not isinstance(name := about.get("name"), str):
         raise ValueError(f"{where} was not measured on a GPU: run `ringattn bench kernels` on a GPU")
     model = gpu or find_model(name)

@@ -92,11 +92,7 @@ class Links:
 
 
 def link_of(text: str, flag: str = "link") -> Link:
-    """Return the link of a preset's name, of ``200`` or ``200,10us`` (GB/s, latency), or of a file of ``bench links``.
-
-    Raises:
-        ValueError: The text is none of these. The message calls it ``flag``.
-    """
+    """Return the link of a preset, of ``200`` or ``200,10us`` (GB/s, latency), or of a file of ``bench links``."""
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]
     if os.path.lexists(text):
@@ -116,11 +112,8 @@ def link_of(text: str, flag: str = "link") -> Link:
 def measured(rows: Sequence[Mapping[str, Any]], source: str) -> Link:
     """Fit rate and latency of the slowest edge to the rows of ``bench links``, by least squares of seconds over bytes.
 
-    The fastest transport counts, without the one between virtual ranks of a device. Rows with all edges active count,
-    as a ring uses them. If there are none, rows with one active edge count.
-
-    Raises:
-        ValueError: There are no transfers between two ranks, or a row is damaged.
+    The fastest transport counts, without the one between virtual ranks. Rows with one active edge count only if there
+    are none with all edges active.
     """
     by_way: dict[Any, dict[str, dict[float, float]]] = {"ring": {}, "one way": {}}
     for place, row in enumerate(rows):

@@ -68,13 +68,8 @@ class Program:
 def record(call: Call, plan: Plan, phase: str, *, tokens: int | None = None, on_host: bool = False) -> Program:
     """Record the program of a plan's rank in a pass, ``forward`` or ``backward``.
 
-    Args:
-        call: Shapes and settings of the ring.
-        plan: Plan of one rank of the call.
-        phase: The pass.
-        tokens: Tokens of this rank, if shards are not equal.
-        on_host: True if the host computes. Then it posts nothing while it computes, and adds received dK/dV
-            separately.
+    ``tokens`` are those of this rank, if shards are not equal. With ``on_host`` the host computes: it posts nothing
+    meanwhile, and adds received dK/dV separately.
     """
     recorder = _Recorder(call, on_host)
     send_index = None if plan.send_index is None else plan.send_index.to(META)
@@ -219,10 +214,7 @@ class _RecordedWire:
 
 @dataclass
 class _Backend:
-    """Backend that computes nothing.
-
-    As in the real backends, ``dkdv`` asks for accumulators before its launch, or after it if the host computes.
-    """
+    """Backend that computes nothing; ``dkdv`` asks for accumulators before its launch, on a host after it."""
 
     recorder: _Recorder
     chunk: int

@@ -66,19 +66,10 @@ def predicted(
     tokens: Any = None,
     simulated: bool = False,
 ) -> tuple[Pass, ...]:
-    """Predict the passes of a call.
+    """Predict the passes of a call; raise ValueError if ranks differ in their work and are too many to simulate.
 
-    Args:
-        call: Attention and number of ranks.
-        speed: Speed of a GPU.
-        links: Links between ranks.
-        perturbation: Slow ranks and jitter. With jitter, every time is an array of draws.
-        phases: Passes to predict.
-        tokens: Array of tokens per rank, instead of the call's. Every time is then an array.
-        simulated: True to simulate every rank instead of extrapolating.
-
-    Raises:
-        ValueError: There are too many ranks to simulate, and they differ in their work.
+    ``tokens`` is an array of tokens per rank instead of the call's. Then every time is an array; so it is with jitter,
+    over draws. ``simulated`` simulates every rank instead of extrapolating.
     """
 
     def simulate(variant: Call, phase: str) -> Pass:
@@ -111,11 +102,7 @@ def _stretched(call: Call, phase: str, of: Callable[[Call, str], Pass]) -> Pass:
 
 
 def _smaller(call: Call) -> tuple[Call, Call, float] | None:
-    """Return two smaller rings, and the distance from the first to the call in steps to the second; None to simulate.
-
-    Raises:
-        ValueError: The call is too large to simulate, and its time does not grow linearly.
-    """
+    """Return two smaller rings, and the call's distance from the first in steps to the second; None to simulate."""
     if call.world <= (MOST_SIMULATED if call.is_plain else MOST_RANKS):
         return None
     if not call.is_plain:

@@ -107,14 +107,10 @@ class Speed:
         return self.launch + share * self.products(area, call, backward=True) + self.moved(state)
 
     def fitted(self, forward: tuple[float, Call], backward: tuple[float, Call] | None = None) -> Speed:
-        """Return this GPU with speeds at which whole calls reach given FLOP/s.
+        """Return this GPU with speeds at which whole calls reach given FLOP/s of visible pairs.
 
-        Args:
-            forward: FLOP/s of visible pairs, and the call, in one launch.
-            backward: The same for both kernels, counted as 2.5 forwards. None keeps the ratio to the forward.
-
-        Raises:
-            ValueError: The call would take less time than a launch.
+        The backward counts as 2.5 forwards; None keeps the ratio to the forward. Raise ValueError if a call would take
+        less time than a launch.
         """
 
         def speed(rate: float, call: Call, before: float, *, is_backward: bool) -> float:
@@ -211,11 +207,7 @@ class Perturbation:
         return ", ".join(parts + ([f"launches vary by {self.jitter:.3g}"] if self.jitter else []))
 
     def check(self, world: int) -> None:
-        """Check that a ring of ``world`` ranks can have this perturbation.
-
-        Raises:
-            ValueError: A slow rank does not exist, or there are too many ranks to simulate one by one.
-        """
+        """Raise ValueError if a slow rank does not exist, or there are too many ranks to simulate one by one."""
         unknown = [rank for rank in self.slow if not 0 <= rank < world]
         if unknown:
             raise ValueError(f"slow names rank {unknown[0]}: it must be 0 to {world - 1}")

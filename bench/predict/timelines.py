@@ -21,11 +21,7 @@ NAMES = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "
 
 
 def timeline(title: str, passes: tuple[Pass, ...], call: Call) -> Timeline:
-    """Return the events of all ranks, one pass after the other.
-
-    Raises:
-        ValueError: A pass was extrapolated, so it has no timeline of every rank.
-    """
+    """Return the events of all ranks, one pass after the other; raise ValueError for extrapolated passes."""
     events: list[Event] = []
     plans, begin = call.plans(), 0.0
     for predicted_pass in passes:

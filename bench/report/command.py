@@ -42,10 +42,7 @@ def report(
 
 
 def write_beside(folder: Path) -> str:
-    """Write the page of a folder just measured; return its path, or why there is none.
-
-    A failing page must not lose the measurement or turn it into a failure.
-    """
+    """Write the page of a folder just measured; return its path, or the reason why writing it failed."""
     try:
         write(folder, folder / PAGE)
     except Exception as error:
@@ -54,12 +51,7 @@ def write_beside(folder: Path) -> str:
 
 
 def write(folder: Path, target: Path) -> Folder:
-    """Write the page of a folder; return the folder's contents, with the files that could not be read.
-
-    Raises:
-        ValueError: No file of the folder can be read.
-        typer.BadParameter: The page cannot be written.
-    """
+    """Write the page of a folder; return its contents, with the files that could not be read."""
     from ..common.output import check_targets, write_file
     from .page import html, read_folder
 

@@ -43,11 +43,7 @@ class Folder:
 
 
 def read_folder(folder: Path) -> Folder:
-    """Read every JSON file of a folder; files that cannot be read are listed with the reason.
-
-    Raises:
-        ValueError: The folder does not exist, or no file in it can be read.
-    """
+    """Read every JSON file of a folder; list files that cannot be read, or raise ValueError if no file can."""
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is not a folder: it must be a folder of results, as from `ringattn bench suite --out DIR`"
@@ -143,10 +139,7 @@ def shown(value: object) -> str:
 
 
 def order(values: Sequence[object]) -> list[int | str]:
-    """Return sort keys of a column: numbers by size, then words alphabetically, "" for empty cells.
-
-    Equal values get equal keys.
-    """
+    """Return sort keys of a column: numbers by size, then words alphabetically, "" for empty cells."""
 
     def key(value: object) -> tuple[bool, Any]:
         return isinstance(value, str), value.casefold() if isinstance(value, str) else value

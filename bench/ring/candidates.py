@@ -194,11 +194,7 @@ def ulysses(setting: Setting) -> Candidate:
 
 
 def exchanged_bytes(problem: AttentionConfig, degree: int) -> int:
-    """Return the bytes that a rank sends in all-to-alls: q, k, v and out, then dout, dq, dk and dv.
-
-    A rank keeps its own part of each tensor. If there are fewer key/value heads than ranks, several ranks get the same
-    head.
-    """
+    """Return the bytes that a rank sends in all-to-alls: q, k, v and out, then dout, dq, dk and dv."""
     kv = kv_bytes(problem)[0] * max(problem.kv_heads, degree) // problem.kv_heads
     queries = problem.batch * problem.heads * problem.head_dim * DTYPES[problem.dtype].itemsize
     return problem.seqlen // problem.world * (degree - 1) * (4 * queries + 2 * kv) // degree
@@ -260,10 +256,7 @@ def lucidrains(setting: Setting) -> Candidate:
 
 
 def repeated_heads(heads: int, kv_heads: int) -> Tensor:
-    """Return the order of our query heads for a package that repeats all K/V heads, ``(g h)``.
-
-    There, query head ``i`` reads K/V head ``i % kv_heads``. Here it reads ``i // (heads / kv_heads)``.
-    """
+    """Return our heads in the order of a package where query head ``i`` reads K/V head ``i % kv_heads``."""
     return torch.arange(heads).view(kv_heads, -1).t().reshape(-1)
 
 

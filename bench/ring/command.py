@@ -18,11 +18,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def layout_names(text: str) -> list[str]:
-    """Parse a comma-separated list of layouts, or ``all``.
-
-    Raises:
-        typer.BadParameter: A layout is unknown.
-    """
+    """Parse a comma-separated list of layouts, or ``all``."""
     known = [layout.value for layout in flags.LayoutName]
     names = known if text == "all" else [part.strip() for part in text.split(",")]
     unknown = [name for name in names if name not in known]
@@ -50,7 +46,8 @@ def ring(
         Any, typer.Option(parser=layout_names, metavar="NAME,…|all", help="How tokens are split over the ranks.")
     ] = "zigzag",
     by: Annotated[
-        str | None, typer.Option(metavar="NAME,…", help="Run only one device and candidates whose names start so.")
+        str | None,
+        typer.Option(metavar="NAME,…", help="Candidates to run, by the beginning of their names; default: all."),
     ] = None,
     transport: Annotated[str, typer.Option(help="Transport of our ring, as in Ring(transport=).")] = "auto",
     bytes_per_second: Annotated[
@@ -119,11 +116,7 @@ def ring(
 
 
 def chosen_prefixes(layouts: list[str], by: str | None, worlds: list[int]) -> tuple[str, ...]:
-    """Return the name prefixes that ``--by`` selects.
-
-    Raises:
-        typer.BadParameter: No candidate's name starts with a prefix.
-    """
+    """Return the name prefixes of ``--by``; raise typer.BadParameter if one starts no candidate's name."""
     from .candidates import chosen
 
     known, prefixes = list(chosen(layouts, (), worlds)), tuple(by.split(",")) if by else ()

@@ -178,10 +178,7 @@ def checked(
 
 
 def row_of(problem: AttentionConfig, candidate: Candidate, of: Checked, times: Samples, ideal: float | None) -> Row:
-    """Build a candidate's row; ``ideal`` is the time of one device divided by the number of ranks.
-
-    Exposed and compute time come from another run. They are left out if they exceed the median time.
-    """
+    """Build a candidate's row; times of the extra run are left out if they exceed the median."""
     seconds, kind = times.median, candidate.kind
     parts = where_time_goes(candidate, of.shards)
     exposed, compute = (None if part is None or part > seconds else part for part in parts)
@@ -264,11 +261,7 @@ def best(rows: Sequence[Row]) -> list[str]:
 
 
 def needs(problem: AttentionConfig, *, layouts: Sequence[str], kinds: Sequence[str]) -> Needs:
-    """Return the needs of all ranks of one machine.
-
-    Counted are the full inputs, shards in every layout, the float64 results, the largest peak, and the slots of our
-    rings, which all stay open.
-    """
+    """Return the needs of all ranks of a machine: inputs, shards, float64 results, the largest peak and our slots."""
     whole = problem.seqlen * inputs(problem)
     drawn = whole + problem.seqlen * elements(problem)[0] * FP32  # one tensor at a time is drawn in fp32
     slots = ring_slots(problem) if OURS in kinds else 0

@@ -214,11 +214,7 @@ def run_process(place: Member, device: torch.device, transport: str, names: Sequ
 
 
 def check_transfers(transport: str, device: torch.device, group: Group) -> None:
-    """Run the conformance suite of a transport, and its GPU cases on a GPU.
-
-    Raises:
-        AssertionError: A case failed.
-    """
+    """Run the conformance suite of a transport, and its GPU cases on a GPU; a failure raises AssertionError."""
     for case in gpu.TRANSFERS.get(transport, ()) if device.type == "cuda" else ():
         opened = open_transport(group, transport=transport, device=device)
         case(opened, device)

@@ -104,11 +104,7 @@ def suite(
 
 
 def earlier(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]:
-    """Return the rows that the folder holds for this code and machine.
-
-    Raises:
-        typer.BadParameter: The file belongs to other code or another machine, or is something else.
-    """
+    """Return the folder's rows; raise typer.BadParameter if they belong to other code or another machine."""
     from ..common.result import read
 
     path = out / NAME

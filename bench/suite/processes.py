@@ -29,10 +29,7 @@ DONE, FAILED, NOT_HERE, OUT_OF_TIME = "done", "failed", "not here", "out of time
 
 
 def run(parts: Sequence[Part], *, out: Path, device: str, ends: float, width: int) -> Generator[Row, None, None]:
-    """Run groups of parts in order; yield a row for each part as it ends, all before ``ends``.
-
-    Each part has its seconds. If time is left over, the parts get proportional shares of it.
-    """
+    """Run groups of parts in order, with shares of the time until ``ends``; yield a row for each part as it ends."""
     end_marked(mark_of(out))  # left by a suite that was killed
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     groups = grouped(parts)

@@ -109,11 +109,7 @@ def as_chrome(timeline: Timeline) -> dict[str, Any]:
 
 
 def from_chrome(trace: Mapping[str, Any]) -> Timeline:
-    """Read a Chrome trace that :func:`as_chrome` wrote.
-
-    Raises:
-        ValueError: The trace is of another kind or version, or damaged.
-    """
+    """Read a trace that :func:`as_chrome` wrote; raise ValueError for other, older or damaged traces."""
     about: Any = trace.get("otherData")
     schema = about.get("schema") if isinstance(about, Mapping) else None
     if schema != SCHEMA:
