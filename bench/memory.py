@@ -48,8 +48,8 @@ def measure(
                 set_num_threads(config.threads)
                 # Warm up connections, thread pools and lazy modules, whose memory does not grow with the shards.
                 peaks(replace(config, seqlen=WARM_TOKENS * config.world), form, nodes, chunks, group)
-                mine = peaks(config, form, nodes, chunks, group)
-                peaks_by_world.append(control_of(group).gather(mine, what="the peaks of the ranks"))
+                own_peaks = peaks(config, form, nodes, chunks, group)
+                peaks_by_world.append(control_of(group).gather(own_peaks, what="the peaks of the ranks"))
             dist.barrier()  # ranks outside the group wait idle
     return peaks_by_world
 
@@ -72,20 +72,20 @@ def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, grou
         assert isinstance(out, torch.Tensor)
         forward = peak_memory.bytes
         grads = torch.autograd.grad(out, leaves, dout)
-        kept = sum(x.nbytes for x in (*leaves, dout, out, *grads))
-        return {"forward": forward, "peak": max(forward, peak_memory.bytes), "kept": kept}
+        kept_bytes = sum(x.nbytes for x in (*leaves, dout, out, *grads))
+        return {"forward": forward, "peak": max(forward, peak_memory.bytes), "kept": kept_bytes}
 
 
 def rows_of(worlds: Sequence[int], found: Sequence[Sequence[dict[str, int]]]) -> list[Row]:
     """Build one row per world, from the rank that needs most."""
     rows: list[Row] = []
     for world, ranks in zip(worlds, found, strict=True):
-        most = {name: max(rank[name] for rank in ranks) / 1e6 for name in ("peak", "forward", "kept")}
-        least = min(rank["peak"] for rank in ranks) / 1e6
+        maxima = {name: max(rank[name] for rank in ranks) / 1e6 for name in ("peak", "forward", "kept")}
+        smallest_peak = min(rank["peak"] for rank in ranks) / 1e6
         rows.append({
-            "world": world, "peak": most["peak"], "least rank": least, "after forward": most["forward"],
-            "inputs and results": most["kept"],
-            "relative": most["peak"] / (rows[0]["peak"] if rows else most["peak"]),
+            "world": world, "peak": maxima["peak"], "least rank": smallest_peak, "after forward": maxima["forward"],
+            "inputs and results": maxima["kept"],
+            "relative": maxima["peak"] / (rows[0]["peak"] if rows else maxima["peak"]),
         })  # fmt: skip
     return rows
 
@@ -137,22 +137,22 @@ def memory(
     from .common.memory_table import OURS, RingForm, candidate_bytes
     from .common.provenance import provenance
 
-    form, cpu, most = RingForm(nodes > 1, slots, wire_dtype, grad_wire_dtype), device("cpu"), max(worlds)
+    form, cpu, largest_world = RingForm(nodes > 1, slots, wire_dtype, grad_wire_dtype), device("cpu"), max(worlds)
 
     def config(world: int) -> AttentionConfig:
         return AttentionConfig(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
 
-    refuse_ranks("--tokens", config(most), partial(candidate_bytes, OURS, form=form), per_rank=True)
+    refuse_ranks("--tokens", config(largest_world), partial(candidate_bytes, OURS, form=form), per_rank=True)
     with Console(stderr=True).status("measuring"):
-        found = spawn(most, measure, [config(world) for world in worlds], form, nodes, chunks)
-    if len(found) < len(worlds):
+        peaks_by_world = spawn(largest_world, measure, [config(world) for world in worlds], form, nodes, chunks)
+    if len(peaks_by_world) < len(worlds):
         return  # this launched rank is not in every ring
-    rows = rows_of(worlds, found)
+    rows = rows_of(worlds, peaks_by_world)
     highest = [row["peak"] for row in rows]
     spread = max(highest) / min(highest) - 1
     wires = [f"{what} as {kind}" for what, kind in (("K/V", wire_dtype), ("dK/dV", grad_wire_dtype)) if kind]
     counts = flags.counted(nodes, "node"), flags.counted(slots, "slot"), flags.counted(chunks, "chunk")
-    title = [config(most).title, *counts, *wires]
+    title = [config(largest_world).title, *counts, *wires]
     failed = [f"memory per rank differs by {spread:.1%} between worlds; at most {ALLOWED_SPREAD:.0%} is allowed"]
     summary = f"peak of a rank: {max(highest):.4g} MB; difference between worlds: {spread:+.2%}"
     failed = failed if spread > ALLOWED_SPREAD else []

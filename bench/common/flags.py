@@ -267,17 +267,17 @@ def check_mode(context: typer.Context, mode: str, takes: Collection[str], always
 
 def check_needs(context: typer.Context, needs: Mapping[str, str]) -> None:
     """Raise typer.BadParameter if a flag was given without the flag it needs; ``needs`` maps their names."""
-    given, flags = typed(context), spelled(context)
+    given_flags, flags = typed(context), spelled(context)
     for name, other in needs.items():
-        if name in given and other not in given:
-            raise typer.BadParameter(f"{given[name]} is given without {flags[other]}: it has no effect alone")
+        if name in given_flags and other not in given_flags:
+            raise typer.BadParameter(f"{given_flags[name]} is given without {flags[other]}: it has no effect alone")
 
 
 def check_apart(context: typer.Context, *names: str) -> None:
     """Raise typer.BadParameter if more than one of these parameters was given."""
-    both = [flag for name, flag in typed(context).items() if name in names]
-    if len(both) > 1:
-        raise typer.BadParameter(f"{' and '.join(both)} are both given: pass one of them")
+    conflicting = [flag for name, flag in typed(context).items() if name in names]
+    if len(conflicting) > 1:
+        raise typer.BadParameter(f"{' and '.join(conflicting)} are both given: pass one of them")
 
 
 def kv_heads_of(heads: int, kv_heads: int | None) -> int:

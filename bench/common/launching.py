@@ -64,9 +64,9 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
         while None in (codes := [process.poll() for process in ranks]) and not any(codes):
             time.sleep(0.02)
         for rank, code in ((rank, code) for rank, code in enumerate(codes) if code):
-            ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             error = folder / f"{rank}.error"
-            raise ChildProcessError(f"rank {rank}: {error.read_text() if error.exists() else ended}")
+            raise ChildProcessError(f"rank {rank}: {error.read_text() if error.exists() else cause}")
         result: T = pickle.loads((folder / "result").read_bytes())
         return result
 

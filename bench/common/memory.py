@@ -153,11 +153,11 @@ def refuse_ranks(
     ``option`` sets the tokens in all, or with ``per_rank`` those of each rank. ``taken`` returns the tensor bytes of
     each rank, or the needs of all ranks of this machine.
     """
-    device, here, tokens = torch.device(config.device), ranks_here(config.world), config.world if per_rank else 1
+    device, local_ranks, tokens = torch.device(config.device), ranks_here(config.world), config.world if per_rank else 1
 
     def needed(size: int) -> Needs:
         bytes_taken = taken(replace(config, seqlen=size * tokens))
-        return bytes_taken if isinstance(bytes_taken, Needs) else needs_of_ranks(bytes_taken, device, here)
+        return bytes_taken if isinstance(bytes_taken, Needs) else needs_of_ranks(bytes_taken, device, local_ranks)
 
     unit = f"tokens {'on each of' if per_rank else 'over'} {config.world} ranks"
     refuse_too_large(option, config.seqlen // tokens, needed, device, unit=unit)

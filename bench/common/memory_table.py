@@ -1,8 +1,8 @@
 """Peak memory of a rank in a forward and backward, for the predictor and for checks whether a size fits.
 
-The estimate counts the tensors alive at the peak and lies slightly above measured peaks. A row gives bytes per element
-of q (batch x heads x head dim per token) and of k, for this rank's tokens and for the whole sequence. ``e`` is the size
-of an element. dK/dV accumulators are fp32. ``bench/README.md`` explains the rows.
+The estimate counts the tensors alive at the peak and lies slightly above measured peaks. A row has bytes per element of
+q (batch x heads x head dim per token) and of k. They count for this rank's tokens, or for the whole sequence. ``e`` is
+the size of an element. dK/dV accumulators are fp32. ``bench/README.md`` explains the rows.
 """
 
 from __future__ import annotations
@@ -201,7 +201,9 @@ def settings_bytes(config: AttentionConfig, slots: Sequence[int]) -> int:
     per_setting = inputs(config) + q * e + config.batch * config.heads * FP32
     rings = [0 if config.world == 1 else 2 * k * (count * e + DKV_SLOTS * FP32) for count in slots]
     running = max(q * (FP32 + 2 * e) + 3 * k * e, 2 * (q + k) * FP32)
-    return shard(config) * (sum(per_setting + each for each in rings) + running) + flush_bytes(config.device)
+    return shard(config) * (sum(per_setting + slot_bytes for slot_bytes in rings) + running) + flush_bytes(
+        config.device
+    )
 
 
 def tuned_bytes(config: AttentionConfig, rings: int) -> int:
@@ -228,14 +230,16 @@ def judged_bytes(config: AttentionConfig, seqlen: int | None = None) -> int:
 def kernels_bytes(config: AttentionConfig, seqlen: int, ours: int, theirs: int, product_side: int) -> int:
     """Return the bytes of ``bench kernels``: inputs, kept tensors, one running contender, float64 results."""
     e, tokens, dims = item(config), config.batch * seqlen, config.head_dim + config.value_dim
-    given = tokens * (config.heads + config.kv_heads) * dims * e  # q, k, v, dout; out, dq, dk, dv have the same size
+    input_bytes = (
+        tokens * (config.heads + config.kv_heads) * dims * e
+    )  # q, k, v, dout; out, dq, dk, dv have the same size
     out, row = tokens * config.heads * config.value_dim, tokens * config.heads * FP32
-    kept = ours * (out * (e + FP32) + 3 * row) + theirs * (given + out * e + row)
-    running = given + tokens * config.heads * config.head_dim * FP32
+    kept_bytes = ours * (out * (e + FP32) + 3 * row) + theirs * (input_bytes + out * e + row)
+    running = input_bytes + tokens * config.heads * config.head_dim * FP32
     if config.mask.global_tokens and ours:  # dK and dV passed between the mask's parts, in and out
         running += 2 * tokens * config.kv_heads * dims * FP32
     product = 3 * product_side**2 * FP32
-    return given + kept + running + judged_bytes(config, seqlen) + product + flush_bytes(config.device)
+    return input_bytes + kept_bytes + running + judged_bytes(config, seqlen) + product + flush_bytes(config.device)
 
 
 def trained_bytes(tokens: int, layers: int, q: int, k: int, e: int) -> int:

@@ -76,7 +76,7 @@ class Result:
             cells = [f"{name} {self.units[name]}".rstrip(), *(cell(row.get(name)) for row in self.rows)]
             push = str.rjust if all(isinstance(row.get(name), int | float | None) for row in self.rows) else str.ljust
             widest = max(map(len, cells))
-            lines = [f"{line}  {push(one, widest)}" for line, one in zip(lines, cells, strict=True)]
+            lines = [f"{line}  {push(text, widest)}" for line, text in zip(lines, cells, strict=True)]
         return [line[2:].rstrip() for line in lines]
 
     def as_json(self) -> dict[str, Any]:

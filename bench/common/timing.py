@@ -52,11 +52,11 @@ class Stopwatch:
         """Add the time of the block."""
         if self._on_gpu:
             event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-            begun, ended = event(enable_timing=True), event(enable_timing=True)
-            begun.record()
+            start, end = event(enable_timing=True), event(enable_timing=True)
+            start.record()
             yield
-            ended.record()
-            self._events.append((begun, ended))
+            end.record()
+            self._events.append((start, end))
             return
         at = time.perf_counter()
         yield
@@ -65,13 +65,13 @@ class Stopwatch:
     @property
     def seconds(self) -> float:
         """Seconds so far; on a GPU, valid after all work has finished."""
-        on_gpu: float = sum(begun.elapsed_time(ended) for begun, ended in self._events)
+        on_gpu: float = sum(start.elapsed_time(end) for start, end in self._events)
         return self._host + on_gpu / 1e3
 
     def take(self) -> float:
         """Wait for running work; return the seconds since the last call, and reset them."""
-        for _, ended in self._events:
-            ended.synchronize()
+        for _, end in self._events:
+            end.synchronize()
         seconds, self._host = self.seconds, 0.0
         self._events.clear()
         return seconds
@@ -153,11 +153,11 @@ class Clock:
         if on_gpu:
             self._flushed()
             torch.cuda.synchronize(self.device)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         step()
         if on_gpu:
             torch.cuda.synchronize(self.device)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     def _by_events(self, step: Step) -> float:
         event: Callable[..., torch.cuda.Event] = torch.cuda.Event

@@ -72,14 +72,14 @@ def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequen
     steps, errors = dict[str, Step](), dict[str, dict[str, float]]()
     side = PRODUCT_SIDE[clock.device.type]
     with clock.stage():
-        given = Given.drawn(config, clock.device)
+        inputs = Given.drawn(config, clock.device)
         heads = chosen_heads(config.batch, config.heads, config.kv_heads, config.seqlen, config.seqlen)
-        judge = judge_of(Inputs(given.q, given.k, given.v, given.dout), config.options(clock.device), heads)
+        judge = judge_of(Inputs(inputs.q, inputs.k, inputs.v, inputs.dout), config.options(clock.device), heads)
         for contender in contenders(clock.device):
             if by and contender.name not in by:
                 continue
             try:
-                ready = contender.make(given)
+                ready = contender.make(inputs)
                 steps |= {f"{what}:{contender.name}": _captured(clock, step) for what, step in ready.steps.items()}
             except Cannot as reason:
                 result.rows.append({**labels, "by": contender.name, "pass": "", "note": str(reason)})
@@ -237,14 +237,18 @@ def targets(
 
 def judged(target: Target, rates: Mapping[str, float]) -> Iterator[Number]:
     """Yield the ratio to each bar of a target, and whether it is reached."""
-    ours = {who: rates[f"{target.passes}:{who}"] for who in target.by if f"{target.passes}:{who}" in rates}
-    who = max(ours, key=ours.__getitem__, default=target.by[0])
-    for kind, over, least in target.bars:
-        other = _rate_of(over, target.passes, who, rates)
-        reached = ours[who] / other if ours and other else None
-        verdict = "not measured" if reached is None else "reached" if reached >= least else "missed"
-        labels = {"by": who, "over": over, "bar": kind, "at least": least, "verdict": verdict}
-        yield Number(target.what, reached, RATE if over == RATE else "times", labels)
+    ours = {
+        best_name: rates[f"{target.passes}:{best_name}"]
+        for best_name in target.by
+        if f"{target.passes}:{best_name}" in rates
+    }
+    best_name = max(ours, key=ours.__getitem__, default=target.by[0])
+    for kind, divisor, minimum in target.bars:
+        other = _rate_of(divisor, target.passes, best_name, rates)
+        reached = ours[best_name] / other if ours and other else None
+        verdict = "not measured" if reached is None else "reached" if reached >= minimum else "missed"
+        labels = {"by": best_name, "over": divisor, "bar": kind, "at least": minimum, "verdict": verdict}
+        yield Number(target.what, reached, RATE if divisor == RATE else "times", labels)
 
 
 def _rate_of(over: str, what: str, who: str, rates: Mapping[str, float]) -> float | None:
@@ -273,8 +277,8 @@ def _shape(clock: Clock, sizes: Sizes, seqlen: int, head_dim: int, causal: bool,
             yield Number("not available", None, "", row_labels, note=row["note"])
         elif "rate" in row:
             yield Number(row["pass"], row["rate"], RATE, row_labels, spread=row["spread"])
-    for why in result.failed:
-        yield Number("wrong results", 1, "", labels, limit=0, note=why)
+    for failure in result.failed:
+        yield Number("wrong results", 1, "", labels, limit=0, note=failure)
 
 
 def _beside_a_transfer(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[Number]:

@@ -88,8 +88,8 @@ def ways(size: int) -> list[Way]:
     if size == 1:
         return [Way(ONE_WAY, (onward[0],))]
     pairs = sorted({tuple(sorted(edge)) for edge in onward})
-    both = [Way(BOTH_WAYS, ((low, high), (high, low))) for low, high in pairs]
-    return [*(Way(ONE_WAY, (edge,)) for edge in onward), *both, Way(RING, tuple(onward))]
+    both_ways = [Way(BOTH_WAYS, ((low, high), (high, low))) for low, high in pairs]
+    return [*(Way(ONE_WAY, (edge,)) for edge in onward), *both_ways, Way(RING, tuple(onward))]
 
 
 def pattern(nbytes: int, source: int, turn: int, device: torch.device) -> Tensor:
@@ -184,12 +184,12 @@ def measured(transport: Transport, limits: Limits, config: LinksConfig, device: 
     transport.warm_up(sorted({pair for way in patterns for pair in way.pairs}))
     for way in patterns:
         for nbytes in config.sizes:
-            seconds, wrong = _timed(transport, Ends(transport, way, nbytes, device), config, device)
+            seconds, wrong_bytes = _timed(transport, Ends(transport, way, nbytes, device), config, device)
             rate = nbytes / seconds / 1e9  # per direction; every byte is sent once, so busbw is equal
             rows.append({
                 "transport": transport.name, "channels": limits.channels, "ctas": limits.ctas,
                 "way": way.name, "edge": way.edge, "size": nbytes, "time": seconds * 1e6, "algbw": rate,
-                "busbw": rate, "#wrong": wrong,
+                "busbw": rate, "#wrong": wrong_bytes,
             })  # fmt: skip
         if config.beside != "none":
             rows[-1] = {**rows[-1], **beside(transport, way, config, device)}
@@ -198,13 +198,13 @@ def measured(transport: Transport, limits: Limits, config: LinksConfig, device: 
 
 def _timed(transport: Transport, ends: Ends, config: LinksConfig, device: torch.device) -> tuple[float, int | None]:
     """Return seconds per transfer of the slowest rank, and the number of wrong bytes of all checks and ranks."""
-    wrong = sum(ends.wrong(turn) for turn in range(config.checks))
+    wrong_bytes = sum(ends.wrong(turn) for turn in range(config.checks))
     transport.gather(None)
     # Warm up after the gather, which ranks leave milliseconds apart. A transfer synchronizes its ends.
     ends.run(max(config.warmup, 1))
     enqueue = partial(ends.enqueue, config.iters)
     per_transfer = seconds_of(enqueue, device, timer_on(device.type, config.timer)) / config.iters
-    rank_results: list[Any] = transport.gather((per_transfer if ends.takes_part else None, wrong))
+    rank_results: list[Any] = transport.gather((per_transfer if ends.takes_part else None, wrong_bytes))
     slowest = max(rank_seconds for rank_seconds, _ in rank_results if rank_seconds is not None)
     return slowest, sum(count for _, count in rank_results) if config.checks else None
 
@@ -325,7 +325,7 @@ def of_group(group: Group, config: LinksConfig, device: torch.device) -> Result:
             transport = opening(group, name, device, limits)
             if isinstance(transport, str):
                 values = {"channels": limits.channels, "ctas": limits.ctas}
-                limit_text = "".join(f", {count} {what}" for what, count in values.items() if count is not None)
+                limit_text = "".join(f", {count} {kind}" for kind, count in values.items() if count is not None)
                 reasons = result.failed if config.must_open else result.notes
                 reasons.append(f"{name}{limit_text} cannot be opened: {transport}")
                 if limits == Limits():
@@ -374,8 +374,8 @@ def everywhere(world: int, config: LinksConfig) -> Result:
     if between != config.transports:
         torch.set_num_threads(1)
         with LocalWorld(world, device=config.device) as ranks:
-            here = replace(config, transports=(IN_PROCESS,))
-            result.add(ranks.run(partial(_of_virtual_rank, here, ranks.device))[0])
+            in_process = replace(config, transports=(IN_PROCESS,))
+            result.add(ranks.run(partial(_of_virtual_rank, in_process, ranks.device))[0])
     for row in result.rows:
         if row["#wrong"]:
             lost = f"{row['#wrong']} bytes arrived wrong"

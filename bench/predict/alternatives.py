@@ -141,10 +141,10 @@ def gathered(call: Call, inputs: Inputs) -> list[Pass]:
 def _rail(call: Call, links: Links) -> Link:
     """Return a rank's link in a gather over nodes: every NIC brings a part of the other nodes' shards."""
     inside, between = links.inside.of_collectives, links.far(call.per_node).of_collectives
-    far = (call.world - call.per_node) / call.per_node / max(call.world - 1, 1)
-    near = 1.0 if call.per_node > 1 else 0.0
-    seconds = max(far / between.rate, near / inside.rate)
-    return Link(1 / seconds, (inside if near else between).latency)
+    far_share = (call.world - call.per_node) / call.per_node / max(call.world - 1, 1)
+    inside_share = 1.0 if call.per_node > 1 else 0.0
+    seconds = max(far_share / between.rate, inside_share / inside.rate)
+    return Link(1 / seconds, (inside if inside_share else between).latency)
 
 
 def grouped(call: Call, degree: int) -> Call:

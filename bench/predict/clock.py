@@ -115,13 +115,13 @@ class _Machine:
                 self._half[name] = number, begin
                 continue
             other, since = self._half.pop(name)
-            over = self._later(begin, since) + self.seconds(source, destination, nbytes)
+            end = self._later(begin, since) + self.seconds(source, destination, nbytes)
             partner = source if rank == destination else destination
             for member, group in ((rank, number), (partner, other)):
-                left, latest = self._open[member, group]
-                latest = self._later(latest, over)
-                self._open[member, group] = left - 1, latest
-                if left == 1:
+                messages_left, latest = self._open[member, group]
+                latest = self._later(latest, end)
+                self._open[member, group] = messages_left - 1, latest
+                if messages_left == 1:
                     self.ends[member][group] = latest
                     woken.append(member)
         return woken

@@ -115,12 +115,12 @@ def _smaller(call: Call) -> tuple[Call, Call, float] | None:
         small, large = (replace(call, world=size * call.nodes) for size in (SMALL_NODE, LARGE_NODE))
         return small, large, (unit - SMALL_NODE) / (LARGE_NODE - SMALL_NODE)
     late = call.layout == "contiguous" and call.mask.causal and call.nodes > 1 and not call.is_two_level
-    near = max(-(-max(LEAST_RANKS, 2 * call.slots) // unit), LATE_NODES if late else LEAST_NODES)
-    far = near + max(MORE_RANKS // unit, MORE_NODES)
-    if far >= steps:
+    small_steps = max(-(-max(LEAST_RANKS, 2 * call.slots) // unit), LATE_NODES if late else LEAST_NODES)
+    large_steps = small_steps + max(MORE_RANKS // unit, MORE_NODES)
+    if large_steps >= steps:
         return None
-    small, large = (replace(call, world=unit * n, nodes=n if call.nodes > 1 else 1) for n in (near, far))
-    return small, large, (steps - near) / (far - near)
+    small, large = (replace(call, world=unit * n, nodes=n if call.nodes > 1 else 1) for n in (small_steps, large_steps))
+    return small, large, (steps - small_steps) / (large_steps - small_steps)
 
 
 @lru_cache(8)
@@ -179,11 +179,11 @@ def _transfer(rank: int, op: Op, message: Callable[[int, int, int], Seconds]) ->
 
 def messages(call: Call, links: Links, factor: Any = 1.0) -> Callable[[int, int, int], Seconds]:
     """Return a function for the seconds of a message, whose recorded bytes are multiplied by ``factor``."""
-    near, far = links.inside, links.far(call.senders)
+    inside, between = links.inside, links.far(call.senders)
 
     @lru_cache(None)
     def seconds(same_node: bool, nbytes: int) -> Seconds:
-        return (near if same_node else far).seconds(nbytes * factor)
+        return (inside if same_node else between).seconds(nbytes * factor)
 
     return lambda a, b, nbytes: seconds(call.node_of(a) == call.node_of(b), nbytes)
 

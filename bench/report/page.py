@@ -60,8 +60,8 @@ def read_folder(folder: Path) -> Folder:
         except ValueError as error:
             contents.refused.append(f"{name}: {printable(str(error).replace(str(path), 'it'))}")
     if not contents.results and not contents.timelines:
-        why = f"{folder} holds no results: no file that a command wrote with --json"
-        raise ValueError("; ".join([why, *contents.refused]))
+        message = f"{folder} holds no results: no file that a command wrote with --json"
+        raise ValueError("; ".join([message, *contents.refused]))
     return contents
 
 
@@ -75,8 +75,8 @@ def html(folder: Folder) -> str:
     import jinja2
     from markupsafe import Markup
 
-    here = files(__package__)
-    script = here.joinpath("report.js").read_text()
+    package_files = files(__package__)
+    script = package_files.joinpath("report.js").read_text()
     # The browser runs only the script with this hash, whatever else gets into the page.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -93,16 +93,16 @@ def html(folder: Folder) -> str:
         for number, (file, result) in enumerate(folder.results)
     ]
     pictures = list(drawn_timelines(folder))
-    failed = [(file, why) for file, one in folder.results for why in one.failed]
-    return environment.from_string(here.joinpath("report.html.j2").read_text()).render(
+    failed = [(file, reason) for file, one in folder.results for reason in one.failed]
+    return environment.from_string(package_files.joinpath("report.html.j2").read_text()).render(
         title=f"ringattn: {folder.name}",
         version=__version__,
         provenance=list(told_first(folder.provenance)),
         ended=ended(folder),
-        failed=failed + [("not read", why) for why in folder.refused],
+        failed=failed + [("not read", reason) for reason in folder.refused],
         sections=sections,
         timelines=pictures,
-        style=Markup(here.joinpath("report.css").read_text()),
+        style=Markup(package_files.joinpath("report.css").read_text()),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
     )
@@ -110,7 +110,7 @@ def html(folder: Folder) -> str:
 
 def ended(folder: Folder) -> str:
     """Return how many parts of the suite ended in each state."""
-    rows = [row for file, one in folder.results if file == FIRST for row in one.rows]
+    rows = [row for file, result in folder.results if file == FIRST for row in result.rows]
     states = Counter(plain(row["state"]) for row in rows if "state" in row)
     return ", ".join(f"{count} {state}" for state, count in states.items())
 

@@ -292,7 +292,7 @@ def zhuzilin(setting: Setting) -> Candidate:
     """Return ``ring-flash-attn``: its zigzag variant if causal, else its plain ring."""
     problem = setting.problem
     if setting.device.type != "cuda" or problem.dtype == "float32":
-        raise Refused("its FlashAttention kernels need a GPU, and float16 or bfloat16")
+        raise Refused("it needs a GPU, and float16 or bfloat16, for its FlashAttention kernels")
     setting.require(ZHUZILIN, "ring_flash_attn", "flash_attn", pieces=2)
     import ring_flash_attn
 

@@ -129,9 +129,9 @@ def measured(setting: Setting, config: RingConfig, rank: int) -> Result:
     ideal = times[WHOLE].median / problem.world if WHOLE in times else None
     for name, candidate in available.items():
         result.rows.append(row_of(problem, candidate, checks[name], times[name], ideal))
-        if wrong := checks[name].wrong:
+        if failing := checks[name].wrong:
             messages = result.notes if name in PEERS else result.failed
-            messages.append(f"{problem.title}: {name}: {', '.join(wrong)} has an error above its limit")
+            messages.append(f"{problem.title}: {name}: {', '.join(failing)} has an error above its limit")
     transports = [candidate.ring.transport for candidate in available.values() if candidate.ring is not None]
     threads = f", {problem.threads} threads each" if problem.device == "cpu" else ""
     transport_text = f" over {transports[0]}" if transports else ""
@@ -141,7 +141,7 @@ def measured(setting: Setting, config: RingConfig, rank: int) -> Result:
     result.notes.append(f"{title}, {problem.device}{transport_text}{threads}, medians of {repeats} interleaved runs")
     if any(candidate.ring or candidate.waits for candidate in available.values()):
         result.notes.append(ONE_RUN)
-    result.notes += [f"not available: {name}: {why}" for name, why in absent.items()]
+    result.notes += [f"not available: {name}: {reason}" for name, reason in absent.items()]
     return result
 
 
@@ -167,12 +167,12 @@ def checked(
         results = gathered(candidate, rank_results, problem, heads)
         del rank_results
         errors = {} if judge is None else judge.differences(results)
-        wrong = [] if judge is None else judge.wrong(errors)
+        failing = [] if judge is None else judge.wrong(errors)
         if candidate.positions is not None:
             tokens = candidate.positions
             shards = next((shared for other, shared in cached_shards if torch.equal(tokens, other)), shards)
             cached_shards.append((tokens, shards))
-        checks[name] = Checked(shards, peak, errors, wrong)
+        checks[name] = Checked(shards, peak, errors, failing)
         progress()
     return checks
 
@@ -262,8 +262,8 @@ def best(rows: Sequence[Row]) -> list[str]:
 
 def needs(problem: AttentionConfig, *, layouts: Sequence[str], kinds: Sequence[str]) -> Needs:
     """Return the needs of all ranks of a machine: inputs, shards, float64 results, the largest peak and our slots."""
-    whole = problem.seqlen * inputs(problem)
-    drawn = whole + problem.seqlen * elements(problem)[0] * FP32  # one tensor at a time is drawn in fp32
+    whole_inputs = problem.seqlen * inputs(problem)
+    drawn = whole_inputs + problem.seqlen * elements(problem)[0] * FP32  # one tensor at a time is drawn in fp32
     slots = ring_slots(problem) if OURS in kinds else 0
     kept_bytes = (len(layouts) + 2) * shard(problem) * inputs(problem) + len(layouts) * slots
     peaks = {kind: candidate_bytes(kind, problem) - (slots if kind == OURS else 0) for kind in kinds}
@@ -271,6 +271,6 @@ def needs(problem: AttentionConfig, *, layouts: Sequence[str], kinds: Sequence[s
     ranks = ranks_here(problem.world)
     host = ranks * (drawn + PROCESS_BYTES)
     if problem.device == "cpu":
-        return Needs(host + ranks * kept_bytes + max(ranks * shared, alone + whole, judged_bytes(problem)))
+        return Needs(host + ranks * kept_bytes + max(ranks * shared, alone + whole_inputs, judged_bytes(problem)))
     on_one = -(-ranks // gpus_of(ranks))
-    return Needs(host, on_one * (kept_bytes + shared) + max(alone + whole, judged_bytes(problem)))
+    return Needs(host, on_one * (kept_bytes + shared) + max(alone + whole_inputs, judged_bytes(problem)))

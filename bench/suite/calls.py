@@ -137,14 +137,14 @@ def exact_results(call: Call, whole: Mapping[str, Tensor], options: Mapping[str,
 
 def run_call(call: Call, transport: str, device: torch.device, group: Group) -> Tensor:
     """Make a call twice on one rank; return errors by :data:`RESULTS`, changed elements, and a checksum."""
-    whole, rank, world = {name: x.to(device) for name, x in draw(call).items()}, group.rank(), group.size()
+    tensors, rank, world = {name: x.to(device) for name, x in draw(call).items()}, group.rank(), group.size()
     layout, ring_group, mesh = LAYOUTS[call.layout](TOKENS, world), group, None
     if call.ulysses > 1:
         mesh, ring_group = split(group, world // call.ulysses, call.ulysses)
     levels: dict[str, Any] = {"topology": Topology.grid(call.nodes, world // call.nodes)} if call.nodes > 1 else {}
     options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.options.items()}
     shards = {
-        name: x if name == "sink" else layout.shard(x, rank, 2 if name == "dlse" else 1) for name, x in whole.items()
+        name: x if name == "sink" else layout.shard(x, rank, 2 if name == "dlse" else 1) for name, x in tensors.items()
     }
     inputs = [shards[name] for name in ("q", "k", "v", "sink") if name in shards]
     with Ring(ring_group, transport=transport, **call.ring, **levels) as ring:
@@ -152,11 +152,11 @@ def run_call(call: Call, transport: str, device: torch.device, group: Group) -> 
         first, second = (forward_backward(function, inputs, shards["dout"], shards["dlse"]) for _ in range(2))
     changed = sum(int((a != b).sum()) for a, b in zip(first, second, strict=True))
     bits = zlib.crc32(b"".join(x.cpu().contiguous().view(torch.uint8).numpy().tobytes() for x in first))
-    exact = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact_results(call, whole, options)[:5])]
+    exact = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact_results(call, tensors, options)[:5])]
     if call.sink:  # this rank's part of the gradient, from its rows only
         rows = torch.zeros(TOKENS, device=device).index_fill_(0, layout.positions(rank).to(device), 1.0)
-        own_gradients = {"dout": whole["dout"] * rows[:, None, None], "dlse": whole["dlse"] * rows}
-        exact.append(exact_results(call, whole | own_gradients, options)[5])
+        own_gradients = {"dout": tensors["dout"] * rows[:, None, None], "dlse": tensors["dlse"] * rows}
+        exact.append(exact_results(call, tensors | own_gradients, options)[5])
     worst = [difference(*pair) for pair in zip(first, exact, strict=True)]
     return torch.tensor([*worst, *[0.0] * (len(RESULTS) - len(worst)), changed, bits], dtype=torch.float64)
 

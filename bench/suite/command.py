@@ -43,7 +43,7 @@ def suite(
     """Run every benchmark that this machine can run, most important first; a failing part does not stop the rest."""
     import time
 
-    begun = time.monotonic()
+    start = time.monotonic()
     from ..common.flags import check_folder, device_here
     from ..common.output import prints
     from ..common.provenance import provenance
@@ -73,13 +73,13 @@ def suite(
     seconds = sum(processes.seconds_of(group, width) for group in processes.grouped(remaining)) + WRITING_SECONDS
     before = f"{len(parts) - len(remaining)} parts have results and are kept. " if len(remaining) < len(parts) else ""
     enough = "is enough" if seconds <= budget else "is not enough for all of them"
-    ends = begun + budget - WRITING_SECONDS
-    started = time.monotonic() - begun
+    ends = start + budget - WRITING_SECONDS
+    started = time.monotonic() - start
     if short := processes.short_of(remaining, ends):
-        least = math.ceil(
+        minimum = math.ceil(
             budget + short + started
         )  # add the start-up time again, because the next start may take longer
-        raise typer.BadParameter(f"--budget is {budget:g}: too short for any part; it takes at least about {least}")
+        raise typer.BadParameter(f"--budget is {budget:g}: too short for any part; it takes at least about {minimum}")
     message = f"{len(remaining)} parts take at most {seconds:.0f} s, usually less: --budget {budget:g} {enough}"
     typer.echo(before + message, err=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # handle like Ctrl-C
@@ -94,7 +94,7 @@ def suite(
     except KeyboardInterrupt:
         typer.echo("interrupted: finished parts are kept; the same command continues", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    result.provenance["seconds"] = time.monotonic() - begun
+    result.provenance["seconds"] = time.monotonic() - start
     write(out, result, [known[name] for name in names if name in known])
     typer.echo(f"{write_beside(out)}\n")
     rows = [known[part.name] for part in parts]
@@ -114,8 +114,10 @@ def earlier(out: Path, provenance: Mapping[str, Any]) -> Sequence[Row]:
         result = read(path)
         if result.case != CASE or not all(UNITS.keys() <= row.keys() for row in result.rows):
             raise ValueError(f"{path} holds {result.case}")
-        here, there = identity(provenance), identity(result.provenance)
-        if differ := [f"{name} {there[name]:.60}, not {here[name]:.60}" for name in here if here[name] != there[name]]:
+        current, stored = identity(provenance), identity(result.provenance)
+        if differ := [
+            f"{name} {stored[name]:.60}, not {current[name]:.60}" for name in current if current[name] != stored[name]
+        ]:
             raise ValueError(f"{path} was measured with {'; '.join(differ)}")
     except ValueError as refused:
         raise typer.BadParameter(f"--out: {refused}; move the file, or name another folder") from None

@@ -88,8 +88,8 @@ def fp8(
     """Convert K/V to e4m3 and back; count bits that differ from the CPU's own code."""
     for dtype, shape in product(dtypes, shapes):
         labels = {"dtype": dtype, "shape": "x".join(map(str, shape))}
-        for what, count in fp8_differences(fp8_inputs(shape, DTYPES[dtype]), device).items():
-            yield Number(f"wrong {what}", count, "elements", labels, limit=0)
+        for part, count in fp8_differences(fp8_inputs(shape, DTYPES[dtype]), device).items():
+            yield Number(f"wrong {part}", count, "elements", labels, limit=0)
 
 
 def fp8_inputs(shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -147,24 +147,24 @@ def local_world(
     with LocalWorld(world, device=device) as ring, LocalWorld(1, device=device) as alone:
         steps: dict[str, Step] = {}
         results = []
-        for who, ranks, count in (("ring", ring, world), ("one rank", alone, 1)):
+        for name, ranks, count in (("ring", ring, world), ("one rank", alone, 1)):
             layout = Layout.zigzag(seqlen, count)
             # Shard outside the timed step, because ranks keep their shards in training.
             shards = [[layout.shard(x, rank) for x in inputs] for rank in range(count)]
             step: Callable[[], Any]
-            for what in MOST_TIMES:
-                step = partial(ranks.run, partial(pass_of_a_rank, shards, layout, backward=what != "forward"))
-                steps[f"{what}:{who}"] = step
+            for pass_name in MOST_TIMES:
+                step = partial(ranks.run, partial(pass_of_a_rank, shards, layout, backward=pass_name != "forward"))
+                steps[f"{pass_name}:{name}"] = step
             results.append([layout.unshard(parts) for parts in zip(*step(), strict=True)])
         yield Number("difference from one rank", distance(*results), "relative", labels, AGREE[dtype])
         del results
         times = interleaved(steps, Clock(device), repeats=repeats)
-    for what, most in MOST_TIMES.items():
-        ring_time, alone_time = times[f"{what}:ring"], times[f"{what}:one rank"]
-        for who, samples in (("ring", ring_time), ("one rank", alone_time)):
-            yield Number(f"{what} time", samples.median * 1e3, "ms", {**labels, "by": who}, spread=samples.spread)
-        limit = most if device.type == "cuda" else None
-        yield Number(f"{what}, ring over one rank", ring_time.median / alone_time.median, "times", labels, limit)
+    for pass_name, max_ratio in MOST_TIMES.items():
+        ring_time, alone_time = times[f"{pass_name}:ring"], times[f"{pass_name}:one rank"]
+        for name, samples in (("ring", ring_time), ("one rank", alone_time)):
+            yield Number(f"{pass_name} time", samples.median * 1e3, "ms", {**labels, "by": name}, spread=samples.spread)
+        limit = max_ratio if device.type == "cuda" else None
+        yield Number(f"{pass_name}, ring over one rank", ring_time.median / alone_time.median, "times", labels, limit)
 
 
 def pass_of_a_rank(shards: list[list[Tensor]], layout: Layout, group: LocalGroup, *, backward: bool) -> Any:

@@ -127,7 +127,7 @@ def captured(device: torch.device) -> Iterator[Number]:
     """Capture an unrelated graph in global mode while the watchdog polls a ring."""
     world, rows = 2, 64
     layout, posted, capture_ended = Layout.zigzag(rows, world), threading.Barrier(world, timeout=60), threading.Event()
-    whole = [torch.randn(1, rows, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    tensors = [torch.randn(1, rows, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
 
     def capture() -> Tensor:
         x, graph = torch.ones(1000, device=device), torch.cuda.CUDAGraph()
@@ -146,7 +146,7 @@ def captured(device: torch.device) -> Iterator[Number]:
         return x
 
     def run_rank(group: LocalGroup) -> Tensor:
-        q, k, v = (layout.shard(x, group.rank()) for x in whole)
+        q, k, v = (layout.shard(x, group.rank()) for x in tensors)
         with Ring(group, transport="local", deadline=30) as ring:
             call = partial(ring_attention, q, k, v, layout=layout, ring=ring, causal=True)
             call()
@@ -165,7 +165,7 @@ def captured(device: torch.device) -> Iterator[Number]:
 
     with LocalWorld(world, device=device) as ranks:
         out = layout.unshard(ranks.run(run_rank))
-    exact, _ = reference.attention(*whole, causal=True)
+    exact, _ = reference.attention(*tensors, causal=True)
     yield Number("difference from float64", distance([out], [exact]), "relative", limit=AGREE["bfloat16"])
 
 
@@ -193,8 +193,8 @@ def killed(device: torch.device, *, transport: str, world: int = 2) -> Iterator[
             time.sleep(0.01)
     *codes, victim = (rank.returncode for rank in ranks)
     labels = {"by": transport, "exit codes": f"{codes}"}
-    wrong = sum(code not in (1, EXIT_CODE) for code in codes) + (victim != -signal.SIGKILL)
-    yield Number("ranks with another exit code", wrong, "ranks", labels, limit=0)
+    unexpected = sum(code not in (1, EXIT_CODE) for code in codes) + (victim != -signal.SIGKILL)
+    yield Number("ranks with another exit code", unexpected, "ranks", labels, limit=0)
     yield Number(
         "time until the last rank ended", max(ends.values()) - ends[world - 1], "s", labels, limit=DEADLINE + GRACE
     )

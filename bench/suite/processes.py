@@ -51,8 +51,8 @@ def seconds_of(group: Sequence[Part], width: int) -> float:
 
 def short_of(parts: Sequence[Part], ends: float) -> float:
     """Return the seconds missing for the shortest part to start; 0 if one can start or none is to run."""
-    least = min((LEAST_SHARE * part.seconds for part in parts if part.missing is None), default=0.0)
-    return max(0.0, least - (ends - time.monotonic())) if least else 0.0
+    shortest = min((LEAST_SHARE * part.seconds for part in parts if part.missing is None), default=0.0)
+    return max(0.0, shortest - (ends - time.monotonic())) if shortest else 0.0
 
 
 def together(group: Sequence[Part], out: Path, device: str, ends: float, width: int) -> Iterator[Row]:
@@ -71,34 +71,34 @@ def together(group: Sequence[Part], out: Path, device: str, ends: float, width: 
 def run_part(part: Part, out: Path, device: str, ends: float) -> Row:
     """Run one part; return its row."""
     row = {"part": part.name, "about": part.about, "command": part.command_line, "seconds": 0.0}
-    left = ends - time.monotonic()
+    seconds_left = ends - time.monotonic()
     if part.missing:
         return {**row, "state": NOT_HERE, "found": part.missing}
-    if left < LEAST_SHARE * part.seconds:
-        message = f"it takes up to {part.seconds:.0f} s, and {max(left, 0):.0f} s were left"
+    if seconds_left < LEAST_SHARE * part.seconds:
+        message = f"it takes up to {part.seconds:.0f} s, and {max(seconds_left, 0):.0f} s were left"
         return {**row, "state": OUT_OF_TIME, "found": message}
     log, mark = out / LOGS / f"{Path(part.file).stem}.txt", f"{mark_of(out)}{os.getpid()}.{part.name}|"
     log.parent.mkdir(parents=True, exist_ok=True)
     (out / part.file).unlink(missing_ok=True)  # of an earlier run
     places = {PYTHON: sys.executable, OUT: str(out.absolute()), FILE: str(out.absolute() / part.file)}
-    places[SECONDS] = str(max(1, int(USED_UP * left)))
-    begun = time.monotonic()
+    places[SECONDS] = str(max(1, int(USED_UP * seconds_left)))
+    start = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
             [filled(word, places) for word in part.command], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             env=environment(device) | {MARK: mark}, start_new_session=True,
         )  # fmt: skip
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(left)
+        process.wait(seconds_left)
     late = process.poll() is None
     end_marked(mark)
     with contextlib.suppress(subprocess.TimeoutExpired):  # a process in the driver ends only when the driver returns
         process.wait(GRACE_SECONDS)
     text = log.read_text(errors="replace")
-    state, message = overran(part, left, text) if late else ended(process.returncode, text)
+    state, message = overran(part, seconds_left, text) if late else ended(process.returncode, text)
     if FILE in part.command:
         state, message = with_result(out / part.file, state, message)
-    return {**row, "state": state, "found": message, "seconds": round(time.monotonic() - begun, 1)}
+    return {**row, "state": state, "found": message, "seconds": round(time.monotonic() - start, 1)}
 
 
 def filled(word: str, places: dict[str, str]) -> str:

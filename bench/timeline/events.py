@@ -68,10 +68,10 @@ class Timeline:
 
 def alike(one: Timeline, other: Timeline) -> bool:
     """Return True if both timelines describe their call and the calls are equal, on whatever machine."""
-    mine, theirs = one.about.get("call"), other.about.get("call")
-    if not (isinstance(mine, dict) and isinstance(theirs, dict) and mine and theirs):
+    call, other_call = one.about.get("call"), other.about.get("call")
+    if not (isinstance(call, dict) and isinstance(other_call, dict) and call and other_call):
         return False
-    return all(mine.get(name) == theirs.get(name) for name in {*mine, *theirs} - IGNORED)
+    return all(call.get(name) == other_call.get(name) for name in {*call, *other_call} - IGNORED)
 
 
 def lane_order(lane: str) -> tuple[int, str]:

@@ -166,7 +166,7 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
     ("--seqlen", "100g", "--seqlen: 107,374,182,400 tokens take"),
     ("--dtype", "int8", "'int8': it must be one of fp32, bf16, fp16"),
     ("--seqlen", "0", "'0': it must be a whole number from 1"),
-    ("--kv-heads", "3", "--kv-heads is 3 and --heads is 4"),
+    ("--kv-heads", "3", "--kv-heads is 3"),
     ("--head-dim", "33", "--head-dim is 33: it must be even"),
     ("--data", "2", "--data is 2: --batch, 1, must be a multiple of it"),
 ])  # fmt: skip

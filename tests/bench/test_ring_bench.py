@@ -206,8 +206,8 @@ def test_parts_of_a_slower_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 def test_last_notes() -> None:
     all_rows = [*rows(1024, gather=0.25), *rows(4096, gather=1.0, striped=0.4), *rows(1024, 4, heads=0.6)]
     assert crossovers(all_rows) == [
-        "time of all-gather over the ring's, 2 ranks: 0.50 at 1k, 2.50 at 4k",
-        "time of Ulysses over the ring's, 4 ranks: 1.20 at 1k",
+        "time of all-gather / time of our ring, 2 ranks: 0.50 at 1k, 2.50 at 4k",
+        "time of Ulysses / time of our ring, 4 ranks: 1.20 at 1k",
     ]
     assert best(all_rows[:-3]) == ["best: ringattn striped, 2 ranks, 4k tokens: 400 ms, 80.0% of ideal"]
     assert crossovers(rows()) == [] and best(rows()[:1]) == []
