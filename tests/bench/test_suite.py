@@ -175,7 +175,7 @@ def test_unused_time_goes_to_later_parts(tmp_path: Path) -> None:
     assert 14 <= budgets[0] <= 15 and 21 <= budgets[1] <= 22 and 40 <= budgets[2] <= 45
     late = run([part("cut", code=HANGS, seconds=0.9), part("late", seconds=50.0)], tmp_path, budget=0.6)
     assert [row["state"] for row in late.values()] == ["out of time", "out of time"]
-    assert late["late"]["found"] == "it takes up to 50 s, 0 s were left"
+    assert late["late"]["found"] == "it takes up to 50 s, and 0 s were left"
 
 
 def test_parts_that_are_not_timed_run_side_by_side(tmp_path: Path) -> None:
