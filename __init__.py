@@ -1,6 +1,6 @@
 """Exact attention over a sequence that is split across GPUs.
 
-Nothing is imported until a name is asked for: ``import ringattn`` is free of torch, triton, cupy, typer and matplotlib.
+Names are imported on first use, so ``import ringattn`` does not import torch, triton, cupy, typer or matplotlib.
 """
 
 from importlib import import_module
@@ -66,14 +66,14 @@ _RING = (
 _HOME = dict.fromkeys(_RING.split(), "ring")
 _HOME |= dict.fromkeys(("LocalWorld", "single_rank"), "comm")
 
-if not TYPE_CHECKING:  # a type checker sees the imports above, and a misspelt name
+if not TYPE_CHECKING:  # a type checker uses the imports above, and so reports misspelt names
 
     def __getattr__(name: str) -> object:
         if name in _FOLDERS:
             return import_module(f".{name}", __name__)
         if name in _HOME:
             value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-            globals()[name] = value  # asked for once: the next look-up is an ordinary one
+            globals()[name] = value  # the next lookup does not call __getattr__
             return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

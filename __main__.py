@@ -1,11 +1,11 @@
-"""``python -m ringattn``, and the script ``ringattn``: the command line of ``bench/``."""
+"""Entry point of ``python -m ringattn`` and of the script ``ringattn``; the commands are in ``bench/cli.py``."""
 
 import sys
 
 
 def main() -> None:
-    """Run the command line on ``sys.argv``; does not return."""
-    try:  # also while it is imported
+    """Run the command line on ``sys.argv`` and exit."""
+    try:  # the import is inside, so that Ctrl-C during the import prints no traceback
         from .bench.cli import app
 
         app(prog_name="ringattn")

@@ -1,7 +1,7 @@
-"""Finds tiles per GPU and keeps them: what may be tried, which of it compiles, which is fastest, where answers live.
+"""Autotuning of tiles and ring settings: candidates, compilation, search on a GPU, and tables.
 
-The search is handed the functions that compile, check and measure: nothing here needs a GPU. Imported when a name is
-asked for, as the command line comes by here before it needs torch.
+The search takes compile, check and measure functions as arguments, so most of it runs without a GPU. Submodules are
+imported on first use, because the command line imports this package before it needs torch.
 """
 
 from __future__ import annotations

@@ -1,22 +1,25 @@
-"""How fast a main loop can be at best, in percent of the tensor cores' peak, and what keeps it from more.
+"""Throughput bound of a kernel's main loop, in percent of tensor-core peak, and the unit that limits it.
 
-An iteration of a block takes at least as long as each unit of the SM is busy with it: clocks of the unit = what the
-iteration asks of it / what the unit does per clock. With perfect overlap the longest of these counts: that gives the
-``ceiling``, which no kernel passes. But warps that meet at a barrier in every iteration move in step: what they issue
-while no product of theirs is in flight (see :func:`sass.flying`) only another block of the same SM can fill with
-one. So the bound is
+Each unit of an SM is busy with one iteration of a block for
 
-    products / max(longest unit, (max(products, beside them) + exposed) / blocks per SM)
+    clocks = work of the iteration / work of the unit per clock
 
-with ``beside`` and ``exposed`` the longest unit of the softmax over the instructions under products, and over the
-others. A warp-specialised block counts as many as it has partitions with a loop of their own; what its loading warp
-moves takes no time here. Latencies, clocks that drop under load, cache misses and a loop's ends
-are left out. The ceiling is arithmetic. That warps move in step is a model, which no measured time has confirmed.
+With perfect overlap the busiest unit determines the time. The result is the ``ceiling``, which no kernel exceeds.
 
-What one SM does per clock and what fits into it is in ``kernels/gpu.py``, with the sources.
+The bound is stricter. Warps that meet at a barrier in every iteration run in step, so instructions that they issue
+while no matrix product is in flight (see :func:`sass.flying`) are exposed. Only another block on the SM can fill that
+gap with its products:
 
-Packing two fp32 into 16 bits (``F2FP``) is counted with the bitwise operations: the guide's row is about single
-conversions, and does not say which unit packs.
+    bound = products / max(busiest unit, (max(products, hidden) + exposed) / blocks per SM)
+
+``hidden`` and ``exposed`` are the clocks of the busiest softmax unit for the instructions under products, and for all
+others. Each partition of a warp-specialised block with its own main loop counts as a block. The loading warp is free.
+
+The model ignores latencies, clocks that drop under load, cache misses, and the prologue and epilogue. The ceiling is
+plain arithmetic. The assumption that warps run in step has not been confirmed by measurements.
+
+``kernels/gpu.py`` lists throughput and capacity of an SM with sources. ``F2FP``, which packs two fp32 values into 16
+bits, counts as a bitwise operation, because NVIDIA's guide lists single conversions only.
 """
 
 from __future__ import annotations
@@ -37,15 +40,15 @@ from .sass import Loop, Mix, mix_of
 
 
 def blocks_of(compiled: Compiled) -> int:
-    """How many blocks of a compiled kernel an SM holds: 0 where one is too much."""
+    """Return the number of blocks of a compiled kernel that fit on an SM (occupancy), 0 if none fits."""
     spec, warps = MULTIPROCESSOR_SPECS[compiled.arch], -(-compiled.threads // 32)
     if compiled.shared > spec.shared_per_block or compiled.tensor_memory > TENSOR_MEMORY_COLUMNS:
         return 0
     per_warp = -(-compiled.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
-    # an SM's registers lie in four parts, one per scheduler, and a warp's in one of them
-    warps_held = REGISTERS // SCHEDULERS // max(per_warp, 1) * SCHEDULERS
-    shared_by = spec.shared_per_multiprocessor // (compiled.shared + RESERVED_SHARED)
-    limits = [spec.blocks, spec.warps // warps, warps_held // warps, shared_by]
+    # each scheduler has a quarter of the registers, and a warp's registers all lie in one quarter
+    warps_by_registers = REGISTERS // SCHEDULERS // max(per_warp, 1) * SCHEDULERS
+    blocks_by_shared = spec.shared_per_multiprocessor // (compiled.shared + RESERVED_SHARED)
+    limits = [spec.blocks, spec.warps // warps, warps_by_registers // warps, blocks_by_shared]
     return min([*limits, TENSOR_MEMORY_COLUMNS // compiled.tensor_memory] if compiled.tensor_memory else limits)
 
 
@@ -53,25 +56,25 @@ def blocks_of(compiled: Compiled) -> int:
 
 TENSOR, SHARED, MEMORY = "tensor cores", "shared memory", "memory"
 SOFTMAX = ("exponentials", "FMA", "ALU", "issue")
-"""Units that an exponential, and all that comes with it, runs on."""
+"""Units that execute the softmax."""
 
 LANES = 32
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Of one loop."""
+    """Throughput bound of one loop."""
 
-    percent: float  # of the tensor cores' peak
+    percent: float  # of tensor-core peak
     limiter: str
-    ceiling: float  # percent, if everything overlapped
-    clocks: dict[str, float]  # by unit, per iteration of one block
+    ceiling: float  # percent, with perfect overlap
+    clocks: dict[str, float]  # of each unit, for one iteration of one block
     mix: Mix
     loop: Loop
 
 
 def clocks(mix: Mix, arch: int) -> dict[str, float]:
-    """For how long each unit of an SM is busy with one iteration of one block."""
+    """Return the clocks for which each unit of an SM is busy with one iteration of one block."""
     spec, lanes = MULTIPROCESSOR_SPECS[arch], mix.warps * LANES
     return {
         TENSOR: mix.products / spec.products,
@@ -85,19 +88,19 @@ def clocks(mix: Mix, arch: int) -> dict[str, float]:
 
 
 def bound_of(loop: Loop, warps: int, arch: int, blocks: int) -> Bound:
-    """The bound of a loop of which ``blocks`` blocks run on an SM at a time (one that does not fit counts as one)."""
-    mix, exposed = mix_of(loop, warps)
-    busy, alone = clocks(mix, arch), clocks(exposed, arch)
-    longest = max(busy, key=lambda unit: busy[unit])
-    softmax = max(SOFTMAX, key=lambda unit: alone[unit])
-    beside = max(busy[unit] - alone[unit] for unit in SOFTMAX)
-    run = max(busy[TENSOR], busy[SHARED], beside)
-    in_step = (run + alone[softmax]) / max(blocks, 1) if mix.barriers else 0.0
-    limiter = longest if busy[longest] >= in_step else f"{softmax} in step"
+    """Compute the bound of a loop with ``blocks`` resident blocks per SM; 0 counts as 1."""
+    mix, exposed_mix = mix_of(loop, warps)
+    busy, exposed = clocks(mix, arch), clocks(exposed_mix, arch)
+    busiest = max(busy, key=lambda unit: busy[unit])
+    softmax = max(SOFTMAX, key=lambda unit: exposed[unit])
+    hidden = max(busy[unit] - exposed[unit] for unit in SOFTMAX)
+    overlapped = max(busy[TENSOR], busy[SHARED], hidden)
+    in_step = (overlapped + exposed[softmax]) / max(blocks, 1) if mix.barriers else 0.0
+    limiter = busiest if busy[busiest] >= in_step else f"{softmax} in step"
     return Bound(
-        percent=100 * busy[TENSOR] / max(busy[longest], in_step),
+        percent=100 * busy[TENSOR] / max(busy[busiest], in_step),
         limiter=limiter,
-        ceiling=100 * busy[TENSOR] / busy[longest],
+        ceiling=100 * busy[TENSOR] / busy[busiest],
         clocks=busy,
         mix=mix,
         loop=loop,
@@ -105,13 +108,13 @@ def bound_of(loop: Loop, warps: int, arch: int, blocks: int) -> Bound:
 
 
 def bounds_of(compiled: Compiled) -> list[Bound]:
-    """The bound of each loop that holds matrix instructions, in the order of the listing."""
-    # partitions that run a loop each move in step within themselves alone, as blocks do
+    """Compute the bound of each loop with matrix instructions, in the order of the listing."""
+    # partitions with their own loops run independently of each other, as blocks do
     warps = (compiled.loop_threads or compiled.threads) // LANES
     blocks = blocks_of(compiled) * compiled.partitions
     return [bound_of(loop, warps, compiled.arch, blocks) for loop in compiled.loops]
 
 
 def main_bound(compiled: Compiled) -> Bound | None:
-    """The bound that counts: of the loop with the fewest instructions per product, which masks nothing."""
+    """Return the bound of the unmasked loop, which has the fewest instructions per product, or None."""
     return min(bounds_of(compiled), key=lambda bound: bound.mix.issued / bound.mix.products, default=None)

@@ -1,4 +1,4 @@
-"""Which candidates of a point pass the gate, and in which order they deserve time on a GPU."""
+"""Compilation of a point's candidates, and their ranking by throughput bound."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ UNIT = "percent of the tensor cores' peak"
 
 RANKING_ROLE = "middle"
 OTHER_ROLES = ("only", "first", "last")
-"""Where in a ring a launch stands. Most hops are in the middle; a tile is used in all, and has to compile in all."""
+"""Roles of a launch in the ring. Candidates are ranked in the most frequent role, and must compile in all roles."""
 
 Sides = tuple[int, int]
-"""Tokens of the side of a launch that is cut into programs, and of the side that they walk."""
+"""Tokens of the side that is split over programs, and of the side that each program loops over."""
 
 
 def job_of(
     point: Point, tile: Tile, arch: int, heads: int, role: str = RANKING_ROLE, sides: Sides | None = None
 ) -> Variant:
-    """The launch of one sequence with so many query heads; ``sides``: the point's length twice."""
+    """Return the variant that launches ``tile`` on one sequence; ``sides`` defaults to the point's length twice."""
     options = tuple((name, value) for name, value in options_of(tile).items() if name not in OF_LAUNCHES)
-    cut, walked = sides or (point.length, point.length)
-    queries, keys = (cut, walked) if point.kernel in ("forward", "dq") else (walked, cut)
+    split, looped = sides or (point.length, point.length)
+    queries, keys = (split, looped) if point.kernel in ("forward", "dq") else (looped, split)
     sizes = Sizes(1, queries, keys, heads, heads // point.group)
     return Variant(
         point.kernel, arch, point.dtype, point.head_dim, point.head_dim_v, tile, role, point.mask == "full",
@@ -46,40 +46,40 @@ def job_of(
 
 @dataclass(frozen=True)
 class CompileResult:
-    """What became of a job."""
+    """Result of one compile job."""
 
     problems: tuple[str, ...]
-    """Why it is not launched: it does not compile or fit, spills, or waits for every wgmma; empty where it may be."""
+    """Reasons to drop the candidate, such as spills or serialised wgmma; empty if the candidate passes the gate."""
     bound: float | None = None
-    """How fast its loop can be at best, in any unit that compares candidates of one point: larger is better."""
+    """Throughput bound of the main loop; larger is better. Only bounds of one point are comparable."""
     bound_by: str = ""
-    """In which unit that is, and what of the chip sets it."""
+    """Unit of ``bound``, and the hardware unit that limits it."""
 
 
 def compile_job(job: Variant) -> CompileResult:
-    """Compile a job and read what came out; runs in a worker process, which Triton's interpreter is off in."""
+    """Compile a job and compute its bound; runs in a worker process without Triton's interpreter."""
     compiled, problems = compile_variant(job)
     if problems:
         return CompileResult(tuple(problems))
     best = main_bound(compiled)
-    assert best is not None, "the gate asks for a loop with matrix products"
+    assert best is not None, "the gate requires a loop with matrix products"
     return CompileResult((), round(best.percent, 2), f"{UNIT}, limited by {best.limiter}")
 
 
 def digest() -> str:
-    """Of all that decides what becomes of a job: kernels, what compiles and reads them, Triton."""
-    made = hashlib.sha256(triton.__version__.encode())
+    """Return a digest of everything that a compile result depends on: kernels, autotune and Triton's version."""
+    sources = hashlib.sha256(triton.__version__.encode())
     for path in sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "autotune").glob("*.py")]):
-        made.update(path.read_bytes())
-    return made.hexdigest()[:16]
+        sources.update(path.read_bytes())
+    return sources.hexdigest()[:16]
 
 
 Compiler = Callable[[Iterable[Variant]], Mapping[Variant, CompileResult]]
-"""Says of jobs what becomes of them."""
+"""Function that compiles jobs."""
 
 
 class OutOfBudget(Exception):
-    """The seconds for compiling are spent; the argument: jobs that were asked for and are not compiled."""
+    """Error if the time for compiling ends; the argument is the number of jobs that are left."""
 
 
 def compile_jobs(
@@ -89,16 +89,13 @@ def compile_jobs(
     progress: Callable[[int | None], None] = lambda batch: None,
     left: Callable[[], float] = lambda: math.inf,
 ) -> dict[Variant, CompileResult]:
-    """Compile jobs in worker processes; what becomes of every one, which is remembered across interruptions.
+    """Compile jobs in worker processes, except those whose results are in the journal.
 
-    Args:
-        journal: of earlier runs.
-        pool: whose work is :func:`compile_job`.
-        progress: called with the number of new jobs, and with None for each that is compiled.
-        left: seconds that may still be spent.
+    Jobs with equal signatures are compiled once, and each new result is appended to the journal at once. ``pool`` runs
+    :func:`compile_job`. ``progress`` is called with the number of new jobs, then with None after each.
 
     Raises:
-        OutOfBudget: some are not compiled.
+        OutOfBudget: The time ended before all jobs were compiled.
     """
     results: dict[str, CompileResult] = {}
     new: dict[str, Variant] = {}
@@ -106,13 +103,13 @@ def compile_jobs(
     for job in jobs:
         try:
             key = keys[job] = f"{job} | {hashlib.sha256(job.launch.signature.encode()).hexdigest()[:16]}"
-        except ValueError as error:  # the entry refuses it
+        except ValueError as error:  # the host entry rejects the arguments
             key = keys[job] = str(job)
             results[key] = CompileResult((str(error),))
         if key in results or key in new:
             continue
-        if (known := journal.get(key, CompileResult)) is not None:
-            results[key] = known
+        if (stored := journal.get(key, CompileResult)) is not None:
+            results[key] = stored
         else:
             new[key] = job
     progress(len(new))
@@ -131,12 +128,12 @@ def compile_jobs(
 
 @dataclass(frozen=True)
 class Ranked:
-    """The candidates of a point that passed, the most promising first, and what the others failed at."""
+    """Candidates of a point that passed the gate, best first, and the reasons why others were dropped."""
 
     tiles: tuple[Tile, ...] = ()
     dropped: Mapping[Tile, str] = field(default_factory=dict)
     results: Mapping[Tile, CompileResult] = field(default_factory=dict)
-    """Of all that passed in the role that candidates are ranked by."""
+    """Results of all candidates that passed in the ranking role."""
 
 
 def rank_candidates(
@@ -149,35 +146,33 @@ def rank_candidates(
     count: int,
     schedules_of: int = 0,
 ) -> Ranked:
-    """Compile candidates of a point and keep the ``count`` best by their bounds that compile in every role.
+    """Compile candidates of a point, and keep the ``count`` best by bound that compile in every role.
 
-    Args:
-        heads: of the queries.
-        schedules_of: so many of the best without options are also kept in every other tile schedule.
+    For the ``schedules_of`` best tiles without options, also keep every other tile schedule.
     """
 
-    def promise(tile: Tile, result: CompileResult) -> tuple[float, int, str]:
-        """By bound; of equals the deeper pipeline, whose loads have longer, then by name: two runs agree."""
+    def sort_key(tile: Tile, result: CompileResult) -> tuple[float, int, str]:
+        # of equal bounds prefer the deeper pipeline, then the name, so that the order is reproducible
         return -(result.bound or 0.0), -tile.num_stages, tile_text(tile)
 
-    def best_of(tried: Sequence[Tile], count: int) -> Ranked:
-        jobs = {tile: job_of(point, tile, arch, heads) for tile in tried}
+    def best_of(candidates: Sequence[Tile], count: int) -> Ranked:
+        jobs = {tile: job_of(point, tile, arch, heads) for tile in candidates}
         compiled = compiler(jobs.values())
         results = {tile: compiled[job] for tile, job in jobs.items()}
         dropped = {tile: result.problems[0] for tile, result in results.items() if result.problems}
         passed = {tile: result for tile, result in results.items() if not result.problems}
-        kept: list[Tile] = []
-        waiting = sorted(passed, key=lambda tile: promise(tile, passed[tile]))
-        while batch := waiting[: count - len(kept)]:  # the compiler is asked about no more than it takes
-            del waiting[: len(batch)]
+        best: list[Tile] = []
+        queue = sorted(passed, key=lambda tile: sort_key(tile, passed[tile]))
+        while batch := queue[: count - len(best)]:  # compile other roles only for as many tiles as needed
+            del queue[: len(batch)]
             roles = {tile: [job_of(point, tile, arch, heads, role) for role in OTHER_ROLES] for tile in batch}
             compiled = compiler(job for jobs in roles.values() for job in jobs)
             for tile in batch:
                 if failed := [compiled[job].problems[0] for job in roles[tile] if compiled[job].problems]:
                     dropped[tile] = failed[0]
                 else:
-                    kept.append(tile)
-        return Ranked(tuple(kept), dropped, passed)
+                    best.append(tile)
+        return Ranked(tuple(best), dropped, passed)
 
     first = best_of(tiles, count)
     bases = [tile for tile in first.tiles if not options_of(tile)][:schedules_of]

@@ -1,4 +1,4 @@
-"""``ringattn inspect``: any kernel, compiled for any GPU on any machine: what it takes, what bounds its loop."""
+"""Command line of ``ringattn inspect``, which compiles kernels for any GPU without having one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from ..bench.common.flags import Csv, Json
 
 DEFAULT = [f"90:bf16:128:middle:bounded:mha:{kernel}" for kernel in ("forward", "dq", "dkdv")]
-"""What most hops of a ring run on the main GPU."""
+"""Variants of most hops of a ring, on an H100."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -20,23 +20,25 @@ def inspect(
         list[str] | None,
         typer.Argument(
             metavar="SPEC…",
-            help="ARCH:DTYPE:D or ARCH:DTYPE:D/Dv, and words that narrow it, as 90:bf16:192/128:dq:order=longest; "
-            f"default: {' '.join(DEFAULT)}",
+            help="ARCH:DTYPE:D or ARCH:DTYPE:D/Dv and words that select variants, for example "
+            f"90:bf16:192/128:dq:order=longest; default: {' '.join(DEFAULT)}",
         ),
     ] = None,
-    gate: Annotated[bool, typer.Option("--gate", help="Exit 1 where a variant does not pass.")] = False,
+    gate: Annotated[
+        bool, typer.Option("--gate", help="Exit with 1 if a variant spills or has other problems.")
+    ] = False,
     json: Json = None,
     csv: Csv = None,
 ) -> None:
-    """Compile kernels for any GPU, without one, and say what they take and what bounds their main loop.
+    """Compile kernels for any GPU, without having one, and print their resources and their throughput bound.
 
     Words: a kernel (forward, dq, dkdv, single_pass, single_pass_deterministic, hopper, hopper_backward, delta, reduce,
-    quantize, dequantize), a place in a ring (only, first, middle, last), full or bounded, gqa or mha, features
+    quantize, dequantize), a role in the ring (only, first, middle, last), full or bounded, gqa or mha, features
     (softcap, alibi, dropout, seqused_k, block_sparse), a tile (128x64x8x2: queries, keys, warps, stages), fields of
-    KernelConfig (order=longest). What no word says is inspected in every way.
+    KernelConfig (order=longest). All combinations that match the words are compiled.
 
-    Bounds are in percent of the tensor cores' peak. The ceiling assumes that everything overlaps; the bound, that a
-    block's warps move in step and only another block fills their gaps.
+    Bounds are in percent of tensor-core peak. The ceiling assumes perfect overlap. The bound assumes that the warps of
+    a block run in step, so that only another block can fill their gaps.
     """
     from ..bench.common.progress import progress
     from ..bench.common.result import finish

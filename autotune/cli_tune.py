@@ -1,4 +1,4 @@
-"""``ringattn tune``: the fastest tiles for a model's attention on a GPU; without one, by compiling alone."""
+"""Command line of ``ringattn tune``, which finds the fastest tiles for a model's attention on a GPU."""
 
 from __future__ import annotations
 
@@ -37,42 +37,50 @@ def run(
     context: typer.Context,
     heads: Annotated[int, typer.Option(min=1, help="Query heads on one GPU.")] = 32,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
-    head_dim: Annotated[int, typer.Option(min=1, help="Of q and k, at most 256.")] = 128,
+    head_dim: Annotated[int, typer.Option(min=1, help="Head dim of q and k, at most 256.")] = 128,
     value_dim: Annotated[int | None, typer.Option(min=1, help="Head dim of v; default: --head-dim.")] = None,
     dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="bf16, fp16 or fp32.")] = "bfloat16",
     seqlen: Annotated[Any, typer.Option(parser=sizes, metavar="SIZE,…", help="Tokens on one GPU.")] = "8k,32k",
     causal: Causal = True,
     arch: Annotated[
-        str | None, typer.Option(metavar="sm_NN", help="Compile for this one; default: the GPU's, or sm_90.")
+        str | None, typer.Option(metavar="sm_NN", help="Compute capability; default: that of the GPU, or sm_90.")
     ] = None,
     kernels: Annotated[
         str | None,
-        typer.Option(metavar="NAME,…", help="Of forward, dq, dkdv, single_pass (or it with _deterministic); all."),
+        typer.Option(
+            metavar="NAME,…", help="forward, dq, dkdv, single_pass or single_pass_deterministic; default: all."
+        ),
     ] = None,
-    compile_only: Annotated[bool, typer.Option("--compile-only", help="Measure nothing, GPU or not.")] = False,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Measure nothing, even with a GPU.")] = False,
     budget: Annotated[
         float | None,
-        typer.Option(min=1, help="Seconds on the GPU, default 300; where nothing is measured, to compile, all."),
+        typer.Option(
+            min=1, help="Seconds on the GPU, default 300. If nothing is measured: seconds to compile, no limit."
+        ),
     ] = None,
     tiles: Annotated[
-        int | None, typer.Option(min=1, help="Try so many tiles, those nearest to the default, of the two passes.")
+        int | None, typer.Option(min=1, help="Try only that many tiles near the default (two-pass kernels).")
     ] = None,
     ring: Annotated[
-        bool, typer.Option("--ring", help="Tune what all ranks share (transport, chunks, channels) by whole steps.")
+        bool, typer.Option("--ring", help="Tune the settings of the ring (transport, chunks, channels) instead.")
     ] = False,
     world: Annotated[
-        int | None, typer.Option(min=2, help="With --ring: processes; default: the GPUs, or 2; or the launcher's.")
+        int | None,
+        typer.Option(min=2, help="With --ring: number of processes; default: the launcher's, the GPUs, or 2."),
     ] = None,
     on: Annotated[
-        str, typer.Option("--device", help="With --ring: cpu or cuda; default: cuda where there is one.")
+        str, typer.Option("--device", help="With --ring: cpu or cuda; default: cuda if there is a GPU.")
     ] = "",
     save_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where tables go; default: the user's cache.")
+        Path | None, typer.Option(metavar="DIR", help="Folder for the tables; default: the user's cache.")
     ] = None,
     json: Json = None,
     csv: Csv = None,
 ) -> None:
-    """Find the tiles of a model's attention: compile every candidate, drop what is not clean, measure the best."""
+    """Find the fastest tiles for a model's attention: compile all candidates, drop those that spill, measure the best.
+
+    Without a GPU the candidates are compiled and ranked by their throughput bound.
+    """
     check_needs(context, {"world": "ring", "on": "ring"})
     if ring:
         check_mode(context, "with --ring", (*MODEL, *OF_RINGS))
@@ -84,12 +92,12 @@ def run(
     from .space import SHORT, Shape
 
     if not ring and not prints():
-        return  # one GPU, or none: under a launcher rank 0 does it, and the others have nothing to do
+        return  # tuning needs one process, so under a launcher only rank 0 works
     try:
         shape = Shape(heads, kv_heads or heads, head_dim, value_dim or head_dim, SHORT[dtype])
         folder = save_dir or user_folder()
         if folder is None:
-            raise ValueError("--save-dir is not given, and this user has no home to keep a cache in")
+            raise ValueError("--save-dir is not given, and this user has no home folder for a cache; pass --save-dir")
         folder = folder.absolute()
         if prints():
             check_folder("--save-dir", folder)
@@ -102,7 +110,7 @@ def run(
             from ..bench.common.progress import progress
             from .tune import TuneConfig, tune
 
-            gpu, device, why = target(arch, compile_only)
+            gpu, device, mode = target(arch, compile_only)
             names = tuple(kernels.split(",")) if kernels else KERNELS if tiles is not None else TUNED
             for name in names:
                 if name not in TUNED:
@@ -110,22 +118,22 @@ def run(
             seconds = budget or (BUDGET if device is not None else float("inf"))
             config = TuneConfig(shape, tuple(seqlen), causal, gpu, device, folder, seconds, names, tiles)
             if "-" not in (json, csv):
-                typer.echo(f"{len(config.points)} kernels, masks and lengths for {gpu.name}; {why}")
+                typer.echo(f"{len(config.points)} combinations of kernel, mask and length for {gpu.name}; {mode}")
             with progress() as step:
                 result = tune(config, cores(), step)
-    except ValueError as error:  # also a table that is refused
+    except ValueError as error:  # includes RefusedTable
         raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:
-        typer.echo("interrupted: what is known is kept", err=True)
+        typer.echo("interrupted; finished results are saved", err=True)
         raise typer.Exit(130) from None
     finish(result, json, csv)
 
 
 def target(arch: str | None, compile_only: bool) -> tuple[GpuSpec, torch.device | None, str]:
-    """What to tune for, the device to measure on or None, and in words what is done.
+    """Return the GPU to tune for, the device to measure on (None: only compile), and a description of that.
 
     Raises:
-        ValueError: ``arch`` is unknown.
+        ValueError: ``arch`` is unknown, or the GPU of this machine is not supported.
     """
     import torch
 
@@ -134,13 +142,13 @@ def target(arch: str | None, compile_only: bool) -> tuple[GpuSpec, torch.device 
 
     named = None if arch is None else gpu_for_arch(arch)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    here = None if device is None else gpu_specs(device)
-    rest = "nothing is measured, entries are estimates"
-    if here is None:
-        return named or gpu_for_arch(DEFAULT_ARCH), None, f"no GPU here: compiled and ranked, {rest}"
-    gpu_for_arch(f"sm_{here.arch}")  # a GPU that no tile is known to fit is refused
-    if named is not None and named.arch != here.arch:
-        return named, None, f"the GPU here is {here.name}, sm_{here.arch}: {rest}"
+    local_gpu = None if device is None else gpu_specs(device)
+    estimates = "nothing is measured, and the tables get estimates"
+    if local_gpu is None:
+        return named or gpu_for_arch(DEFAULT_ARCH), None, f"no GPU on this machine: {estimates}"
+    gpu_for_arch(f"sm_{local_gpu.arch}")  # raises for an unsupported GPU
+    if named is not None and named.arch != local_gpu.arch:
+        return named, None, f"the GPU of this machine is {local_gpu.name}, sm_{local_gpu.arch}: {estimates}"
     if compile_only:
-        return named or here, None, f"compiled and ranked, {rest}"
-    return here, device, "compiled, then measured"
+        return named or local_gpu, None, f"--compile-only: {estimates}"
+    return local_gpu, device, "candidates are compiled, then measured"

@@ -1,4 +1,4 @@
-"""What ``ringattn inspect`` says of variants: what each takes, and what bounds its main loop."""
+"""Rows of ``ringattn inspect``: resources of each kernel variant, and the throughput bound of its main loop."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ from .compile import Variant
 from .gate import Compiled, compile_variant
 
 SELECTED = ("kernel", "arch", "dtype", "head_dim", "head_dim_v", "role", "full", "grouped", "features")
-"""What selects the variant, beside its tile and the options that are chosen with it."""
+"""Fields that select a variant, besides the tile and its options."""
 
 FIGURES = {
     "bound": "%", "regs": "", "spills": "", "blocks": "", "limiter": "", "shared": "B", "ceiling": "%", "stack": "B",
     "threads": "", "instructions": "", "matrix": "", "exponentials": "", "products": "clocks",
 }  # fmt: skip
-"""Blocks of an SM; instructions, spills and what follows of the main loop, products on the tensor cores."""
+"""Columns and their units. Blocks are per SM; spills, instructions and products are of the main loop."""
 
 UNITS = {"bound": "%", "variant": ""} | FIGURES | dict.fromkeys(("problems", "loops", *SELECTED, "options", "tile"), "")
 
 
 def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> dict[str, Any]:
-    """Everything about one variant; what is read from loops is of the main one, None without any.
-
-    ``problems`` are those of its gate.
-    """
+    """Return the row of a variant with the ``problems`` of the gate; loop figures are None without a main loop."""
     main, blocks, tile = main_bound(compiled), blocks_of(compiled), variant.tile
     row: dict[str, Any] = {
         "variant": str(variant),
@@ -39,7 +36,7 @@ def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> dic
         "threads": compiled.threads,
         "blocks": blocks,
         "problems": "; ".join(problems),
-        "loops": " ".join(str(one.loop.matrix) for one in bounds_of(compiled)),  # matrix instructions of each
+        "loops": " ".join(str(bound.loop.matrix) for bound in bounds_of(compiled)),  # matrix instructions per loop
         **{name: getattr(variant, name) for name in SELECTED},
         "arch": f"sm_{variant.arch}",
         "features": " ".join(variant.features),
@@ -59,16 +56,16 @@ def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> dic
 
 
 def inspect_variant(variant: Variant) -> dict[str, Any]:
-    """The row of one variant; where it cannot be compiled or does not fit, its ``problems`` say why."""
+    """Compile a variant and return its row; if that fails, ``problems`` has the reason."""
     try:
         return row_of(variant, *compile_variant(variant))
-    except Exception as error:  # one that cannot be compiled is a finding, and the others still count
+    except Exception as error:  # a failure is a result, too, and must not stop the other variants
         empty = Compiled(0, 0, 0, 0, (), arch=variant.arch, threads=32)
         return row_of(variant, empty, [f"{type(error).__name__}: {error}"]) | {"blocks": 0}
 
 
 def inspect_variants(variants: Sequence[Variant], step: Callable[[str, int | None], None]) -> list[dict[str, Any]]:
-    """A row each, compiled one after another; ``step`` is called as :data:`tune.Progress`."""
+    """Return a row per variant, compiled one after another; ``step`` is a :data:`tune.Progress`."""
     step("compiling", len(variants))
     rows = []
     for variant in variants:
@@ -78,11 +75,11 @@ def inspect_variants(variants: Sequence[Variant], step: Callable[[str, int | Non
 
 
 def result_of(rows: Sequence[Row], *, gate: bool) -> Result:
-    """Failed is what does not fit; with ``gate`` also what does not pass."""
-    wrong = {row["variant"]: row["problems"] for row in rows if row["problems"]}
+    """Return the result of ``inspect``; variants that do not fit fail, and with ``gate`` all with problems."""
+    problems = {row["variant"]: row["problems"] for row in rows if row["problems"]}
     unfit = {row["variant"] for row in rows if not row["blocks"]}
-    failed = [f"{name}: {why}" for name, why in wrong.items() if gate or name in unfit]
-    notes = [f"{name}: {why}" for name, why in wrong.items() if not gate and name not in unfit]
+    failed = [f"{name}: {reason}" for name, reason in problems.items() if gate or name in unfit]
+    notes = [f"{name}: {reason}" for name, reason in problems.items() if not gate and name not in unfit]
     if best := max((row for row in rows if row["bound"]), key=lambda row: row["bound"], default=None):
         notes.append(f"best: {best['variant']}: at most {best['bound']:.1f}% of peak, limited by {best['limiter']}")
     return Result("inspect", UNITS, [*rows], failed, notes, {"triton": triton.__version__})

@@ -1,4 +1,4 @@
-"""What ``tune`` does on a GPU with one tile: check it against the reference, time it alone and beside a transfer."""
+"""Trials of one tile on a GPU: a check against the reference, and timings alone and during a transfer."""
 
 from __future__ import annotations
 
@@ -26,37 +26,34 @@ from .compile import call
 from .search import Reading
 from .space import Shape
 
-CHECKED_ROLES = ("first", "middle", "last")  # of a hop per shard
-# What is checked is launched as what is timed, of one sequence with the same heads, so that its binaries are those that
-# workers compiled, and none is made at the expense of the budget. Compiled here are two small kernels alone, `delta`
-# and, where dK/dV is split, `reduce`: a second each, once for all candidates of a point that share their sides.
-CHECKED = 1008  # tokens: of shards that 16 divides, as launches are compiled for, and no side of 32 or more
-CHECKED_WHOLE = 1024  # of single passes without a mask, which have another binary where a side does not divide the keys
-COPY_LASTS = 2.0  # times the kernel alone: it is beside the kernel to its end
+CHECKED_ROLES = ("first", "middle", "last")  # the check has one hop per shard
+# The check launches the same variants as the timing, with one sequence and the same heads. Workers have therefore
+# compiled its binaries, and the budget of the GPU is not spent on compilation. Only `delta` and `reduce` (for split
+# dK/dV) compile here, which takes about a second each per point and pair of tile sides.
+CHECKED = 1008  # tokens; shards are multiples of 16, as the compiler assumes, but not of tile sides from 32
+CHECKED_WHOLE = 1024  # tokens for unmasked single passes, whose binary differs if a side does not divide the keys
+COPY_LASTS = 2.0  # duration of the transfer relative to the kernel, so that the kernel ends first
 OF_DEVICE = 0
-"""In the place of a compute capability: what is launched here is compiled for this device."""
+"""Replaces the compute capability of a variant, because launches here always compile for this device."""
 
 RESULTS = {"forward": ("out", "lse"), "dq": ("dq",)}
-"""Of entries; all others return dk and dv."""
+"""Results of a host entry; all others return dk and dv."""
 
 CONTINUED = {"out": "state", "lse": "lse", "dq": "dq_in", "dk": "dk_in", "dv": "dv_in"}
-"""As what the next hop takes a result."""
+"""Argument of the next hop for each result."""
 
 
 def checked_sides(point: Point) -> tuple[int, int]:
-    """Of a check: tokens of the side that programs are cut from, and of the one that they walk."""
-    whole = point.kernel in SINGLE_PASS and point.mask == "full"
-    return CHECKED_WHOLE if whole else CHECKED, CHECKED // len(CHECKED_ROLES)
+    """Return the check's tokens of the side that is split over programs, and of the side that they loop over."""
+    is_unmasked_single_pass = point.kernel in SINGLE_PASS and point.mask == "full"
+    return CHECKED_WHOLE if is_unmasked_single_pass else CHECKED, CHECKED // len(CHECKED_ROLES)
 
 
 class DeviceTrials:
-    """Checks and times tiles at one point on one device.
+    """Object that checks and times tiles at one point on one device.
 
-    Args:
-        point: what for.
-        shape: its heads.
-        device: a GPU; the CPU under Triton's interpreter, in tests.
-        checked: tokens of the check; default: a few tiles of any size.
+    The device is a GPU, or in tests the CPU with Triton's interpreter. ``checked`` is the number of tokens of the
+    check; the default covers several tiles of any size.
     """
 
     def __init__(self, point: Point, shape: Shape, device: torch.device, *, checked: int | None = None) -> None:
@@ -67,29 +64,29 @@ class DeviceTrials:
         self._copy: Copy | None = None
 
     def wrong(self, tile: Tile) -> str | None:
-        """The result that errs by more than twice PyTorch's error plus rounding; or why there is none."""
+        """Return the first result with an error above twice PyTorch's plus rounding, or the exception, or None."""
         try:
-            ours = self._results(tile)
+            results = self._results(tile)
         except torch.AcceleratorError:
-            raise  # nothing works on this device any more
-        except Exception as failed:
-            return f"{type(failed).__name__}: {failed}".splitlines()[0][:300]
-        errors = self._judge.differences(ours)
+            raise  # the device is unusable now
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        errors = self._judge.differences(results)
         for name in self._judge.wrong(errors):
-            return f"{name} errs by {errors[name]:.3g}, PyTorch's by {self._judge.usual[name]:.3g}"
+            return f"error of {name} is {errors[name]:.3g}, PyTorch's is {self._judge.usual[name]:.3g}"
         return None
 
     def run(self, tile: Tile) -> Reading:
-        """One run on fresh inputs with nothing beside it, and on a GPU another one beside a transfer."""
-        if tile not in self._warm:  # compiles, or takes what the compile-only part left in Triton's cache
+        """Time one run on fresh inputs, and on a GPU another run during a transfer."""
+        if tile not in self._warm:  # compile, or load from Triton's cache
             self._launch(tile)
             self._warm.add(tile)
-        seconds, beside = self._timed(lambda: self._launch(tile)), None
+        seconds, with_transfer = self._timed(lambda: self._launch(tile)), None
         if self._device.type == "cuda":
-            if self._copy is None:  # of one size for all tiles, longer than the kernel by the first that is timed
+            if self._copy is None:  # one transfer size for all tiles, from the time of the first tile
                 self._copy = Copy(self._device, bytes_for(self._device, COPY_LASTS * seconds))
-            beside = self._timed(self._copy.beside(lambda: self._launch(tile), self._stream))
-        return Reading.of(seconds, self._reader(), beside)
+            with_transfer = self._timed(self._copy.beside(lambda: self._launch(tile), self._stream))
+        return Reading.of(seconds, self._reader(), with_transfer)
 
     def _timed(self, step: Callable[[], None]) -> float:
         self._renew()
@@ -103,18 +100,18 @@ class DeviceTrials:
     def _reader(self) -> Callable[[], dict[str, Any]]:
         return nvml.Reader(self._device)
 
-    # what is timed: a hop in the middle of a ring, of the size that the point says
+    # timing: one middle hop of the point's length
 
     def _make(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One tensor of a name, for all tiles."""
+        """Return the tensor ``name``, which all tiles share."""
         if name not in self._tensors:
             self._tensors[name] = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._tensors[name]
 
     def _renew(self) -> None:
-        """Other values in the same memory: a kernel's power, and with it its clock, depends on what it multiplies."""
+        """Fill the inputs with new random values, because power and clocks depend on the data."""
         for name, x in self._tensors.items():
-            if name == "lse":  # of normal scores: the mean of their exponentials is sqrt(e)
+            if name == "lse":  # for normal scores, whose exponentials have mean sqrt(e)
                 x.fill_(math.log(self.point.length) + 0.5)
             else:
                 x.normal_()
@@ -129,14 +126,14 @@ class DeviceTrials:
     def _limits(self, rows: slice, keys: slice) -> Bounds:
         if self.point.mask == "full":
             return FULL
-        rows_at, keys_at = (torch.arange(part.start, part.stop) for part in (rows, keys))
-        return bounds(Mask(causal=True), rows_at, keys_at).to(self._device)
+        q_positions, k_positions = (torch.arange(part.start, part.stop) for part in (rows, keys))
+        return bounds(Mask(causal=True), q_positions, k_positions).to(self._device)
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
         return new_stream(self._device, HIGH_PRIORITY)
 
-    # what is checked: the same kernel over a few shards, so that it starts, continues and ends
+    # check: one hop per shard, so that a first, a middle and a last hop run
 
     @cached_property
     def _given(self) -> Inputs:
@@ -155,34 +152,34 @@ class DeviceTrials:
         return [slice(*edge) for edge in pairwise([*edges, self._checked])]
 
     def _results(self, tile: Tile) -> dict[str, Tensor]:
-        kernel, given, exact = self.point.kernel, self._given, self._judge.exact
-        over_keys = kernel in ("forward", "dq")  # else the shards are of queries
-        whole: dict[str, Tensor] = given._asdict() | {"lse": exact["lse"].float().contiguous()}
+        kernel, inputs, exact = self.point.kernel, self._given, self._judge.exact
+        shards_keys = kernel in ("forward", "dq")  # otherwise the queries are sharded
+        tensors: dict[str, Tensor] = inputs._asdict() | {"lse": exact["lse"].float().contiguous()}
         if kernel != "forward":
-            whole["delta"] = attention_delta(given.dout, exact["out"].to(given.q.dtype), given.dlse)
+            tensors["delta"] = attention_delta(inputs.dout, exact["out"].to(inputs.q.dtype), inputs.dlse)
         if kernel in SINGLE_PASS:
-            whole["dq"] = torch.zeros(given.q.shape, device=self._device)
+            tensors["dq"] = torch.zeros(inputs.q.shape, device=self._device)
         names = RESULTS.get(kernel, ("dk", "dv"))
         results: tuple[Tensor, ...] = ()
-        for role, part in zip(CHECKED_ROLES, self._shards(), strict=True):
-            continued = dict(zip([CONTINUED[name] for name in names], results, strict=False))
+        for role, shard in zip(CHECKED_ROLES, self._shards(), strict=True):
+            carried = dict(zip([CONTINUED[name] for name in names], results, strict=False))
 
             def make(
                 name: str, *shape: int, dtype: torch.dtype = torch.float32,
-                part: slice = part, continued: Mapping[str, Tensor] = continued,
+                shard: slice = shard, carried: Mapping[str, Tensor] = carried,
             ) -> Tensor:  # fmt: skip
-                if name in continued:
-                    return continued[name]
-                if name not in whole:
+                if name in carried:
+                    return carried[name]
+                if name not in tensors:
                     return torch.empty(shape, dtype=dtype, device=self._device)
-                if over_keys != (name in ("k", "v")):
-                    return whole[name]
-                return whole[name][:, :, part].contiguous() if name in ("lse", "delta") else whole[name][:, part]
+                if shards_keys != (name in ("k", "v")):
+                    return tensors[name]
+                return tensors[name][:, :, shard].contiguous() if name in ("lse", "delta") else tensors[name][:, shard]
 
-            all_rows = slice(0, self._checked)
-            limits = self._limits(all_rows, part) if over_keys else self._limits(part, all_rows)
-            sides = self._checked, part.stop - part.start
-            made = call(job_of(self.point, tile, OF_DEVICE, self._shape.heads, role, sides), make, limits)
-            results = (made,) if isinstance(made, Tensor) else made
+            all_tokens = slice(0, self._checked)
+            hop_bounds = self._limits(all_tokens, shard) if shards_keys else self._limits(shard, all_tokens)
+            sides = self._checked, shard.stop - shard.start
+            result = call(job_of(self.point, tile, OF_DEVICE, self._shape.heads, role, sides), make, hop_bounds)
+            results = (result,) if isinstance(result, Tensor) else result
         by_name = dict(zip(names, results, strict=True))
-        return by_name | ({"dq": whole["dq"].to(given.q.dtype)} if kernel in SINGLE_PASS else {})
+        return by_name | ({"dq": tensors["dq"].to(inputs.q.dtype)} if kernel in SINGLE_PASS else {})

@@ -1,4 +1,4 @@
-"""Runs jobs in worker processes: one that crashes or hangs costs its job alone."""
+"""Pool of worker processes in which a crash or a hang costs one job only."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 SECONDS = 120.0
-"""For one job: a backward kernel compiles in 3 to 10, and some candidates never."""
+"""Timeout of one job. A backward kernel compiles in 3 to 10 seconds; some candidates never finish."""
 
 INTERPRET = "TRITON_INTERPRET"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job has no result."""
+    """Reason why a job has no result."""
 
     reason: str
 
 
 class Pool:
-    """Calls ``work(job)`` in worker processes, ``workers`` at a time, which last until it is closed.
+    """Pool of ``workers`` persistent processes that call ``work(job)``.
 
-    A thread per process hands it jobs and ends it where it hangs. ``work`` and jobs are pickled.
-
-    Args:
-        seconds: for one job.
+    A thread per process sends jobs, and kills the process if a job takes longer than ``seconds``. ``work`` and the jobs
+    are pickled.
     """
 
     def __init__(self, work: Callable[[Any], Any], workers: int, seconds: float = SECONDS) -> None:
@@ -56,17 +54,17 @@ class Pool:
     def run(
         self, jobs: Sequence[Any], done: Callable[[Any, Any], None], left: Callable[[], float] = lambda: math.inf
     ) -> None:
-        """Call ``done`` with each job and its result or :class:`Failure`, as they come.
+        """Call ``done`` with each job and its result or :class:`Failure`, in order of completion.
 
-        Without seconds ``left`` no job is begun, and those that run are ended without a result.
+        When ``left`` returns 0, running jobs are killed without a result and no job is started.
         """
-        waiting = {self._threads.submit(self._result, job, left): job for job in jobs}
-        for future in as_completed(waiting):
+        futures = {self._threads.submit(self._result, job, left): job for job in jobs}
+        for future in as_completed(futures):
             if (result := future.result()) is not None:
-                done(waiting[future], result)
+                done(futures[future], result)
 
     def _result(self, job: Any, left: Callable[[], float]) -> Any:
-        """What the worker of this thread makes of a job; None where the seconds do not let it end."""
+        """Run a job in this thread's worker process; return None if the time in ``left`` ends first."""
         seconds = min(left(), self._seconds)
         if seconds <= 0 or self._closed:
             return None
@@ -77,19 +75,19 @@ class Pool:
                 return connection.recv()
             process.kill()
             self._own.worker = None
-            return None if seconds < self._seconds else Failure("it did not end in time, and was ended")
+            return None if seconds < self._seconds else Failure("it did not end in time and was killed")
         except (EOFError, ConnectionError):
             process.join()
-            failed = Failure(f"its process died with exit code {process.exitcode}")
+            failure = Failure(f"its process died with exit code {process.exitcode}")
         self._own.worker = None
-        return failed
+        return failure
 
     def _start(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-        # not forked: the parent has threads, and an interpreter of Triton that a compiler must not have
+        # spawn, because the parent has threads, and may have loaded Triton's interpreter instead of its compiler
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         with self._lock:
-            interpret = os.environ.pop(INTERPRET, None)  # Triton reads it when kernels are defined
+            interpret = os.environ.pop(INTERPRET, None)  # Triton reads the variable when kernels are defined
             try:
                 process = context.Process(target=_serve, args=(theirs, self._work), daemon=True)
                 process.start()
@@ -105,7 +103,7 @@ class Pool:
 
 
 def _serve(connection: Connection, work: Callable[[Any], Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which kills the workers
     while True:
         try:
             job = connection.recv()

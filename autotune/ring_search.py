@@ -1,4 +1,4 @@
-"""``ringattn tune --ring``: what all ranks of a ring share, found by running whole steps of it on all of them."""
+"""Search of ``ringattn tune --ring`` for the fastest ring settings, by running whole steps on all ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .space import SHORT, Shape
 from .store import private_folder
 from .tune import driver, measurement
 
-CHECKED = 192  # tokens per rank of the check: several tiles, and float64 scores that are quick
+CHECKED = 192  # tokens per rank of the check: several tiles, with a fast float64 reference
 LONG = {short: name for name, short in SHORT.items()}
 UNITS = {
     "tokens": "", "transport": "", "chunks": "", "channels": "", "time": "ms", "spread": "%", "runs": "", "note": "",
@@ -48,27 +48,26 @@ UNITS = {
 def problems_of(
     shape: Shape, lengths: Sequence[int], causal: bool, device: str, world: int | None
 ) -> list[AttentionConfig]:
-    """One per number of tokens on a rank.
+    """Return the attention problem for each number of tokens per rank.
 
     Raises:
-        typer.BadParameter: not as many ranks as the launcher started.
-        ValueError: an attention that a ring here is not tuned for, or one rank alone.
+        typer.BadParameter: ``world`` differs from the launcher's number of ranks.
+        ValueError: The value dim differs from the head dim, or there is only one rank.
     """
     if shape.value_dim != shape.head_dim:
-        raise ValueError(f"--value-dim is {shape.value_dim}: rings are tuned with values of --head-dim")
+        raise ValueError(f"--value-dim is {shape.value_dim}: with --ring it must be --head-dim, {shape.head_dim}")
     place = member()
     if place is not None and place.world < 2:
-        raise ValueError("the launcher started 1 rank: a ring to tune takes at least 2")
+        raise ValueError("the launcher started 1 rank; --ring needs at least 2")
     ranks = resolve_world(world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
-    whole = AttentionConfig(
+    problem = AttentionConfig(
         ranks, ranks, 1, shape.heads, shape.kv_heads, shape.head_dim, LONG[shape.dtype], causal, "zigzag",
         resolve_threads(None, ranks), 0, device,
     )  # fmt: skip
-    return [replace(whole, seqlen=tokens * ranks) for tokens in lengths]
+    return [replace(problem, seqlen=tokens * ranks) for tokens in lengths]
 
 
 def point_of(problem: AttentionConfig) -> RingPoint:
-    """What a table has settings for."""
     return RingPoint(
         problem.world, problem.heads, problem.kv_heads, problem.head_dim, SHORT[problem.dtype],
         "bounded" if problem.causal else "full", problem.seqlen // problem.world,
@@ -76,92 +75,91 @@ def point_of(problem: AttentionConfig) -> RingPoint:
 
 
 def tune_rings(problems: Sequence[AttentionConfig], budget: float, folder: Path) -> Result:
-    """A search per length, with even parts of ``budget`` seconds; failed are those where no setting runs.
+    """Search the best setting for each problem, with equal parts of ``budget`` seconds.
 
     Raises:
-        RefusedTable: the folder has a file of this GPU's rings that cannot be read.
-        ValueError: the folder cannot be made.
-        typer.BadParameter: a length that does not fit the free memory, with the one that does.
-        typer.Exit: a rank failed.
-        KeyboardInterrupt: by the user.
+        RefusedTable: The table of this GPU's ring settings cannot be read.
+        ValueError: The folder cannot be created.
+        typer.BadParameter: A length does not fit into free memory; the message names the longest that fits.
+        typer.Exit: A rank failed.
+        KeyboardInterrupt: The user interrupted the search.
     """
     kind, place = problems[0].device, member()
     device = torch.device(kind, 0) if place is None else place.shared_device(kind)
     if prints():
-        read_rings(private_folder(folder), gpu_or_interpreter(device))  # what could not be added to is refused early
+        read_rings(private_folder(folder), gpu_or_interpreter(device))  # raise early for an unreadable table
     for problem in problems:
         rings = len(settings(point_of(problem), kind))
         refuse_ranks("--seqlen", problem, partial(tuned_bytes, rings=rings), per_rank=True)
-    found = Result("tune --ring", UNITS, provenance=provenance(torch.device(kind)))
+    result = Result("tune --ring", UNITS, provenance=provenance(torch.device(kind)))
     for problem in problems:
-        found.add(spawn(problem.world, search_ring, problem, budget / len(problems), folder, device=kind))
-    return found
+        result.add(spawn(problem.world, search_ring, problem, budget / len(problems), folder, device=kind))
+    return result
 
 
 # one rank of a search
 
 
 def search_ring(place: Member, device: torch.device, problem: AttentionConfig, budget: float, folder: Path) -> Result:
-    """One rank of the search, which is the same on all; rank 0 writes what it finds."""
+    """Run the search on one rank; all ranks get the same result, and rank 0 writes the table."""
     torch.set_num_threads(problem.threads)
     point, gpu = point_of(problem), gpu_or_interpreter(device)
     control = control_of(resolve_group()).scope("tune")
-    clock, reader, seconds = Clock(device, Ranks()), nvml.Reader(device), Budget(budget)
+    clock, reader, own_budget = Clock(device, Ranks()), nvml.Reader(device), Budget(budget)
     rings: dict[RingSetting, Ring] = {}
     steps: dict[RingSetting, Candidate] = {}
 
-    def left() -> float:
-        """By the clock of rank 0."""
-        found: Any = control.merged(seconds.left(), lambda values: values[0], what="the seconds left")
-        return float(found)
+    def left() -> float:  # by the clock of rank 0, so that all ranks stop together
+        seconds: Any = control.merged(own_budget.left(), lambda values: values[0], what="the seconds left")
+        return float(seconds)
 
-    def run(one: RingSetting) -> Reading:
-        mine = Reading.of(clock(partial(steps[one].run, shards)), reader())
-        reasons: list[Any] = control.gather(mine.throttled, what="why clocks are low")
-        return replace(mine, throttled=tuple(dict.fromkeys(chain(*reasons))))
+    def run(setting: RingSetting) -> Reading:
+        reading = Reading.of(clock(partial(steps[setting].run, shards)), reader())
+        reasons: list[Any] = control.gather(reading.throttled, what="why clocks are low")
+        return replace(reading, throttled=tuple(dict.fromkeys(chain(*reasons))))
 
     with ExitStack() as stack:
         small, shards = replace(problem, seqlen=CHECKED * problem.world), problem.drawn(place.rank, device)
-        # twice the error of PyTorch's attention in the same dtype, plus rounding: the rule of the tests
+        # the tolerance of the tests: twice the error of PyTorch's attention in the same dtype, plus rounding
         judge = judge_of(Inputs(*small.tensors()), Masks(causal=small.causal))
-        tried = settings(point, problem.device)
+        candidates = settings(point, problem.device)
 
-        def check(one: RingSetting) -> str | None:
+        def check(setting: RingSetting) -> str | None:
             try:
-                rings[one] = stack.enter_context(Ring(**one.arguments))
-                if (wrong := error_of(small, rings[one], device, judge)) is not None:
-                    return wrong
-                steps[one] = candidate_of(problem, rings[one], device)
-                steps[one].run(shards)  # compiles
-            except (ValueError, RuntimeError, ImportError) as error:  # on every rank alike: what cannot run here
+                rings[setting] = stack.enter_context(Ring(**setting.arguments))
+                if (error_text := error_of(small, rings[setting], device, judge)) is not None:
+                    return error_text
+                steps[setting] = candidate_of(problem, rings[setting], device)
+                steps[setting].run(shards)  # warm-up, which compiles
+            except (ValueError, RuntimeError, ImportError) as error:  # the setting cannot run here, on any rank
                 return f"{type(error).__name__}: {error}".splitlines()[0][:200]
             return None
 
         step = stack.enter_context(progress()) if place.rank == 0 else lambda part, more: None
         part = f"measuring {point.length} tokens"
-        step(part, planned(len(tried) - 1))
-        found = search(tried, DEFAULT, check, run, left, done=lambda: step(part, None))
+        step(part, planned(len(candidates) - 1))
+        found = search(candidates, DEFAULT, check, run, left, done=lambda: step(part, None))
         entry = None if found.best is None else entry_of(point, found, rings[found.best].transport)
         path = save_ring(folder, gpu, entry) if entry is not None and place.rank == 0 else None
     return result_of(point, found, entry, path)
 
 
 def error_of(problem: AttentionConfig, ring: Ring, device: torch.device, judge: Judge) -> str | None:
-    """The result that errs by more than is allowed; the same on every rank."""
+    """Return a description of the first result whose error exceeds its limit, or None; equal on all ranks."""
     candidate = candidate_of(problem, ring, device)
-    mine = candidate.run(candidate.shards(problem.tensors(), device))
-    errors = judge.differences(gathered(candidate, mine, problem, judge.kv_heads))
-    wrong = [f"{name} errs by {errors[name]:.2g}, allowed are {judge.limits[name]:.2g}" for name in judge.wrong(errors)]
-    return wrong[0] if wrong else None
+    shards = candidate.run(candidate.shards(problem.tensors(), device))
+    errors = judge.differences(gathered(candidate, shards, problem, judge.kv_heads))
+    for name in judge.wrong(errors):
+        return f"error of {name} is {errors[name]:.2g}, above the limit {judge.limits[name]:.2g}"
+    return None
 
 
 def candidate_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:
-    """``ring_attention`` through one of the rings."""
     return ours(problem.layout, Setting(problem, (problem.layout,), device, lambda _: ring))
 
 
 def entry_of(point: RingPoint, found: Measured[RingSetting], transport: str) -> RingEntry:
-    """Medians in seconds, of the best, with the transport that it was."""
+    """Return the table entry of the best setting, with the transport that it used and medians in seconds."""
     assert found.best is not None
     runs = samples(found.readings[found.best])
     baseline = samples(found.readings.get(DEFAULT, found.readings[found.best])).median
@@ -170,22 +168,23 @@ def entry_of(point: RingPoint, found: Measured[RingSetting], transport: str) -> 
 
 
 def result_of(point: RingPoint, found: Measured[RingSetting], entry: RingEntry | None, path: Path | None) -> Result:
-    """A row per setting, and the choice in words."""
-    result, where = Result("tune --ring", UNITS), f"{point.length} tokens"
-    for one, readings in found.readings.items():
-        runs, note = samples(readings), "what a ring takes by itself" if one == DEFAULT else ""
+    """Return the result of a search, with a row per setting and notes on the best one."""
+    result, tokens = Result("tune --ring", UNITS), f"{point.length} tokens"
+    for setting, readings in found.readings.items():
+        runs, note = samples(readings), "default" if setting == DEFAULT else ""
         figures = {"time": runs.median * 1e3, "spread": 100 * runs.spread, "runs": len(readings)}
-        result.rows.append({"tokens": point.length, **asdict(one), **figures, "note": note})
-    result.rows += [{"tokens": point.length, **asdict(one), "runs": 0, "note": why} for one, why in found.wrong.items()]
+        result.rows.append({"tokens": point.length, **asdict(setting), **figures, "note": note})
+    for setting, problem in found.wrong.items():
+        result.rows.append({"tokens": point.length, **asdict(setting), "runs": 0, "note": problem})
     if not found.complete:
-        result.notes.append(f"{where}: cut short: a longer --budget tells more")
+        result.notes.append(f"{tokens}: the search is incomplete; pass a longer --budget")
     if entry is not None:
         gain = 1 - entry.seconds / entry.baseline
-        against = f"{gain:.1%} less than a ring takes by itself" if gain > 0 else "as a ring does by itself"
+        comparison = f"{gain:.1%} less than the default" if gain > 0 else "no faster than the default"
         result.notes += [
-            f"{where}: written: {path}; autotune.shared_ring_settings looks it up",
-            f"{where}: best: {entry.setting}, {entry.seconds * 1e3:.4g} ms ± {entry.spread:.1%} a step, {against}",
+            f"{tokens}: written: {path}; autotune.shared_ring_settings looks it up",
+            f"{tokens}: best: {entry.setting}, {entry.seconds * 1e3:.4g} ms ± {entry.spread:.1%} a step, {comparison}",
         ]
     elif found.complete:
-        result.failed.append(f"{where}: no setting runs here: see the notes of the rows")
+        result.failed.append(f"{tokens}: no setting runs here; see the notes of the rows")
     return result

@@ -1,7 +1,4 @@
-"""Settings that all ranks of a ring share, and the file of a GPU's: ``<gpu>_rings.json``, beside its tables of tiles.
-
-Nothing here runs a ring: what does is handed in.
-"""
+"""Settings that all ranks of a ring share, and their table ``<gpu>_rings.json`` next to the tables of tiles."""
 
 from __future__ import annotations
 
@@ -26,14 +23,14 @@ from .store import write
 
 CHUNKS = (1, 2, 4, 8)
 CHANNELS = (None, 2, 4, 8, 16)
-"""Of NCCL's point-to-point transfers; each takes a multiprocessor from the kernels. None: NCCL's choice, at most 8."""
+"""NCCL's point-to-point channels; each uses one multiprocessor. None: NCCL chooses, at most 8."""
 
 
 class RingPoint(NamedTuple):
-    """What settings are chosen for."""
+    """Attention problem for which ring settings are tuned."""
 
     world: int  # ranks
-    heads: int  # of the queries
+    heads: int  # query heads
     kv_heads: int
     head_dim: int
     dtype: str  # one of DTYPES
@@ -43,7 +40,7 @@ class RingPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class RingSetting:
-    """Arguments of ``ringattn.Ring``; the default is what a ring takes by itself."""
+    """Arguments of ``ringattn.Ring``, with the same defaults."""
 
     transport: str = "auto"
     chunks: int = 1
@@ -51,11 +48,11 @@ class RingSetting:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """``Ring(**setting.arguments)``."""
+        """Keyword arguments for ``Ring(**setting.arguments)``."""
         return {"transport": self.transport, "chunks": self.chunks, "limits": Limits(channels=self.channels)}
 
     def __str__(self) -> str:
-        """As it is written in a program."""
+        """Return the Python expression that creates the ring."""
         limits = "" if self.channels is None else f", limits=Limits(channels={self.channels})"
         return f"Ring(transport={self.transport!r}, chunks={self.chunks}{limits})"
 
@@ -65,15 +62,15 @@ DEFAULT = RingSetting()
 
 @dataclass(frozen=True)
 class RingEntry:
-    """The best setting of a point, and how it was measured. Seconds are of a forward and backward, slowest rank."""
+    """Best setting of a point with its measurement; seconds are of forward and backward on the slowest rank."""
 
     point: RingPoint
     setting: RingSetting
     seconds: float  # median of one step
     spread: float  # half the interquartile range over the median
-    baseline: float  # median of the default in the same turns
+    baseline: float  # median of the default setting in the same search
     about: Mapping[str, Any] = field(default_factory=dict)
-    """For people: date, versions, driver, command; clocks of rank 0's GPU, "throttled" of any rank's."""
+    """Date, versions, driver, command line, clocks of rank 0's GPU, and throttle reasons of all ranks."""
 
     def __post_init__(self) -> None:
         if self.point.length < 1:
@@ -81,15 +78,14 @@ class RingEntry:
 
 
 def rings_file(folder: Path, gpu: GpuSpec) -> Path:
-    """Of the settings of a GPU."""
     return folder / f"{slug_of(gpu.name)}_rings.json"
 
 
 def read_rings(folder: Path, gpu: GpuSpec) -> tuple[RingEntry, ...]:
-    """The settings that a folder has for a GPU; none where it has no file of them.
+    """Return the entries of a GPU's table of ring settings, empty without a table.
 
     Raises:
-        RefusedTable: the file is something else; the message has the path, the field, what it got, what it takes.
+        RefusedTable: The file is not such a table; the message names the path and the field.
     """
     path = rings_file(folder, gpu)
     try:
@@ -101,14 +97,14 @@ def read_rings(folder: Path, gpu: GpuSpec) -> tuple[RingEntry, ...]:
 
 
 def save_ring(folder: Path, gpu: GpuSpec, entry: RingEntry) -> Path:
-    """Add an entry to a GPU's file in ``folder``, in the place of an older one of its point; the file's path.
+    """Add an entry to a GPU's table in ``folder``, replace an older entry of its point, and return the path.
 
     Raises:
-        RefusedTable: there is one that cannot be read: it is left as it is.
-        ValueError: the folder cannot be made.
+        RefusedTable: The existing table cannot be read; the file stays unchanged.
+        ValueError: The folder cannot be created.
     """
-    entries = {one.point: one for one in (*read_rings(folder, gpu), entry)}.values()
-    data = {"rings": [{**asdict(one), "point": one.point._asdict()} for one in entries]}
+    entries = {old.point: old for old in read_rings(folder, gpu)} | {entry.point: entry}
+    data = {"rings": [{**asdict(each), "point": each.point._asdict()} for each in entries.values()]}
     write(path := rings_file(folder, gpu), data)
     return path
 
@@ -116,26 +112,27 @@ def save_ring(folder: Path, gpu: GpuSpec, entry: RingEntry) -> Path:
 def ring_settings(
     point: RingPoint, gpu: GpuSpec | None, config_dir: str | os.PathLike[str] | None = None
 ) -> RingSetting | None:
-    """What was measured as the best for a ring like this one, of the nearest length by ratio; None: nothing was.
+    """Return the tuned setting of a point with the nearest length by ratio, or None without a matching entry.
 
-    All ranks must take the same: :func:`shared_ring_settings`. A table that is refused is passed over with a warning.
+    All ranks must use the same setting; :func:`shared_ring_settings` takes care of that. A table that cannot be read
+    is ignored with a warning.
 
-    Args:
-        gpu: of the ranks, ``kernels.gpu.gpu_specs(device)``; None: they are on the CPU.
-        config_dir: as of ``kernels.default_config``.
+    ``gpu`` is ``kernels.gpu.gpu_specs(device)`` of the ranks, or None on the CPU. ``config_dir`` is as for
+    ``kernels.default_config``.
 
     Raises:
-        ValueError: ``config_dir`` is no folder.
+        ValueError: ``config_dir`` is not a folder.
     """
-    found, gpu = [], gpu or INTERPRETER_GPU
+    matching, gpu = list[RingEntry](), gpu or INTERPRETER_GPU
     for folder in folders_of(folder_of(config_dir)):
         try:
-            found += [one for one in read_rings(folder, gpu) if one.point._replace(length=point.length) == point]
+            entries = read_rings(folder, gpu)
+            matching += [entry for entry in entries if entry.point._replace(length=point.length) == point]
         except RefusedTable as error:
-            warnings.warn(f"{error}; what a ring takes by itself is used", UserWarning, stacklevel=2)
-    if not found:
+            warnings.warn(f"{error}; the default settings of the ring are used", UserWarning, stacklevel=2)
+    if not matching:
         return None
-    return min(found, key=lambda one: abs(math.log(one.point.length / point.length))).setting
+    return min(matching, key=lambda entry: abs(math.log(entry.point.length / point.length))).setting
 
 
 def shared_ring_settings(
@@ -144,39 +141,37 @@ def shared_ring_settings(
     group: dist.ProcessGroup | None = None,
     config_dir: str | os.PathLike[str] | None = None,
 ) -> RingSetting | None:
-    """What :func:`ring_settings` finds on the group's first rank, on all of its ranks, which call this together.
+    """Return :func:`ring_settings` of the group's first rank on all ranks; every rank must call the function.
 
-    Ranks whose GPUs, or tables, are not the same would find settings of their own, and both ends of a link need one.
+    Ranks with different GPUs or tables would otherwise find different settings, but both ends of an edge must agree.
 
-    Args:
-        gpu: of this rank; the first rank's decides, as its ``point`` and its ``config_dir`` do.
-        group: None: the default group of torch.distributed.
+    ``point``, ``gpu`` and ``config_dir`` of the first rank decide. ``group`` defaults to torch's default group.
 
     Raises:
-        ValueError: on every rank: ``config_dir`` of the first is no folder.
+        ValueError: ``config_dir`` of the first rank is not a folder. Every rank raises.
     """
     control = control_of(resolve_group(group)).scope("ring settings")
-    answer: object = None
+    own: object = None
     if control.rank == 0:
         try:
-            found = ring_settings(point, gpu, config_dir)
-            answer = None if found is None else asdict(found)
-        except ValueError as error:  # the others wait to be told, too
-            answer = str(error)
-    told: Any = control.merged(answer, lambda answers: answers[0], what="the settings of a ring")
-    if isinstance(told, str):
-        raise ValueError(told)
-    return None if told is None else RingSetting(**told)
+            setting = ring_settings(point, gpu, config_dir)
+            own = None if setting is None else asdict(setting)
+        except ValueError as error:  # send the error, because the other ranks wait for an answer
+            own = str(error)
+    shared: Any = control.merged(own, lambda answers: answers[0], what="the settings of a ring")
+    if isinstance(shared, str):
+        raise ValueError(shared)
+    return None if shared is None else RingSetting(**shared)
 
 
 def settings(point: RingPoint, device: str) -> list[RingSetting]:
-    """All that are tried on a ``cuda`` or ``cpu`` device, the default first."""
+    """Return the settings to try on a ``cuda`` or ``cpu`` device, the default first."""
     chunks = [count for count in CHUNKS if count <= point.kv_heads]
-    made_for_gpus = [entry for entry in transports() if device == "cuda" and entry.devices == ("cuda",)]
-    names = {entry.name: CHANNELS if "channels" in entry.limits else (None,) for entry in made_for_gpus}
+    gpu_transports = [entry for entry in transports() if device == "cuda" and entry.devices == ("cuda",)]
+    channels_by_name = {entry.name: CHANNELS if "channels" in entry.limits else (None,) for entry in gpu_transports}
     others = [
         RingSetting(transport, count, channels)
-        for transport, count in product(names or [AUTO], chunks)
-        for channels in names.get(transport, (None,))
+        for transport, count in product(channels_by_name or [AUTO], chunks)
+        for channels in channels_by_name.get(transport, (None,))
     ]
     return [*dict.fromkeys([DEFAULT, *others])]

@@ -1,4 +1,4 @@
-"""The main loops of a kernel, read from its disassembly, and what an iteration asks of each unit of an SM."""
+"""Main loops of a kernel's SASS listing, and their instruction mix by unit of the SM."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Loop:
-    """One innermost loop that holds matrix instructions."""
+    """Innermost loop with matrix instructions."""
 
-    matrix: int
-    local: int  # loads and stores of local memory: spills
-    waits: int  # waits for wgmma (HGMMA) in flight
-    serialised: bool  # every wgmma waits for itself
+    matrix: int  # matrix instructions
+    local: int  # loads and stores of local memory, which are spills
+    waits: int  # waits for wgmma (HGMMA)
+    serialised: bool  # a wait follows every wgmma
     lines: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
 
@@ -25,19 +25,19 @@ LOCAL = re.compile(r"\b(LDL|STL)\b")
 
 @dataclass
 class Block:
-    """A basic block: its instructions and the blocks that may follow."""
+    """Basic block with its instructions and the indices of its successors."""
 
     lines: list[str]
     successors: list[int]
 
 
 BRANCH = re.compile(r"\bBRA\b.*?`\((\.L_\w+)\)")
-INDIRECT = re.compile(r"\bBRX\b")  # by a table that the listing does not show: how warps find their partition
+INDIRECT = re.compile(r"\bBRX\b")  # jump through a table that the listing lacks; selects a warp's partition
 LEAVES = re.compile(r"\b(EXIT|RET\.\S+)\b")
 
 
 def basic_blocks(listing: str) -> list[Block]:
-    """Control flow of a kernel; the first block is its entry."""
+    """Build the control flow graph of a kernel; the first block is the entry."""
     labels: dict[str, int] = {}
     blocks = [Block([], [])]
     for line in listing.splitlines():
@@ -53,19 +53,19 @@ def basic_blocks(listing: str) -> list[Block]:
         branch = BRANCH.search(last)
         if branch and branch[1] in labels:
             block.successors.append(labels[branch[1]])
-        # a guard (@P0, or a uniform predicate as operand) may let the branch or the exit fall through
+        # with a guard (@P0, or a uniform predicate as operand) a branch or exit may fall through
         guarded = "@" in last or re.search(r"\bBRA\S*\s+!?U?P\d", last)
         if i + 1 < len(blocks) and (guarded or not (branch or LEAVES.search(last))):
             block.successors.append(i + 1)
     for block in blocks:
-        if block.lines and INDIRECT.search(block.lines[-1]):  # to what is labelled and reached by no other way
-            while lost := sorted(set(labels.values()) - reachable_from(blocks)):
-                block.successors.append(lost[0])
+        if block.lines and INDIRECT.search(block.lines[-1]):  # its targets are the otherwise unreachable labels
+            while unreachable := sorted(set(labels.values()) - reachable_from(blocks)):
+                block.successors.append(unreachable[0])
     return blocks
 
 
 def reachable_from(blocks: list[Block], without: int | None = None) -> set[int]:
-    """The blocks that some way from the entry leads to, past one of them."""
+    """Return the blocks that are reachable from the entry on paths that avoid block ``without``."""
     reachable: set[int] = set()
     work = [0]
     while work:
@@ -77,17 +77,17 @@ def reachable_from(blocks: list[Block], without: int | None = None) -> set[int]:
 
 
 def natural_loops(blocks: list[Block]) -> list[set[int]]:
-    """Bodies of the loops by header.
+    """Return the bodies of all natural loops (Aho, Lam, Sethi, Ullman, Compilers, section 9.6.6).
 
-    By control flow, not by position: waits spin in blocks behind the end of the kernel, and branch back into the middle
-    of its loop. (Aho, Lam, Sethi, Ullman, Compilers, section 9.6.6.)
+    Positions in the listing do not suffice, because waits spin in blocks behind the end of the kernel and branch back
+    into the middle of a loop.
     """
     reachable = reachable_from(blocks)
     predecessors = {i: [j for j in reachable if i in blocks[j].successors] for i in reachable}
     loops = []
     for header in reachable:
-        dominated = reachable - reachable_from(blocks, without=header)  # by it, itself too
-        work = [i for i in predecessors[header] if i in dominated]  # the back edges
+        dominated = reachable - reachable_from(blocks, without=header)  # includes the header
+        work = [i for i in predecessors[header] if i in dominated]  # sources of back edges
         if not work:
             continue
         body = {header}
@@ -100,7 +100,7 @@ def natural_loops(blocks: list[Block]) -> list[set[int]]:
 
 
 def matrix_loops(listing: str) -> Iterator[Loop]:
-    """The innermost loops of a SASS listing that hold matrix instructions."""
+    """Yield the innermost loops with matrix instructions of a SASS listing."""
     blocks = basic_blocks(listing)
     lines = {
         frozenset(body): [line for i in sorted(body) for line in blocks[i].lines] for body in natural_loops(blocks)
@@ -114,25 +114,25 @@ def read_loop(lines: list[str]) -> Loop:
     waits = sum("WARPGROUP.DEPBAR" in line for line in lines)
     hopper = any("HGMMA" in line for line in lines)
     local = sum(bool(LOCAL.search(line)) for line in lines)
-    # a chain of k-steps needs one wait; nearly as many waits as products means that none overlaps another
+    # a chain of k-steps needs one wait, so about one wait per product means that no products overlap
     return Loop(matrix, local, waits, hopper and waits > matrix // 2, tuple(lines))
 
 
-# what an iteration asks for
+# instruction mix of an iteration
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@(!?U?P\w+)\s+)?([\w.]+)\s*([^;]*)")
-NEVER = "!PT"  # a guard that always skips
+NEVER = "!PT"  # guard that is always false
 
-WARPGROUP = 4  # warps that work at one wgmma
+WARPGROUP = 4  # warps that execute one wgmma
 ASYNCHRONOUS = re.compile(r"[HQI]GMMA|UTC\w*MMA")
-SHADOW = 8  # clocks of a scheduler for an m16n8k16 at A100's and H100's rate, and instructions that it issues meanwhile
-ROW_BYTES = 32  # of an operand of a wgmma or tcgen05.mma, along the dimension that is summed over, whatever the dtype
+SHADOW = 8  # clocks of an m16n8k16 on A100 and H100, in which a scheduler issues as many instructions
+ROW_BYTES = 32  # bytes of an operand row of wgmma and tcgen05.mma along the depth, for every dtype
 
 UNITS = {
     "special": re.compile(r"MUFU"),
     "exponentials": re.compile(r"MUFU\.EX2"),
     "fma": re.compile(r"(FFMA|FMUL|FADD|HFMA2|HMUL2|HADD2)(?!2)"),
-    "packed": re.compile(r"(FFMA2|FMUL2|FADD2)"),  # two fp32 operations of a lane in one, on sm_100
+    "packed": re.compile(r"(FFMA2|FMUL2|FADD2)"),  # two fp32 operations per lane, on sm_100
     "integer_multiply": re.compile(r"IMAD"),
     "add": re.compile(r"(IADD|VIADD)"),
     "minmax": re.compile(r"FMNMX"),
@@ -142,42 +142,45 @@ UNITS = {
     "shuffles": re.compile(r"SHFL"),
     "barriers": re.compile(r"BAR\."),
 }
-"""By the unit that executes them, or by purpose. The uniform datapath (``UIADD3`` and its like) only takes issue."""
+"""Instructions by executing unit or purpose. The uniform datapath (such as ``UIADD3``) uses issue slots only."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """One iteration of a block. Instructions are counted as one warp executes them; products and bytes are of all."""
+    """Instruction mix of one iteration; instructions are per warp, products and bytes are of the whole block."""
 
     warps: int
-    products: float  # multiply-adds of the tensor cores, in those of 16 bits (one of TF32 is two of them, of fp8 half)
+    products: float  # tensor-core multiply-adds, counted as 16-bit ones (TF32 counts twice, fp8 half)
     exponentials: int
-    special: int  # all of their unit
+    special: int  # all instructions of the special function unit
     fma: int  # fp32 add, multiply, multiply-add
-    integer_multiply: int  # and what the compiler moves by it
+    integer_multiply: int  # includes register moves by IMAD
     add: int
     minmax: int
     logic: int
     shuffles: int
     issued: int
-    barriers: int  # of the whole block
-    shared_bytes: int  # loaded, stored, and read by matrix instructions
-    global_bytes: int  # loaded, as if no two lanes had an address in common
+    barriers: int  # barriers of the whole block
+    shared_bytes: int  # loads, stores and operands of matrix instructions
+    global_bytes: int  # loads, assuming that lanes do not share addresses
 
 
 def mix_of(loop: Loop, warps: int) -> tuple[Mix, Mix]:
-    """Of one loop of a block of ``warps`` warps all, and what issues while no product of the same warps runs.
+    """Return the mix of a loop of a block with ``warps`` warps, and the mix of its exposed instructions.
+
+    Exposed instructions issue while no product of the same warps is in flight.
 
     Raises:
-        ValueError: a matrix product does not tell its shape.
+        ValueError: The shape of a matrix product is unknown.
     """
-    listed = list(instructions(loop.lines))
-    exposed = [one for one, hides in zip(listed, flying(listed), strict=True) if not hides]
-    return counted(listed, warps, [*products(listed, warps)]), counted(exposed, warps, [])
+    all_instructions = list(instructions(loop.lines))
+    under_product = flying(all_instructions)
+    exposed = [entry for entry, hidden in zip(all_instructions, under_product, strict=True) if not hidden]
+    return counted(all_instructions, warps, [*products(all_instructions, warps)]), counted(exposed, warps, [])
 
 
 def counted(listed: Sequence[tuple[str, str]], warps: int, done: Sequence[tuple[float, float]]) -> Mix:
-    """The mix of instructions, wherever they stand, with the products that are done by them."""
+    """Return the mix of a list of instructions with the given products."""
     counts = {unit: sum(bool(kind.match(name)) for name, _ in listed) for unit, kind in UNITS.items()}
     fma = counts.pop("fma") + 2 * counts.pop("packed")
     moved = sum(width(name, ("LDS", "STS", "LDSM", "STSM", "LDGSTS")) for name, _ in listed)
@@ -194,25 +197,25 @@ def counted(listed: Sequence[tuple[str, str]], warps: int, done: Sequence[tuple[
 
 
 def instructions(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name, operands) of each; one that its guard always skips takes its issue and no more, like a NOP."""
+    """Yield (name, operands) of each instruction; one with a false guard counts as a NOP, which only issues."""
     for line in lines:
         if match := INSTRUCTION.search(line):
             yield ("NOP", "") if match[1] == NEVER else (match[2], match[3].strip())
 
 
 def width(name: str, kinds: tuple[str, ...]) -> int:
-    """Bytes that a warp moves by a load or store of one of ``kinds``, 0 for any other instruction."""
+    """Return the bytes that a warp moves with a load or store of ``kinds``, or 0 for other instructions."""
     kind, *suffixes = name.split(".")
     if kind not in kinds:
         return 0
-    if kind in ("LDSM", "STSM"):  # one, two or four matrices of 8 x 8 values of 16 bits
+    if kind in ("LDSM", "STSM"):  # one, two or four 8 x 8 matrices of 16-bit values
         return 128 * (int(suffixes[-1]) if suffixes[-1] in ("2", "4") else 1)
     bits = next((int(suffix.lstrip("US")) for suffix in suffixes if re.fullmatch(r"[US]?(8|16|64|128)", suffix)), 32)
     return 32 * bits // 8
 
 
 def tma_bytes(listed: Sequence[tuple[str, str]]) -> int:
-    """What TMA loads for a block: the bytes that a barrier in shared memory is told to expect, where TMA is used."""
+    """Return the bytes that TMA loads for a block, taken from the expected bytes of the mbarriers."""
     expected, constants = 0, dict[str, int]()
     for name, operands in listed:
         first, *_, last = operands.split(", ") if ", " in operands else (operands, "")
@@ -226,9 +229,9 @@ def tma_bytes(listed: Sequence[tuple[str, str]]) -> int:
 
 
 def products(listed: Sequence[tuple[str, str]], warps: int) -> Iterator[tuple[float, float]]:
-    """The matrix products; those of sm_100 tell their shape by a constant that a register was set to before."""
+    """Yield :func:`product` of each matrix instruction; sm_100 takes the shape from a constant in a register."""
     constants: dict[str, int] = {}
-    for last in (False, True):  # what the end of an iteration sets holds at the start of the next
+    for last in (False, True):  # two passes, because the previous iteration may have set a constant
         for name, operands in listed:
             if name == "UMOV" and (constant := re.fullmatch(r"(UR\d+),\s*(0x[0-9a-f]+)", operands)):
                 constants[constant[1]] = int(constant[2], 16)
@@ -237,16 +240,17 @@ def products(listed: Sequence[tuple[str, str]], warps: int) -> Iterator[tuple[fl
 
 
 def product(name: str, operands: str, constants: Mapping[str, int], warps: int) -> tuple[float, float]:
-    """(multiply-adds of 16 bits that take as long, bytes of operands in shared memory) of one matrix instruction.
+    """Return the equivalent 16-bit multiply-adds of a matrix instruction, and its operand bytes in shared memory.
 
-    By its name, ``HMMA.16816…``, ``HGMMA.64x128x16…``; that of sm_100 by its instruction descriptor (PTX ISA, tcgen05).
+    The shape is in the name, as in ``HMMA.16816…`` and ``HGMMA.64x128x16…``, or on sm_100 in the instruction
+    descriptor (PTX ISA, tcgen05).
     """
     weight = 2.0 if "TF32" in name else 0.5 if name.startswith(("QGMMA", "QMMA", "UTCQMMA")) else 1.0
-    copies: float  # warps or warpgroups that do one each
+    copies: float  # number of warps or warpgroups that each execute the instruction
     register = re.search(r"idesc\[(UR\d+)\]", operands)
     if shape := re.search(r"\.(\d+)x(\d+)x(\d+)", name):
         rows, columns, depth = map(int, shape.groups())
-        from_shared = re.match(r"R\d+,\s*gdesc", operands) is not None  # else the left operand lies in registers
+        from_shared = re.match(r"R\d+,\s*gdesc", operands) is not None  # otherwise the left operand is in registers
         copies, shared_rows = warps / WARPGROUP, columns + rows * from_shared
     elif fragment := re.search(r"\.(16)(8)(4|8|16|32)\b", name):
         rows, columns, depth = map(int, fragment.groups())
@@ -257,32 +261,32 @@ def product(name: str, operands: str, constants: Mapping[str, int], warps: int) 
         tf32 = name.startswith("UTCHMMA") and descriptor >> 7 & 7 == 2
         depth = 32 if name.startswith("UTCQMMA") else 8 if tf32 else 16
         weight = 2.0 if tf32 else weight
-        # one for the whole block; else the left operand lies in tensor memory
+        # one instruction per block; without gdesc the left operand is in tensor memory
         copies, shared_rows = 1, columns + rows * operands.startswith("gdesc")
     else:
-        raise ValueError(f"{name} {operands} does not tell the shape of its product")
+        raise ValueError(f"the shape of the matrix instruction {name} {operands} is unknown")
     return rows * columns * depth * copies * weight, shared_rows * ROW_BYTES * copies
 
 
 def flying(listed: Sequence[tuple[str, str]]) -> list[bool]:
-    """Of each instruction, whether a product of the same warps runs beside it.
+    """Return for each instruction whether a product of the same warps is in flight.
 
-    wgmma and tcgen05.mma run from their start to the wait that leaves none in flight (of sm_100: to the next wait for
-    a barrier in shared memory, where it is counted). An HMMA runs for at least ``SHADOW`` clocks.
+    wgmma is in flight until the wait for all wgmma, and tcgen05.mma until the next mbarrier wait. An HMMA is in flight
+    for at least ``SHADOW`` clocks.
     """
-    under: list[bool] = []
-    asynchronous = any(ASYNCHRONOUS.match(name) for name, _ in listed)
-    sm_100 = any(name.startswith("UTC") for name, _ in listed)
-    left = 0.0
-    for _ in range(2):  # what the end of an iteration starts runs on in the next
-        under = []
+    in_flight: list[bool] = []
+    is_async = any(ASYNCHRONOUS.match(name) for name, _ in listed)
+    is_sm_100 = any(name.startswith("UTC") for name, _ in listed)
+    clocks_left = 0.0
+    for _ in range(2):  # two passes, because a product may still be in flight in the next iteration
+        in_flight = []
         for name, operands in listed:
-            left = max(left - 1, 0)
+            clocks_left = max(clocks_left - 1, 0)
             if MATRIX.search(name):
-                left = math.inf if asynchronous else SHADOW
+                clocks_left = math.inf if is_async else SHADOW
             elif (name.startswith("WARPGROUP.DEPBAR") and operands.endswith(" 0x0")) or (
-                sm_100 and name.startswith("SYNCS.PHASECHK")
+                is_sm_100 and name.startswith("SYNCS.PHASECHK")
             ):
-                left = 0
-            under.append(left > 0)
-    return under
+                clocks_left = 0
+            in_flight.append(clocks_left > 0)
+    return in_flight

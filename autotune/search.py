@@ -1,8 +1,8 @@
-"""Spends time on a GPU where it tells most: candidates are checked, then successive halving while they take turns.
+"""Search for the fastest candidate on a GPU by sequential halving.
 
-Karnin, Koren, Somekh: "Almost Optimal Exploration in Multi-Armed Bandits" (ICML 2013), algorithm 3: everybody runs a
-few times, the better half twice as often, and so on. Pure: what checks, what measures and what tells the time is handed
-in. A candidate is a tile of a kernel, or a setting of a whole ring.
+Candidates are checked first. Then all candidates run a few times in turns, the better half twice as often, and so on
+(Karnin, Koren, Somekh: "Almost Optimal Exploration in Multi-Armed Bandits", ICML 2013, algorithm 3). The functions that
+check, measure and tell the time are arguments. A candidate is a tile of a kernel or a setting of a ring.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from typing import Any, Generic, TypeVar
 
 from ..bench.common.timing import Samples
 
-FIRST_TURNS = 3  # readings of everybody: a median that one outlier does not move
+FIRST_TURNS = 3  # runs of each candidate in the first round; a median of 3 tolerates one outlier
 FINALISTS = 3
-FINAL_TURNS = 15  # quartiles that mean something
-LEAST_TURNS = 5  # with fewer nothing is called measured
-RETRIES = 3  # of a run taken while throttled; what throttles for longer is how this GPU is
-COOL_DOWN = 0.5  # seconds before such a repeat
+FINAL_TURNS = 15  # enough runs for meaningful quartiles
+LEAST_TURNS = 5  # a candidate with fewer runs does not count as measured
+RETRIES = 3  # repeats of a throttled run, then the reading counts
+COOL_DOWN = 0.5  # seconds before a repeat
 
 SLOWING = {
     "power cap", "hardware slowdown", "sync boost", "software thermal slowdown", "hardware thermal slowdown",
     "power brake",
 }  # fmt: skip
-"""Throttle reasons that make a run slower than the next one; an idle GPU and clocks that the user set do not."""
+"""Throttle reasons that slow down single runs, unlike an idle GPU or clocks that the user has set."""
 
 C = TypeVar("C")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One timed run."""
+    """Time of one run, and the clocks during the run."""
 
     seconds: float
     throttled: tuple[str, ...] = ()
-    """Why the clocks were lower than they could be."""
+    """Throttle reasons."""
     clocks: Mapping[str, float] = field(default_factory=dict)
     beside: float | None = None
-    """Seconds of another run, with a communication kernel beside it; None where this device has none."""
+    """Seconds of another run during a transfer; None on a device without transfers."""
 
     @classmethod
     def of(cls, seconds: float, clocks: Mapping[str, Any], beside: float | None = None) -> Reading:
-        """A run with what NVML said after it."""
+        """Build a reading from NVML's clocks and throttle reasons after the run."""
         throttled = tuple(reason for reason in clocks.get("throttled", ()) if reason in SLOWING)
         return cls(
             seconds, throttled, {name: float(clocks[name]) for name in clocks if name != "throttled"}, beside
@@ -52,7 +52,7 @@ class Reading:
 
 
 class Budget:
-    """Seconds that may be spent, counted from now."""
+    """Time budget that starts now."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._ends = now, now() + seconds
@@ -61,23 +61,22 @@ class Budget:
         return max(0.0, self._ends - self._now())
 
     def share(self, parts: int) -> Budget:
-        """An even part of what is left: what one does not use, those after it have."""
+        """Return a budget of one of ``parts`` equal parts of the remaining time."""
         return Budget(self.left() / parts, self._now)
 
 
 def samples(readings: Sequence[Reading]) -> Samples:
-    """Their seconds, with median and spread."""
     return Samples(tuple(reading.seconds for reading in readings))
 
 
 def median_beside(readings: Sequence[Reading]) -> float | None:
-    """Seconds of the runs with a communication kernel beside them."""
-    known = [reading.beside for reading in readings if reading.beside is not None]
-    return statistics.median(known) if known else None
+    """Return the median seconds of the runs during a transfer, or None without such runs."""
+    seconds = [reading.beside for reading in readings if reading.beside is not None]
+    return statistics.median(seconds) if seconds else None
 
 
 def clocks_of(readings: Sequence[Reading]) -> dict[str, float | str | None]:
-    """The median of each clock, and every reason why some run was throttled in spite of repeats."""
+    """Return the median of each clock, and all throttle reasons that remained after the repeats."""
     names = dict.fromkeys(name for reading in readings for name in reading.clocks)
     reasons = dict.fromkeys(reason for reading in readings for reason in reading.throttled)
     clocks: dict[str, float | str | None] = {
@@ -89,16 +88,16 @@ def clocks_of(readings: Sequence[Reading]) -> dict[str, float | str | None]:
 
 @dataclass(frozen=True)
 class Measured(Generic[C]):
-    """What a search found."""
+    """Result of a search."""
 
     best: C | None
-    """None where the budget ended before enough was measured."""
+    """Fastest candidate; None if the budget ended before enough runs."""
     readings: Mapping[C, Sequence[Reading]]
-    """Of every candidate that was timed at all."""
+    """Runs of every candidate with at least one."""
     wrong: Mapping[C, str]
-    """Candidates whose results were not right, or that do not run here, with why."""
+    """Candidates that failed the check, with the reason."""
     complete: bool
-    """The search ended by itself, not by its budget."""
+    """Whether the search ended before its budget."""
 
 
 def search(
@@ -111,93 +110,85 @@ def search(
     pause: Callable[[float], None] = time.sleep,
     done: Callable[[], None] = lambda: None,
 ) -> Measured[C]:
-    """The best of the candidates and the baseline, which are checked and then timed in turns.
+    """Check all candidates and the baseline, then find the fastest.
 
-    The same on every rank of a ring where ``check``, ``run`` and ``left`` are.
-
-    Args:
-        check: what is wrong with the results of one; None where they are right.
-        left: seconds of the budget.
-        pause: waits before a throttled run is repeated.
-        done: called for every reading.
+    The baseline wins unless a candidate is faster by more than the noise. ``check`` returns the problem of a candidate
+    or None, ``left`` the remaining seconds. ``pause`` waits before a throttled run is repeated, and ``done`` is called
+    after every reading. If ``check``, ``run`` and ``left`` return the same on all ranks of a ring, so does the search.
     """
-    right: list[C] = []
+    passed: list[C] = []
     wrong: dict[C, str] = {}
-    for one in dict.fromkeys([baseline, *candidates]):
+    for candidate in dict.fromkeys([baseline, *candidates]):
         if left() <= 0:
             return Measured(None, {}, wrong, False)
-        if (problem := check(one)) is None:
-            right.append(one)
+        if (problem := check(candidate)) is None:
+            passed.append(candidate)
         else:
-            wrong[one] = problem
+            wrong[candidate] = problem
 
-    def unthrottled(one: C) -> Reading:
-        """A run with clocks as high as they get; after some repeats whatever it is."""
-        reading = run(one)
+    def run_unthrottled(candidate: C) -> Reading:
+        reading = run(candidate)
         for _ in range(RETRIES):
             if not reading.throttled or left() <= 0:
                 break
             pause(COOL_DOWN)
-            reading = run(one)
+            reading = run(candidate)
         done()
         return reading
 
-    known, complete = halving(right, baseline, unthrottled, left)
-    return Measured(
-        best_of(known, baseline, complete), {one: runs for one, runs in known.items() if runs}, wrong, complete
-    )
+    readings, complete = halving(passed, baseline, run_unthrottled, left)
+    timed = {candidate: runs for candidate, runs in readings.items() if runs}
+    return Measured(best_of(readings, baseline, complete), timed, wrong, complete)
 
 
 def halving(
     candidates: Iterable[C], baseline: C, run: Callable[[C], Reading], left: Callable[[], float]
 ) -> tuple[dict[C, list[Reading]], bool]:
-    """Everybody runs: all a few times in turns, the better half twice as often, and so on; the baseline always.
+    """Run all candidates in turns, then the better half twice as often, and so on; the baseline always stays.
 
     Returns:
-        All readings, and whether the search ended by itself, not by its budget.
+        All readings, and whether the search ended before its budget.
     """
-    known: dict[C, list[Reading]] = {one: [] for one in candidates}
-    going, turns = [*known], FIRST_TURNS
+    readings: dict[C, list[Reading]] = {candidate: [] for candidate in candidates}
+    remaining, turns = [*readings], FIRST_TURNS
     while True:
-        others = [one for one in going if one != baseline]
+        others = [candidate for candidate in remaining if candidate != baseline]
         turns = turns if len(others) > FINALISTS else FINAL_TURNS
         for number in range(turns):
-            for one in going:
-                if len(known[one]) > number:
+            for candidate in remaining:
+                if len(readings[candidate]) > number:
                     continue
                 if left() <= 0:
-                    return known, False
-                known[one].append(run(one))
+                    return readings, False
+                readings[candidate].append(run(candidate))
         if len(others) <= FINALISTS:
-            return known, True
-        better = sorted(others, key=lambda one: seconds_of(known[one]))[: max(FINALISTS, len(others) // 2)]
-        going = [one for one in going if one == baseline] + better
+            return readings, True
+        ranked = sorted(others, key=lambda candidate: seconds_of(readings[candidate]))
+        remaining = [candidate for candidate in remaining if candidate == baseline]
+        remaining += ranked[: max(FINALISTS, len(others) // 2)]
         turns *= 2
 
 
 def seconds_of(readings: Sequence[Reading]) -> float:
-    """What decides: the median alone plus that beside a transfer, as a hop of a ring is now the one, now the other."""
+    """Return the ranking criterion: median alone plus median during a transfer, because a ring has both cases."""
     return samples(readings).median + (median_beside(readings) or 0.0)
 
 
 def best_of(known: Mapping[C, Sequence[Reading]], baseline: C, complete: bool = True) -> C | None:
-    """The fastest of those that ran to the end; the baseline, where it is not faster by more than the spread.
-
-    None where nobody ran often enough.
-    """
-    enough = {one: runs for one, runs in known.items() if len(runs) >= LEAST_TURNS}
+    """Return the fastest candidate, or the baseline if the gain is within the spread, or None without enough runs."""
+    enough = {candidate: runs for candidate, runs in known.items() if len(runs) >= LEAST_TURNS}
     if not enough:
         return None
     turns = (max if complete else min)(map(len, enough.values()))
-    times = {one: seconds_of(runs[:turns]) for one, runs in enough.items() if len(runs) >= turns}
+    times = {candidate: seconds_of(runs[:turns]) for candidate, runs in enough.items() if len(runs) >= turns}
     best = min(times, key=times.__getitem__)
     if baseline not in times:
         return best
-    noise = max(samples(enough[one]).spread for one in (best, baseline))
+    noise = max(samples(enough[candidate]).spread for candidate in (best, baseline))
     return best if times[best] < (1 - noise) * times[baseline] else baseline
 
 
 def planned(candidates: int) -> int:
-    """Readings of a search over so many and a baseline, unless its budget ends it."""
-    known, _ = halving(range(candidates + 1), 0, lambda one: Reading(1.0), lambda: 1.0)
-    return sum(map(len, known.values()))
+    """Return the number of readings of a search over ``candidates`` and a baseline without a time limit."""
+    readings, _ = halving(range(candidates + 1), 0, lambda candidate: Reading(1.0), lambda: 1.0)
+    return sum(map(len, readings.values()))

@@ -1,7 +1,7 @@
-"""What is tuned, a model's attention on a GPU, and the candidates that are worth compiling for it: pure, and fast.
+"""Points to tune for a model's attention on a GPU, and the candidate tiles that are worth compiling.
 
-A candidate is a tile, or a tile with fields of ``KernelConfig`` that are chosen with it (``kernels.tables.Chosen``).
-Which kernel, is tried with every tile; in what order programs take its tiles, with the best few alone.
+A candidate is a tile, optionally with fields of ``KernelConfig`` (``kernels.tables.Chosen``). All kernels are
+tried with every tile, but tile schedules only with the best few tiles.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True)
 class Shape:
-    """The attention of a model, as one GPU computes it.
+    """Heads, head dims and dtype of a model's attention on one GPU.
 
     Raises:
-        ValueError: heads that are not a multiple of the key heads, a head dim or dtype that no kernel has.
+        ValueError: ``heads`` is not a multiple of ``kv_heads``, or no kernel supports a head dim or the dtype.
     """
 
     heads: int
@@ -62,25 +62,27 @@ class Shape:
 
 
 def gpu_for_arch(name: str) -> GpuSpec:
-    """Return the GPU that a table is for which is made without one: any of a compute capability such as ``sm_90``.
+    """Return a generic GPU of a compute capability such as ``sm_90``, for tuning without a GPU.
 
     Raises:
-        ValueError: not the name of a supported compute capability.
+        ValueError: The compute capability is not supported.
     """
-    known = {f"sm_{arch}": arch for arch in ARCHS}
-    if name not in known:
-        raise ValueError(f"arch is {name!r}: it must be one of {', '.join(known)}")
-    return assumed_gpu(known[name])
+    archs = {f"sm_{arch}": arch for arch in ARCHS}
+    if name not in archs:
+        raise ValueError(f"arch is {name!r}: it must be one of {', '.join(archs)}")
+    return assumed_gpu(archs[name])
 
 
 def points_of(shape: Shape, lengths: Sequence[int], *, causal: bool, kernels: Iterable[str] = TUNED) -> list[Point]:
-    """Every kernel at every length; with ``causal`` also with bounds: most hops of a causal ring have none.
+    """Return the points of every kernel and length, with ``causal`` also those with bounds.
+
+    A causal ring needs the points without bounds as well, because most of its hops are unmasked.
 
     Raises:
-        ValueError: no length, or one that is not positive.
+        ValueError: There is no length, or a length is below 1.
     """
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"seqlen is {[*lengths]}: it takes at least one length, and each at least 1")
+        raise ValueError(f"seqlen is {[*lengths]}: it takes at least one length, and each must be at least 1")
     masks = ("full", "bounded") if causal else ("full",)
     return [
         Point(kernel, shape.dtype, shape.head_dim, shape.value_dim, shape.group, mask, length)
@@ -91,24 +93,24 @@ def points_of(shape: Shape, lengths: Sequence[int], *, causal: bool, kernels: It
 # candidates
 
 KEPT = (32, 64, 128)
-"""Rows that a program keeps: queries of forward and dQ, keys of dK/dV. What it streams is loaded once per so many."""
+"""Tile sides of the rows that a program keeps: queries of forward and dQ, keys of dK/dV."""
 
 STREAMED = (16, 32, 64, 128)
 WARPS = (4, 8)
 STAGES = (1, 2, 3, 4)
 FLOAT32_SIDES = (16, 32, 64)
-"""`tf32x3` holds every operand twice, in 4-byte elements."""
+"""Tile sides for fp32, where `tf32x3` stores every operand twice with 4 bytes per element."""
 
 Fields = Mapping[str, Sequence[Option | None]]
-"""Values by name, the default among them."""
+"""Values to try for each field, including the default."""
 
-# What is tried beside the four numbers of a tile, by kernel. Another field is one line here and one in
-# `kernels/tables.py`; where not every tile or point takes its values, a line in `_takes`.
+# Fields of `KernelConfig` to try besides the tile, by kernel. A new field needs a line here and in `kernels/tables.py`,
+# and a line in `_takes` if some tiles or points do not support all values.
 CONFIG_FIELDS: dict[str, Fields] = {**{kernel: {} for kernel in TUNED}, "forward": {"forward_kernel": FORWARD_KERNELS}}
-"""Fields of ``KernelConfig`` that are tried with every tile."""
+"""Fields of ``KernelConfig`` to try with every tile."""
 
 FEW = MARGIN // 2
-"""What one communicator of a ring takes; never none, since a ring launches by the same tables."""
+"""Multiprocessors that one communicator uses. 0 is not tried, because a ring uses the same tables."""
 
 _SCHEDULE: Fields = {"order": ORDERS, "persistent": (False, True), "sm_margin": (None, FEW)}
 _PACKED: Fields = {"pack_gqa": (False, True)}
@@ -118,39 +120,39 @@ SCHEDULE_FIELDS: dict[str, Fields] = {
     "dkdv": {**_SCHEDULE, "dkdv_splits": (1, 2, 4, 8), "dkdv_epilogue": EPILOGUES},
     **{kernel: {} for kernel in SINGLE_PASS},
 }
-"""Those that are tried with the best tiles alone: they change when a tile is taken, not what its loop does."""
+"""Fields to try with the best tiles only, because they change the order of tiles but not the main loop."""
 
 MOST_VALUES = 224
-"""fp32 values of accumulators and scores per thread, of its 255 registers."""
+"""Maximum number of fp32 accumulators and scores per thread, out of 255 registers."""
 
 LEAST_VALUES = 8
-"""Scores per thread: with fewer a warp's part is smaller than one matrix instruction."""
+"""Minimum number of scores per thread; with fewer, a warp's part is smaller than one matrix instruction."""
 
 TENSOR_MEMORY = (100, 103)
-"""Compute capabilities whose accumulators do not lie in registers."""
+"""Compute capabilities whose accumulators are in tensor memory, not in registers."""
 
 
 def space(point: Point, arch: int) -> list[Tile]:
-    """The candidates worth compiling."""
-    every = (with_options(tile, chosen) for chosen in _choices(CONFIG_FIELDS[point.kernel]) for tile in _tiles(point))
-    return [tile for tile in every if is_worth_compiling(tile, point, arch)]
+    """Return the candidates of a point that are worth compiling."""
+    tiles = (with_options(tile, fields) for fields in _choices(CONFIG_FIELDS[point.kernel]) for tile in _tiles(point))
+    return [tile for tile in tiles if is_worth_compiling(tile, point, arch)]
 
 
 def nearest(tiles: Sequence[Tile], tile: Tile, count: int) -> list[Tile]:
-    """Of candidates the few that are the fewest steps of the grid from a tile, without options; itself is the first.
+    """Return the ``count`` candidates without options that are nearest to ``tile``, which comes first.
 
-    A step is half or twice a side or the warps, or a stage more or less.
+    The distance counts doublings of a side or of the warps, and stages.
     """
 
     def steps(other: Tile) -> float:
-        doubled = [(other.block_q, tile.block_q), (other.block_k, tile.block_k), (other.num_warps, tile.num_warps)]
-        return sum(abs(log2(one / its)) for one, its in doubled) + abs(other.num_stages - tile.num_stages)
+        sizes = [(other.block_q, tile.block_q), (other.block_k, tile.block_k), (other.num_warps, tile.num_warps)]
+        return sum(abs(log2(size / own)) for size, own in sizes) + abs(other.num_stages - tile.num_stages)
 
     return sorted((other for other in tiles if not options_of(other)), key=steps)[:count]
 
 
 def schedules(tile: Tile, point: Point, arch: int) -> list[Tile]:
-    """A tile with every other tile schedule; none where it already has options, whose schedule is their own."""
+    """Return ``tile`` with every other tile schedule; empty if the tile has options, which imply a schedule."""
     if options_of(tile):
         return []
     others = [with_options(tile, options) for options in _choices(SCHEDULE_FIELDS[point.kernel]) if options]
@@ -158,36 +160,36 @@ def schedules(tile: Tile, point: Point, arch: int) -> list[Tile]:
 
 
 def _choices(tried: Fields) -> Iterator[dict[str, Any]]:
-    """Every combination of the values; what is the default is left out."""
+    """Yield every combination of the values, without defaults."""
     for values in product(*tried.values()):
         yield {name: value for name, value in zip(tried, values, strict=True) if value != DEFAULTS[name]}
 
 
 def _tiles(point: Point) -> list[Tile]:
-    kept, streamed = (FLOAT32_SIDES, FLOAT32_SIDES) if point.dtype == "fp32" else (KEPT, STREAMED)
-    queries, keys = (kept, streamed) if point.kernel in ("forward", "dq") else (streamed, kept)
+    resident, streamed = (FLOAT32_SIDES, FLOAT32_SIDES) if point.dtype == "fp32" else (KEPT, STREAMED)
+    queries, keys = (resident, streamed) if point.kernel in ("forward", "dq") else (streamed, resident)
     return [Tile(*sizes) for sizes in product(queries, keys, WARPS, STAGES)]
 
 
 def is_worth_compiling(tile: Tile, point: Point, arch: int) -> bool:
-    """Whether arithmetic leaves a candidate: its options are of this point, it fits, and no thread has too little."""
+    """Return True if the point supports the options, the tile fits, and each thread has a reasonable share of work."""
     options = options_of(tile)
     if not _takes(options, tile, point, arch):
         return False
     if options.get("forward_kernel") == "hopper":
-        return True  # its registers and shared memory are what it was written for: nothing else is to be asked
+        return True  # registers and shared memory are fixed by the kernel
     longest = max(min(KEPT), 1 << (point.length - 1).bit_length())
     scores, threads = tile.block_q * tile.block_k, 32 * tile.num_warps
     return (
         least_shared(point, tile) <= shared_limit(arch)
         and max(tile.block_q, tile.block_k) <= longest
-        and scores >= min(LEAST_VALUES * threads, longest * longest)  # a short shard has no larger tile
+        and scores >= min(LEAST_VALUES * threads, longest * longest)  # a short shard cannot have a larger tile
         and (arch in TENSOR_MEMORY or values_kept(tile, point) <= MOST_VALUES * threads)
     )
 
 
 def _takes(options: Mapping[str, Any], tile: Tile, point: Point, arch: int) -> bool:
-    """Whether a point takes what is not the default."""
+    """Return True if the point supports these options with this tile."""
     if options.get("forward_kernel") == "hopper":
         if arch != 90 or point.dtype == "fp32" or point.head_dim not in HEAD_DIMS or point.head_dim_v != point.head_dim:
             return False
@@ -204,23 +206,23 @@ def _takes(options: Mapping[str, Any], tile: Tile, point: Point, arch: int) -> b
 
 
 def values_kept(tile: Tile, point: Point) -> int:
-    """fp32 values of a program: accumulators, and the scores of one step (in the backward their gradient too)."""
+    """Return the fp32 values that a program holds: accumulators, scores, and in the backward their gradients."""
     scores = tile.block_q * tile.block_k
     if point.kernel == "forward":
         return tile.block_q * point.head_dim_v + scores
     if point.kernel == "dq":
         return tile.block_q * point.head_dim + 2 * scores
-    # of a single pass the tile of dQ that is added counts no more: it is made when one of the two scores is used up
+    # the dQ tile of a single pass does not count, because it reuses the registers of the scores
     return tile.block_k * (point.head_dim + point.head_dim_v) + 2 * scores
 
 
 def tile_text(tile: Tile) -> str:
-    """``128x64 8w 2s``, and what else is not the default: ``128x128 8w 2s forward_kernel=hopper``."""
-    more = "".join(f" {name}={value}" for name, value in options_of(tile).items())
-    return f"{tile.block_q}x{tile.block_k} {tile.num_warps}w {tile.num_stages}s{more}"
+    """Format a tile as ``128x64 8w 2s``, followed by its options, such as ``forward_kernel=hopper``."""
+    options = "".join(f" {name}={value}" for name, value in options_of(tile).items())
+    return f"{tile.block_q}x{tile.block_k} {tile.num_warps}w {tile.num_stages}s{options}"
 
 
 def point_text(point: Point) -> str:
-    """``forward bf16 D128/128 group 4 full 8192``."""
+    """Format a point as ``forward bf16 D128/128 group 4 full 8192``."""
     dims = f"D{point.head_dim}/{point.head_dim_v}"
     return f"{point.kernel} {point.dtype} {dims} group {point.group} {point.mask} {point.length}"

@@ -1,4 +1,4 @@
-"""What tuning keeps: tables, written whole or not at all and only as a reader takes them, and what was compiled."""
+"""Files that tuning writes: tables of tiles, written atomically and validated first, and the compile journal."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ T = TypeVar("T")
 
 
 def private_folder(folder: Path) -> Path:
-    """``folder``, made where it is not there, with every folder above it that is missing, for this user alone.
+    """Create ``folder`` and its missing parents with access for this user only, and return it.
 
     Raises:
-        ValueError: it is something else, or cannot be made.
+        ValueError: The path is not a folder, or cannot be created.
     """
     try:
         for part in reversed([folder, *folder.parents]):
             if not part.is_dir():
                 part.mkdir(PRIVATE)
     except OSError as error:
-        raise ValueError(f"{folder} is no folder to save in: {error}") from error
+        raise ValueError(f"{folder} cannot be used as a folder: {error}") from error
     return folder
 
 
 def save(folder: Path, gpu: GpuSpec, entries: Iterable[Entry]) -> Path:
-    """Add entries to the table of a GPU and this Triton version in ``folder``; its path.
+    """Add entries to the table of a GPU and this Triton version in ``folder``, and return the table's path.
 
     Raises:
-        RefusedTable: there is one that cannot be read: it is left as it is.
-        ValueError: the folder cannot be made, or an entry is not what a reader takes.
+        RefusedTable: The existing table cannot be read; the file stays unchanged.
+        ValueError: The folder cannot be created, or an entry is invalid.
     """
     before = known(folder, gpu)
     data = as_json(Table(gpu.name, gpu.arch, before.triton, tuple(merged(before.entries, entries))))
-    parse(data)  # what is written is what is read
+    parse(data)  # never write a table that a reader would reject
     path = folder / file_name(gpu.name, before.triton)
     write(path, data)
     tables.forget()
@@ -51,7 +51,7 @@ def save(folder: Path, gpu: GpuSpec, entries: Iterable[Entry]) -> Path:
 
 
 def write(path: Path, data: object) -> None:
-    """JSON into a file of a private folder, whole or not at all."""
+    """Write JSON atomically into a file of a private folder."""
     folder = private_folder(path.parent)
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{path.name}.", delete=False) as draft:  # 0600
         try:
@@ -65,10 +65,10 @@ def write(path: Path, data: object) -> None:
 
 
 def known(folder: Path, gpu: GpuSpec) -> Table:
-    """The table of a GPU and this Triton version in ``folder``; an empty one where there is none.
+    """Return the table of a GPU and this Triton version in ``folder``, or an empty table if there is none.
 
     Raises:
-        RefusedTable: it cannot be read.
+        RefusedTable: The table cannot be read.
     """
     version = tables.triton_version()
     path = folder / file_name(gpu.name, version)
@@ -76,35 +76,33 @@ def known(folder: Path, gpu: GpuSpec) -> Table:
 
 
 def merged(before: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
-    """One entry per point, the newer one; but an estimate never takes the place of a measurement."""
-    made = {entry.point: entry for entry in before}
+    """Return the newest entry of each point, except that an estimate never replaces a measurement."""
+    entries = {entry.point: entry for entry in before}
     for entry in new:
-        known = made.get(entry.point)
-        if known is None or known.estimated or not entry.estimated:
-            made[entry.point] = entry
-    return list(made.values())
+        old = entries.get(entry.point)
+        if old is None or old.estimated or not entry.estimated:
+            entries[entry.point] = entry
+    return list(entries.values())
 
 
 class Line(NamedTuple):
-    """One line of a journal."""
-
     digest: str
     key: str
     value: Mapping[str, Any]
 
 
 class Journal:
-    """Values by key in a file of JSON lines, each appended as soon as it is known.
+    """Key-value store in a file of JSON lines to which each new value is appended.
 
-    Lines that were written for another ``digest`` (of the kernels' sources and of Triton), by an interrupted write or
-    by somebody else are passed over: what they would have told is found out again.
+    Lines with another ``digest`` (of the kernels' sources and of Triton) and damaged lines are ignored, so that their
+    values are computed again.
     """
 
     def __init__(self, path: Path, digest: str) -> None:
-        """Read what is there.
+        """Read the existing lines.
 
         Raises:
-            ValueError: there is something else than a regular file of at most 64 MiB.
+            ValueError: The path is not a regular file of at most 64 MiB.
         """
         self.path, self._digest = path, digest
         self._values: dict[str, Mapping[str, Any]] = {}
@@ -119,7 +117,7 @@ class Journal:
                     self._values[read.key] = read.value
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """Return the last value of a key, or None if there is none or one of another kind."""
+        """Return the last value of a key, or None if there is none or its type is not ``kind``."""
         if key not in self._values:
             return None
         try:
@@ -129,8 +127,8 @@ class Journal:
         return value
 
     def put(self, key: str, value: dict[str, Any]) -> None:
-        """Keep a value, also across the end of this process."""
+        """Store a value, and append it to the file."""
         line = json.dumps({"digest": self._digest, "key": key, "value": value}, allow_nan=False)
         with self.path.open("ab") as file:
-            file.write(f"\n{line}\n".encode())  # a line that an interrupted write has begun ends here
-        self._values[key] = parse_object(json.dumps(value).encode())  # as it is read
+            file.write(f"\n{line}\n".encode())  # the first newline ends a line that an interrupted write left
+        self._values[key] = parse_object(json.dumps(value).encode())  # the value as a later run reads it

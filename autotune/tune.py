@@ -1,4 +1,4 @@
-"""One run of ``tune``: compile, write estimates, and where there is a GPU measure and write what was measured."""
+"""Steps of ``tune``: compile candidates, write estimates, then measure on the GPU and write the measurements."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from .search import Budget, Measured, Reading, clocks_of, median_beside, planned
 from .space import Shape, nearest, point_text, points_of, space, tile_text
 from .store import Journal, known, private_folder, save
 
-CANDIDATES = 20  # of a point that get time on a GPU: the best quarter or so of what compiles
-SCHEDULES_OF = 2  # the best of them are also tried in every other tile schedule
+CANDIDATES = 20  # candidates per point to measure: about the best quarter of those that compile
+SCHEDULES_OF = 2  # number of best candidates that are also tried with every other tile schedule
 
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """What the command was asked for."""
+    """Arguments of ``ringattn tune``."""
 
     shape: Shape
     lengths: tuple[int, ...]
@@ -55,56 +55,56 @@ class TuneConfig:
     gpu: GpuSpec
     device: torch.device | None  # None: compile only
     folder: Path
-    budget: float  # seconds on the GPU; to compile where nothing is measured
+    budget: float  # seconds on the GPU, or to compile if nothing is measured
     kernels: tuple[str, ...] = TUNED
     tiles: int | None = None
-    """So many tiles alone, those nearest to the built-in one; None: the whole space, the best in every schedule."""
+    """Number of tiles to try, those nearest to the built-in tile; None: the whole space and all schedules."""
 
     @property
     def points(self) -> list[Point]:
-        """Of all kernels that have a default to be compared with."""
-        every = points_of(self.shape, self.lengths, causal=self.causal, kernels=self.kernels)
-        return [point for point in every if built_in(point, self.gpu.arch) is not None]
+        """Points of all kernels that have a built-in tile to compare with."""
+        points = points_of(self.shape, self.lengths, causal=self.causal, kernels=self.kernels)
+        return [point for point in points if built_in(point, self.gpu.arch) is not None]
 
 
 def built_in(point: Point, arch: int) -> Tile | None:
-    """What a launch takes without a table; None where there is no tile that fits."""
+    """Return the tile that a launch uses without a table, or None if no tile fits."""
     return default_tile(point.kernel, arch, point.dtype, max(point.head_dim, point.head_dim_v))
 
 
 @dataclass(frozen=True)
 class PointResult:
-    """What became of one point."""
+    """Result of one point."""
 
     point: Point
     default: Tile
     ranked: Ranked = field(default_factory=Ranked)
     measured: Measured[Tile] | None = None
-    left: int = 0  # binaries that the budget left to compile
+    left: int = 0  # binaries that are not compiled, because the budget ended
 
     @property
     def estimate(self) -> Tile | None:
-        """The best by its bound of those without options: a kernel or a schedule that never ran is no estimate."""
+        """Tile with the best bound among those without options, since bounds do not compare kernels or schedules."""
         return next((tile for tile in self.ranked.tiles if not options_of(tile)), None)
 
     @property
     def tile(self) -> Tile | None:
-        """The answer; None where nothing passes."""
+        """Fastest tile, or the estimate if none was measured; None if no candidate passes."""
         return self.measured.best if self.measured is not None and self.measured.best is not None else self.estimate
 
     @property
     def baseline_seconds(self) -> float | None:
-        """Of the built-in default, in the same turns; None where its results are wrong, or it was not timed."""
+        """Median of the built-in tile in the same search; None if its results are wrong or it was not timed."""
         runs = None if self.measured is None else self.measured.readings.get(self.default)
         return samples(runs).median if runs else None
 
     @property
     def best_runs(self) -> Sequence[Reading]:
-        """Of the answer, where it was measured."""
+        """Timed runs of the fastest tile; empty if nothing was measured."""
         return () if self.measured is None or self.measured.best is None else self.measured.readings[self.measured.best]
 
     def as_row(self) -> dict[str, Any]:
-        """By the columns of :data:`UNITS`."""
+        """Return the row with the columns of :data:`UNITS`."""
         ranked, tile, runs, baseline = self.ranked, self.tile, self.best_runs, self.baseline_seconds
         row: dict[str, Any] = {
             "kernel": self.point.kernel, "mask": self.point.mask, "tokens": self.point.length,
@@ -114,9 +114,9 @@ class PointResult:
             "wrong": 0 if self.measured is None else len(self.measured.wrong),
         }  # fmt: skip
         if runs:
-            beside = median_beside(runs)
+            with_transfer = median_beside(runs)
             row |= {"time": samples(runs).median * 1e3, "spread": 100 * samples(runs).spread}
-            row |= {"default's time": baseline and baseline * 1e3, "beside": beside and beside * 1e3}
+            row |= {"default's time": baseline and baseline * 1e3, "beside": with_transfer and with_transfer * 1e3}
         return row
 
 
@@ -127,16 +127,16 @@ UNITS = {
 
 
 def journal_of(config: TuneConfig) -> Journal:
-    """Of what was compiled: in Triton's cache, where the binaries lie, so that it is emptied with them."""
+    """Open the compile journal in Triton's cache folder, so that it is deleted together with the binaries."""
     folder = private_folder(Path(triton.knobs.cache.dir).absolute())
     return Journal(folder / f"ringattn_sm_{config.gpu.arch}.jsonl", digest())
 
 
 def compile_part(config: TuneConfig, journal: Journal, pool: Pool, step: Progress) -> list[PointResult]:
-    """The candidates of every point, compiled, filtered and ranked; of those to be measured all that a GPU launches.
+    """Compile, filter and rank the candidates of every point, and compile all launches that measuring needs.
 
-    Without a GPU as with one: what lies in Triton's cache then, a machine with one need not compile. A point after the
-    other, so that a budget leaves whole ones.
+    The same binaries are compiled without a GPU, so that a machine with a GPU finds them in Triton's cache. Points are
+    compiled one after another, so that the budget completes as many points as possible.
     """
     budget = Budget(config.budget if config.device is None else math.inf)
     compiler = partial(compile_jobs, journal=journal, pool=pool, progress=partial(step, "compiling"), left=budget.left)
@@ -149,16 +149,16 @@ def _compiled(config: TuneConfig, point: Point, compiler: Compiler) -> PointResu
     tiles = space(point, arch)
     if config.tiles is not None:
         tiles = nearest(tiles, default, config.tiles)
-    # what is timed, of the point's length, and the shards that a result is checked by
-    launched = ((RANKING_ROLE, None), *((role, checked_sides(point)) for role in ("first", "middle", "last")))
+    # the timed launch has the point's length, and the check launches one hop per shard
+    launches = ((RANKING_ROLE, None), *((role, checked_sides(point)) for role in ("first", "middle", "last")))
     try:
         ranked = rank_candidates(
             point, arch, compiler, tiles, heads=heads, count=CANDIDATES,
             schedules_of=SCHEDULES_OF if config.tiles is None else 0,
         )  # fmt: skip
-        compiler(job_of(point, tile, arch, heads, *how) for tile, how in product([*ranked.tiles, default], launched))
-    except OutOfBudget as spent:
-        return PointResult(point, default, left=spent.args[0])
+        compiler(job_of(point, tile, arch, heads, *how) for tile, how in product([*ranked.tiles, default], launches))
+    except OutOfBudget as error:
+        return PointResult(point, default, left=error.args[0])
     return PointResult(point, default, ranked)
 
 
@@ -171,49 +171,49 @@ def measure_part(
     trials_of: Callable[[Point], Any] | None = None,
     budget: Budget | None = None,
 ) -> list[PointResult]:
-    """Search every point on the GPU; each is in the table as soon as it is known.
+    """Search every point on the GPU, and save the result of each point at once.
 
-    Args:
-        trials_of: makes what checks and runs tiles at a point, as :class:`DeviceTrials`.
+    ``trials_of`` builds the object that checks and runs tiles at a point, by default :class:`DeviceTrials`. The journal
+    records tiles that break the device.
     """
     device = config.device or torch.device("cpu")
     make = trials_of or (lambda point: DeviceTrials(point, config.shape, device))
-    spent = budget or Budget(config.budget)
-    step("measuring", sum(planned(len({*one.ranked.tiles} - {one.default})) for one in found))
-    answers = []
-    for number, one in enumerate(found):
-        trials = make(one.point)
-        best = search(
-            one.ranked.tiles, one.default, partial(check, trials, one.point, config.gpu, journal), trials.run,
-            spent.share(len(found) - number).left, done=partial(step, "measuring", None),
+    remaining = budget or Budget(config.budget)
+    step("measuring", sum(planned(len({*result.ranked.tiles} - {result.default})) for result in found))
+    results = []
+    for number, result in enumerate(found):
+        trials = make(result.point)
+        searched = search(
+            result.ranked.tiles, result.default, partial(check, trials, result.point, config.gpu, journal), trials.run,
+            remaining.share(len(found) - number).left, done=partial(step, "measuring", None),
         )  # fmt: skip
-        answers.append(replace(one, measured=best))
-        if best.best is not None:
-            save(config.folder, config.gpu, [measured_entry(answers[-1])])
-    return answers
+        results.append(replace(result, measured=searched))
+        if searched.best is not None:
+            save(config.folder, config.gpu, [measured_entry(results[-1])])
+    return results
 
 
 class BrokenDevice(NamedTuple):
-    """What a tile did to the device."""
+    """Journal value of a tile that broke the device, with the device's error."""
 
     wrong: str
 
 
 def check(trials: Any, point: Point, gpu: GpuSpec, journal: Journal, tile: Tile) -> str | None:
-    """What is wrong with a tile; of one that broke the device, in this run or one before, what the device said."""
+    """Return the problem of a tile or None; a tile that broke the device in an earlier run does not run again."""
     key = f"{gpu.name} {driver()} | {point_text(point)} | {tile_text(tile)}"
     if (broken := journal.get(key, BrokenDevice)) is not None:
         return broken.wrong
     try:
         problem: str | None = trials.wrong(tile)
-    except torch.AcceleratorError as error:  # nothing works on this device any more: the next run leaves the tile out
+    except torch.AcceleratorError as error:  # the device is unusable now; the next run skips the tile
         journal.put(key, BrokenDevice(f"{type(error).__name__}: {error}".splitlines()[0][:300])._asdict())
         raise
     return problem
 
 
 def estimated_entry(found: PointResult) -> Entry:
-    """What compiling alone tells: never a default."""
+    """Return a table entry from the bound alone; default configs ignore such entries."""
     assert found.estimate is not None
     result = found.ranked.results[found.estimate]
     return Entry(
@@ -222,7 +222,6 @@ def estimated_entry(found: PointResult) -> Entry:
 
 
 def measured_entry(found: PointResult) -> Entry:
-    """Medians in seconds."""
     assert found.tile is not None
     runs = found.best_runs
     return Entry(
@@ -240,7 +239,7 @@ def driver() -> str | None:
 
 
 def measurement() -> dict[str, Any]:
-    """When, with which versions and by which command."""
+    """Return the date, the versions and the command line of a measurement."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"triton": triton.__version__, "torch": torch.__version__},
@@ -249,56 +248,59 @@ def measurement() -> dict[str, Any]:
 
 
 def tune(config: TuneConfig, workers: int, step: Progress) -> Result:
-    """All of it.
+    """Run ``ringattn tune`` with ``workers`` compiler processes.
 
     Raises:
-        RefusedTable: the folder has a table of this GPU that cannot be read.
-        ValueError: the folder cannot be made.
+        RefusedTable: The folder has a table of this GPU that cannot be read.
+        ValueError: The folder cannot be created.
     """
-    known(private_folder(config.folder), config.gpu)  # what could not be added to is refused before minutes of work
+    known(private_folder(config.folder), config.gpu)  # raise for an unreadable table before minutes of work
     journal = journal_of(config)
     with Pool(compile_job, workers) as pool:
-        found = compile_part(config, journal, pool, step)
-    usable = [one for one in found if one.ranked.tiles]
-    # before the GPU's part, which may be interrupted; a measurement is not replaced by an estimate
-    guesses = [estimated_entry(one) for one in usable if one.estimate is not None]
-    path = save(config.folder, config.gpu, guesses) if usable else None
+        results = compile_part(config, journal, pool, step)
+    usable = [result for result in results if result.ranked.tiles]
+    # save estimates before measuring, which may be interrupted; they never replace measurements
+    estimates = [estimated_entry(result) for result in usable if result.estimate is not None]
+    path = save(config.folder, config.gpu, estimates) if usable else None
     if config.device is not None and usable:
-        found = measure_part(config, usable, journal, step) + [one for one in found if not one.ranked.tiles]
+        unusable = [result for result in results if not result.ranked.tiles]
+        results = measure_part(config, usable, journal, step) + unusable
     return Result(
         "tune",
         UNITS,
-        [one.as_row() for one in found],
-        [f"{point_text(one.point)}: no candidate passes" for one in found if one.tile is None and not one.left],
-        notes_of(found, path),
+        [result.as_row() for result in results],
+        [f"{point_text(it.point)}: no candidate passes" for it in results if it.tile is None and not it.left],
+        notes_of(results, path),
         provenance(config.device or torch.device("cpu")),
     )
 
 
 def notes_of(found: Sequence[PointResult], path: Path | None) -> list[str]:
-    """What failed most, what is left, where the answers are, and who takes them."""
-    reasons = Counter(re.sub(r"^\d+ ", "", reason) for one in found for reason in one.ranked.dropped.values())
+    """Return notes on dropped candidates, the budget, the written table and the speedup."""
+    reasons = Counter(re.sub(r"^\d+ ", "", reason) for result in found for reason in result.ranked.dropped.values())
     notes = [f"dropped: {count} x {reason}" for reason, count in reasons.most_common(4)]
-    if left := [one.left for one in found if one.left]:
+    if left := [result.left for result in found if result.left]:
         notes.append(
-            f"left by --budget: {len(left)} of {len(found)} kernels, masks and lengths, {sum(left)} binaries or more; "
-            "the same command goes on"
+            f"--budget ended: {len(left)} of {len(found)} points are not compiled, with at least {sum(left)} binaries; "
+            "run the same command again to continue"
         )
-    if cut := [one for one in found if one.measured is not None and not one.measured.complete]:
-        notes.append(f"{len(cut)} of {len(found)} were cut short: a longer --budget tells more")
+    if incomplete := [result for result in found if result.measured is not None and not result.measured.complete]:
+        notes.append(
+            f"--budget ended: {len(incomplete)} of {len(found)} searches are incomplete; pass a longer --budget"
+        )
     if path is not None:
         notes.append(f"written: {path}")
-    times = {
-        one.point: samples(one.best_runs).median / one.baseline_seconds
-        for one in found
-        if one.best_runs and one.baseline_seconds
+    ratios = {
+        result.point: samples(result.best_runs).median / result.baseline_seconds
+        for result in found
+        if result.best_runs and result.baseline_seconds
     }
-    if times:
-        best = min(times, key=times.__getitem__)
+    if ratios:
+        best = min(ratios, key=ratios.__getitem__)
         notes.append(
-            f"best: {sum(ratio < 1 for ratio in times.values())} of {len(found)} are faster than the default, at most "
-            f"{point_text(best)} by {1 - times[best]:.1%}"
+            f"best: {sum(ratio < 1 for ratio in ratios.values())} of {len(found)} points are faster than the default; "
+            f"largest gain {1 - ratios[best]:.1%} for {point_text(best)}"
         )
-    elif any(one.tile is not None for one in found):
-        notes.append("best: by bounds alone; estimates serve who asks: kernels.default_config(q, v, estimated=True)")
+    elif any(result.tile is not None for result in found):
+        notes.append("best: estimates only; kernels.default_config(q, v, estimated=True) uses them")
     return notes

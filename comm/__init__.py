@@ -4,20 +4,19 @@ from .control import Control
 from .groups import Group, GroupLike, group_rank_size, resolve_group, resolve_mesh
 from .limits import Limits
 from .registry import TransportFactory, register_transport, transport_names, unregister_transport
-from .slots import Slots, slot_nbytes
+from .slots import Slots, Windows, slot_nbytes, windows_of
 from .topology.topology import Topology
-from .transport import DONE, Edge, Fence, Message, Transport, TransportBase, TransportError, check_messages
+from .transport import DONE, Edge, Fence, Message, Placed, Transport, TransportBase, TransportError, check_messages
 from .transports.choice import open_transport, open_transports
-from .transports.copy_engine.copy_engine import CopyEngineTransport
 from .transports.local import LocalTransport
 from .transports.nccl import NcclTransport
+from .transports.nccl_one_sided import NcclOneSidedTransport
 from .transports.process_group import ProcessGroupTransport
 from .world import LocalGroup, LocalMesh, LocalWorld, WorldAborted, single_rank
 
 __all__ = [
     "DONE",
     "Control",
-    "CopyEngineTransport",
     "Edge",
     "Fence",
     "Group",
@@ -28,7 +27,9 @@ __all__ = [
     "LocalTransport",
     "LocalWorld",
     "Message",
+    "NcclOneSidedTransport",
     "NcclTransport",
+    "Placed",
     "ProcessGroupTransport",
     "Slots",
     "Topology",
@@ -36,6 +37,7 @@ __all__ = [
     "TransportBase",
     "TransportError",
     "TransportFactory",
+    "Windows",
     "WorldAborted",
     "check_messages",
     "group_rank_size",
@@ -48,4 +50,5 @@ __all__ = [
     "slot_nbytes",
     "transport_names",
     "unregister_transport",
+    "windows_of",
 ]

@@ -351,12 +351,7 @@ class Control:
         """Asked while a rank waits here, and shared likewise; a reason that it returns ends the wait."""
 
     def gather(
-        self,
-        value: object,
-        *,
-        what: str,
-        timeout: float | None = None,
-        stop: Callable[[], str | None] | None = None,
+        self, value: object, *, what: str, timeout: float | None = None, stop: Callable[[], str | None] | None = None
     ) -> list[object]:
         """`value` of every rank, in rank order; otherwise as `merged`."""
         result = self.merged(value, list, what=what, timeout=timeout, stop=stop)

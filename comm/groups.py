@@ -31,7 +31,11 @@ def resolve_group(group: GroupLike = None) -> Group:
     if group is None:
         members = dist.group.WORLD if dist.is_initialized() else single_rank()
     elif isinstance(group, DeviceMesh):
-        members = _mesh_group(group)
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions, a ring runs along one: pass {_example(group)}"
+            )
+        members = group.get_group()
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if members is outside:
         raise ValueError("group: this rank is not a member of that process group")
@@ -78,15 +82,6 @@ def group_rank_size(group: GroupLike = None) -> tuple[int, int]:
         return ring.rank() * ulysses.size() + ulysses.rank(), ring.size() * ulysses.size()
     members = resolve_group(group)
     return members.rank(), members.size()
-
-
-def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"group is a DeviceMesh of {mesh.ndim} dimensions, a ring runs along one: pass {_example(mesh)}"
-        )
-    group: dist.ProcessGroup = mesh.get_group()
-    return group
 
 
 def _example(mesh: DeviceMesh) -> str:

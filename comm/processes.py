@@ -58,9 +58,6 @@ def shut_socket(thread: threading.Thread) -> bool:
     # The number of the call and its arguments; one word if the thread runs. recv, read and send name the file first.
     file = int(call[1], 16) if len(call) > 1 else 0
     if FIRST_FILE <= file < 2**31:
-        with (
-            suppress(OSError),
-            socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=os.dup(file)) as blocking,
-        ):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=os.dup(file)) as blocking:
             blocking.shutdown(socket.SHUT_RDWR)
     return True

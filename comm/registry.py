@@ -25,26 +25,25 @@ PROCESSES, THREADS = "processes", "threads"  # kinds of ranks: of a process grou
 ENTRY_POINTS = "ringattn.transports"
 TransportFactory = Callable[..., Transport]
 """Opens one transport, see `register_transport`."""
+Unavailable = Callable[[Group, torch.device, Limits], str | None]
+
+
+def _always_available(group: Group, device: torch.device, limits: Limits) -> None:
+    return None
 
 
 @dataclass(frozen=True)
 class TransportEntry:
-    """One transport of the registry, and where it can be used."""
+    """One transport of the registry, with the arguments of `register_transport`."""
 
     name: str
     open: TransportFactory
     devices: tuple[str, ...] = ("cpu", "cuda")
-    """Types of the devices whose tensors it moves."""
     ranks: tuple[str, ...] = (PROCESSES, THREADS)
-    """Kinds of ranks it connects: "processes" of a process group, "threads" of a `LocalWorld`."""
     preference: int = 0
-    """`auto` tries the highest first; 0 comes after every transport of this package."""
     limits: tuple[str, ...] = ()
-    """Fields of :class:`Limits` that it keeps; a ring that sets another one is refused."""
     across_nodes: bool = True
-    """False if it connects ranks of one node only, so that another transport connects the nodes."""
-    unavailable: Callable[[Group, torch.device, Limits], str | None] = lambda group, device, limits: None
-    """Returns why this rank cannot use it, None if it can."""
+    unavailable: Unavailable = _always_available
 
     def serves(self, group: Group, device: torch.device) -> bool:
         """Return True if it is made for ranks and devices of this kind."""
@@ -72,7 +71,17 @@ class TransportEntry:
 _REGISTRY: dict[str, TransportEntry] = {}
 
 
-def register_transport(name: str, factory: TransportFactory, **facts: Any) -> None:
+def register_transport(
+    name: str,
+    factory: TransportFactory,
+    *,
+    devices: tuple[str, ...] = ("cpu", "cuda"),
+    ranks: tuple[str, ...] = (PROCESSES, THREADS),
+    preference: int = 0,
+    limits: tuple[str, ...] = (),
+    across_nodes: bool = True,
+    unavailable: Unavailable = _always_available,
+) -> None:
     """Add a transport that `Ring(transport=name)`, `auto` and all commands know from now on; on every rank alike.
 
     Every rank calls `factory(group, device, **opening)` together, and gets its end of one :class:`Transport`. It may
@@ -107,7 +116,13 @@ def register_transport(name: str, factory: TransportFactory, **facts: Any) -> No
     Args:
         name: selects the transport.
         factory: opens it.
-        facts: the other fields of :class:`TransportEntry`.
+        devices: types of the devices whose tensors it moves.
+        ranks: kinds of ranks it connects: "processes" of a process group, "threads" of a `LocalWorld`.
+        preference: `auto` tries the highest first. At 0 it comes after the built-in transports that `auto` may choose;
+            below 0 `auto` never chooses it.
+        limits: fields of :class:`Limits` that it keeps; a ring that sets another one is refused.
+        across_nodes: False if it connects ranks of one node only, so that another transport connects the nodes.
+        unavailable: called with the group, the device and the limits; returns why this rank cannot use it, or None.
 
     Raises:
         ValueError: a name that is taken or cannot be one, or a factory that cannot be called.
@@ -118,7 +133,7 @@ def register_transport(name: str, factory: TransportFactory, **facts: Any) -> No
         raise ValueError(f"factory is {shown(factory)}: it must be a function open(group, device, **opening)")
     if name in _REGISTRY:
         raise ValueError(f"name is {name!r}: {label(_REGISTRY[name].open)} is registered under it")
-    _REGISTRY[name] = TransportEntry(name, factory, **facts)
+    _REGISTRY[name] = TransportEntry(name, factory, devices, ranks, preference, limits, across_nodes, unavailable)
 
 
 def unregister_transport(name: str) -> None:

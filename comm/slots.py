@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .transport import Fence
+from .transport import Fence, Transport
 
 # Two cache lines of the GPU, and what its widest vector loads and TMA descriptors ask for with room to spare.
 ALIGNMENT = 256
@@ -33,6 +33,34 @@ def slot_nbytes(specs: Sequence[TensorSpec]) -> int:
     return sum(aligned(_spec_nbytes(spec)) for spec in specs)
 
 
+class Windows:
+    """Memory that every rank maps, so that transports put what is sent between slots in place.
+
+    All ranks ask for windows, and give them back, at the same points of their programs.
+    """
+
+    def __init__(self, transports: Sequence[Any]) -> None:
+        self._transports = transports
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """Return zeros that all of these transports know; `TransportError` on every rank if any rank has none."""
+        first, *others = self._transports
+        memory: torch.Tensor = first.zeros(nbytes)
+        for transport in others:
+            transport.register(memory)
+        return memory
+
+    def release(self, memory: torch.Tensor) -> None:
+        """Give back what nothing uses any more."""
+        for transport in reversed(self._transports):
+            transport.release(memory)
+
+
+def windows_of(transports: Sequence[Transport]) -> Windows | None:
+    """Return where slots of these transports should lie; None if any memory of the device will do."""
+    return Windows(transports) if all(hasattr(one, "zeros") for one in transports) else None
+
+
 class Slots:
     """`count` equal buffers, kept at their high-water mark, that are filled and read in turn.
 
@@ -40,10 +68,12 @@ class Slots:
     whoever writes next.
     """
 
-    def __init__(self, count: int, device: torch.device) -> None:
+    def __init__(self, count: int, device: torch.device, windows: Windows | None = None) -> None:
         if count < 1:
             raise ValueError(f"count is {count}: a ring needs at least one slot")
         self._device = device
+        self.windows = windows
+        """Where the buffers lie; None: in memory of torch."""
         self._nbytes = 0
         self._arena = torch.empty(0, dtype=torch.uint8, device=device)
         self._fences: list[list[Fence]] = [[] for _ in range(count)]
@@ -65,13 +95,23 @@ class Slots:
             return
         self.drain()
         self._nbytes = aligned(nbytes)
-        self._kept.clear()
         # The old arena goes back before the new one is made: the peak is one arena, not two.
-        self._arena = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self.release()
         # Zeros, not whatever lay there: a stray read of bytes that never arrived is then a wrong number on every run.
-        arena = torch.zeros(self.count * self._nbytes + ALIGNMENT, dtype=torch.uint8, device=self._device)
-        self._arena = arena[-arena.data_ptr() % ALIGNMENT :]
+        if self.windows is not None:  # aligned, and alike on all ranks
+            self._arena = self.windows.zeros(self.count * self._nbytes)
+        else:
+            arena = torch.zeros(self.count * self._nbytes + ALIGNMENT, dtype=torch.uint8, device=self._device)
+            self._arena = arena[-arena.data_ptr() % ALIGNMENT :]
         self._settle()
+
+    def release(self) -> None:
+        """Let go of the buffers, which were drained."""
+        self._kept.clear()
+        if self.windows is not None and self._arena.numel():
+            self._settle()  # a window is gone at once, not in the order of a stream
+            self.windows.release(self._arena)
+        self._arena = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def tensors(self, slot: int, specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
         """Views of a slot, one per (shape, dtype), each `ALIGNMENT`-byte aligned, one after the other."""

@@ -112,22 +112,25 @@ def neighbours(transport: Transport) -> tuple[int, int]:
     return (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
 
 
+def pass_on(
+    transport: Transport, outgoing: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], *after: Fence
+) -> Fence:
+    """Post tensors to the next rank, and as many from the one before; ``after`` what is given, else compute so far."""
+    onward, back = neighbours(transport)
+    sends, receives = ([Message(peer, x) for x in given] for peer, given in ((onward, outgoing), (back, arriving)))
+    return transport.post(sends=sends, receives=receives, after=after or [transport.mark()])
+
+
 @case
 def a_pair_matches_in_order(transport: Transport, device: torch.device) -> None:
-    onward, back = neighbours(transport)
+    _, back = neighbours(transport)
     arrived: list[torch.Tensor] = []
     fences: list[Fence] = []
     for post in range(4):  # several posts in flight, three messages of one size in each
         outgoing = [filled(100 * transport.rank + 3 * post + index, 1000, device) for index in range(3)]
         incoming = [filled(-1, 1000, device) for _ in range(3)]
         arrived += incoming
-        fences.append(
-            transport.post(
-                sends=[Message(onward, tensor) for tensor in outgoing],
-                receives=[Message(back, tensor) for tensor in incoming],
-                after=[transport.mark()],
-            )
-        )
+        fences.append(pass_on(transport, outgoing, incoming))
     for fence in fences:
         fence.wait()
     expect([int(tensor[0]) for tensor in arrived], [100 * back + index for index in range(12)])
@@ -136,7 +139,7 @@ def a_pair_matches_in_order(transport: Transport, device: torch.device) -> None:
 
 @case
 def sizes_and_dtypes_arrive_bit_for_bit(transport: Transport, device: torch.device) -> None:
-    onward, back = neighbours(transport)
+    _, back = neighbours(transport)
 
     def payload(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(rank)
@@ -148,16 +151,14 @@ def sizes_and_dtypes_arrive_bit_for_bit(transport: Transport, device: torch.devi
         for shape in ((1,), (3, 5), (2, 33, 7), ())
     ]
     kinds.append((torch.float32, (LARGE // 4,)))
-    sends = [Message(onward, payload(transport.rank, *kind)) for kind in kinds]
-    receives = [Message(back, torch.zeros(shape, dtype=dtype, device=device)) for dtype, shape in kinds]
-    transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
-    for kind, message in zip(kinds, receives, strict=True):
-        expect(message.tensor, payload(back, *kind), f"{kind}")
+    arriving = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in kinds]
+    pass_on(transport, [payload(transport.rank, *kind) for kind in kinds], arriving).wait()
+    for kind, arrived in zip(kinds, arriving, strict=True):
+        expect(arrived, payload(back, *kind), f"{kind}")
 
 
 @case
 def a_ring_reuses_its_slots(transport: Transport, device: torch.device) -> None:
-    onward, back = neighbours(transport)
     slots = Slots(3, device)
     specs = [((64, 8), torch.float32), ((5,), torch.float16)]
     slots.reserve(4096)
@@ -167,11 +168,7 @@ def a_ring_reuses_its_slots(transport: Transport, device: torch.device) -> None:
     for hop in range(40):
         slot = hop % slots.count
         arriving = slots.tensors(slot, specs)
-        fence = transport.post(
-            sends=[Message(onward, tensor) for tensor in current],
-            receives=[Message(back, tensor) for tensor in arriving],
-            after=[*slots.free(slot), transport.mark()],
-        )
+        fence = pass_on(transport, current, arriving, *slots.free(slot), transport.mark())
         slots.busy(slot, fence)
         if held is not None:
             slots.busy(held, fence)  # its bytes leave from there
@@ -221,7 +218,7 @@ def a_rank_sends_to_itself(transport: Transport, device: torch.device) -> None:
 
 @case
 def nothing_leaves_before_after_is_over(transport: Transport, device: torch.device) -> None:
-    onward, back = neighbours(transport)
+    _, back = neighbours(transport)
     outgoing, arrived = filled(-1, 1000, device), filled(-2, 1000, device)
 
     def write() -> None:
@@ -230,15 +227,14 @@ def nothing_leaves_before_after_is_over(transport: Transport, device: torch.devi
             torch.cuda.synchronize(device)
 
     ready = Calling(write)
-    fence = transport.post(sends=[Message(onward, outgoing)], receives=[Message(back, arrived)], after=[ready])
-    fence.wait()
+    pass_on(transport, [outgoing], [arrived], ready).wait()
     expect(ready.done(), True, "whether `after` was waited for")
     expect(arrived, filled(back, 1000, device))
 
 
 @case
 def nothing_arrives_before_after_is_over(transport: Transport, device: torch.device) -> None:
-    onward, back = neighbours(transport)
+    _, back = neighbours(transport)
     arrived = filled(-2, LARGE // 4, device)
     readings: list[float] = []
 
@@ -246,22 +242,17 @@ def nothing_arrives_before_after_is_over(transport: Transport, device: torch.dev
         time.sleep(0.05 * (1 + transport.rank))
         readings.extend(values(arrived))
 
-    sends = [Message(onward, filled(transport.rank, LARGE // 4, device))]
-    reading = Calling(still_reading)
-    transport.post(sends=sends, receives=[Message(back, arrived)], after=[reading]).wait()
+    pass_on(transport, [filled(transport.rank, LARGE // 4, device)], [arrived], Calling(still_reading)).wait()
     expect(readings, [-2], "what a reader saw while its fence was not over")
     expect(values(arrived), [back])
 
 
 @case
 def a_post_may_follow_another(transport: Transport, device: torch.device) -> None:
-    onward, back = neighbours(transport)
     first, second = filled(-1, LARGE // 4, device), filled(-1, LARGE // 4, device)
-    mine = filled(transport.rank, LARGE // 4, device)
-    came = transport.post(sends=[Message(onward, mine)], receives=[Message(back, first)], after=[transport.mark()])
+    came = pass_on(transport, [filled(transport.rank, LARGE // 4, device)], [first])
     # Sends on what is still arriving, as a ring that runs ahead does.
-    went_on = transport.post(sends=[Message(onward, first)], receives=[Message(back, second)], after=[came])
-    went_on.wait()
+    pass_on(transport, [first], [second], came).wait()
     expect(values(second), [(transport.rank - 2) % transport.size])
     came.wait()
 
@@ -269,14 +260,12 @@ def a_post_may_follow_another(transport: Transport, device: torch.device) -> Non
 @case
 def posts_run_ahead(transport: Transport, device: torch.device) -> None:
     """Twice around the ring, every hop posted before any is waited for."""
-    onward, back = neighbours(transport)
     held = filled(transport.rank, 1000, device)
     fences: list[Fence] = [transport.mark()]
     for _ in range(2 * transport.size):
         arriving = filled(-1, 1000, device)
-        after = [fences[-1], transport.mark()]
         # Each fence holds its tensors until it has been waited for.
-        fences.append(transport.post(sends=[Message(onward, held)], receives=[Message(back, arriving)], after=after))
+        fences.append(pass_on(transport, [held], [arriving], fences[-1], transport.mark()))
         held = arriving
     for fence in reversed(fences):
         fence.wait()
@@ -285,10 +274,10 @@ def posts_run_ahead(transport: Transport, device: torch.device) -> None:
 
 @case
 def done_says_what_is_over(transport: Transport, device: torch.device) -> None:
-    onward, back = neighbours(transport)
+    _, back = neighbours(transport)
     until(transport.mark().done)  # a point of a device is over some time after the host has gone past it
     tensor, arrived = filled(transport.rank, LARGE // 4, device), filled(-1, LARGE // 4, device)
-    fence = transport.post(sends=[Message(onward, tensor)], receives=[Message(back, arrived)], after=[transport.mark()])
+    fence = pass_on(transport, [tensor], [arrived])
     until(fence.done)  # nobody needs to wait for it
     fence.wait()
     expect(values(arrived), [back])
@@ -301,7 +290,7 @@ def a_sent_buffer_is_free_after_the_wait(transport: Transport, device: torch.dev
     outgoing, arrived = filled(5 + transport.rank, LARGE, device), filled(0, LARGE, device)
     sends, receives = [Message(onward, outgoing)], [Message(back, arrived)]
     if transport.size == 1:
-        sent = received = transport.post(sends=sends, receives=receives, after=[transport.mark()])
+        sent = received = pass_on(transport, [outgoing], [arrived])
     elif transport.rank % 2 == 0 and transport.rank + 1 < transport.size:
         sent = transport.post(sends=sends, receives=[], after=[transport.mark()])
         sent.wait()
@@ -319,10 +308,9 @@ def a_sent_buffer_is_free_after_the_wait(transport: Transport, device: torch.dev
 
 @case
 def waiting_is_idempotent(transport: Transport, device: torch.device) -> None:
-    onward, back = neighbours(transport)
+    _, back = neighbours(transport)
     arrived = filled(0, 4, device)
-    sends = [Message(onward, filled(transport.rank, 4, device))]
-    fence = transport.post(sends=sends, receives=[Message(back, arrived)], after=[transport.mark()])
+    fence = pass_on(transport, [filled(transport.rank, 4, device)], [arrived])
     for _ in range(3):
         fence.wait()
     mark = transport.mark()
@@ -334,11 +322,11 @@ def waiting_is_idempotent(transport: Transport, device: torch.device) -> None:
 
 @case
 def sending_leaves_autograd_alone(transport: Transport, device: torch.device) -> None:
-    onward, back = neighbours(transport)
+    _, back = neighbours(transport)
     weight = torch.full((6,), float(transport.rank), device=device, requires_grad=True)
     doubled = weight * 2
     arrived = torch.zeros(6, device=device)
-    transport.post(sends=[Message(onward, doubled)], receives=[Message(back, arrived)], after=[transport.mark()]).wait()
+    pass_on(transport, [doubled], [arrived]).wait()
     torch.autograd.backward(doubled.sum())
     expect(weight.grad is not None and values(weight.grad), [2.0], "the gradient")
     expect(arrived.requires_grad, False, "requires_grad of what arrived")

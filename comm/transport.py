@@ -28,6 +28,20 @@ class Message(NamedTuple):
     tensor: torch.Tensor
 
 
+class Placed(Message):
+    """A message whose sender knows where its receiver has room for it: transports may put it there, or pass that over.
+
+    ``into`` is what this rank has in the same place of its own slots: as large, and as far from their beginning.
+    """
+
+    into: torch.Tensor
+
+    def __new__(cls, peer: int, tensor: torch.Tensor, into: torch.Tensor) -> Placed:
+        message = super().__new__(cls, peer, tensor)
+        message.into = into
+        return message
+
+
 class Fence(Protocol):
     """A point in time of a compute stream or of the transfer stream."""
 

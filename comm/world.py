@@ -161,7 +161,8 @@ class LocalGroup:
         self._rank = rank
         self._member = member or self  # of the whole world
         self._thread: int | None = None
-        self._channels = itertools.count()
+        self.channels = itertools.count()
+        """Numbers of this rank's transports: every rank opens its own in the same order."""
         self.number = handle_of(self)  # what names this member in a graph of torch.compile
         self._process = os.getpid()
         self.kept: dict[object, Any] = {}
@@ -206,19 +207,6 @@ class LocalGroup:
             self.kept[shape] = LocalMesh(*groups)
         made: LocalMesh = self.kept[shape]
         return made
-
-    def next_channel(self) -> int:
-        """A number for one more transport of this rank: every rank opens its transports in the same order."""
-        return next(self._channels)
-
-    @contextmanager
-    def adopted(self) -> Iterator[None]:
-        """Make the calling thread the only one that may act for this rank."""
-        self._thread = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._thread = None
 
     def __repr__(self) -> str:
         return f"rank {self._member._rank} of LocalWorld({self._member._hub.size})"
@@ -332,12 +320,14 @@ class LocalWorld:
     ) -> T:
         hub = group._hub
         try:
-            with group.adopted(), self._stream_of(group.rank(), caller), torch.set_grad_enabled(grad):
+            group._thread = threading.get_ident()  # the only one that may act for this rank
+            with self._stream_of(group.rank(), caller), torch.set_grad_enabled(grad):
                 return fn(group)
         except BaseException as error:
             hub.abort(error, f"raised by {group}")
             raise
         finally:
+            group._thread = None
             hub.end(group.rank())
 
     def _renew(self) -> None:

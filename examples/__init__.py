@@ -1,1 +1,1 @@
-"""What people copy: each file runs as it is."""
+"""Examples to copy; each file runs as it is."""

@@ -1,8 +1,9 @@
-"""Checkpoints whose files cannot run commands: the job in JSON, the tensors by torch's distributed checkpoint.
+"""Checkpoints that cannot run code when loaded: the job as JSON, tensors with torch's distributed checkpoint.
 
-``torch.distributed.checkpoint.load`` unpickles the file ``.metadata``, and every entry that is no tensor, so that
-whoever wrote the folder can run any command. Here both are restricted to an allow-list. A checkpoint is a folder
-``DIR/<steps>``, complete once ``.metadata`` is there, which is written last.
+``torch.distributed.checkpoint.load`` unpickles the file ``.metadata`` and all entries that are not tensors, so a
+crafted checkpoint can run any command. This module restricts both to an allow-list.
+
+A checkpoint is a folder ``DIR/<steps>``. Its ``.metadata`` is written last, and marks the checkpoint as complete.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ ALLOWED: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
-    # where the checkpoint was written, on whatever system and by whatever Python; nothing opens it
+    # the folder in which the checkpoint was written, of any system and Python version; never opened
     **{
         (module, f"{system}Path"): PurePath
         for module in ("pathlib", "pathlib._local")
         for system in ("Posix", "Windows")
     },
 }
-"""Everything that a ``.metadata`` of torch may name, and what it gets: plain records and no other function."""
+"""Maps every ``(module, name)`` that a ``.metadata`` may contain to its object: plain records, dtypes and paths."""
 
 
 def find_latest(folder: Path) -> Path | None:
-    """Return the complete checkpoint in ``folder`` that has taken the most steps, or None if there is none."""
+    """Return the complete checkpoint in ``folder`` with the most steps, or None."""
     complete = [path.parent for path in folder.glob(f"*/{METADATA}") if re.fullmatch("[0-9]{8,}", path.parent.name)]
     return max(complete, key=lambda path: int(path.name), default=None)
 
@@ -67,11 +68,11 @@ def read_job(path: Path) -> dict[str, Any]:
     """Return the description of the job that wrote a checkpoint.
 
     Raises:
-        ValueError: the file cannot be read; the message names the checkpoint.
+        ValueError: The file cannot be read; the message names the checkpoint.
     """
     try:
-        if not (path / JOB).is_file():  # a FIFO waits for its other end, a device may never end
-            raise ValueError("it is no regular file")
+        if not (path / JOB).is_file():  # reading a FIFO or a device could block or never end
+            raise ValueError("it is not a regular file")
         with (path / JOB).open("rb") as file:
             data = file.read(MOST_JOB_BYTES + 1)
         job = json.loads(data) if len(data) <= MOST_JOB_BYTES else None
@@ -83,67 +84,67 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return torch's list of what a checkpoint holds and in which of its files.
+    """Return torch's index of a checkpoint: its entries, and the file of each.
 
     Raises:
-        ValueError: the file cannot be read, names a class that is not allowed, or names a file that is not in the
-            checkpoint; the message names the checkpoint.
+        ValueError: The file cannot be read, or contains a class that is not allowed or a file outside the checkpoint.
+            The message names the checkpoint.
     """
     try:
         file = path / METADATA
         if not file.is_file():
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()
         if not isinstance(metadata, Metadata):
-            raise ValueError(f"it holds {type(metadata).__name__} and must hold Metadata")
+            raise ValueError(f"it contains {type(metadata).__name__}, expected Metadata")
         for name in {entry.relative_path for entry in metadata.storage_data.values()}:
             if PurePath(name).name != name or not (path / name).is_file():
-                raise ValueError(f"{name!r:.60} is no file of this folder")
-    except Exception as error:  # bytes that are no pickle of torch raise almost any error
+                raise ValueError(f"{name!r:.60} is not a file in this folder")
+    except Exception as error:  # arbitrary bytes can raise almost any error
         raise ValueError(f"--checkpoint {path} cannot be read: {METADATA}: {error or type(error).__name__}") from error
     return metadata
 
 
 def load_state(path: Path, state: dict[str, Any]) -> None:
-    """Load a checkpoint into the tensors of ``state``; each rank reads its own parts, without the others.
+    """Load a checkpoint into the tensors of ``state``; each rank reads its own parts without communication.
 
     Raises:
-        ValueError: the checkpoint cannot be read or holds another state; the message names the checkpoint.
+        ValueError: The checkpoint cannot be read or has another state; the message names the checkpoint.
     """
     reader = _Reader(path)
     try:
         load(state, storage_reader=reader, planner=_Planner(), no_dist=True)
-    except (Exception, CheckpointException) as error:  # which is no Exception
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException only
         raise ValueError(f"--checkpoint {path} cannot be read: {_last_line(error)}") from error
 
 
 def save_state(path: Path, state: dict[str, Any], job: dict[str, Any], *, no_dist: bool) -> None:
-    """Write a checkpoint: all ranks their parts of ``state``, or with ``no_dist`` this process alone."""
+    """Write a checkpoint; each rank writes its part of ``state``, or with ``no_dist`` this process writes all."""
     save(state, storage_writer=_Writer(path, job), no_dist=no_dist)
 
 
-class _Unpickler(pickle._Unpickler):  # in Python: the one in C would set attributes of anything
-    """An unpickler that finds what is allowed, imports nothing and sets attributes of records alone."""
+class _Unpickler(pickle._Unpickler):  # the Python version, because the C version has no hook for BUILD
+    """Unpickler that finds allowed names only, imports nothing and sets attributes of records only."""
 
     stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
-            raise ValueError(f"it names {module}.{name}, which no checkpoint needs")
+            raise ValueError(f"it contains {module}.{name}, which is not allowed")
         return ALLOWED[module, name]
 
     def load_build(self) -> None:
-        """Set the attributes of a record: classes and members of enums belong to the whole process."""
+        """Set the attributes of a record, but not of classes or enum members, which the whole process shares."""
         target = self.stack[-2]
         if type(target) not in _RECORDS or isinstance(target, Enum):
-            raise ValueError(f"it changes {target!r:.60}, which no checkpoint needs")
+            raise ValueError(f"it changes {target!r:.60}, which is not allowed")
         super().load_build()  # type: ignore[misc]  # unknown to the stub
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
 class _Reader(FileSystemReader):
-    """Torch's reader, except that it has read ``.metadata`` already."""
+    """Reader of torch with the ``.metadata`` that :func:`read_metadata` has checked."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -154,10 +155,10 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Torch's planner, except that entries that are no tensors are numbers, strings and containers of them."""
+    """Planner of torch that accepts only numbers, strings and containers of these as entries without tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # torch's own unpickles without restriction, so it gets what this process has pickled
+        # the base class unpickles without restriction, so pickle again what the restricted loader has read
         trusted = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), trusted)
         trusted.seek(0)
@@ -165,7 +166,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Torch's writer, except that the first rank writes the job before ``.metadata``."""
+    """Writer of torch that also writes the job, on the first rank and before ``.metadata``."""
 
     def __init__(self, path: Path, job: dict[str, Any]) -> None:
         super().__init__(path)
@@ -179,6 +180,6 @@ class _Writer(FileSystemWriter):
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the cause alone: torch's message holds the traceback of every rank, and where its manual is."""
+    """Return the last line of a message of torch, which follows the tracebacks of all ranks."""
     lines = [line for line in str(error).splitlines() if line.strip() and "Check the documentation" not in line]
     return lines[-1].strip() if lines else type(error).__name__

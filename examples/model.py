@@ -1,4 +1,7 @@
-"""The small byte-level decoder that ``train.py`` trains. It knows positions and an attention, and no ranks."""
+"""Small byte-level decoder that ``train.py`` trains.
+
+The model gets global positions and an attention function, so nothing in it depends on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,17 @@ from ringattn import checkpoint_policy
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # causal attention of q, k, v, each [B, S, H, D]
 
-BYTES = 256  # the vocabulary
+BYTES = 256  # vocabulary size
 ROPE_BASE = 10_000.0  # Su et al., arXiv:2104.09864, section 3.2.2
-NORM_EPS = 1e-5  # named: torch's default follows the dtype, and float64 would compute another function
+NORM_EPS = 1e-5  # explicit, because torch's default depends on the dtype
 
 
 class Decoder(nn.Module):
-    """Pre-norm decoder over bytes, as Llama is built: RoPE, grouped-query attention, RMSNorm, SwiGLU; no biases.
+    """Pre-norm decoder over bytes in the style of Llama: RoPE, GQA, RMSNorm, SwiGLU, no biases.
 
-    With ``block`` no more is kept for the backward than the inputs of each layer's two halves and what the ring gave:
-    feed-forward and loss take so many tokens at once (Liu and Abbeel, arXiv:2305.19370, section 3).
+    With ``block``, feed-forward and loss process that many tokens at a time and are recomputed in the backward (Liu
+    and Abbeel, arXiv:2305.19370, section 3). Each layer then saves only the inputs of its two halves and the results
+    of the ring.
     """
 
     def __init__(self, *, layers: int, heads: int, kv_heads: int, head_dim: int, block: int | None = None) -> None:
@@ -38,24 +42,24 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Draw the matrices, of unit gain, from a generator of their own: torch's is shared by all threads.
+        """Draw the weights with unit gain from a separate generator, because all threads share torch's.
 
-        Each is drawn whole, so that they are the same however many ranks have parts of them.
+        Every rank draws full matrices, so that the weights do not depend on the number of ranks.
         """
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
                 std = module.in_features**-0.5 if isinstance(module, nn.Linear) else 1.0
                 drawn, weight = torch.empty(module.weight.shape).normal_(std=std, generator=generator), module.weight
-                if isinstance(weight, DTensor):  # every rank has drawn it, and takes its part
-                    mesh, where = weight.device_mesh, weight.placements
-                    drawn = distribute_tensor(drawn.to(weight.device), mesh, where, src_data_rank=None)
+                if isinstance(weight, DTensor):  # take this rank's part; src_data_rank=None avoids a broadcast
+                    mesh, placements = weight.device_mesh, weight.placements
+                    drawn = distribute_tensor(drawn.to(weight.device), mesh, placements, src_data_rank=None)
                 weight.copy_(drawn)
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, labels: Tensor | None = None) -> Tensor:
-        """Logits ``[B, S, 256]`` of ``tokens [B, S]`` at the global ``positions [S]``; with labels their losses."""
+        """Return logits ``[B, S, 256]`` of ``tokens [B, S]`` at global ``positions [S]``, or losses with ``labels``."""
         x, turn = self.embed(tokens), rotation(positions, self.head_dim, self.norm.weight.dtype)
         for layer in self.layers:
             x = layer(x, turn, attend)
@@ -72,12 +76,12 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind its norm and added to the stream."""
+    """Attention and feed-forward, each with a norm before and a residual connection."""
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int, block: int | None) -> None:
         super().__init__()
         dim, kv_dim = heads * head_dim, kv_heads * head_dim
-        hidden = 2 * dim  # three matrices of it: near a plain feed-forward of 4 * dim in parameters
+        hidden = 2 * dim  # SwiGLU's three matrices have about as many parameters as two with 4 * dim
         self.head_dim, self.block = head_dim, block
         self.attention_norm = nn.RMSNorm(dim, eps=NORM_EPS)
         self.query = nn.Linear(dim, dim, bias=False)
@@ -92,7 +96,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
         if self.block is None:
             x = self._attention(x, turn, attend)
-        else:  # the ring's results are kept, projections are computed again
+        else:  # save the ring's results, recompute the projections
             contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
             x = checkpoint(
                 self._attention, x, turn, attend, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
@@ -112,7 +116,7 @@ class Layer(nn.Module):
 
 
 def blockwise(function: Callable[..., Tensor], block: int | None, *tensors: Tensor) -> Tensor:
-    """``function`` of so many tokens at once, computed again in the backward; with None of all, and all is kept."""
+    """Apply ``function`` to ``block`` tokens at a time and recompute it in the backward; None disables both."""
     if block is None:
         return function(*tensors)
     parts = zip(*(torch.split(x, block, dim=1) for x in tensors), strict=True)
@@ -121,9 +125,9 @@ def blockwise(function: Callable[..., Tensor], block: int | None, *tensors: Tens
 
 
 def rotation(positions: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Cosines and sines ``[2, S, 1, D/2]`` of the angles ``position / base^(2i/D)`` by which RoPE turns pairs.
+    """Return cosines and sines ``[2, S, 1, D/2]`` of RoPE's angles ``position / base^(2i/D)``.
 
-    The angles are float64 from global positions, so that a token's rotation is the same bits on every shard.
+    The angles are computed in float64 from global positions, so that a token's rotation is bitwise equal in any shard.
     """
     half = head_dim // 2
     powers = torch.arange(half, dtype=torch.float64, device=positions.device) / half
@@ -132,7 +136,7 @@ def rotation(positions: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """RoPE (arXiv:2104.09864, eq. 34) of ``x [B, S, H, D]`` by :func:`rotation`; pairs are ``(i, i + D/2)``."""
+    """Apply RoPE (arXiv:2104.09864, eq. 34) to ``x [B, S, H, D]``; pairs are ``(i, i + D/2)``."""
     cos, sin = turn.to(x.dtype)
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

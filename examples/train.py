@@ -1,9 +1,9 @@
-"""Train the decoder of ``model.py`` on a long text: weights sharded by FSDP2, the sequence over rings of ranks.
+"""Train the decoder of ``model.py`` on a long text, with FSDP2 for the weights and rings for the sequence.
 
     torchrun --nproc-per-node 8 -m ringattn.examples.train --seqlen 256k --steps 1000 --checkpoint runs/a
     python -m ringattn.examples.train --world 4     # four virtual ranks on one device
 
-Ranks are a mesh (data, context): each row of ``context`` is a ring over which a row's documents are sharded.
+The ranks form a mesh (data, context). Each context group is a ring that shards the sequences of its batch rows.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ringattn.comm import LocalGroup
 from .checkpoint import find_latest, load_state, read_job, read_metadata, save_state
 from .model import Attend, Decoder
 
-ADAM_BETAS = (0.9, 0.95)  # a second moment that follows within a dozen steps
-PROGRESS_LINES = 20  # whatever the steps
-MAY_CHANGE = {"steps", "data", "block", "checkpoint", "every"}  # in a run that continues: its ranks, end and files
-NO_DIST = "torch.distributed is disabled"  # torch's warning; a rank loads its part of a checkpoint without the others
-SLOTS = 2  # of the ring, one for K/V that are computed with, one for those that arrive; `predict` has 3 no faster
+ADAM_BETAS = (0.9, 0.95)  # the second moment adapts within about 20 steps
+PROGRESS_LINES = 20  # per run
+MAY_CHANGE = {"steps", "data", "block", "checkpoint", "every"}  # settings that a resumed run may change
+NO_DIST = "torch.distributed is disabled"  # torch's warning when a rank loads its part of a checkpoint alone
+SLOTS = 2  # one K/V slot to compute with and one to receive into; `predict` finds no gain from a third
 CHOICES = {"layout": ("contiguous", "zigzag", "striped"), "dtype": ("float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how; the same on every rank."""
+    """Settings of a training run; equal on all ranks."""
 
     seqlen: int = 8192
     steps: int = 10
@@ -57,8 +57,8 @@ class Job:
     lr: float = 3e-3
     seed: int = 0
     batch: int = 1
-    data: int = 1  # ranks that take other rows of the batch
-    block: int = 1024  # tokens of a feed-forward and of the loss at once; 0: all, and nothing is computed again
+    data: int = 1  # data-parallel size: number of rings with different rows of the batch
+    block: int = 1024  # tokens that feed-forward and loss process at a time; 0: all, without recomputation
     checkpoint: str | None = None
     every: int = 100  # steps between checkpoints
 
@@ -69,54 +69,55 @@ class Job:
         if self.heads % self.kv_heads:
             raise ValueError(f"--kv-heads is {self.kv_heads}: --heads, {self.heads}, must be a multiple of it")
         if self.head_dim % 2:
-            raise ValueError(f"--head-dim is {self.head_dim}: it must be even, since rotary embedding turns pairs")
+            raise ValueError(f"--head-dim is {self.head_dim}: it must be even for rotary embedding")
         if self.batch % self.data:
             raise ValueError(f"--data is {self.data}: --batch, {self.batch}, must be a multiple of it")
 
 
 class JobError(ValueError):
-    """The ranks have different jobs, or the job's checkpoint cannot be continued."""
+    """Error if the ranks have different jobs, or if a checkpoint cannot be resumed."""
 
 
 @dataclass
 class Run:
-    """Losses by step, from 0, and the seconds of the steps that were taken here."""
+    """Loss of every step, counted from 0, and the seconds of the steps that this process took."""
 
     losses: dict[int, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
 
 class Watch(Protocol):
-    """Looks at a training around each of its steps."""
+    """Observer that is called around each training step."""
 
     def before(self, training: Training, step: int) -> None:
         """Run before a step."""
 
     def after(self, training: Training, step: int) -> None:
-        """Run after a step, while its gradients are there."""
+        """Run after a step, before its gradients are cleared."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank takes of every batch, and how it reaches the others."""
+    """Share of every batch that one rank computes, and its communication with the other ranks."""
 
     rank: int
-    rows: slice  # of the batch
-    positions: Tensor  # of every row's tokens
+    rows: slice  # rows of the batch
+    positions: Tensor  # global positions of this rank's tokens, for every row
     attend: Attend
-    gather: Callable[[Tensor], Tensor]  # [n] of this rank -> [ranks, n], on every rank
-    fully_sharded: bool = False  # weights lie in parts on all ranks
+    gather: Callable[[Tensor], Tensor]  # all-gather from [n] to [ranks, n]
+    fully_sharded: bool = False  # FSDP2 shards the weights
     name: str = "sharded"
 
 
 class Training:
-    """A job on one rank's part of it."""
+    """Model, optimizer and training loop of one rank."""
 
     def __init__(self, job: Job, text: bytes, device: torch.device, part: Part) -> None:
-        """Every rank makes one.
+        """Build the model and resume from the last checkpoint; every rank must call it.
 
         Raises:
-            JobError: on every rank: not all ranks have the same job, text and checkpoint, or it cannot be continued.
+            JobError: The ranks differ in job, text or checkpoint, or the checkpoint cannot be resumed. Every rank
+                raises.
         """
         self.job, self.device, self.part, self.run = job, device, part, Run()
         self._positions = part.positions.to(device)
@@ -125,12 +126,12 @@ class Training:
             self._check_same(f"--{name.replace('_', '-')}", repr(value).encode)
         self._check_same("the text", lambda: text)
         dims = {"heads": job.heads, "kv_heads": job.kv_heads, "head_dim": job.head_dim}
-        with torch.device("meta"):  # nobody holds the whole model
+        with torch.device("meta"):  # so that no rank allocates the whole model
             self.model = Decoder(layers=job.layers, **dims, block=job.block or None)
         if part.fully_sharded:
             for module in (*self.model.layers, self.model):
                 fsdp = fully_shard(module)
-                # parts of one mean are summed, not averaged: the loss is divided by the tokens of all
+                # sum the gradients: each rank's loss is already divided by the tokens of all ranks
                 fsdp.set_gradient_divide_factor(1.0)
                 fsdp.set_force_sum_reduction_for_comms(True)
         self.model.to_empty(device=device).initialize(job.seed)
@@ -139,16 +140,17 @@ class Training:
             self._resume(Path(job.checkpoint))
 
     def fit(self, watch: Watch | None = None) -> Run:
-        """Take the steps that are left."""
+        """Run the remaining steps, with checkpoints and progress lines."""
         run, job = self.run, self.job
         for step in range(len(run.losses), job.steps):
             if watch:
                 watch.before(self, step)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             self.optimizer.zero_grad()
             run.losses[step] = self._sum(self.backward(step))
             self.optimizer.step()
-            run.seconds.append(time.perf_counter() - begun)  # a GPU is idle but for the update: the loss was read
+            # reading the loss has synchronised the GPU, so only the optimizer step may still be running
+            run.seconds.append(time.perf_counter() - start)
             if watch:
                 watch.after(self, step)
             done, last = step + 1, step + 1 == job.steps
@@ -161,33 +163,33 @@ class Training:
         return run
 
     def backward(self, step: int) -> Tensor:
-        """This rank's part of the mean loss over the batch, ``[1]``; its part of the gradients is left in the model."""
+        """Return this rank's part of the mean loss over the batch, ``[1]``, and set its part of the gradients."""
         job, dtype = self.job, getattr(torch, self.job.dtype)
         tokens, labels = self._batch(step)
         with nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype):
             losses = self.model(tokens, self._positions, self.part.attend, labels)
-        # in float64: a sum of thousands of tokens in float32 would round more than what is compared
+        # sum in float64, because a float32 sum over thousands of tokens would round too much to compare runs
         loss: Tensor = losses.sum(dtype=torch.float64) / (job.batch * job.seqlen)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach().reshape(1)
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's tokens, and those that follow them: labels are shifted before the split.
+        """Return this rank's tokens and their successors as labels, which are thus shifted before the split.
 
-        Rows are one piece of the text after the other; from its end it goes on at its start.
+        Consecutive rows are consecutive pieces of the text, which wraps around at its end.
         """
         rows = torch.arange(self.job.batch)[self.part.rows] + step * self.job.batch
-        where = rows[:, None] * self.job.seqlen + self.part.positions
-        tokens, labels = (self._text[at % len(self._text)].long().to(self.device) for at in (where, where + 1))
+        index = rows[:, None] * self.job.seqlen + self.part.positions
+        tokens, labels = (self._text[i % len(self._text)].long().to(self.device) for i in (index, index + 1))
         return tokens, labels
 
     def _sum(self, loss: Tensor) -> float:
-        """The loss of all ranks; with it the gradients, unless FSDP has summed them.
+        """Return the loss summed over all ranks, and sum the gradients in place unless FSDP does.
 
-        In rank order, in float64: all ranks get the same bits.
+        The sum is in rank order and in float64, so that all ranks get bitwise equal results.
         """
-        summed = isinstance(self.model, FSDPModule)
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None and not summed]
+        has_fsdp = isinstance(self.model, FSDPModule)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None and not has_fsdp]
         flat = torch.cat([loss, *(gradient.reshape(-1).double() for gradient in gradients)])
         total = self.part.gather(flat).sum(0)
         for gradient, part in zip(gradients, torch.split(total[1:], [g.numel() for g in gradients]), strict=True):
@@ -195,10 +197,10 @@ class Training:
         return total[0].item()
 
     def _check_same(self, what: str, read: Callable[[], bytes]) -> None:
-        """Raise on all ranks if ``read`` raises ``ValueError`` on one or does not return the same bytes on all.
+        """Raise JobError on every rank if ``read`` fails on a rank or returns different bytes on the ranks.
 
         Raises:
-            JobError: on every rank.
+            JobError: ``read`` raises ValueError on at least one rank, or the bytes differ.
         """
         error = None
         try:
@@ -210,27 +212,28 @@ class Training:
             raise JobError(str(error)) from error
         failed = (digests == 0).all(1).nonzero().flatten().tolist()
         if failed:
-            raise JobError(f"{what} is refused by rank {failed[0]}, whose error says why")
+            raise JobError(f"{what} failed on rank {failed[0]}; see the error of that rank")
         if not digests.eq(digests[0]).all():
             raise JobError(f"{what} differs between ranks")
 
     def _state(self, steps: int) -> dict[str, Any]:
-        """Return what a checkpoint holds besides the job."""
+        """Return the state of a checkpoint: model, optimizer and losses."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         losses = torch.tensor([self.run.losses.get(step, 0.0) for step in range(steps)], dtype=torch.float64)
         return {"model": model, "optimizer": optimizer, "losses": losses}
 
     def _save(self, folder: Path) -> None:
-        """Write what continues from here bit for bit; ranks that have all of it write it once."""
+        """Write a checkpoint from which a run resumes bitwise; without FSDP only rank 0 writes."""
         if self.part.fully_sharded or self.part.rank == 0:
             state = self._state(len(self.run.losses))
             save_state(folder, state, _what_stays(self.job), no_dist=not self.part.fully_sharded)
 
     def _resume(self, folder: Path) -> None:
-        """Go on from the last checkpoint in ``folder``, on any number of ranks.
+        """Resume from the last checkpoint in ``folder``, on any number of ranks.
 
         Raises:
-            JobError: on every rank: not all see the same checkpoint, it is another job's, or it cannot be read.
+            JobError: The ranks see different checkpoints, or the checkpoint is another job's or cannot be read. Every
+                rank raises.
         """
         last = find_latest(folder)
         seen = f"--checkpoint {folder}, where rank {self.part.rank} sees {last.name if last else 'no checkpoint'},"
@@ -249,30 +252,30 @@ class Training:
 
 
 def _read_checked(job: Job, last: Path) -> bytes:
-    """Return what identifies a checkpoint that this job may continue from.
+    """Return bytes that identify a checkpoint from which this job may resume.
 
     Raises:
-        ValueError: the checkpoint is another job's, or cannot be read.
+        ValueError: The checkpoint is another job's, or cannot be read.
     """
-    theirs, ours = read_job(last), _what_stays(job)
-    names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+    saved, ours = read_job(last), _what_stays(job)
+    names = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)]
     if names:
-        other = "; ".join(f"{name} {theirs.get(name)!r:.60}, here {ours.get(name)!r}" for name in names)
-        raise ValueError(f"--checkpoint {last.parent} is of another job: {other}: name another folder")
+        other = "; ".join(f"{name} {saved.get(name)!r:.60}, here {ours.get(name)!r}" for name in names)
+        raise ValueError(f"--checkpoint {last.parent} belongs to another job: {other}. Pass another folder.")
     return repr((last.name, read_metadata(last))).encode()
 
 
 def _what_stays(job: Job) -> dict[str, Any]:
-    """Return what a run that continues has in common with the one before: all but its ranks, its end and its files."""
+    """Return the settings that a resumed run must share with the checkpoint."""
     return {name: value for name, value in asdict(job).items() if name not in MAY_CHANGE}
 
 
-# -- who trains: processes of a mesh, or virtual ranks on one device
+# -- training as processes of a mesh, or as virtual ranks on one device
 
 
 @contextmanager
 def open_ring(ring: Ring, job: Job) -> Iterator[tuple[Layout, Attend]]:
-    """Yield the layout of a job over a ring, and attention by that ring."""
+    """Yield the layout of a job over a ring, and an attention function that uses the ring."""
     layout: Layout = getattr(Layout, job.layout)(job.seqlen, ring.size)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -283,7 +286,7 @@ def open_ring(ring: Ring, job: Job) -> Iterator[tuple[Layout, Attend]]:
 
 
 def train_process(job: Job, text: bytes) -> Run:
-    """Train as one process of torchrun."""
+    """Train in one process of torchrun."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -296,20 +299,20 @@ def train_process(job: Job, text: bytes) -> Run:
 
 
 def train_on_mesh(job: Job, text: bytes, device: torch.device, watch: Watch | None = None) -> Run:
-    """Train as one rank of the default group: weights lie in parts on all ranks, rows on rings, tokens on their ranks.
+    """Train as one rank of the default group, with weights sharded over all ranks and each sequence over a ring.
 
     Raises:
-        JobError: on every rank: the ranks are no whole rings, or as for :class:`Training`.
+        JobError: ``job.data`` does not divide the number of ranks, or :class:`Training` raises. Every rank raises.
     """
     world = dist.get_world_size()
     if world % job.data:
-        raise JobError(f"--data is {job.data}: the ranks, {world}, must be a multiple of it")
+        raise JobError(f"--data is {job.data}: it must divide the number of ranks, {world}")
     mesh = init_device_mesh(device.type, (job.data, world // job.data), mesh_dim_names=("data", "context"))
-    each = job.batch // job.data
-    first = mesh.get_local_rank("data") * each
+    rows = job.batch // job.data
+    first_row = mesh.get_local_rank("data") * rows
     with open_ring(Ring(mesh["context"], slots=SLOTS), job) as (layout, attend):
         positions = layout.positions(mesh.get_local_rank("context"))
-        part = Part(dist.get_rank(), slice(first, first + each), positions, attend, gather, fully_sharded=True)
+        part = Part(dist.get_rank(), slice(first_row, first_row + rows), positions, attend, gather, fully_sharded=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", NO_DIST)
             training = Training(job, text, device, part)
@@ -317,20 +320,20 @@ def train_on_mesh(job: Job, text: bytes, device: torch.device, watch: Watch | No
 
 
 def gather(x: Tensor) -> Tensor:
-    """Return the ``[n]`` of every process as ``[ranks, n]``."""
+    """Gather ``[n]`` of all ranks to ``[ranks, n]`` on every rank of the default group."""
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x)
     return torch.stack(parts)
 
 
 def train_virtual_ranks(job: Job, text: bytes, world: int, watch: Watch | None = None) -> Run:
-    """Train on virtual ranks of one device, each with all weights; one of them is a single process.
+    """Train on virtual ranks of one device, each with all weights; ``world=1`` is a single process.
 
     Raises:
-        JobError: as for :class:`Training`, or ``job.data`` asks for several rings.
+        JobError: ``job.data`` is above 1, or :class:`Training` raises.
     """
     if job.data > 1:
-        raise JobError(f"--data is {job.data}: virtual ranks are one ring; start processes with torchrun, or --data 1")
+        raise JobError(f"--data is {job.data}: it must be 1 for virtual ranks, which form one ring; or use torchrun")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def train_rank(group: LocalGroup) -> Run:
@@ -350,32 +353,32 @@ def train_virtual_ranks(job: Job, text: bytes, world: int, watch: Watch | None =
 
 
 def read_text() -> bytes:
-    """Return the documentation that ships with Python, as ``help("topics")`` shows it."""
+    """Return the documentation that ships with Python (``help("topics")``)."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics.values()).encode()
 
 
 def size(text: str) -> int:
-    """Return the number that ``8192``, ``8k``, ``1m`` or ``2g`` is, in powers of 1024."""
+    """Parse ``8192``, ``8k``, ``1m`` or ``2g``, with k, m and g as powers of 1024."""
     match = re.fullmatch(r"(\d{1,18})([kmg]?)", text.lower())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: it must be a whole number, with k, m or g or without")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; pass an integer with an optional k, m or g")
     return int(match[1]) << 10 * " kmg".index(match[2] or " ")
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Job, int]:
-    """Return the job that a command line describes, and the number of virtual ranks."""
+    """Return the job of a command line, and the number of virtual ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for item in fields(Job):
         kind: Any = {"seqlen": size, "checkpoint": str}.get(item.name, type(item.default))
         flag = f"--{item.name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, default=item.default, choices=CHOICES.get(item.name))
-    parser.add_argument("--world", type=int, default=2, help="virtual ranks, where torchrun started no process")
-    given = vars(parser.parse_args(arguments))
-    world: int = given.pop("world")
+    parser.add_argument("--world", type=int, default=2, help="number of virtual ranks without torchrun")
+    values = vars(parser.parse_args(arguments))
+    world: int = values.pop("world")
     try:
-        return Job(**given), world
+        return Job(**values), world
     except ValueError as error:
         parser.error(str(error))
 
@@ -391,8 +394,8 @@ def main() -> None:
     except JobError as error:
         raise SystemExit(f"{Path(__file__).name}: {error}") from None
     if int(os.environ.get("RANK", "0")) == 0 and run.seconds:
-        middle = sorted(run.seconds)[len(run.seconds) // 2]
-        print(f"loss {run.losses[job.steps - 1]:.4f}, {job.batch * job.seqlen / middle:,.0f} tokens/s")
+        median = sorted(run.seconds)[len(run.seconds) // 2]
+        print(f"loss {run.losses[job.steps - 1]:.4f}, {job.batch * job.seqlen / median:,.0f} tokens/s")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Other people's names for ring attention: one file per framework, imported only when asked for.
+"""Adapters that offer ring attention under the names of other frameworks, one module per framework.
 
-``import ringattn.integrations.transformers`` needs transformers, and so on; none is a dependency of this package.
+A module imports its framework, so nothing is imported until you import the module. For example,
+``import ringattn.integrations.transformers`` needs transformers. No framework is a dependency of ringattn.
 """
 
 from torch import Tensor
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """``x``, a copy where the last stride is another: these frameworks take any, ``ring_attention`` does not."""
+    """Return ``x``, or a contiguous copy if its last stride is not 1, as ``ring_attention`` requires."""
     return x if not isinstance(x, Tensor) or x.ndim == 0 or x.stride(-1) == 1 else x.contiguous()

@@ -1,7 +1,7 @@
-"""diffusers: attention backend ``"ringattn"``, for models on one device and under context parallelism.
+"""Attention backend ``"ringattn"`` for diffusers, on one device and under context parallelism.
 
-Read in diffusers 0.42.1: ``models/attention_dispatch.py``, ``models/_modeling_parallel.py`` and
-``hooks/context_parallel.py``.
+The module follows ``models/attention_dispatch.py``, ``models/_modeling_parallel.py`` and
+``hooks/context_parallel.py`` of diffusers 0.42.1.
 """
 
 from __future__ import annotations
@@ -21,37 +21,44 @@ __all__ = ["register"]
 
 NAME = "ringattn"
 KNOWN = "0.42."
-ALONE = single_rank()  # made here: torch.compile does not trace how
+ALONE = single_rank()  # created at import, because torch.compile cannot trace its creation
 
 
 class _EveryName(set[str]):
-    """diffusers drops arguments that a backend does not name; of these none is dropped, and an unknown one raises."""
+    """Set of argument names that contains every name.
+
+    diffusers silently drops the arguments that a backend does not list. With this set it passes all of them on, so an
+    unsupported argument raises TypeError.
+    """
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 def register() -> None:
-    """Add the backend ``"ringattn"``, for ``set_attention_backend``, ``attention_backend`` and context parallelism.
+    """Register the backend ``"ringattn"`` for ``set_attention_backend`` and ``attention_backend``.
 
-    ``ContextParallelConfig(ring_degree=, ulysses_degree=)`` with either or both, ``ring_anything`` and
-    ``ulysses_anything`` for shards that are not equal, whose lengths the ranks gather in each call. Tokens are counted
-    in the order of the ranks' shards, as the model's plan cuts them; with a causal mask that is the order of the
-    sequence where one sequence is sharded, and not where text and image tokens are, each by itself. A call without a
-    parallel config, as the cross-attention of models that keep the whole text on every rank, is attention on this
-    device alone. K/V travel from rank to rank; what ``rotate_method`` says has no effect on that.
+    ``ContextParallelConfig`` may set ``ring_degree``, ``ulysses_degree`` or both. With ``ring_anything`` or
+    ``ulysses_anything`` the shards may differ in length, and the ranks gather the lengths in each call.
+    ``rotate_method`` has no effect: K/V are always sent from rank to rank.
 
-    Of ``attention_kwargs`` it takes ``window_size``, ``softcap``, ``learnable_sink`` and ``return_lse`` (``lse`` is
-    ``[B, S, H]``, as diffusers has it).
+    Token positions follow the order of the ranks' shards, as the model's plan splits them. A causal mask is therefore
+    right if one sequence is sharded. It is wrong if text and image tokens are sharded separately and then joined.
+
+    A call without a parallel config is plain attention on this device. Examples are the cross-attention layers of
+    models that keep the whole text on every rank.
+
+    ``attention_kwargs`` may contain ``window_size``, ``softcap``, ``learnable_sink`` and ``return_lse``. ``lse`` is
+    ``[B, S, H]``, as in diffusers.
 
     Raises:
-        RuntimeError: the version of diffusers is not 0.42: what is added to is private there, and may have changed.
+        RuntimeError: The version of diffusers is not 0.42. Other versions may differ in the private registry.
     """
     version = diffusers.__version__
     if not version.startswith(KNOWN):
         raise RuntimeError(
-            f"diffusers is {version}: ringattn.integrations.diffusers is written for {KNOWN}x, whose registry of "
-            "backends is private; install that, or call ringattn.ring_attention in an attention processor of your own"
+            f"diffusers is {version}, and ringattn.integrations.diffusers needs {KNOWN}x, because it uses the private "
+            "registry of backends. Install that version, or call ringattn.ring_attention in your attention processor."
         )
     if NAME not in AttentionBackendName._value2member_map_:
         _add_member(NAME.upper(), NAME)
@@ -63,7 +70,7 @@ def register() -> None:
 
 
 def _add_member(name: str, value: str) -> None:
-    """One more member of the enumeration by which diffusers looks backends up; it has no public way to add one."""
+    """Add a member to the enum in which diffusers looks up backends, because no public API does."""
     member = str.__new__(AttentionBackendName, value)
     member._name_, member._value_ = name, value
     AttentionBackendName._member_names_.append(name)
@@ -86,15 +93,15 @@ def _attention(
     learnable_sink: torch.Tensor | None = None,
     _parallel_config: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``[B, S, H, D]`` of this rank, as ``dispatch_attention_fn`` calls every backend."""
+    """Compute attention of this rank's tokens ``[B, S, H, D]`` with the arguments of ``dispatch_attention_fn``."""
     if attn_mask is not None:
         raise NotImplementedError(
-            f"attn_mask is a {type(attn_mask).__name__} with the attention backend {NAME!r}: it must be None. Leave "
-            "padding out of the tokens, or use another backend; a window is attention_kwargs={'window_size': (l, r)}"
+            f"attn_mask is a {type(attn_mask).__name__}; the attention backend {NAME!r} takes None. Remove padding "
+            "tokens, pass attention_kwargs={'window_size': (left, right)} for a window, or use another backend."
         )
     if not enable_gqa and query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"key has {key.shape[2]} heads, query has {query.shape[2]}: pass enable_gqa=True for grouped heads"
+            f"key has {key.shape[2]} heads, query has {query.shape[2]}; pass enable_gqa=True for grouped heads"
         )
     context = None if _parallel_config is None else _parallel_config.context_parallel_config
     results = ring_attention(
@@ -110,26 +117,25 @@ def _attention(
         softcap=softcap,
         learnable_sink=learnable_sink,
         dropout_p=dropout_p,
-        return_lse=return_lse,  # over a mesh it is exchanged, too
+        return_lse=return_lse,
     )
     return results if isinstance(results, torch.Tensor) else (results[0], results[1].transpose(1, 2))
 
 
 def _group(context: Any) -> GroupLike:
-    """The ranks that share a sequence: a ring, or a mesh of rings and of ranks that exchange heads for tokens."""
+    """Return the ranks that share a sequence: this rank alone, a ring, or a mesh of ring x Ulysses."""
     if context is None:
         return ALONE
     if not context.convert_to_fp32:
         raise NotImplementedError(
-            f"convert_to_fp32 is False with the attention backend {NAME!r}: partial results are kept in fp32 always; "
-            "leave it True"
+            f"convert_to_fp32 is False; the attention backend {NAME!r} always accumulates in fp32 and takes only True"
         )
     mesh: GroupLike = context._ring_mesh if context.ulysses_degree == 1 else context._mesh["ring", "ulysses"]
     return mesh
 
 
 def _layout(context: Any, tokens: int) -> LayoutLike:
-    """One run of tokens per rank, in the order of the mesh; of other lengths only where the plan cuts unevenly."""
+    """Return a layout with one run of tokens per rank, in mesh order; runs differ only with ``*_anything``."""
     if context is not None and (context.ring_anything or context.ulysses_anything):
         return Layout.uneven(gather_size_by_comm(tokens, context._flattened_mesh.get_group()))
     return "contiguous"

@@ -1,7 +1,8 @@
-"""What Megatron-core and TransformerEngine have in common: formats, names of masks, boundaries, who holds which tokens.
+"""Tensor formats, mask types, document boundaries and layouts shared by Megatron-core and TransformerEngine.
 
-The whole sequence, or each document, is cut into ``2 * cp`` equal chunks, and rank r holds chunks r and
-``2 * cp - 1 - r``: TransformerEngine's ``thd_get_partitioned_indices`` and Megatron's ``get_batch_on_this_cp_rank``.
+The whole sequence, or each document, is split into ``2 * cp`` equal chunks. Rank r holds chunks r and
+``2 * cp - 1 - r``, as with TransformerEngine's ``thd_get_partitioned_indices`` and Megatron's
+``get_batch_on_this_cp_rank``.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from . import unit_stride
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 FORMATS = ("sbhd", "bshd", "thd")
-KEPT = 64  # packings of which layout and documents are kept: every layer of a batch asks for the same
+KEPT = 64  # cached packings; all layers share the packing of a batch
 
 
 class MaskType(NamedTuple):
-    """What the name of a mask says."""
+    """Properties of one ``attn_mask_type``."""
 
     causal: bool
     padding: bool
-    bottom_right: bool | None  # None: as the argument of that name says
+    bottom_right: bool | None  # None: the argument `bottom_right` decides
 
 
 MASK_TYPES = {
@@ -42,11 +43,11 @@ MASK_TYPES = {
 
 
 Host = dict[str, tuple[int, ...]]
-"""Boundaries on the host, by the names of their arguments."""
+"""Boundaries on the host; the keys are argument names such as ``cu_seqlens_q``."""
 
 
 class Boundaries(NamedTuple):
-    """Of documents, over the whole sequence, as in TransformerEngine: without padding between them, and with it."""
+    """Document boundaries over the whole sequence, without and with padding, as in TransformerEngine."""
 
     q: Tensor | None = None
     kv: Tensor | None = None
@@ -55,10 +56,11 @@ class Boundaries(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Documents with padding behind each: who holds which tokens, and what sees what."""
+    """Layout and mask of packed documents, each followed by its padding."""
 
     layout: Layout
-    cu_seqlens: tuple[int, ...]  # documents and paddings by turns: padding sees itself alone, and nothing sees it
+    # alternates documents and paddings, so that a document and its padding do not see each other
+    cu_seqlens: tuple[int, ...]
     has_padding: bool
 
 
@@ -77,11 +79,11 @@ def attend(
     contiguous: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Attention of this rank's tokens in one of TransformerEngine's formats; heads and head dim of the result are one.
+    """Compute attention of this rank's tokens in one of TransformerEngine's tensor formats.
 
-    ``boundaries`` on a device are copied to the host, where schedules are made: one synchronisation per call, none for
-    CPU tensors. An ``attention_mask`` is another one: what it hides is compared on its device. Rows of padding are 0,
-    and so are gradients through them. ``options`` go to ``ring_attention``.
+    The result has heads and head dim in one dimension. Rows of padding are 0, and so are the gradients through them.
+    ``boundaries`` on a GPU cost one synchronisation per call, because the schedule is built on the host. An
+    ``attention_mask`` on a GPU costs another one. ``options`` are arguments of ``ring_attention``.
     """
     mask_type = MASK_TYPES.get(attn_mask_type)
     if mask_type is None:
@@ -97,11 +99,11 @@ def attend(
     rows, host = q.shape[1], _on_host(boundaries)
     if qkv_format == "thd":
         if not mask_type.padding:
-            raise ValueError(f"attn_mask_type is {attn_mask_type!r} with qkv_format 'thd': it must be a padding one")
+            raise ValueError(f"attn_mask_type is {attn_mask_type!r} with qkv_format 'thd': it must be a padding type")
         packing = _packing_of(host, world, contiguous, rows, k.shape[1])
         layout = kv_layout = packing.layout
         options["cu_seqlens"] = packing.cu_seqlens
-        q, k, v = (x[:, : layout.lengths[rank]] for x in (q, k, v))  # behind them all is padding
+        q, k, v = (x[:, : layout.lengths[rank]] for x in (q, k, v))  # the remaining tokens are padding
         is_padding = _padding(packing, rank, q.device) if packing.has_padding else None
     else:
         layout, kv_layout = (_even_layout(x.shape[1] * world, world, contiguous) for x in (q, k))
@@ -125,33 +127,33 @@ def _batch_first(x: Tensor, qkv_format: str) -> Tensor:
 
 
 def _on_host(boundaries: Boundaries) -> Host:
-    """All in one copy, those of the queries for those of the keys where both are one tensor."""
+    """Copy all boundaries to the host in one transfer; a tensor given twice is copied once."""
     named = {f"cu_seqlens_{name}": x for name, x in boundaries._asdict().items() if x is not None}
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}: it must be a tensor, integers [documents + 1]")
         if x.dim() != 1 or not len(x) or x.is_floating_point() or x.dtype == torch.bool:
             raise ValueError(f"{name} is {x.dtype} {list(x.shape)}: it must be integers [documents + 1]")
-    once = {id(x): x for x in named.values()}
-    numbers = iter(torch.cat([*once.values()]).tolist() if once else [])
-    of = {key: tuple(next(numbers) for _ in range(len(x))) for key, x in once.items()}
-    return {name: of[id(x)] for name, x in named.items()}
+    distinct = {id(x): x for x in named.values()}
+    numbers = iter(torch.cat([*distinct.values()]).tolist() if distinct else [])
+    on_host = {key: tuple(next(numbers) for _ in range(len(x))) for key, x in distinct.items()}
+    return {name: on_host[id(x)] for name, x in named.items()}
 
 
 def _packing_of(host: Host, world: int, contiguous: bool, rows: int, key_rows: int) -> Packing:
     if "cu_seqlens_q" not in host:
-        raise ValueError("cu_seqlens_q is None: qkv_format 'thd' needs the boundaries of its documents")
+        raise ValueError("cu_seqlens_q is None; qkv_format 'thd' needs the document boundaries")
     real = host["cu_seqlens_q"]
     padded = host.get("cu_seqlens_q_padded", real)
     if host.get("cu_seqlens_kv", real) != real or host.get("cu_seqlens_kv_padded", padded) != padded:
         raise NotImplementedError("cu_seqlens_kv differs from cu_seqlens_q: packed cross-attention is not supported")
     if real != padded and "cu_seqlens_kv" in host and "cu_seqlens_kv_padded" not in host:
-        raise ValueError("cu_seqlens_kv_padded is None with cu_seqlens_q_padded: pass both, keys have the same padding")
+        raise ValueError("cu_seqlens_kv_padded is None and cu_seqlens_q_padded is given; pass both or neither")
     packing = _packing(real, padded, world, contiguous)
     if not rows == key_rows >= packing.layout.lengths[0]:
         raise ValueError(
-            f"query has {rows} tokens, key {key_rows}: both must have {packing.layout.lengths[0]}, of "
-            f"{padded[-1]} by the boundaries over {world} ranks, or more, which are padding at the end"
+            f"query has {rows} tokens, key {key_rows}: both must have the same number, at least "
+            f"{packing.layout.lengths[0]}, because the boundaries give {padded[-1]} tokens over {world} ranks"
         )
     return packing
 
@@ -159,18 +161,21 @@ def _packing_of(host: Host, world: int, contiguous: bool, rows: int, key_rows: i
 @lru_cache(maxsize=KEPT)
 def _packing(real: tuple[int, ...], padded: tuple[int, ...], world: int, contiguous: bool) -> Packing:
     if len(real) != len(padded):
-        raise ValueError(f"cu_seqlens_q_padded has {len(padded)} boundaries, cu_seqlens_q {len(real)}: as many")
+        raise ValueError(f"cu_seqlens_q_padded has {len(padded)} boundaries, cu_seqlens_q {len(real)}: must be equal")
     chunks = 1 if contiguous or world == 1 else 2 * world
     edges = [0]
-    for index, ((start, end), (begin, stop)) in enumerate(zip(pairwise(real), pairwise(padded), strict=True)):
-        if not 0 <= end - start <= stop - begin:
-            raise ValueError(f"document {index} has {end - start} tokens, {stop - begin} with its padding")
-        if (stop - begin) % chunks:
+    for index, ((start, end), (padded_start, padded_end)) in enumerate(
+        zip(pairwise(real), pairwise(padded), strict=True)
+    ):
+        length, padded_length = end - start, padded_end - padded_start
+        if not 0 <= length <= padded_length:
+            raise ValueError(f"document {index} has {length} tokens, {padded_length} with its padding")
+        if padded_length % chunks:
             raise ValueError(
-                f"document {index} has {stop - begin} tokens with its padding: the ranks take equal chunks of each, "
-                f"pad it to a multiple of {chunks} and pass cu_seqlens_q_padded"
+                f"document {index} has {padded_length} tokens with its padding, not a multiple of {chunks}; pad every "
+                "document and pass cu_seqlens_q_padded"
             )
-        edges += [begin + end - start, stop]
+        edges += [padded_start + length, padded_end]
     layout = _even_layout(padded[-1], world, True) if contiguous else Layout.zigzag(padded[-1], world, padded)
     return Packing(layout, tuple(edges), real != padded)
 
@@ -184,15 +189,15 @@ def _even_layout(seqlen: int, world: int, contiguous: bool) -> Layout:
 
 
 def _row_lengths(host: Host, mask_type: MaskType, name: str, batch: int) -> tuple[int, ...] | None:
-    """Tokens of each batch row that are not padding; the rest of a row is behind them."""
+    """Return the number of tokens before the padding at the end of each batch row, or None without padding."""
     if not mask_type.padding:
         if host:
-            raise ValueError(f"{next(iter(host))} is given with attn_mask_type {name!r}: it must be a padding one")
+            raise ValueError(f"{next(iter(host))} is given with attn_mask_type {name!r}: it must be a padding type")
         return None
     if "cu_seqlens_q" not in host:
-        raise NotImplementedError(f"attn_mask_type is {name!r} without cu_seqlens_q: pass lengths, not attention_mask")
+        raise NotImplementedError(f"attn_mask_type is {name!r} without cu_seqlens_q; pass cu_seqlens_q for padding")
     if host.keys() & {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}:
-        raise ValueError("cu_seqlens_q_padded is given: rows of one length have their padding behind them")
+        raise ValueError("cu_seqlens_q_padded is given; only qkv_format 'thd' takes padded boundaries")
     if host.get("cu_seqlens_kv", host["cu_seqlens_q"]) != host["cu_seqlens_q"]:
         raise NotImplementedError(
             "cu_seqlens_kv differs from cu_seqlens_q: padding of cross-attention is not supported"
@@ -203,11 +208,12 @@ def _row_lengths(host: Host, mask_type: MaskType, name: str, batch: int) -> tupl
     return lengths
 
 
-# Kept on the device: every layer asks for the same, and the host waits for a copy. Autograd saves them.
+# Padding masks stay cached on the device, because all layers use the same one and each copy synchronises the host.
+# They are normal tensors even in inference mode, because autograd saves them.
 
 
 def _padding(packing: Packing, rank: int, device: torch.device) -> Tensor:
-    """Return which of a rank's tokens are padding, bool ``[tokens]``."""
+    """Return a bool mask ``[tokens]`` that is True where a rank's token is padding."""
     return _shared_padding(packing, rank, device).read()
 
 
@@ -215,26 +221,26 @@ def _padding(packing: Packing, rank: int, device: torch.device) -> Tensor:
 @torch.inference_mode(False)
 def _shared_padding(packing: Packing, rank: int, device: torch.device) -> Shared[Tensor]:
     after = torch.searchsorted(torch.tensor(packing.cu_seqlens), packing.layout.positions(rank), right=True)
-    made = (after % 2 == 0).to(device)
-    return Shared(made, (made,))
+    is_padding = (after % 2 == 0).to(device)
+    return Shared(is_padding, (is_padding,))
 
 
 def _behind(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """Return which of a rank's tokens are behind the end of each row, bool ``[B, tokens]``."""
+    """Return a bool mask ``[B, tokens]`` that is True where a rank's token lies behind the end of its row."""
     return _shared_behind(lengths, layout, rank, device).read()
 
 
 @lru_cache(maxsize=KEPT)
 @torch.inference_mode(False)
 def _shared_behind(lengths: tuple[int, ...], layout: Layout, rank: int, device: torch.device) -> Shared[Tensor]:
-    made = (layout.positions(rank) >= torch.tensor(lengths)[:, None]).to(device)
-    return Shared(made, (made,))
+    is_padding = (layout.positions(rank) >= torch.tensor(lengths)[:, None]).to(device)
+    return Shared(is_padding, (is_padding,))
 
 
 def _window_of(window_size: tuple[int, int] | None, name: str, causal: bool) -> tuple[int, int]:
     window = (-1, -1) if window_size is None else window_size
     if not isinstance(window, (tuple, list)) or [type(end) for end in window] != [int, int]:
-        raise ValueError(f"window_size is {window_size!r}: it must be (left, right), whole numbers")
+        raise ValueError(f"window_size is {window_size!r}: it must be two integers (left, right)")
     left, right = window
     if right > 0 if causal else (left < 0) != (right < 0):
         ends = "(left, 0), or (-1, 0)" if causal else "(left, right), both at least 0, or (-1, -1)"
@@ -243,7 +249,7 @@ def _window_of(window_size: tuple[int, int] | None, name: str, causal: bool) -> 
 
 
 def _check_mask(mask: Tensor | None, causal: bool, positions: Tensor, keys: int) -> None:
-    """Refuse a mask that hides anything else than a causal one, True: hidden; a comparison on its device."""
+    """Raise if ``mask`` (True: hidden) is not the causal mask of these positions; the check synchronises."""
     if mask is None:
         return
     shape, rows = tuple(getattr(mask, "shape", ())), len(positions)
@@ -260,18 +266,18 @@ def _is_other(mask: Tensor, positions: Tensor) -> bool:
 
 
 def check_softmax_type(softmax_type: str) -> str:
-    """The kind of sink."""
+    """Return ``softmax_type``, or raise ValueError if the type is unknown."""
     if softmax_type not in SOFTMAX_TYPES:
         raise ValueError(f"softmax_type is {softmax_type!r}: it must be one of {', '.join(SOFTMAX_TYPES)}")
     return softmax_type
 
 
 def sink_of(softmax_type: str, offset: Tensor | None, query: Tensor) -> Tensor | None:
-    """One more logit per head: none, 0, or a learned one."""
+    """Return the sink logit of each head: None, zeros (``off-by-one``) or the learnable ``offset``."""
     return query.new_zeros(query.shape[-2]) if softmax_type == "off-by-one" else offset
 
 
 def check_comm_type(cp_comm_type: str | None) -> None:
-    """Refuse what is no ring."""
+    """Raise NotImplementedError if ``cp_comm_type`` asks for anything but a ring."""
     if cp_comm_type not in (None, "p2p"):
-        raise NotImplementedError(f"cp_comm_type is {cp_comm_type!r}: keys and values go round a ring here, pass 'p2p'")
+        raise NotImplementedError(f"cp_comm_type is {cp_comm_type!r}: it must be 'p2p', the ring")

@@ -1,10 +1,10 @@
-"""Ring attention as Megatron-core's core attention (read in and run with 0.16.1, whose interface later ones keep).
+"""Ring attention as Megatron-core's core attention, tested with 0.16.1 (later versions keep that interface).
 
-One line gives it to every layer of a model::
+One line replaces the attention of every layer of a model::
 
     spec = with_ring_attention(get_gpt_layer_local_spec())
 
-and a provider of one's own has ``def core_attention(self): return RingCoreAttention``.
+A custom provider defines ``def core_attention(self): return RingCoreAttention``.
 """
 
 from __future__ import annotations
@@ -26,31 +26,33 @@ from .. import single_rank
 from .formats import Boundaries, attend, check_comm_type, check_softmax_type, sink_of
 
 REFUSED = {
-    "qk_clip": "the largest score is not kept",
-    "log_max_attention_logit": "the largest score is not kept",
-    "fp8_dot_product_attention": "attention is in the dtype of its tensors",
-    "fp8_multi_head_attention": "attention is in the dtype of its tensors",
-    "batch_invariant_mode": "no kernel of that mode is used",
-    "flash_decode": "it passes core attention by",
+    "qk_clip": "the kernels do not return the largest score",
+    "log_max_attention_logit": "the kernels do not return the largest score",
+    "fp8_dot_product_attention": "attention runs in the dtype of its inputs",
+    "fp8_multi_head_attention": "attention runs in the dtype of its inputs",
+    "batch_invariant_mode": "the kernels of that mode are not used",
+    "flash_decode": "it bypasses core attention",
 }
-"""Fields of the config that must be off, and why."""
+"""Config fields that must be off, with the reason."""
 
 
 class RingCoreAttention(MegatronModule):  # type: ignore[misc]
     """``softmax(scale * q k^T) v`` over the tokens of all ranks of the context-parallel group.
 
-    It takes what Megatron-core's ``DotProductAttention`` and ``TEDotProductAttention`` take, ``k_channels`` and
-    ``v_channels`` of multi-latent attention among them, and from the config: ``context_parallel_size``,
-    ``window_size`` and ``window_attn_skip_freq``, ``softmax_type``, ``attention_dropout``, head groups. The exponential
-    is in fp32 whatever ``attention_softmax_in_fp32`` says, so that ``apply_query_key_layer_scaling``, which keeps
-    scores small by dividing them by the layer's number before it multiplies them again, has nothing to change.
+    The arguments are those of Megatron-core's ``DotProductAttention`` and ``TEDotProductAttention``, with
+    ``k_channels`` and ``v_channels`` for multi-latent attention. The config fields ``context_parallel_size``,
+    ``window_size``, ``window_attn_skip_freq``, ``softmax_type``, ``attention_dropout`` and ``num_query_groups`` apply.
 
-    Dropout is a function of a head's number among those of all tensor-parallel ranks, and of a seed that the first
-    context-parallel rank draws from torch's CPU generator. Training alone: inference with Megatron's contexts is
-    refused where this module sees it, and dynamic batching goes past it.
+    The softmax always runs in fp32, so ``attention_softmax_in_fp32`` and ``apply_query_key_layer_scaling`` change
+    nothing. The dropout mask depends on the global head index over all tensor-parallel ranks, and on a seed that the
+    first context-parallel rank draws from torch's CPU generator.
+
+    The module supports training only. Inference contexts raise where the module can see them. Dynamic batching
+    bypasses the module.
 
     Raises:
-        ValueError, NotImplementedError: an argument or a field of the config that cannot be honoured, by its name.
+        ValueError: An argument or a config field has a wrong value.
+        NotImplementedError: An argument or a config field asks for something that is not supported.
     """
 
     def __init__(
@@ -69,14 +71,14 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
         for field, reason in REFUSED.items():
             if getattr(config, field, False):
-                raise NotImplementedError(f"{field} of the config is on: {reason}; turn it off")
+                raise NotImplementedError(f"{field} of the config is on, but {reason}; turn it off")
         check_comm_type(cp_comm_type)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.config, self.layer_number = config, max(1, layer_number)
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
-        self.tp_group = _member_of(pg_collection, "tp")  # also of `sharded_state_dict`
-        # a group may be there for other modules of the model
+        self.tp_group = _member_of(pg_collection, "tp")  # `sharded_state_dict` reads it, too
+        # ignore the cp group if context_parallel_size is 1: other modules may use it
         cp_size = config.context_parallel_size
         self.cp_group = _member_of(pg_collection, "cp") if cp_size > 1 else None
         if self.cp_group is not None and self.cp_group.size() != cp_size:
@@ -109,21 +111,21 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """The output ``[s, b, h * dv]`` of this rank's tokens ``[s, b, h, d]``, or ``[t, h * dv]`` of ``[t, h, d]``.
+        """Return ``[s, b, h * dv]`` for this rank's tokens ``[s, b, h, d]``, or ``[t, h * dv]`` for ``[t, h, d]``.
 
         ``attention_mask`` is None or the causal mask of this rank's rows, ``[1 or b, 1, s, s * cp]``.
-        ``packed_seq_params`` has the boundaries of the whole sequence; each document, with its padding, has a multiple
-        of ``2 * cp`` tokens. Boundaries on a device are copied to the host, a synchronisation per layer.
+        ``packed_seq_params`` has the document boundaries of the whole sequence. The length of each document with its
+        padding is a multiple of ``2 * cp``. Boundaries on a GPU cost one synchronisation per layer.
         """
         if attention_bias is not None:
-            raise NotImplementedError("attention_bias is given: no bias is added to scores; leave it out")
+            raise NotImplementedError("attention_bias is given; it must be None, because no bias is added to scores")
         if self.attention_type == "self" and query.shape[0] != key.shape[0]:
             raise NotImplementedError(
-                f"query has {query.shape[0]} tokens, key {key.shape[0]}, as with an inference_context: it must be None"
+                f"query has {query.shape[0]} tokens, key {key.shape[0]}; they must be equal, and inference_context None"
             )
         dims = (query.shape[-1], value.shape[-1])
         if dims != self.head_dims:
-            raise ValueError(f"head dims of query and value are {dims}: k_channels and v_channels say {self.head_dims}")
+            raise ValueError(f"head dims of query and value are {dims}: k_channels and v_channels are {self.head_dims}")
         qkv_format, boundaries, group = "sbhd", Boundaries(), self.cp_group
         name = (attn_mask_type or self.attn_mask_type).name
         if (packed := packed_seq_params) is not None:
@@ -156,36 +158,36 @@ class RingCoreAttention(MegatronModule):  # type: ignore[misc]
 def _member_of(pg_collection: ProcessGroupCollection, name: str) -> Any:
     group = getattr(pg_collection, name, None)
     if not hasattr(group, "rank"):
-        raise ValueError(f"pg_collection has no {name} group, but {group!r}: initialise parallel_state, or pass one")
+        raise ValueError(f"pg_collection has no {name} group, but {group!r}; initialise parallel_state or pass a group")
     return group
 
 
 def _group_of(packed: PackedSeqParams, group: Any) -> Any:
-    """The group of one micro-batch, where Megatron chooses it anew for each; else the layer's."""
+    """Return the context-parallel group of a micro-batch, or the layer's if the micro-batch has none."""
     cp_group, size = getattr(packed, "cp_group", None), getattr(packed, "local_cp_size", None)
     if cp_group is not None:
         return cp_group
     if size not in (None, 1):
-        raise ValueError(f"local_cp_size of packed_seq_params is {size} without cp_group: it must be 1, or have one")
+        raise ValueError(f"local_cp_size of packed_seq_params is {size}; a size other than 1 needs cp_group")
     return group if size is None else None
 
 
 def with_ring_attention(spec: Any) -> Any:
-    """A copy of a layer's ``ModuleSpec``, or of a block's, whose attention modules all use :class:`RingCoreAttention`.
+    """Return a copy of a layer's or a block's ``ModuleSpec`` with :class:`RingCoreAttention` in all attention modules.
 
     Raises:
-        ValueError: a spec in which nothing has a ``core_attention``.
+        ValueError: No module of the spec has a ``core_attention``.
     """
-    made = copy.deepcopy(spec)
-    if not _replace(made):
+    replaced = copy.deepcopy(spec)
+    if not _replace(replaced):
         raise ValueError(
-            f"spec is a {type(spec).__name__} without a submodule core_attention: pass a layer's or a block's"
+            f"spec is a {type(spec).__name__} without a submodule core_attention; pass the spec of a layer or a block"
         )
-    return made
+    return replaced
 
 
 def _replace(spec: Any) -> int:
-    """How many modules had a core attention."""
+    """Replace the core attention in place, and return the number of modules that had one."""
     submodules = getattr(spec, "submodules", spec)
     if hasattr(submodules, "core_attention"):
         submodules.core_attention = RingCoreAttention

@@ -1,19 +1,18 @@
-"""lucidrains' ring-attention-pytorch by its own names, on ``ringattn.ring_attention``.
+"""Functions of lucidrains' ring-attention-pytorch on top of ``ringattn.ring_attention``.
 
-``from ringattn.integrations.ring_attention_pytorch import ring_flash_attn`` is the one line to change: names, argument
-order, layouts and the order of heads are those of ring_attention_pytorch 0.5.20, which need not be installed. Its
-modules look the function up where they are, so that with ``use_cuda_kernel=False`` the line is
-``ring_attention_pytorch.ring_attention.ring_flash_attn = ring_flash_attn``.
+Only the import changes: ``from ringattn.integrations.ring_attention_pytorch import ...``. Names, argument order,
+layouts and head order are those of ring_attention_pytorch 0.5.20, which need not be installed. To change its modules,
+set ``use_cuda_kernel=False`` and assign ``ring_attention_pytorch.ring_attention.ring_flash_attn = ring_flash_attn``.
 
-- Heads: query head h reads key head ``h % Hkv``; in ``ring_attention`` it reads ``h // (H // Hkv)``.
-- Tokens: rank r of P holds run r of P. With ``striped_ring_attn`` bucket j of all J, ``bucket_size`` tokens each, holds
-  the tokens j, j + J, j + 2J, ..., and rank r the buckets r J / P to (r + 1) J / P - 1, one after the other;
+- Heads: query head h reads key head ``h % Hkv``. In ``ring_attention`` query head h reads ``h // (H // Hkv)``.
+- Tokens: rank r of P holds run r of P. With ``striped_ring_attn`` there are J buckets of ``bucket_size`` tokens.
+  Bucket j holds the tokens j, j + J, j + 2J, ..., and rank r holds the buckets r J / P to (r + 1) J / P - 1 in order.
   ``ring_flash_attn_cuda`` has one bucket per rank.
-- ``max_lookback_seq_len`` is a window of that many tokens behind the query. Theirs counts whole buckets, those of
-  stripes too, and ends where a number of ring passes does.
-- ``mask`` holds with ``causal`` too, where theirs drops it.
-- This function's gradients are right; those of its modules with ``auto_shard_seq`` stay wrong over several ranks, since
-  the backward of its ``AllGather`` lacks an all-reduce.
+- ``max_lookback_seq_len`` is a window of that many tokens before the query. The original rounds it to whole buckets
+  and ring passes.
+- ``mask`` and ``causal`` can be combined. The original ignores ``mask`` with ``causal``.
+- Gradients are correct here. The original's modules with ``auto_shard_seq`` still have wrong gradients over several
+  ranks, because the backward of their ``AllGather`` lacks an all-reduce.
 """
 
 from __future__ import annotations
@@ -46,32 +45,27 @@ def ring_flash_attn(
     *,
     group: GroupLike = None,
 ) -> Tensor:
-    """Attention of ``[B, S, H, D]`` over keys ``[B, S, Hkv, D]``, of all ranks with ``ring_reduce_col``.
+    """Compute attention of ``q [B, S, H, D]`` over ``k`` and ``v`` ``[B, S, Hkv, D]``, of all ranks in a ring.
 
-    Args:
-        mask: bool ``[B, S]`` of this rank's keys; False: there is no key. Gathered to the host, which waits for it.
-        bucket_size: of stripes; else it is how theirs cuts its work, and changes nothing.
-        ring_reduce_col: whether the ranks share a sequence.
-        ring_size: so many neighbours share one, all of the group by default.
-        group: the ranks, in place of the default group; of one ring.
+    With ``ring_reduce_col`` the ranks share a sequence, otherwise each rank attends to its own. ``mask`` is bool
+    ``[B, S]`` of this rank's keys, and False hides a key. All ranks' masks are gathered to the host, which waits.
+    ``bucket_size`` has no effect without ``striped_ring_attn``. ``ring_size`` neighbouring ranks of the default process
+    group share a sequence; alternatively ``group`` has the ranks of one ring.
 
     Raises:
-        ValueError: ``max_lookback_seq_len`` without ``causal`` or below 0; ``softclamp_qk_sim`` and no
-            ``softclamp_value``; a ``mask`` that is not bool or not of these keys; stripes that ``bucket_size`` does not
-            divide; ``ring_size`` that does not divide the ranks; queries and keys that are not as many, with ``causal``
-            or over a ring; or as :func:`ringattn.ring_attention`.
+        ValueError: An argument has a wrong value, or q and k differ in length with ``causal`` or in a ring.
     """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     tokens, keys, kv_heads = q.shape[1], k.shape[1], k.shape[2]
     if tokens != keys and (causal or ring_reduce_col):
         raise ValueError(
-            f"q has {tokens} tokens, k has {keys}, with causal={causal} and ring_reduce_col={ring_reduce_col}: "
-            "their forward and backward disagree there; ringattn.ring_attention takes kv_layout= and align="
+            f"q has {tokens} tokens and k has {keys} with causal={causal} and ring_reduce_col={ring_reduce_col}; they "
+            "must be equal. For other lengths call ringattn.ring_attention with kv_layout= and align="
         )
     if max_lookback_seq_len is not None and not causal:
-        raise ValueError(f"max_lookback_seq_len is {max_lookback_seq_len} without causal: it looks behind the query")
+        raise ValueError(f"max_lookback_seq_len is {max_lookback_seq_len} without causal; pass causal=True")
     if max_lookback_seq_len == -1:
-        raise ValueError("max_lookback_seq_len is -1: it must be a whole number from 0, or None: all of them")
+        raise ValueError("max_lookback_seq_len is -1: it must be an integer of at least 0, or None for all tokens")
     if softclamp_qk_sim and not softclamp_value:
         raise ValueError(f"softclamp_value is {softclamp_value}: with softclamp_qk_sim it must be above 0")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != k.shape[:2]):
@@ -87,7 +81,7 @@ def ring_flash_attn(
         buckets = keys // size
         layout = _stripes(size, buckets, world)
     key_layout = layout if tokens == keys else Layout.contiguous(keys, 1)
-    if mask is not None:  # of all ranks by position, on the CPU: the host waits for them
+    if mask is not None:  # gather the keys of all ranks in order of position
         mask = _swapped(mask.to(torch.uint8), 1, buckets)
         mask = unshard(mask, layout=key_layout, group=members, grad="slice").bool().cpu()
     out = ring_attention(
@@ -110,7 +104,7 @@ def ring_flash_attn_cuda(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, bucket_size: int = 1024,
     *arguments: Any, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """:func:`ring_flash_attn`, on any device, with one bucket per rank, whatever ``bucket_size``: plain stripes."""
+    """Call :func:`ring_flash_attn` with one bucket per rank, on any device; ``bucket_size`` has no effect."""
     return ring_flash_attn(q, k, v, mask, causal, k.shape[1], *arguments, **options)
 
 
@@ -124,17 +118,19 @@ def zig_zag_attn(
     causal: bool = False,
     group: GroupLike = None,
 ) -> Tensor:
-    """Of ``[B, H, S, D]`` sharded by ``zig_zag_shard``: runs r and 2P - 1 - r of 2P; keys travel, none are gathered.
+    """Compute attention of ``[B, H, S, D]`` sharded by ``zig_zag_shard``, which gives rank r runs r and 2P - 1 - r.
+
+    K/V move around the ring. The original gathers them.
 
     Raises:
-        ValueError: an odd number of tokens, which no two equal runs have (``zig_zag_pad_seq`` pads).
-        NotImplementedError: ``attn_mask``, in whose place there is ``causal``.
+        ValueError: The number of tokens is odd; ``zig_zag_pad_seq`` pads.
+        NotImplementedError: ``attn_mask`` is given; pass ``causal`` instead.
     """
     if attn_mask is not None:
-        raise NotImplementedError("attn_mask is given: pass causal=True for the positions of zig_zag_shard")
+        raise NotImplementedError("attn_mask is given; pass causal=True for the positions of zig_zag_shard")
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     if q.shape[2] % 2 and group_rank_size(group)[1] > 1:
-        raise ValueError(f"q has {q.shape[2]} tokens: a zigzag has two equal runs of them")
+        raise ValueError(f"q has {q.shape[2]} tokens: zigzag needs an even number per rank")
     grouped = _swapped(q.transpose(1, 2), 2, q.shape[1] // max(k.shape[1], 1))
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     out = ring_attention(grouped, k, v, layout="zigzag", group=group, causal=causal, dropout_p=dropout)
@@ -152,27 +148,25 @@ def tree_attn_decode(
     *,
     group: GroupLike = None,
 ) -> Tensor:
-    """Decoding: ``[B, H, S, D]``, the same on every rank, over the keys ``[B, H, N, D]`` of all; without a gradient.
+    """Compute attention of decoding: queries ``[B, H, S, D]`` that are equal on all ranks over all ranks' keys.
 
-    Each rank attends to its own keys, and the ranks exchange results (Tree Attention, arXiv:2408.04093, algorithm 3).
+    Each rank attends to its own keys, then the ranks merge their results (Tree Attention, arXiv:2408.04093,
+    algorithm 3). The function has no gradient.
 
-    Args:
-        k, v: with ``shard_kv_seq`` all keys, the same on every rank, which takes its part; else this rank's, None where
-            it has none.
-        eps: least denominator in theirs, whose own is 1 or more: it changes nothing.
-        use_triton: None: the kernels for the device; False: those of a CPU.
+    With ``shard_kv_seq`` ``k`` and ``v`` ``[B, H, N, D]`` are equal on all ranks, and each rank takes its part.
+    Otherwise they are this rank's part, or None. ``eps`` has no effect, because it clamps a denominator that is never
+    below 1. ``use_triton`` is None for the kernels of the device, True for Triton, or False for ATen.
 
     Raises:
-        ValueError: one of k and v is None, or both with ``shard_kv_seq``; other numbers of heads than q's, which theirs
-            refuses too; or as :func:`ringattn.ring_attention`.
+        ValueError: Only one of ``k`` and ``v`` is given, or neither with ``shard_kv_seq``, or q and k differ in heads.
     """
     if (k is None) != (v is None) or (k is None and shard_kv_seq):
-        kinds = f"k is {type(k).__name__}, v is {type(v).__name__}, with shard_kv_seq={shard_kv_seq}"
-        raise ValueError(f"{kinds}: pass both, or neither with shard_kv_seq=False")
+        types = f"k is {type(k).__name__}, v is {type(v).__name__}, with shard_kv_seq={shard_kv_seq}"
+        raise ValueError(f"{types}; pass both, or neither with shard_kv_seq=False")
     rank, size = group_rank_size(group)
     keys, values = (q[:, :, :0] if x is None else x for x in (k, v))
     if keys.shape[1] != q.shape[1]:
-        raise ValueError(f"k has {keys.shape[1]} heads, q has {q.shape[1]}: they must be as many")
+        raise ValueError(f"k has {keys.shape[1]} heads, q has {q.shape[1]}: they must be equal")
     if shard_kv_seq:
         keys, values = (x.tensor_split(size, 2)[rank] for x in (keys, values))
     out, lse = ring_attention(
@@ -191,12 +185,12 @@ def tree_attn_decode(
 
 
 def _members(ring_size: int | None, group: GroupLike) -> GroupLike:
-    """The ranks of one ring."""
+    """Return the ranks of this rank's ring."""
     rank, size = group_rank_size(group)
     if ring_size is None or ring_size == size:
         return group
     if group is not None:
-        raise ValueError(f"ring_size is {ring_size}, group has {size} ranks: pass the group of one ring")
+        raise ValueError(f"ring_size is {ring_size}, group has {size} ranks; pass the group of one ring")
     if ring_size < 1 or size % ring_size:
         raise ValueError(f"ring_size is {ring_size}: it must divide the {size} ranks")
     return _neighbours(rank - rank % ring_size, ring_size, dist.group.WORLD)
@@ -204,14 +198,14 @@ def _members(ring_size: int | None, group: GroupLike) -> GroupLike:
 
 @lru_cache
 def _neighbours(first: int, ring_size: int, world: object) -> dist.ProcessGroup:
-    """Made once for a default group, by the ranks that are in it alone."""
-    made: dist.ProcessGroup = dist.new_group([*range(first, first + ring_size)], use_local_synchronization=True)
-    return made
+    """Return the process group of one ring, created once per default group and only by its members."""
+    ring: dist.ProcessGroup = dist.new_group([*range(first, first + ring_size)], use_local_synchronization=True)
+    return ring
 
 
 @lru_cache
 def _stripes(bucket_size: int, buckets: int, world: int) -> Layout:
-    """Of every rank, by position: ``buckets`` neighbours in each of ``bucket_size`` rounds over all buckets."""
+    """Return the layout of striped buckets: in each of ``bucket_size`` rounds a rank has ``buckets`` neighbours."""
     if buckets == 1:
         return Layout.striped(bucket_size * world, world)
     rounds = range(bucket_size)
@@ -219,8 +213,8 @@ def _stripes(bucket_size: int, buckets: int, world: int) -> Layout:
 
 
 def _swapped(x: Tensor, dim: int, groups: int) -> Tensor:
-    """``groups`` runs along ``dim``, the first of each, then the second of each, and so on."""
+    """Reorder ``groups`` runs along ``dim`` to the first elements of all runs, then the second ones, and so on."""
     if groups in (1, x.shape[dim]) or groups < 1 or x.shape[dim] % groups:
-        return x  # nothing to swap, or heads that do not fit: the call names them
+        return x  # nothing to swap, or the heads do not fit, which ring_attention reports
     shape = *x.shape[:dim], groups, x.shape[dim] // groups, *x.shape[dim + 1 :]
     return x.reshape(shape).transpose(dim, dim + 1).flatten(dim, dim + 1)

@@ -1,30 +1,30 @@
-"""zhuzilin's ring-flash-attention by its own names, on ``ringattn.ring_attention``.
+"""Functions of zhuzilin's ring-flash-attention on top of ``ringattn.ring_attention``.
 
-``from ringattn.integrations.ring_flash_attn import zigzag_ring_flash_attn_func`` is the one line to change: names,
-argument order, layouts and results are those of ring_flash_attn 0.1.8, which need not be installed.
+Only the import changes: ``from ringattn.integrations.ring_flash_attn import ...``. Names, argument
+order, layouts and results are those of ring_flash_attn 0.1.8, which need not be installed.
 
 ==================================  ====================  ===========================================================
-functions                           q                     which tokens rank r of P holds
+functions                           q                     tokens of rank r of P
 ==================================  ====================  ===========================================================
 ``ring_flash_attn_*``               ``[B, S, H, D]``      run r of P equal ones
 ``zigzag_ring_flash_attn_*``        ``[B, S, H, D]``      runs r and 2P - 1 - r of 2P equal ones, one after the other
 ``stripe_flash_attn_*``             ``[B, S, H, D]``      r, r + P, r + 2P, ...
 ``ring_flash_attn_varlen_*``        ``[total, H, D]``     run r of P of every document, packed
 ``zigzag_ring_flash_attn_varlen_*`` ``[total, H, D]``     runs r and 2P - 1 - r of 2P of every document, packed
-``llama3_flash_attn_varlen_*``      ``[total, H, D]``     run r of P of the packed sequence, wherever documents end
+``llama3_flash_attn_varlen_*``      ``[total, H, D]``     run r of P of the packed sequence, across documents
 ==================================  ====================  ===========================================================
 
-Each as ``*_func(q, k, v, ...)``, ``*_kvpacked_func(q, kv, ...)`` and ``*_qkvpacked_func(qkv, ...)``: ``kv`` is
-``[..., 2, Hkv, D]``, ``qkv`` is ``[..., 3, H, D]``. They return ``out``, with ``return_attn_probs`` ``(out, lse,
-None)``: ``lse`` is ``[B, H, S]``, varlen ``[H, total]``, fp32, natural logarithm.
+Each has the variants ``*_func(q, k, v, ...)``, ``*_kvpacked_func(q, kv, ...)`` and ``*_qkvpacked_func(qkv, ...)``,
+where ``kv`` is ``[..., 2, Hkv, D]`` and ``qkv`` is ``[..., 3, H, D]``. They return ``out``, or ``(out, lse, None)``
+with ``return_attn_probs``. ``lse`` is the fp32 natural logarithm, ``[B, H, S]`` or varlen ``[H, total]``.
 
-What theirs refuses or gets wrong holds here as in ``ring_attention``: windows and ALiBi over the ring, dropout that
-does not depend on the number of ranks, zigzag and stripes without ``causal``. ``deterministic`` may be either: the
-backward is. By keyword, beside their arguments, see :class:`More`.
+Some options work here that the original rejects or computes wrongly: windows and ALiBi over the ring, zigzag and
+stripes without ``causal``, and dropout that does not depend on the number of ranks. The backward is always
+deterministic, whatever ``deterministic`` says. :class:`More` lists additional keyword arguments.
 
-``cu_seqlens`` are host data here: a tensor on a GPU is copied, and the host waits for it; in the llama3 functions once,
-in ``llama3_flash_attn_prepare_cu_seqlens``. Documents that do not divide by the ranks, and zigzags whose two runs would
-not be equal: say ``layout=``.
+``cu_seqlens`` are needed on the host, so a tensor on a GPU synchronises. The llama3 functions do so only in
+``llama3_flash_attn_prepare_cu_seqlens``. Pass ``layout=`` for documents that the ranks do not divide, and for zigzags
+with two unequal runs.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from ..comm import GroupLike, group_rank_size
 from . import unit_stride
 
 Attention = Tensor | tuple[Tensor, Tensor, None]
-"""``out``, or ``(out, lse, None)`` with ``return_attn_probs``: there are no attention probabilities to return."""
+"""``out``, or ``(out, lse, None)`` with ``return_attn_probs``; the attention probabilities are never materialised."""
 Boundaries = tuple[int, ...]
 Placed = tuple[Layout | str, Boundaries | None]
-"""Who holds which tokens, and where documents end in the whole sequence; None: the tensors are not packed."""
+"""Layout, and the document boundaries in the whole sequence, or None if the tensors are not packed."""
 
 
 class More(TypedDict, total=False):
-    """What their functions do not have, by keyword, as :func:`ringattn.ring_attention` takes it."""
+    """Keyword arguments beyond those of ring_flash_attn, with the meaning of :func:`ringattn.ring_attention`."""
 
     layout: Layout
-    """Who holds which tokens, in place of the function's own rule; ``cu_seqlens`` are then those of the whole sequence,
-    and documents need not divide: ``Layout.zigzag(total, world, cu_seqlens)``."""
+    """Layout that replaces the function's own. ``cu_seqlens`` are then boundaries of the whole sequence, and documents
+    need not divide by the ranks, as in ``Layout.zigzag(total, world, cu_seqlens)``."""
     softcap: float
     learnable_sink: Tensor | None
     dropout_seed: int | None
@@ -63,7 +63,7 @@ class More(TypedDict, total=False):
 
 
 class _Call(NamedTuple):
-    """What the place of the tokens depends on."""
+    """Arguments of a call that determine the layout."""
 
     q: Tensor
     k: Tensor
@@ -88,7 +88,10 @@ def _attention(
     group: GroupLike = None,
     **more: Unpack[More],
 ) -> Attention:
-    """Every function: ``place`` has its rule, ``arguments`` are what it takes between the tensors and ``dropout_p``."""
+    """Compute attention for every public function of this module.
+
+    ``place`` returns the layout from the call and from ``arguments``, the arguments between tensors and ``dropout_p``.
+    """
     layout, documents = place(_Call(q, k, causal, group, more.pop("layout", None)), *arguments)
     if documents is not None:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
@@ -110,16 +113,18 @@ def _dense(rule: str, call: _Call) -> Placed:
 
 
 def _varlen(rule: Callable[[Boundaries, int], Layout], call: _Call, cu_seqlens: Tensor, max_seqlen: int) -> Placed:
-    """``cu_seqlens`` are the boundaries in every rank's part: those of the whole sequence over the number of ranks."""
+    """Return the placement for ``cu_seqlens`` of one rank's part, those of the whole sequence over the world size."""
     documents = Documents(_on_host(cu_seqlens)).boundaries
     if max_seqlen is None or max_seqlen < _longest(documents):
-        raise ValueError(f"max_seqlen is {max_seqlen}, the longest document of cu_seqlens is {_longest(documents)}")
+        raise ValueError(
+            f"max_seqlen is {max_seqlen}, but the longest document of cu_seqlens has {_longest(documents)}"
+        )
     if call.layout is not None:
         return call.layout, documents
     if documents[-1] != call.q.shape[0]:
         raise ValueError(
-            f"cu_seqlens ends at {documents[-1]}, q has {call.q.shape[0]} tokens: it has the boundaries in this rank's "
-            "part; with layout= those of the whole sequence"
+            f"cu_seqlens ends at {documents[-1]} and q has {call.q.shape[0]} tokens; pass the boundaries within this "
+            "rank's part, or layout= with the boundaries of the whole sequence"
         )
     world = group_rank_size(call.group)[1]
     if rule is _zigzag_of_documents:
@@ -130,14 +135,13 @@ def _varlen(rule: Callable[[Boundaries, int], Layout], call: _Call, cu_seqlens: 
 
 
 def _two_equal_runs(name: str, tokens: int, call: _Call) -> None:
-    """Of an odd number no cut is theirs; alone a rank has them all."""
     if tokens % 2 and group_rank_size(call.group)[1] > 1:
-        raise ValueError(f"{name} has {tokens} tokens: a zigzag has two equal runs of them, or say which in layout=")
+        raise ValueError(f"{name} has {tokens} tokens: zigzag needs an even number per rank; else pass layout=")
 
 
 @lru_cache
 def _runs_of_documents(documents: tuple[int, ...], world: int) -> Layout:
-    """Of every document run ``rank`` of ``world`` equal ones."""
+    """Return the layout in which each rank holds one of ``world`` equal runs of every document."""
     lengths = [(start, (stop - start) // world) for start, stop in pairwise(documents)]
     return Layout([(start + rank * length, length) for start, length in lengths] for rank in range(world))
 
@@ -148,7 +152,7 @@ def _zigzag_of_documents(documents: tuple[int, ...], world: int) -> Layout:
 
 
 class _Prepared(NamedTuple):
-    """What ``llama3_flash_attn_prepare_cu_seqlens`` returned beside ``cu_seqlens_q``, and what it was made from."""
+    """Results of ``llama3_flash_attn_prepare_cu_seqlens`` except ``cu_seqlens_q``, and its arguments."""
 
     cu_seqlens_k: Tensor
     max_seqlen_q: int
@@ -161,22 +165,24 @@ class _Prepared(NamedTuple):
 
 
 _PREPARED = WeakTensorKeyDictionary()
-"""By ``cu_seqlens_q``: a ring needs the documents of all ranks, and their functions are told those of one."""
+"""Maps ``cu_seqlens_q`` to its :class:`_Prepared`, because a ring needs the documents of all ranks."""
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
-    """What the llama3 functions take, from the boundaries of a packed sequence that is cut into ``world_size`` runs.
+    """Compute the arguments of the llama3 functions for a packed sequence that is split into ``world_size`` runs.
+
+    The runs are those of ``Layout.contiguous`` and may differ in length.
 
     Returns:
-        ``(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)``, those of ring_flash_attn: the
-        boundaries of the documents in rank's run, the boundaries among the keys that they need, the longest of each,
-        and which keys those are. Pass them on as they are: the documents of the other ranks are known by
-        ``cu_seqlens_q``, the tensor itself. Runs need not be equal: they are ``Layout.contiguous``.
+        ``(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)`` as in ring_flash_attn. They are the
+        document boundaries in the rank's run and in the keys that the run sees, the longest document in each, and the
+        slice of those keys. Pass the tensor ``cu_seqlens_q`` itself to the functions, not a copy: ringattn looks up
+        the documents of the other ranks by that object.
 
     Raises:
-        ValueError: boundaries that are none, no such rank, or a rank without tokens.
+        ValueError: ``cu_seqlens`` are not boundaries, or ``rank`` is out of range or has no tokens.
     """
     if not isinstance(cu_seqlens, Tensor):
         raise ValueError(f"cu_seqlens is {cu_seqlens!r}: it must be a torch.Tensor")
@@ -206,17 +212,16 @@ def _llama3(
     heads_k_stride: int,
     local_k_slice: slice,
 ) -> Placed:
-    """Keys travel around the ring, where theirs gathers ``heads_k_stride`` heads of all of them."""
     prepared = _PREPARED.get(cu_seqlens_q)  # type: ignore[no-untyped-call]
     if prepared is None:
         raise ValueError(
-            "cu_seqlens_q is not a tensor that llama3_flash_attn_prepare_cu_seqlens of "
-            "ringattn.integrations.ring_flash_attn returned: it does not say where the documents of other ranks end"
+            "cu_seqlens_q is unknown; pass the tensor object that llama3_flash_attn_prepare_cu_seqlens of "
+            "ringattn.integrations.ring_flash_attn returned"
         )
     values = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, call.causal, *group_rank_size(call.group))
-    for name, value, made in zip(_Prepared._fields, values, prepared, strict=False):
-        if value is not made if isinstance(made, Tensor) else value != made:
-            raise ValueError(f"{name} is {value}, llama3_flash_attn_prepare_cu_seqlens made cu_seqlens_q with {made}")
+    for name, value, expected in zip(_Prepared._fields, values, prepared, strict=False):
+        if value is not expected if isinstance(expected, Tensor) else value != expected:
+            raise ValueError(f"{name} is {value}, but llama3_flash_attn_prepare_cu_seqlens had {expected}")
     if heads_k_stride is None or heads_k_stride < 1 or call.k.shape[1] % heads_k_stride:
         raise ValueError(f"heads_k_stride is {heads_k_stride}: it must divide the {call.k.shape[1]} heads of k")
     documents = prepared.documents
@@ -224,7 +229,6 @@ def _llama3(
 
 
 def _on_host(cu_seqlens: Tensor | Iterable[int]) -> Any:
-    """Boundaries as a list: of a tensor on a GPU the host waits for the copy."""
     return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
 
 
@@ -233,7 +237,7 @@ def _longest(boundaries: Boundaries) -> int:
 
 
 def _functions(stem: str, place: Callable[..., Placed], *arguments: str) -> list[Callable[..., Attention]]:
-    """``*_func``, ``*_kvpacked_func`` and ``*_qkvpacked_func``, which take ``arguments`` after the tensors."""
+    """Build ``*_func``, ``*_kvpacked_func`` and ``*_qkvpacked_func``, which take ``arguments`` after the tensors."""
     tensors = {"": ("q", "k", "v"), "kvpacked_": ("q", "kv"), "qkvpacked_": ("qkv",)}
     return [_function(f"{stem}_{packing}func", names, place, arguments) for packing, names in tensors.items()]
 
@@ -243,22 +247,22 @@ def _function(
 ) -> Callable[..., Attention]:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     rest = [*inspect.signature(_attention).parameters.values()][5:]
-    signature = inspect.Signature([*(inspect.Parameter(each, kind) for each in (*tensors, *arguments)), *rest])
-    first, second = len(tensors), len(tensors) + len(arguments)
+    signature = inspect.Signature([*(inspect.Parameter(name, kind) for name in (*tensors, *arguments)), *rest])
+    first, last = len(tensors), len(tensors) + len(arguments)
 
     def call(*positional: Any, **named: Any) -> Attention:
         bound = signature.bind(*positional, **named)
         q, k, v = (part for name, x in zip(tensors, bound.args, strict=False) for part in _parts(name, x))
-        return _attention(place, bound.args[first:second], q, k, v, *bound.args[second:], **bound.kwargs)
+        return _attention(place, bound.args[first:last], q, k, v, *bound.args[last:], **bound.kwargs)
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = "Attention of this rank's queries over the keys of all ranks; see the module."
+    call.__doc__ = "Compute attention of this rank's queries over the keys of all ranks; see the module."
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call
 
 
 def _parts(name: str, x: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that one holds, a letter of its name for each."""
+    """Return the tensors packed in ``x``: ``name`` has one letter for each, such as ``qkv``."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
     x = unit_stride(x)

@@ -1,9 +1,9 @@
-"""zhuzilin's adapter for Hugging Face transformers by its own names, on ``ringattn.integrations.transformers``.
+"""Hugging Face adapter of zhuzilin's ring-flash-attention on top of ``ringattn.integrations.transformers``.
 
 ``from ringattn.integrations.ring_flash_attn_adapters import substitute_hf_flash_attn, update_ring_flash_attn_params``
-takes the place of the import from ring_flash_attn 0.1.8, which need not be installed; nothing of transformers is
-patched. Without flash-attn, models are made with ``attn_implementation="ringattn"``. Around a forward, and for labels,
-``sharded`` and ``shard_batch`` of ``ringattn.integrations.transformers`` do the same for every layout.
+replaces the import from ring_flash_attn 0.1.8, which need not be installed. Nothing in transformers is patched.
+Without flash-attn, create models with ``attn_implementation="ringattn"``. New code should use ``sharded`` and
+``shard_batch`` of ``ringattn.integrations.transformers``, which support every layout and shift the labels.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .transformers import Sharding, _sharding, attend, mask_of, register
 
 
 def substitute_hf_flash_attn(process_group: GroupLike, heads_k_stride: int) -> str:
-    """Attention of models over the ranks of ``process_group``; returns the ``attn_implementation`` to make them with.
+    """Use ringattn for the attention of models, and return the ``attn_implementation`` for new models.
 
-    As in theirs, models with ``flash_attention_2`` have it too, those that were made before as well. For all layers of
-    decoders that ``ringattn.integrations.transformers`` takes: windows, softcap and sinks, and any number of rows.
+    As in the original, existing and new models with ``flash_attention_2`` use ringattn, too. All decoders that
+    ``ringattn.integrations.transformers`` accepts work, with windows, softcap, sinks and any number of rows.
 
     Args:
-        process_group: the ranks that share a sequence.
-        heads_k_stride: how many heads of the keys theirs gathers at once. Here keys travel, and it changes nothing.
+        process_group: The ranks that share a sequence.
+        heads_k_stride: Has no effect, because K/V move around the ring. The original gathers that many heads at once.
 
     Raises:
-        ValueError: ``heads_k_stride`` is no whole number of 1 or more.
-        ImportError: as :func:`ringattn.integrations.transformers.register`.
+        ValueError: ``heads_k_stride`` is not an integer of at least 1.
+        ImportError: See :func:`ringattn.integrations.transformers.register`.
     """
     if not isinstance(heads_k_stride, int) or isinstance(heads_k_stride, bool) or heads_k_stride < 1:
-        raise ValueError(f"heads_k_stride is {heads_k_stride!r}: it must be 1 or more heads of the keys")
+        raise ValueError(f"heads_k_stride is {heads_k_stride!r}: it must be an integer of at least 1")
     name = register()
     transformers.AttentionInterface.register("flash_attention_2", attend)
     transformers.AttentionMaskInterface.register("flash_attention_2", mask_of)
@@ -40,25 +40,24 @@ def substitute_hf_flash_attn(process_group: GroupLike, heads_k_stride: int) -> s
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: GroupLike) -> None:
-    """Before each forward, in its thread: where the documents of the packed sequence end.
+    """Set the document boundaries of the packed sequence; call it before each forward, in the same thread.
 
-    Rank r of P gives the model run r of P of the sequence (``Layout.contiguous``), ``position_ids`` counted from 0 in
-    each document, and no ``attention_mask``. The forward refuses other lengths and positions. As with theirs, a loss of
-    the model must be given ``shift_labels``: ``labels`` would be shifted within a rank's run.
+    Rank r of P passes the model run r of P of the sequence (``Layout.contiguous``), ``position_ids`` that count from 0
+    in each document, and no ``attention_mask``. The forward raises for other lengths and positions. As in the original,
+    pass ``shift_labels`` for a loss, because the model would shift ``labels`` within a rank's run.
 
     Raises:
-        ValueError: ``process_group`` is not that of ``substitute_hf_flash_attn``, or ``cu_seqlens`` are no boundaries.
-        RuntimeError: with several ranks, if no attention was ringattn's since the last update: each rank has seen its
-            own tokens alone.
+        ValueError: ``process_group`` is not that of ``substitute_hf_flash_attn``, or ``cu_seqlens`` are not boundaries.
+        RuntimeError: With several ranks, no attention has run on ringattn since the last update.
     """
     last = _sharding.get(None)
     if last is None or last.group is not process_group:
-        raise ValueError("process_group is another one: call substitute_hf_flash_attn(process_group, ...) first")
+        raise ValueError("process_group is unknown; call substitute_hf_flash_attn(process_group, ...) first")
     world = group_rank_size(process_group)[1]
     if last.layout is not None and not last.tokens and world > 1:
         raise RuntimeError(
-            "no attention since the last update_ring_flash_attn_params was ringattn's: make the model with "
-            f"attn_implementation={register()!r}, or leave the update out where there is no forward"
+            "no attention has used ringattn since the last update_ring_flash_attn_params. Create the model with "
+            f"attn_implementation={register()!r}, and call the update only before a forward."
         )
     documents = Documents(cu_seqlens.tolist()).boundaries
     _sharding.set(Sharding(Layout.contiguous(documents[-1], world), process_group, cu_seqlens=documents))

@@ -1,6 +1,6 @@
-"""``F.scaled_dot_product_attention`` over a sharded sequence: one ``with`` around a forward, nothing patched.
+"""Context manager that runs ``F.scaled_dot_product_attention`` over a sharded sequence, without patching torch.
 
-Beside ``torch.distributed.tensor.experimental.context_parallel`` (read in torch 2.13).
+It is an alternative to ``torch.distributed.tensor.experimental.context_parallel`` and follows torch 2.13.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from . import unit_stride
 
 __all__ = ["layout_of", "ring_sdpa"]
 
-OUTSIDE = "call it outside the `with` where attention to this rank's tokens alone is meant"
+OUTSIDE = "call it outside the `with` to attend to this rank's tokens only"
 OTHER_ATTENTION: dict[str, str] = {
     "flex_attention": "call ringattn.ring_attention for windows, documents and block masks",
     "_varlen_attn": "call ringattn.ring_attention with cu_seqlens",  # the ops of torch.nn.attention.varlen
     "_varlen_attn_out": "call ringattn.ring_attention with cu_seqlens",
     "scaled_dot_product_attention": "call the function of torch.nn.functional",  # the op of torch.ops.aten
 }
-"""What else would be attention of this rank's tokens alone, and what to call in its place."""
+"""Other attention functions, which would see this rank's tokens only, and what to call instead."""
 KERNELS = (
     "_scaled_dot_product_", "_flash_attention_", "_efficient_attention_", "_cudnn_attention_",
     "_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_triton_multi_head_attention",
     "_triton_scaled_dot_attention",
 )  # fmt: skip
-"""How the names begin of those that are reached by ``scaled_dot_product_attention``, of torch and torch.ops.aten."""
+"""Name prefixes of the functions of torch and torch.ops.aten behind ``scaled_dot_product_attention``."""
 
 
 def _undispatched(function: Any) -> FunctionType:
-    """A copy of a Python function of torch's that does not hand itself to an active mode.
+    """Return a copy of a Python function of torch that skips the dispatch to active modes.
 
-    While a mode handles a function it is not active: the attention of ``nn.MultiheadAttention``, and that of layers
-    which activation checkpointing runs again in a backward, would be of this rank's tokens alone.
+    A mode is inactive while it handles a function. Without the copy, the mode would therefore miss the attention
+    inside ``nn.MultiheadAttention`` and inside layers that activation checkpointing recomputes in the backward.
     """
     names = ("has_torch_function", "has_torch_function_unary")
-    made = FunctionType(
+    copy = FunctionType(
         function.__code__,
         function.__globals__ | dict.fromkeys(names, lambda _: False),
         argdefs=function.__defaults__,
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 SEEN_INTO = {
@@ -63,29 +63,30 @@ SEEN_INTO = {
 
 
 def ring_sdpa(layout: LayoutLike, group: GroupLike = None, *, kv_layout: LayoutLike = None) -> TorchFunctionMode:
-    """A context in which ``F.scaled_dot_product_attention`` is :func:`ring_attention` over the ranks of ``group``.
+    """Return a context in which ``F.scaled_dot_product_attention`` is :func:`ring_attention` over ``group``.
 
-    ``query [B, H, S, D]``, ``key [B, Hkv, Sk, D]`` and ``value [B, Hkv, Sk, Dv]`` are this rank's tokens, in the
-    layout's order; the result is ``[B, H, S, Dv]``. ``is_causal`` compares global positions; ``dropout_p``, ``scale``
-    and ``enable_gqa`` mean what they do in PyTorch, and dropped weights are the same for every number of ranks.
+    ``query [B, H, S, D]``, ``key [B, Hkv, Sk, D]`` and ``value [B, Hkv, Sk, Dv]`` are this rank's tokens in layout
+    order. The result is ``[B, H, S, Dv]``. ``is_causal`` compares global positions. ``dropout_p``, ``scale`` and
+    ``enable_gqa`` have PyTorch's meaning, and the dropout mask does not depend on the number of ranks.
 
-    A ``TorchFunctionMode``: it holds for the thread that enters it, inside ``torch.compile`` too, and the innermost of
-    several wins. With activation checkpointing ``backward()`` belongs inside as well, since it runs the forward again:
-    outside, the non-reentrant kind raises ``CheckpointError``, and the reentrant one would attend to this rank's tokens
-    alone. TorchScript is not seen by function modes.
+    The context is a ``TorchFunctionMode``. It applies to the thread that enters it, also inside ``torch.compile``, and
+    the innermost context wins. TorchScript ignores function modes.
+
+    With activation checkpointing, run ``backward()`` inside the context, too, because the backward recomputes the
+    forward. Outside, non-reentrant checkpointing raises ``CheckpointError``, and reentrant checkpointing silently
+    attends to this rank's tokens only.
 
     Args:
-        layout: which global positions each rank holds: a :class:`Layout` (:func:`layout_of` makes it of a load
-            balancer of PyTorch's), or ``contiguous``, ``zigzag`` or ``striped`` for equal shards.
-        group: as in :func:`ring_attention`; of a mesh pass the context-parallel dimension, ``mesh["cp"]``.
-        kv_layout: positions of the keys where they are another sequence (cross-attention): of every call inside.
+        layout: Global positions of each rank, as a :class:`Layout`, or ``contiguous``, ``zigzag`` or ``striped`` for
+            equal shards. :func:`layout_of` converts a load balancer of PyTorch.
+        group: The ranks, as in :func:`ring_attention`. For a mesh pass its context-parallel dimension, ``mesh["cp"]``.
+        kv_layout: Global positions of the keys in cross-attention. It applies to every call in the context.
 
     Raises:
-        NotImplementedError: inside, by name: ``attn_mask`` other than None, another number of dimensions than four, or
-            another attention of PyTorch's (``flex_attention``, attention weights of ``nn.MultiheadAttention``), which
-            would see this rank's tokens alone.
-        ValueError: inside: fewer key heads without ``enable_gqa``, keys of another number without ``kv_layout``, and
-            what :func:`ring_attention` refuses.
+        NotImplementedError: A call inside has an ``attn_mask``, tensors without exactly four dimensions, or uses
+            another attention of PyTorch, such as ``flex_attention`` or attention weights of ``nn.MultiheadAttention``.
+        ValueError: A call inside has fewer key heads without ``enable_gqa``, or another number of keys without
+            ``kv_layout``, or arguments that :func:`ring_attention` rejects.
     """
     return _RingSDPA(layout, group, kv_layout)
 
@@ -107,7 +108,7 @@ class _RingSDPA(TorchFunctionMode):
             raise NotImplementedError(f"{name} inside ring_sdpa: {instead}, or {OUTSIDE}")
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
             raise NotImplementedError(
-                "need_weights is True inside ring_sdpa: a ring never holds the attention weights; pass "
+                "need_weights is True inside ring_sdpa, which never materialises the attention weights; pass "
                 f"need_weights=False to nn.MultiheadAttention, or {OUTSIDE}"
             )
         if func in SEEN_INTO:
@@ -128,8 +129,8 @@ class _RingSDPA(TorchFunctionMode):
     ) -> torch.Tensor:
         if attn_mask is not None:
             raise NotImplementedError(
-                f"attn_mask is a {type(attn_mask).__name__} inside ring_sdpa: it must be None. Pass is_causal=True, or "
-                "call ringattn.ring_attention with window_size, cu_seqlens, seqused_k, prefix_length or block_mask"
+                f"attn_mask is a {type(attn_mask).__name__} inside ring_sdpa; it must be None. Pass is_causal=True, or "
+                "call ringattn.ring_attention with window_size, cu_seqlens, seqused_k, prefix_length or block_mask."
             )
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.dim() != 4:
@@ -139,12 +140,12 @@ class _RingSDPA(TorchFunctionMode):
                 )
         if not enable_gqa and query.shape[1] != key.shape[1]:
             raise ValueError(
-                f"key has {key.shape[1]} heads, query has {query.shape[1]}: pass enable_gqa=True for grouped heads"
+                f"key has {key.shape[1]} heads, query has {query.shape[1]}; pass enable_gqa=True for grouped heads"
             )
         if self.kv_layout is None and query.shape[2] != key.shape[2]:
             raise ValueError(
-                f"key has {key.shape[2]} tokens, query has {query.shape[2]}: pass kv_layout to ring_sdpa where the "
-                f"keys are another sequence, sharded too, or {OUTSIDE}"
+                f"key has {key.shape[2]} tokens, query has {query.shape[2]}; pass kv_layout to ring_sdpa for "
+                f"cross-attention to a sharded sequence, or {OUTSIDE}"
             )
         q, k, v = (unit_stride(x).transpose(1, 2) for x in (query, key, value))
         out = ring_attention(
@@ -162,17 +163,17 @@ class _RingSDPA(TorchFunctionMode):
 
 
 def layout_of(load_balancer: Any, world: int) -> Layout:
-    """The :class:`Layout` of the shards that PyTorch's context parallelism makes with a load balancer.
+    """Return the :class:`Layout` of the shards that PyTorch's context parallelism creates with a load balancer.
 
     Args:
-        load_balancer: one of ``torch.distributed.tensor.experimental._context_parallel._load_balancer``, or its indices
-            ``[S]``, ``[1, S]`` or ``[B, S]`` with equal rows: position ``indices[i]`` is token i of the rearranged
-            sequence, of which rank r holds the r-th of ``world`` equal parts.
-        world: ranks.
+        load_balancer: Object from ``torch.distributed.tensor.experimental._context_parallel._load_balancer``, or its
+            indices ``[S]``, ``[1, S]`` or ``[B, S]`` with equal rows. Token i of the rearranged sequence has position
+            ``indices[i]``, and rank r holds the r-th of ``world`` equal parts.
+        world: Number of ranks.
 
     Raises:
-        ValueError: not such a balancer, indices that are no permutation, differ from row to row, do not divide by
-            ``world``, or do not ascend within a rank.
+        ValueError: ``load_balancer`` is neither, or its indices are not a permutation, differ between rows, do not
+            divide by ``world``, or do not ascend within a rank.
     """
     generate: Callable[[], Any] | None = getattr(load_balancer, "_generate_indices", None)
     indices = generate() if generate else load_balancer
@@ -184,23 +185,23 @@ def layout_of(load_balancer: Any, world: int) -> Layout:
     rows = indices.reshape(-1, indices.shape[-1]).cpu()
     seqlen = rows.shape[1]
     if not rows.eq(rows[:1]).all():
-        raise ValueError("the indices of load_balancer differ from row to row: all rows of a batch have one Layout")
+        raise ValueError("the indices of load_balancer differ between batch rows; all rows must have one layout")
     if not rows[0].sort().values.equal(torch.arange(seqlen, dtype=rows.dtype)):
-        raise ValueError(f"the indices of load_balancer are no permutation of 0 to {seqlen - 1}")
+        raise ValueError(f"the indices of load_balancer are not a permutation of 0 to {seqlen - 1}")
     if world < 1 or seqlen % world:
-        raise ValueError(f"load_balancer has {seqlen} tokens for {world} ranks: the shards must be equal")
+        raise ValueError(f"load_balancer has {seqlen} tokens for {world} ranks; the shards must be equal")
     shards = rows[0].chunk(world)
     for rank, positions in enumerate(shards):
         if positions.diff().lt(1).any():
             raise ValueError(
-                f"the indices of load_balancer do not ascend on rank {rank}: a ring needs each rank's tokens in order. "
-                "Sort them within the rank, or for packed documents take Layout.zigzag(seqlen, world, cu_seqlens=...)"
+                f"the indices of load_balancer do not ascend on rank {rank}. Sort the tokens within each rank, or for "
+                "packed documents use Layout.zigzag(seqlen, world, cu_seqlens=...)."
             )
     return Layout.from_positions(shards)
 
 
 def _no_balancer(kind: str) -> ValueError:
     return ValueError(
-        f"load_balancer is a {kind}: it must be a load balancer of PyTorch's or its indices [S] or [batch, S]; without "
-        "one the shards are layout='contiguous'"
+        f"load_balancer is a {kind}: it must be a load balancer of PyTorch or its indices [S] or [batch, S]. Without "
+        "a load balancer the layout is 'contiguous'."
     )

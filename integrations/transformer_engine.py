@@ -1,7 +1,7 @@
-"""A stand-in for TransformerEngine's ``DotProductAttention``, by its names and its order of arguments (2.20.2).
+"""Drop-in replacement for TransformerEngine's ``DotProductAttention`` with the arguments of version 2.20.2.
 
-``ringattn.integrations.transformer_engine.DotProductAttention`` in the place of
-``transformer_engine.pytorch.DotProductAttention``. Nothing of TransformerEngine is imported: it needs CUDA to be.
+Use ``ringattn.integrations.transformer_engine.DotProductAttention`` in place of
+``transformer_engine.pytorch.DotProductAttention``. The module does not import TransformerEngine, which needs CUDA.
 """
 
 from __future__ import annotations
@@ -20,25 +20,29 @@ from .. import single_rank
 from .formats import Boundaries, attend, check_comm_type, check_softmax_type, sink_of
 
 STRATEGIES = {"DUAL_CHUNK_SWAP": False, "NO_LOAD_BALANCE": True}
-"""Names of ``CPLoadBalancingStrategy``: whether each rank holds one run of tokens."""
+"""Member name of ``CPLoadBalancingStrategy``: True if each rank holds one contiguous run of tokens."""
 
-ONE_NAME = {"causal_padding": "padding_causal"}  # of a mask with two
+ONE_NAME = {"causal_padding": "padding_causal"}  # TransformerEngine accepts both spellings
 
 
 class DotProductAttention(nn.Module):
     """``softmax(scale * q k^T) v`` over the tokens of all ranks of ``cp_group``.
 
-    The arguments are those of ``transformer_engine.pytorch.DotProductAttention``. With a context-parallel group they
-    may all be combined: windows, sinks (``softmax_type``), ``softcap``, ALiBi, dropout, padding, heads in groups and
-    values of another head dim than the keys, in every ``qkv_format``.
+    The arguments are those of ``transformer_engine.pytorch.DotProductAttention``. A context-parallel group works with
+    every ``qkv_format`` and with windows, sinks (``softmax_type``), ``softcap``, ALiBi, dropout, padding, GQA, and
+    values whose head dim differs from that of the keys.
 
-    Dropout is a function of a head's number among those of all of ``tp_group``, and of a seed that the first rank of
-    ``cp_group`` draws from torch's CPU generator: ``get_rng_state_tracker`` and ``sequence_parallel`` change nothing.
-    Nor does ``cp_stream``: the ring has streams of its own. Attention is never in FP8. ``softmax_offset`` is the
-    parameter of ``softmax_type="learnable"``, ``[heads of this rank]``, fp32; its gradient is this rank's part.
+    The dropout mask depends on the global head index over ``tp_group``, and on a seed that the first rank of
+    ``cp_group`` draws from torch's CPU generator. Therefore ``get_rng_state_tracker`` and ``sequence_parallel`` change
+    nothing. ``cp_stream`` changes nothing either, because the ring has its own streams. Attention never runs in FP8.
+
+    Attributes:
+        softmax_offset: Parameter of ``softmax_type="learnable"``, fp32 ``[heads of this rank]``, else None. Its
+            gradient is this rank's part; sum the parts over ``cp_group``.
 
     Raises:
-        ValueError, NotImplementedError: an argument that does not fit, or that cannot be honoured, by its name.
+        ValueError: An argument has a wrong value.
+        NotImplementedError: An argument asks for something that is not supported.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class DotProductAttention(nn.Module):
         if attention_type not in ("self", "cross"):
             raise ValueError(f"attention_type is {attention_type!r}: it must be 'self' or 'cross'")
         if return_max_logit:
-            raise NotImplementedError("return_max_logit is True: the largest score is not kept; pass False")
+            raise NotImplementedError("return_max_logit is True; it must be False, the largest score is not returned")
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         self.kv_channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         self.tp_size = tp_size
@@ -79,13 +83,11 @@ class DotProductAttention(nn.Module):
         sizes = {"num_attention_heads": num_attention_heads, "num_gqa_groups": groups, "tp_size": self.tp_size}
         for argument, size in (*sizes.items(), *(("kv_channels", dim) for dim in self.kv_channels)):
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{argument} is {size!r}: it must be a whole number, at least 1")
+                raise ValueError(f"{argument} is {size!r}: it must be an integer of at least 1")
         if groups % self.tp_size:
             raise ValueError(f"num_gqa_groups is {groups}: it must be a multiple of tp_size, {self.tp_size}")
         if num_attention_heads % groups:
-            raise ValueError(
-                f"num_gqa_groups is {groups}: num_attention_heads, {num_attention_heads}, must be a multiple"
-            )
+            raise ValueError(f"num_gqa_groups is {groups}: it must divide num_attention_heads, {num_attention_heads}")
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
         self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
         self.window_size, self.bottom_right_diagonal, self.softcap = window_size, bottom_right_diagonal, softcap
@@ -98,7 +100,7 @@ class DotProductAttention(nn.Module):
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The ranks that share the heads; None: ``tp_size`` says how many there are."""
+        """Set the ranks that share the heads; with None, ``tp_size`` keeps its value."""
         self.tp_group = tp_group
         self.tp_size = self.tp_size if tp_group is None else tp_group.size()
 
@@ -110,14 +112,14 @@ class DotProductAttention(nn.Module):
         cp_comm_type: str = "p2p",
         load_balancing_strategy: Any = "DUAL_CHUNK_SWAP",
     ) -> None:
-        """The ranks that share the tokens; None: this one has them all."""
+        """Set the ranks that share the tokens; with None, this rank holds all tokens."""
         check_comm_type(cp_comm_type)
         if isinstance(cp_group, (list, tuple)):
-            raise NotImplementedError("cp_group is a list, for 'a2a+p2p': pass one group")
+            raise NotImplementedError("cp_group is a list, as for 'a2a+p2p'; pass one group")
         if cp_group is not None and not hasattr(cp_group, "rank"):
             raise ValueError(
-                f"cp_group is a {type(cp_group).__name__}: it must be a ProcessGroup (of a DeviceMesh, get_group()), a "
-                "LocalWorld member or None"
+                f"cp_group is a {type(cp_group).__name__}: it must be a ProcessGroup, a LocalWorld member or None; "
+                "for a DeviceMesh pass mesh.get_group()"
             )
         ranks = dist.get_process_group_ranks(cp_group) if isinstance(cp_group, dist.ProcessGroup) else None
         if cp_global_ranks is not None and ranks is not None and list(cp_global_ranks) != ranks:
@@ -166,11 +168,11 @@ class DotProductAttention(nn.Module):
         thd_attention_policies: Any = None,
         thd_attention_policy_dispatch: str = "auto",
     ) -> Tensor:
-        """Of this rank's tokens ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]`` the output ``[..., h * dv]``.
+        """Return ``[..., h * dv]`` for this rank's tokens ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``.
 
-        The boundaries are those of the whole sequence. On a device they are copied to the host, a synchronisation per
-        call; CPU tensors cost none. ``max_seqlen_q``, ``max_seqlen_kv`` and ``fast_zero_fill`` are hints for
-        TransformerEngine's kernels and change nothing. Rows of padding are 0.
+        ``cu_seqlens_*`` are boundaries of the whole sequence. On a GPU they cost one synchronisation per call, CPU
+        tensors cost none. ``max_seqlen_q``, ``max_seqlen_kv`` and ``fast_zero_fill`` are hints for TransformerEngine's
+        kernels and change nothing. Rows of padding are 0.
         """
         refused = {
             "core_attention_bias": core_attention_bias, "inference_params": inference_params, "fp8_output": fp8_output,
@@ -181,18 +183,18 @@ class DotProductAttention(nn.Module):
         }  # fmt: skip
         for argument, value in refused.items():
             if value is not None and value is not False:
-                raise NotImplementedError(f"{argument} is given: this attention has none; leave it out")
+                raise NotImplementedError(f"{argument} is given but not supported; leave it out")
         if core_attention_bias_type != ("no_bias" if alibi_slopes is None else "alibi"):
             raise NotImplementedError(
-                f"core_attention_bias_type is {core_attention_bias_type!r}: it must be 'alibi' with alibi_slopes, and "
-                "'no_bias' without"
+                f"core_attention_bias_type is {core_attention_bias_type!r}: it must be 'alibi' with alibi_slopes, else "
+                "'no_bias'"
             )
         if pad_between_seqs is False and not (cu_seqlens_q_padded is None or cu_seqlens_q_padded is cu_seqlens_q):
             raise ValueError("pad_between_seqs is False with cu_seqlens_q_padded: leave one of them out")
         query, key, value = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         self._check_heads(query, key, value)
         mask_type = (attn_mask_type or self.attn_mask_type).replace(",", "_")
-        attended = partial(
+        attention = partial(
             attend,
             group=single_rank() if self.cp_group is None else self.cp_group,
             qkv_format=qkv_format or self.qkv_format,
@@ -210,8 +212,8 @@ class DotProductAttention(nn.Module):
             first_head=0 if self.tp_group is None else self.tp_group.rank() * query.shape[-2],
         )
         if checkpoint_core_attention:
-            return cast(Tensor, checkpoint(attended, query, key, value, use_reentrant=False))
-        return attended(query, key, value)
+            return cast(Tensor, checkpoint(attention, query, key, value, use_reentrant=False))
+        return attention(query, key, value)
 
     def _check_heads(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         heads, groups = self.num_attention_heads // self.tp_size, self.num_gqa_groups // self.tp_size
@@ -220,35 +222,33 @@ class DotProductAttention(nn.Module):
             raise ValueError(f"heads and head dims of query, key and value are {shapes}: they must be {expected}")
         if self.training and self.attention_dropout and self.tp_size > 1 and self.tp_group is None:
             raise ValueError(
-                f"tp_group is None with attention_dropout {self.attention_dropout} and tp_size {self.tp_size}: dropout "
-                "counts the heads of all ranks, pass the group"
+                f"tp_group is None with attention_dropout {self.attention_dropout} and tp_size {self.tp_size}; pass "
+                "tp_group, because dropout depends on global head indices"
             )
 
 
 def fit_window(window_size: Any, mask_type: str) -> Any:
-    """Return a window without the side that a mask does not have, as ``check_set_window_size`` of theirs does."""
+    """Adapt the window to the mask type with a warning, as TransformerEngine's ``check_set_window_size`` does."""
     match window_size:
         case (int(left), int(right)) if "causal" in mask_type and left >= 0 and right > 0:
-            taken = (left, 0)
+            adapted = (left, 0)
         case (-1, 0) if "causal" not in mask_type:
-            taken = (-1, -1)
+            adapted = (-1, -1)
         case _:
             return window_size
-    warnings.warn(f"window_size is {window_size} with attn_mask_type {mask_type!r}: {taken} is taken", stacklevel=4)
-    return taken
+    warnings.warn(f"window_size is {window_size} with attn_mask_type {mask_type!r}; using {adapted}", stacklevel=4)
+    return adapted
 
 
 def unpacked(
     query: Tensor | None, key: Tensor | None, value: Tensor | None, qkv: Tensor | None, kv: Tensor | None, dim: int
 ) -> tuple[Tensor, ...]:
-    """The queries, keys and values, of which all or the last two may be packed along ``dim``, -3 or -2."""
+    """Return query, key and value, unpacked from ``qkv`` or ``kv`` along ``dim`` (-3 or -2) if those are given."""
     if dim not in (-3, -2):
         raise ValueError(f"qkv_interleave_dim is {dim}: it must be -3 or -2")
     parts = [query, key, value] if kv is None else [query, *kv.unbind(dim)]
     parts = [query, key, value, *qkv.unbind(dim)] if qkv is not None else parts
-    made = tuple(x for x in parts if x is not None)
-    if len(made) != 3 or (kv is not None and (key is not None or value is not None)):
-        raise ValueError(
-            "query_layer, key_layer and value_layer: pass all three, or qkv_layer, or query_layer and kv_layer"
-        )
-    return made
+    tensors = tuple(x for x in parts if x is not None)
+    if len(tensors) != 3 or (kv is not None and (key is not None or value is not None)):
+        raise ValueError("pass query_layer, key_layer and value_layer, or qkv_layer alone, or query_layer and kv_layer")
+    return tensors

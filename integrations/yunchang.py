@@ -1,25 +1,26 @@
-"""USP, Ulysses x ring, by the names of yunchang (feifeibear's long-context-attention), on ``ringattn.ring_attention``.
+"""Modules and functions of yunchang (feifeibear's long-context-attention) on top of ``ringattn.ring_attention``.
 
-``from ringattn.integrations.yunchang import LongContextAttention, set_seq_parallel_pg, EXTRACT_FUNC_DICT`` is the one
-line to change: names, argument order and layouts are those of yunchang 0.6.4, which need not be installed.
+Only the import changes:
+``from ringattn.integrations.yunchang import LongContextAttention, set_seq_parallel_pg, EXTRACT_FUNC_DICT``.
+Names, argument order and layouts are those of yunchang 0.6.4, which need not be installed.
 
-``set_seq_parallel_pg`` makes a two-dimensional mesh of the ranks; heads are exchanged for tokens inside one dimension,
-and the ring runs along the other. Of R x U ranks, the one at (r, u) holds the u-th of U equal parts of what ring rank r
-holds by ``ring_impl_type``:
+``set_seq_parallel_pg`` creates a mesh of R x U ranks for USP. The ring runs along the first dimension, and Ulysses
+exchanges heads for tokens along the second. Each ring rank r has a shard that depends on ``ring_impl_type``, and the
+rank at (r, u) holds the u-th of U equal parts of that shard:
 
 =====================================================  =================================================
-``basic``, ``basic_pytorch``, ``basic_flashinfer``      run r of R equal ones
-``zigzag``                                              runs r and 2R - 1 - r of 2R equal ones
+``basic``, ``basic_pytorch``, ``basic_flashinfer``      run r of R equal runs
+``zigzag``                                              runs r and 2R - 1 - r of 2R equal runs
 ``strip``                                               tokens r, r + R, r + 2R, ...
 =====================================================  =================================================
 
-``attn_type`` chooses between kernels of one result in theirs, and there is one here: it takes those that are exact, and
-refuses those that quantise or leave blocks out (``sage_*``, ``sparse_sage``). Windows, ALiBi and dropout hold over the
-whole sequence, zigzag and stripes without ``causal`` too, and ``deterministic`` may be either: the backward is.
+``attn_type`` selects a kernel in yunchang and has no effect here. Every exact kernel is accepted. ``sage_*`` and
+``sparse_sage``, which quantise or skip blocks, raise. Windows, ALiBi and dropout apply to the whole sequence, and
+zigzag and stripes work without ``causal``, too. The backward is deterministic, whatever ``deterministic`` says.
 
-``RING_IMPL_QKVPACKED_DICT`` has attention over a ring alone. Not offered: the other functions of ``yunchang.ring``.
-Those of ``ringattn.integrations.ring_flash_attn`` are the same but for ``softcap``, which they take by keyword only,
-and ``attn_type`` and ``attn_processor``, which they have not.
+``RING_IMPL_QKVPACKED_DICT`` has the functions over one ring. The other functions of ``yunchang.ring`` are not offered.
+``ringattn.integrations.ring_flash_attn`` has them under other names, with ``softcap`` by keyword only and without
+``attn_type`` and ``attn_processor``.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ RULES: dict[str, LayoutLike] = {
     "basic_flashinfer": "contiguous",
     "basic_npu": "contiguous",
 }
-"""The layout of the ring for each ``ring_impl_type``: a constructor of ``Layout``."""
+"""Layout of the ring for each ``ring_impl_type``, as the name of a constructor of ``Layout``."""
 EXACT = ("aiter", "fa", "fa3", "flashinfer", "torch_math", "torch_flash", "torch_efficient", "torch_cudnn", "npu")
-"""Values of ``AttnType`` whose results are the same but for rounding."""
+"""Values of ``AttnType`` whose results are exact up to rounding."""
 
 
 class _Kept:
-    """What ``set_seq_parallel_pg`` made last."""
+    """Mesh of the last ``set_seq_parallel_pg``."""
 
     mesh: DeviceMesh | None = None
 
@@ -59,17 +60,18 @@ class _Kept:
 def set_seq_parallel_pg(
     sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int, use_ulysses_low: bool = True
 ) -> None:
-    """Make the mesh that modules and extraction use from now on; every rank calls it.
+    """Create the mesh that modules and extract functions use from now on; every rank must call it.
 
-    Consecutive ranks share a sequence, ``sp_ulysses_degree * sp_ring_degree`` of them. With ``use_ulysses_low`` the
-    ranks of Ulysses are neighbours among them, else those of the ring.
+    ``sp_ulysses_degree * sp_ring_degree`` consecutive ranks share a sequence. With ``use_ulysses_low`` the Ulysses
+    ranks are neighbours, otherwise the ring ranks are.
 
     Raises:
-        ValueError: the degrees do not divide ``world_size``, or rank and world are not those of ``torch.distributed``.
+        ValueError: The degrees do not divide ``world_size``, or ``rank`` and ``world_size`` differ from
+            ``torch.distributed``.
     """
     degrees = sp_ulysses_degree, sp_ring_degree
     if not all(isinstance(degree, Integral) for degree in degrees):
-        raise ValueError(f"sp_ulysses_degree and sp_ring_degree are {degrees}: they must be whole numbers")
+        raise ValueError(f"sp_ulysses_degree and sp_ring_degree are {degrees}: they must be integers")
     degree = sp_ulysses_degree * sp_ring_degree
     if min(sp_ulysses_degree, sp_ring_degree) < 1 or world_size % degree:
         raise ValueError(
@@ -78,7 +80,7 @@ def set_seq_parallel_pg(
         )
     if (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
         raise ValueError(
-            f"rank is {rank}, world_size is {world_size}: the default group has {dist.get_world_size()} ranks"
+            f"rank is {rank}, world_size is {world_size}: this is rank {dist.get_rank()} of {dist.get_world_size()}"
         )
     ranks = torch.arange(world_size)
     if use_ulysses_low:
@@ -91,19 +93,19 @@ def set_seq_parallel_pg(
 
 @lru_cache
 def layout_of(ring_impl_type: str, seqlen: int, rd: int, ud: int) -> Layout:
-    """Who holds which tokens over all ranks of a mesh of ``rd`` x ``ud``.
+    """Return the layout over all ranks of a mesh of ``rd`` x ``ud``, ring x Ulysses.
 
     Raises:
-        ValueError: an unknown ``ring_impl_type``, or a length that the ranks do not divide.
+        ValueError: ``ring_impl_type`` is unknown, or the ranks do not divide ``seqlen``.
     """
     if ring_impl_type not in RULES:
         raise ValueError(f"ring_impl_type is {ring_impl_type!r}: it must be one of {', '.join(RULES)}")
     if min(rd, ud) < 1:
-        raise ValueError(f"rd is {rd}, ud is {ud}: there is at least one rank of each")
+        raise ValueError(f"rd is {rd}, ud is {ud}: both must be at least 1")
     if seqlen % (rd * ud):
         raise ValueError(f"{seqlen} tokens are not divisible by the {rd * ud} ranks that share them")
-    whole: Layout = getattr(Layout, str(RULES[ring_impl_type]))(seqlen, rd)
-    return Layout.from_positions(part for place in range(rd) for part in whole.positions(place).chunk(ud))
+    ring: Layout = getattr(Layout, str(RULES[ring_impl_type]))(seqlen, rd)
+    return Layout.from_positions(part for ring_rank in range(rd) for part in ring.positions(ring_rank).chunk(ud))
 
 
 def _extract(
@@ -116,21 +118,21 @@ def _extract(
     *,
     group: GroupLike = None,
 ) -> Tensor:
-    """This rank's tokens of ``value`` ``[B, S, ...]``, of which every rank has the same; a copy.
+    """Return a copy of this rank's tokens of ``value [B, S, ...]``, which is equal on all ranks.
 
-    ``rd`` and ``ud`` are by default those of the mesh; yunchang's ``basic`` does without them, too.
-    ``group`` is a mesh of ring x ulysses in place of that of ``set_seq_parallel_pg``. Where that has the ring low, the
-    tokens are those that the ring needs, which yunchang's ``basic`` and ``strip`` do not look at.
+    ``rd`` and ``ud`` default to the mesh's. ``group`` is a mesh of ring x Ulysses that replaces the one of
+    ``set_seq_parallel_pg``. With ``use_ulysses_low=False`` the tokens are those that the ring needs. yunchang's
+    ``basic`` and ``strip`` ignore that order of the ranks.
 
     Raises:
-        ValueError: the degrees, ``rank`` or ``world_size`` are not those of the mesh, or as :func:`layout_of`.
+        ValueError: The degrees, ``rank`` or ``world_size`` differ from the mesh, or :func:`layout_of` raises.
     """
     mesh, degrees = _mesh_of(group)
     rd, ud = degrees[0] if rd is None else rd, degrees[1] if ud is None else ud
     if value.ndim < 2:
         raise ValueError(f"value is {list(value.shape)}: it must be [B, S, ...]")
     mine, size = group_rank_size(mesh)
-    # its number in torch.distributed is another one where the ring is low
+    # the rank in torch.distributed differs from the rank in the mesh if use_ulysses_low is False
     process = mesh.get_rank() % size if isinstance(mesh, DeviceMesh) else mine
     if (world_size, rd, ud) != (size, *degrees) or rank % world_size not in (mine, process):
         raise ValueError(
@@ -141,7 +143,7 @@ def _extract(
 
 
 EXTRACT_FUNC_DICT: dict[str, Callable[..., Tensor]] = {name: partial(_extract, name) for name in RULES}
-"""By ``ring_impl_type``: ``extract(value, rank, world_size, rd, ud)``."""
+"""Maps ``ring_impl_type`` to ``extract(value, rank, world_size, rd, ud)``."""
 basic_extract_local = EXTRACT_FUNC_DICT["basic"]
 zigzag_extract_local = EXTRACT_FUNC_DICT["zigzag"]
 stripe_extract_local = EXTRACT_FUNC_DICT["strip"]
@@ -153,16 +155,13 @@ def _mesh_of(group: GroupLike) -> tuple[GroupLike, tuple[int, int]]:
     dims = resolve_mesh(mesh)
     if dims is None:
         resolve_group(mesh)
-        raise ValueError("there is no mesh of ring x ulysses: call set_seq_parallel_pg first, or pass one as group=")
+        raise ValueError("there is no mesh of ring x ulysses; call set_seq_parallel_pg first, or pass a mesh as group=")
     return mesh, (dims[0].size(), dims[1].size())
 
 
 def _check_attn_type(attn_type: object) -> None:
-    """Raise NotImplementedError for kernels that are not exact."""
     if getattr(attn_type, "value", attn_type) not in EXACT:
-        raise NotImplementedError(
-            f"attn_type is {attn_type}: attention is exact here; it must be one of {', '.join(EXACT)}"
-        )
+        raise NotImplementedError(f"attn_type is {attn_type}: it must be one of the exact kernels, {', '.join(EXACT)}")
 
 
 def _ring_qkvpacked(
@@ -179,7 +178,7 @@ def _ring_qkvpacked(
     group: GroupLike = None,
     attn_type: object = "fa",
 ) -> ring_flash_attn.Attention:
-    """Compute attention of ``qkv`` ``[B, S, 3, H, D]`` over the ranks of a ring, by the arguments of yunchang.ring."""
+    """Compute attention of ``qkv [B, S, 3, H, D]`` over the ranks of a ring, with the arguments of yunchang.ring."""
     _check_attn_type(attn_type)
     options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
     return function(qkv, *options, softcap=softcap)
@@ -191,22 +190,20 @@ RING_IMPL_QKVPACKED_DICT: dict[str, Callable[..., ring_flash_attn.Attention]] = 
     "strip": partial(_ring_qkvpacked, ring_flash_attn.stripe_flash_attn_qkvpacked_func),
     "basic_flashinfer": partial(_ring_qkvpacked, ring_flash_attn.ring_flash_attn_qkvpacked_func),
 }
-"""By ``ring_impl_type`` the attention over one ring, without Ulysses: ``attend(qkv, ..., group=, attn_type=)``."""
+"""Maps ``ring_impl_type`` to attention over one ring, without Ulysses: ``attend(qkv, ..., group=, attn_type=)``."""
 
 
 class LongContextAttention(torch.nn.Module):
-    """Attention of this rank's tokens over those of all ranks, as a module without parameters.
+    """Module without parameters that computes attention of this rank's tokens over the tokens of all ranks.
 
-    Args:
-        ring_impl_type: who holds which tokens, a key of ``EXTRACT_FUNC_DICT``.
-        use_pack_qkv: either: q, k and v travel in one exchange.
-        attn_type: a member of yunchang's ``AttnType`` or its value, one of those that are exact.
-        group: a DeviceMesh ``("ring", "ulysses")`` in place of that of ``set_seq_parallel_pg``.
+    ``scatter_idx`` and ``gather_idx`` must be the dimensions of heads and tokens. ``ring_impl_type`` is a key of
+    ``EXTRACT_FUNC_DICT``. ``use_pack_qkv`` has no effect, because q, k and v always share one exchange. ``attn_type``
+    is a member of yunchang's ``AttnType`` or its value. ``group`` is a DeviceMesh ``("ring", "ulysses")`` that replaces
+    the one of ``set_seq_parallel_pg``.
 
     Raises:
-        ValueError: ``scatter_idx`` or ``gather_idx`` other than heads and tokens, an unknown ``ring_impl_type``, or no
-            mesh.
-        NotImplementedError: ``use_sync``, ``attn_processor``, or an ``attn_type`` that is not exact.
+        ValueError: ``scatter_idx``, ``gather_idx`` or ``ring_impl_type`` has a wrong value, or there is no mesh.
+        NotImplementedError: ``use_sync`` or ``attn_processor`` is given, or ``attn_type`` is not exact.
     """
 
     heads_dim = 2
@@ -228,11 +225,11 @@ class LongContextAttention(torch.nn.Module):
         if indices != dims:
             raise ValueError(f"scatter_idx and gather_idx are {indices}: heads and tokens are dimensions {dims}")
         if use_sync:
-            raise NotImplementedError("use_sync is True: the exchange waits by events, in stream order; leave it False")
+            raise NotImplementedError("use_sync is True: it must be False, because the exchange is ordered by events")
         _check_attn_type(attn_type)
         if attn_processor is not None:
             raise NotImplementedError(
-                "attn_processor is given: attention is exact here; for sparse patterns see block_mask of ring_attention"
+                "attn_processor is given: it must be None; for sparse patterns see block_mask of ring_attention"
             )
         layout_of(ring_impl_type, 0, 1, 1)
         self.ring_impl_type = ring_impl_type
@@ -252,17 +249,17 @@ class LongContextAttention(torch.nn.Module):
         deterministic: bool = False,
         return_attn_probs: bool = False,
     ) -> Tensor:
-        """``[B, S, H, D]`` of this rank's tokens, from those and from keys ``[B, S, Hkv, D]``.
+        """Return ``[B, S, H, D]`` for this rank's queries ``[B, S, H, D]`` and keys ``[B, S, Hkv, D]``.
 
-        ``alibi_slopes`` are those of all heads. As in theirs the output alone comes back, whatever
-        ``return_attn_probs``.
+        ``alibi_slopes`` has the slopes of all heads. As in yunchang, ``return_attn_probs`` has no effect.
 
         Raises:
-            ValueError: as :func:`ringattn.ring_attention`; heads that Ulysses' degree does not divide are named.
+            ValueError: :func:`ringattn.ring_attention` raises, for example if the Ulysses degree does not divide the
+                heads.
         """
         rd, ud = self.degrees
         layout = RULES[self.ring_impl_type]
-        if ud > 1 and layout != "contiguous":  # else a name says it, which torch.compile can trace
+        if ud > 1 and layout != "contiguous":  # otherwise a name suffices, which torch.compile can trace
             layout = layout_of(self.ring_impl_type, query.shape[1] * rd * ud, rd, ud)
         return ring_attention(
             unit_stride(query),
@@ -280,7 +277,7 @@ class LongContextAttention(torch.nn.Module):
 
 
 class LongContextAttentionQKVPacked(LongContextAttention):
-    """The same of ``qkv`` ``[B, S, 3, H, D]``; its heads are dimension 3."""
+    """Variant of :class:`LongContextAttention` for packed ``qkv [B, S, 3, H, D]``, with the heads in dimension 3."""
 
     heads_dim = 3
 
@@ -308,7 +305,7 @@ class LongContextAttentionQKVPacked(LongContextAttention):
         deterministic: bool = False,
         return_attn_probs: bool = False,
     ) -> Tensor:
-        """As :meth:`LongContextAttention.forward`."""
+        """Return ``[B, S, H, D]``; see :meth:`LongContextAttention.forward`."""
         if qkv.ndim != 5 or qkv.shape[2] != 3:
             raise ValueError(f"qkv is {list(qkv.shape)}: it must be [B, S, 3, H, D]")
         q, k, v = qkv.unbind(2)
@@ -316,7 +313,7 @@ class LongContextAttentionQKVPacked(LongContextAttention):
 
 
 class AsyncLongContextAttention(LongContextAttention):
-    """The same by this name, of grouped heads too, and with gradients, of which theirs has none."""
+    """Variant of :class:`LongContextAttention` with GQA and with gradients, both of which the original lacks."""
 
     def __init__(
         self, scatter_idx: int = 2, gather_idx: int = 1, ring_impl_type: str = "basic", *, group: GroupLike = None
@@ -325,9 +322,9 @@ class AsyncLongContextAttention(LongContextAttention):
 
 
 class UlyssesAttention(LongContextAttention):
-    """The same without a ring: rank u of ``sequence_process_group`` holds run u of as many equal ones.
+    """Variant of :class:`LongContextAttention` without a ring, in which rank u holds run u of equal runs.
 
-    ``sequence_process_group`` is the default group where it is None, and may be a mesh whose ring has one rank.
+    ``sequence_process_group`` is a group or a mesh whose ring has one rank; None is the default group.
     """
 
     def __init__(
@@ -342,13 +339,13 @@ class UlyssesAttention(LongContextAttention):
         super().__init__(scatter_idx, gather_idx, "basic", False, use_sync, attn_type, group=mesh)
         if self.degrees[0] > 1:
             raise ValueError(
-                f"sequence_process_group is a mesh of {self.degrees[0]} x {self.degrees[1]} ranks: here the ring has "
-                "one rank; LongContextAttention takes more"
+                f"sequence_process_group is a mesh of {self.degrees[0]} x {self.degrees[1]} ranks: its ring must have "
+                "one rank; use LongContextAttention for more"
             )
 
 
 def _without_ring(group: GroupLike) -> GroupLike:
-    """A mesh of one ring rank; a mesh as it is."""
+    """Return a mesh whose ring has one rank, or ``group`` itself if it is a mesh."""
     if resolve_mesh(group) is not None:
         return group
     members: Group = resolve_group(group)
@@ -357,7 +354,7 @@ def _without_ring(group: GroupLike) -> GroupLike:
 
 @lru_cache
 def _one_row(group: dist.ProcessGroup) -> DeviceMesh:
-    """Made once for a group."""
+    """Return the mesh of 1 x all ranks of a group, created once per group."""
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     device, row = "cuda" if torch.cuda.is_available() else "cpu", [dist.get_process_group_ranks(group)]
     return DeviceMesh.from_group([alone, group], device, row, mesh_dim_names=("ring", "ulysses"))

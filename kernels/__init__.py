@@ -1,8 +1,9 @@
-"""Attention of one query shard against one key shard, on one device. Needs torch and triton only; copy it as it is."""
+"""Attention of one query shard against one key shard on one device; the folder needs only torch and triton."""
 
-from .bounds import FULL, BlockSparseIndex, Bounds, TileRange, tile_range
+from .bounds import FULL, BlockSparseIndex, Bounds, tile_range
 from .choice import default_config
 from .config import KernelConfig, Tile
+from .device.tiles import TileRange
 from .ops import (
     attend,
     attention_backward,

@@ -1,4 +1,4 @@
-"""What a kernel knows of a mask: one interval of key indices per query row."""
+"""Masks as the kernels read them: one interval of key indices per query row."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ from numbers import Integral
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .checks import check_tensor, is_real
+from .device.tiles import TileRange
 from .shared import SharedCache
 
 
 class BlockRanges(NamedTuple):
-    """The ranges of keys that blocks of queries see; see :class:`BlockSparseIndex`."""
+    """Visible key ranges of all query blocks, in the format of :class:`BlockSparseIndex`."""
 
-    offsets: torch.Tensor
-    begins: torch.Tensor
-    ends: torch.Tensor
+    offsets: Tensor
+    begins: Tensor
+    ends: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseIndex:
-    """A block-sparse pattern: block i of ``block`` queries sees block j of ``block`` keys where ``visible[i, j]``.
+    """Block-sparse mask: the queries of block i see the keys of block j if ``visible[i, j]`` is True.
 
-    ``visible`` is bool ``[query blocks, key blocks]`` on the CPU; the last block of either side may be shorter. As the
-    kernels read it: query block i sees the keys ``begins[r] <= j < ends[r]`` for ``offsets[i] <= r < offsets[i + 1]``,
-    ascending and disjoint ranges; int32, on ``device``.
+    ``visible`` is bool ``[query blocks, key blocks]`` on the CPU. A block has ``block`` positions; the last one may be
+    shorter. The kernels read int32 ranges on ``device``, ascending and disjoint. Query block i sees the keys
+    ``begins[r] <= j < ends[r]`` for all ``offsets[i] <= r < offsets[i + 1]``.
     """
 
-    visible: torch.Tensor
+    visible: Tensor
     block: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _ranges: SharedCache[BlockRanges] = field(default_factory=SharedCache, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """ValueError: another dtype or shape, or no positive block."""
+        """Raise ValueError if ``visible`` or ``block`` does not fit."""
         check_tensor("visible", self.visible, may_be_meta=True)
         if self.visible.dtype != torch.bool or self.visible.dim() != 2:
             got = f"{self.visible.dtype} {list(self.visible.shape)}"
@@ -46,87 +48,97 @@ class BlockSparseIndex:
 
     @property
     def ranges(self) -> BlockRanges:
-        """The visible ranges, for work on the current stream; made once."""
+        """Return the visible ranges for work on the current stream; built once."""
         return self._ranges.get(self.device, self._made_ranges, tuple)
 
     @property
-    def offsets(self) -> torch.Tensor:
-        """``[query blocks + 1]``."""
+    def offsets(self) -> Tensor:
+        """Index of each query block's first range, ``[query blocks + 1]``."""
         return self.ranges.offsets
 
     @property
-    def begins(self) -> torch.Tensor:
-        """Of all ranges, one query block after the other."""
+    def begins(self) -> Tensor:
+        """First key of every range, one query block after another."""
         return self.ranges.begins
 
     @property
-    def ends(self) -> torch.Tensor:
-        """Of all ranges; the last one may be past the last key."""
+    def ends(self) -> Tensor:
+        """End of every range, which may exceed the number of keys."""
         return self.ranges.ends
 
     @cached_property
     def transposed(self) -> BlockSparseIndex:
-        """By key: which ranges of queries each block of keys is seen by."""
+        """Index by key: the ranges of queries that see each block of keys."""
         return BlockSparseIndex(self.visible.T, self.block, self.device)
 
     @cached_property
-    def _steps(self) -> torch.Tensor:
-        """Along the keys: 1 where a range begins, -1 one past its end."""
+    def _steps(self) -> Tensor:
+        """Marks along the keys: 1 at the first block of a range, -1 one past its last block."""
         return torch.nn.functional.pad(self.visible.to(torch.int8), (1, 1)).diff(dim=1)
 
     def _made_ranges(self) -> BlockRanges:
         counts = (self._steps == 1).sum(1)
-        edges = ((self._steps == step).nonzero()[:, 1] * self.block for step in (1, -1))
-        made = (torch.cat([counts.new_zeros(1), counts.cumsum(0)]), *edges)
-        return BlockRanges(*(x.to(self.device, torch.int32) for x in made))
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        begins, ends = ((self._steps == mark).nonzero()[:, 1] * self.block for mark in (1, -1))
+        return BlockRanges(*(x.to(self.device, torch.int32) for x in (offsets, begins, ends)))
 
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """The query at row ``i`` sees the keys at indices ``lo[i] <= j < hi[i]`` of this shard; see :data:`FULL`.
+    """Mask of one hop, as one interval of keys per query.
 
-    ``lo`` and ``hi`` are int32 tensors ``[Sq]`` on the device of the queries. Neither ever decreases, and
-    ``0 <= lo <= hi <= Sk``; a row that sees nothing has ``lo == hi``. Any mask whose ends never decrease along the
-    positions of a shard becomes such a pair, for any layout (causal, sliding window, packed documents, prefix-LM).
-    Both None: all keys. Two things narrow that further: ``seqused_k``, int32 ``[B]``, how many of the shard's keys each
-    batch row has, and ``block_sparse``, which blocks of queries see which blocks of keys.
+    The query at row ``i`` sees the keys at indices ``lo[i] <= j < hi[i]`` of the shard::
 
-    Compared by identity: a ``Bounds`` is made once per (layout, mask, hop) and reused.
+        key      0 1 2 3 4 5 6 7
+        query 0  # # . . . . . .     lo = 0, hi = 2
+        query 1  . # # # . . . .     lo = 1, hi = 4
+        query 2  . # # # # # . .     lo = 1, hi = 6
+
+    ``lo`` and ``hi`` are int32 ``[Sq]`` on the device of the queries; if both are None, every query sees every key.
+    Neither vector ever decreases, and ``0 <= lo <= hi <= Sk``. A row that sees no key has ``lo == hi``. Causal masks,
+    sliding windows, packed documents and prefix-LM have this form in any layout.
+
+    ``seqused_k``, int32 ``[B]``, also limits each batch row to its first keys of the shard. ``block_sparse`` also
+    limits blocks of queries to blocks of keys.
+
+    A ``Bounds`` is compared by identity. Create one per (layout, mask, hop) and reuse it, because it caches tensors.
     """
 
-    lo: torch.Tensor | None
-    hi: torch.Tensor | None
-    seqused_k: torch.Tensor | None = None
+    lo: Tensor | None
+    hi: Tensor | None
+    seqused_k: Tensor | None = None
     block_sparse: BlockSparseIndex | None = None
     _transposed: SharedCache[Bounds] = field(default_factory=SharedCache, init=False, repr=False)
-    _add_orders: SharedCache[torch.Tensor] = field(default_factory=SharedCache, init=False, repr=False)
+    _add_orders: SharedCache[Tensor] = field(default_factory=SharedCache, init=False, repr=False)
 
     @property
     def is_full(self) -> bool:
-        """Whether there are no vectors; then the kernels compile the mask away."""
+        """True without ``lo`` and ``hi``, which compiles the interval mask away."""
         return self.lo is None
 
     @property
     def block(self) -> int | None:
-        """Positions per block, where there are blocks."""
+        """Positions per block of ``block_sparse``, or None."""
         return None if self.block_sparse is None else self.block_sparse.block
 
     @property
     def is_empty(self) -> bool:
-        """Whether no query sees any key; reads the vectors, so that it is for the host's."""
+        """True if no query sees any key; reads the values, so call it only for CPU tensors."""
         intervals = self.lo is not None and self.hi is not None and not bool((self.lo < self.hi).any())
         seqused_k = self.seqused_k is not None and not bool((self.seqused_k > 0).any())
         return intervals or seqused_k or (self.block_sparse is not None and not bool(self.block_sparse.visible.any()))
 
     def transposed(self, seqlen_k: int) -> Bounds:
-        """The same mask by key: the key at row ``j`` is seen by the queries ``lo[j] <= i < hi[j]``, ``[Sk]``; cached.
+        """Return the mask by key, cached: the queries ``lo[j] <= i < hi[j]`` see key ``j``, with vectors ``[Sk]``.
 
-        As neither end decreases, ``i`` sees ``j`` exactly from the first row with ``hi > j`` up to the first row with
-        ``lo > j``. ``seqused_k`` stays: it is then about rows.
+        ``lo`` and ``hi`` never decrease, so the rows that see key ``j`` are consecutive. They begin at the first row
+        with ``hi > j`` and end before the first row with ``lo > j``. In the result ``seqused_k`` limits rows.
         """
         if self.lo is None and self.block_sparse is None:
             return self
-        return self._transposed.get(seqlen_k, lambda: self._made_transposed(seqlen_k), lambda made: (made.lo, made.hi))
+        return self._transposed.get(
+            seqlen_k, lambda: self._made_transposed(seqlen_k), lambda by_key: (by_key.lo, by_key.hi)
+        )
 
     def _made_transposed(self, seqlen_k: int) -> Bounds:
         first = last = None
@@ -137,59 +149,48 @@ class Bounds:
         return Bounds(first, last, self.seqused_k, by_key)
 
     def to(self, device: torch.device) -> Bounds:
-        """These bounds on another device."""
+        """Return the bounds on another device."""
         lo, hi, seqused_k = (None if x is None else x.to(device) for x in (self.lo, self.hi, self.seqused_k))
         block_sparse = self.block_sparse and replace(self.block_sparse, device=device)
         return self if (lo, hi, seqused_k, block_sparse) == (None,) * 4 else Bounds(lo, hi, seqused_k, block_sparse)
 
     def check(self, batch: int, rows: int, columns: int, device: torch.device) -> None:
-        """Refuse what does not fit ``rows`` queries and ``columns`` keys, ``batch`` rows, on ``device``: ValueError."""
+        """Raise ValueError if the bounds do not fit ``batch`` rows of ``rows`` queries and ``columns`` keys."""
         if (self.lo is None) != (self.hi is None):
             raise ValueError("bounds has only one of lo and hi: pass both vectors, or FULL")
         vectors = {"lo": (rows, "query row"), "hi": (rows, "query row"), "seqused_k": (batch, "batch row")}
-        for name, (length, what) in vectors.items():
-            end = getattr(self, name)
-            if end is not None:
-                check_tensor(f"bounds.{name}", end, may_be_meta=True)
-            if end is not None and (end.dtype != torch.int32 or end.shape != (length,) or end.device != device):
-                got = f"{end.dtype} {list(end.shape)} on {end.device}"
-                raise ValueError(f"bounds.{name} is {got}: it must be int32 [{length}] on {device}, one per {what}")
-            if end is not None and not end.is_contiguous():
-                raise ValueError(f"bounds.{name} has stride {end.stride()}: it must be contiguous")
+        for name, (length, unit) in vectors.items():
+            vector = getattr(self, name)
+            if vector is None:
+                continue
+            check_tensor(f"bounds.{name}", vector, may_be_meta=True)
+            if vector.dtype != torch.int32 or vector.shape != (length,) or vector.device != device:
+                got = f"{vector.dtype} {list(vector.shape)} on {vector.device}"
+                raise ValueError(f"bounds.{name} is {got}: it must be int32 [{length}] on {device}, one per {unit}")
+            if not vector.is_contiguous():
+                raise ValueError(f"bounds.{name} has stride {vector.stride()}: it must be contiguous")
         if self.block_sparse is not None:
             self._check_block_sparse(self.block_sparse, rows, columns, device)
 
     def _check_block_sparse(self, index: BlockSparseIndex, rows: int, columns: int, device: torch.device) -> None:
-        wanted = tuple(-(-length // index.block) for length in (rows, columns))
-        if tuple(index.visible.shape) != wanted:
+        blocks = [-(-length // index.block) for length in (rows, columns)]
+        if list(index.visible.shape) != blocks:
             raise ValueError(
-                f"bounds.block_sparse is {list(index.visible.shape)} blocks: for {rows} queries and {columns} keys in "
-                f"blocks of {index.block} it must be {list(wanted)}"
+                f"bounds.block_sparse has {list(index.visible.shape)} blocks: for {rows} queries and {columns} keys in "
+                f"blocks of {index.block} it must have {blocks}"
             )
         if index.device != device:
-            raise ValueError(f"bounds.block_sparse is for {index.device}: it must be for {device}")
+            raise ValueError(f"bounds.block_sparse is on {index.device}: it must be on {device}")
 
 
 FULL = Bounds(None, None)
 """Every query sees every key."""
 
 
-class TileRange(NamedTuple):
-    """The key tiles that a block of query rows visits, as key indices that are multiples of the tile.
-
-    ``[start, full_start)`` and ``[full_end, end)`` need the mask, ``[full_start, full_end)`` is seen by every row.
-    """
-
-    start: int
-    full_start: int
-    full_end: int
-    end: int
-
-
 def tile_range(lo_first: int, lo_last: int, hi_first: int, hi_last: int, block: int) -> TileRange:
-    """The range for rows whose bounds begin with (lo_first, hi_first) and end with (lo_last, hi_last).
+    """Return the tiles that a block of rows visits, from the bounds of its first and its last row.
 
-    The jit mirror is ``tiles.tile_range``. Where no tile is seen whole, all are in the tail.
+    If no tile is visible to all rows, all tiles are in the tail. The jit mirror is ``device.tiles.tile_range``.
     """
     start = lo_first // block * block
     end = -(-hi_last // block) * block if hi_last > lo_first else start

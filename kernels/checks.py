@@ -1,4 +1,4 @@
-"""What the host refuses before anything is launched."""
+"""Argument checks that the host makes before a launch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from .target import target
 
@@ -17,18 +18,16 @@ if TYPE_CHECKING:
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 LARGEST = 1e30
-"""Of scales and caps: beyond it a score over its cap leaves the range of fp32."""
+"""Largest softmax scale and softcap. Above it, score / cap leaves the range of fp32."""
 LEAST_SCALE = 1e-30
-"""Below it scores and gradients leave the range of fp32."""
+"""Smallest softmax scale. Below it, scores and gradients leave the range of fp32."""
 LEAST_CAP = 1e-8
-"""Below it the largest scale over a cap leaves the range of fp32, in which the weights of such scores are all alike."""
-TRANSPOSED = "; in [B, H, S, D] they would fit: pass .transpose(1, 2) of q, k and v"
+"""Smallest softcap. Below it, scale / cap leaves the range of fp32, and all weights would be equal anyway."""
+TRANSPOSED = "; if your tensors are [B, H, S, D], pass .transpose(1, 2) of q, k and v"
 
 
-def check_inputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores, scale: float | None
-) -> float:
-    """Refuse q, k, v that do not fit each other; returns the softmax scale."""
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores, scale: float | None) -> float:
+    """Raise ValueError if the arguments of a forward do not fit each other; return the softmax scale."""
     check_qkv(q, k, v)
     bounds.check(q.shape[0], q.shape[1], k.shape[1], q.device)
     scores.check(q.shape[0], q.shape[2], q.device)
@@ -36,21 +35,21 @@ def check_inputs(
     return check_scale(scale, q.shape[3])
 
 
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Ranks, dtypes, devices, strides, batches, heads and head dims of q, k and v: ValueError."""
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError if q, k and v are not dense tensors that fit each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, may_be_meta=x is not q)  # of k and v below: they must be where q is
+        check_tensor(name, x, may_be_meta=x is not q)  # check_shapes compares the devices of k and v with q's
     check_shapes(q, k, v)
 
 
-def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse tensors whose dtypes, devices, strides or sizes do not fit each other: ValueError."""
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError if dtypes, devices, strides or sizes of q, k and v do not fit each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_values(name, x)
         if x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype}, q is {q.dtype}: they must have one dtype")
+            raise ValueError(f"{name} is {x.dtype}, q is {q.dtype}: they must have the same dtype")
         if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, q on {q.device}: they must be on one device")
+            raise ValueError(f"{name} is on {x.device}, q on {q.device}: they must be on the same device")
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"{name} has batch size {x.shape[0]}, q has {q.shape[0]}: they must be equal")
     if k.shape[3] != q.shape[3]:
@@ -61,37 +60,39 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
         swapped = k.shape[1] and q.shape[1] % k.shape[1] == 0
         raise ValueError(
-            f"k has {kv_heads} heads, q has {heads}: the heads of q must be a multiple of the heads of k, "
-            f"of which head h of q reads head h // (H // Hkv){TRANSPOSED if swapped else ''}"
+            f"k has {kv_heads} heads, q has {heads}: the heads of q must be a multiple of the heads of k"
+            f"{TRANSPOSED if swapped else ''}"
         )
 
 
 def is_real(value: object, kind: type = Real) -> bool:
-    """Whether a value is a number, of Python's or numpy's, and no bool."""
+    """Return True for a number of Python or numpy that is not a bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def check_tensor(name: str, x: object, *, may_be_meta: bool = False) -> None:
-    """Refuse what is no plain tensor with values of its own: ValueError, which says what to pass."""
-    if not isinstance(x, torch.Tensor):
-        instead = f"; pass torch.from_numpy({name})" if type(x).__module__ == "numpy" else ""
-        raise ValueError(f"{name} is {x if x is None else type(x)}: it must be a torch.Tensor{instead}")
+    """Raise ValueError if an argument is not a dense tensor with values; the message says what to pass."""
+    if not isinstance(x, Tensor):
+        hint = f"; pass torch.from_numpy({name})" if type(x).__module__ == "numpy" else ""
+        raise ValueError(f"{name} is {x if x is None else type(x)}: it must be a torch.Tensor{hint}")
     check_local(name, x)
     if not may_be_meta and ((x.is_meta and target() is None) or hasattr(x, "fake_mode")):
-        raise ValueError(f"{name} is a {type(x).__name__} on {x.device} without values: it must be one with values")
+        raise ValueError(
+            f"{name} is a {type(x).__name__} on {x.device} without values: it must be a tensor with values"
+        )
     if x.is_nested or x.layout != torch.strided:
-        raise ValueError(f"{name} is a {'nested' if x.is_nested else x.layout} tensor: it must be a dense one")
+        raise ValueError(f"{name} is a {'nested' if x.is_nested else x.layout} tensor: it must be a dense tensor")
 
 
 def check_local(name: str, x: object) -> None:
-    """Refuse a DTensor, whatever else is given: ValueError."""
-    kind = type(x)  # which a graph of torch.compile knows
-    if kind is not torch.Tensor and hasattr(kind, "to_local"):
+    """Raise ValueError if an argument is a DTensor."""
+    kind = type(x)  # torch.compile can trace type(x)
+    if kind is not Tensor and hasattr(kind, "to_local"):
         raise ValueError(f"{name} is a {kind.__name__}: it must be this rank's own tensor; pass {name}.to_local()")
 
 
-def check_values(name: str, x: torch.Tensor) -> None:
-    """Refuse what is not shaped as queries, keys or values, or of another dtype: ValueError."""
+def check_values(name: str, x: Tensor) -> None:
+    """Raise ValueError if a tensor cannot be q, k or v: shape, dtype, head dim or last stride."""
     check_rank(name, x)
     if x.dtype not in DTYPES:
         raise ValueError(f"{name} is {x.dtype}: it must be float16, bfloat16 or float32")
@@ -100,13 +101,13 @@ def check_values(name: str, x: torch.Tensor) -> None:
     check_unit_stride(name, x)
 
 
-def check_rank(name: str, x: torch.Tensor) -> None:
+def check_rank(name: str, x: Tensor) -> None:
     if x.dim() != 4:
         raise ValueError(f"{name} has shape {list(x.shape)}: it must be [B, S, H, D]")
 
 
-def check_unit_stride(name: str, x: torch.Tensor) -> None:
-    if x.shape[-1] > 1 and x.numel() and x.stride(-1) != 1:  # torch calls a tensor without elements contiguous
+def check_unit_stride(name: str, x: Tensor) -> None:
+    if x.shape[-1] > 1 and x.numel() and x.stride(-1) != 1:  # the strides of an empty tensor do not matter
         raise ValueError(f"{name} has strides {x.stride()}: the last stride must be 1")
 
 
@@ -119,17 +120,12 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_like(
-    name: str,
-    x: torch.Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-    device: torch.device,
-    contiguous: bool = False,
-    written: bool = False,
-) -> None:
-    """Refuse a tensor of another shape, dtype (None: any of the supported), device or stride.
+    name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device,
+    contiguous: bool = False, written: bool = False,
+) -> None:  # fmt: skip
+    """Raise ValueError if a tensor has another shape, dtype (None: one of ``DTYPES``), device or last stride.
 
-    ``written``: also one that is expanded, whose elements share memory.
+    ``written`` also requires that no two elements share memory, because a kernel writes the tensor.
     """
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} has shape {list(x.shape)}: it must be {list(shape)}")
@@ -140,14 +136,12 @@ def check_like(
     if contiguous and not x.is_contiguous():
         raise ValueError(f"{name} has strides {x.stride()}: it must be contiguous")
     if written and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
-        raise ValueError(f"{name} has strides {x.stride()}: it is written to, each element must have its own memory")
+        raise ValueError(f"{name} has strides {x.stride()}: the kernel writes it, so no two elements may share memory")
     check_unit_stride(name, x)
 
 
-def result_like(
-    out_name: str, out: torch.Tensor | None, accum_name: str, accum: torch.Tensor | None, like: torch.Tensor
-) -> torch.Tensor:
-    """The tensor that a gradient is written to, checked together with the sums that are added to it."""
+def result_like(out_name: str, out: Tensor | None, accum_name: str, accum: Tensor | None, like: Tensor) -> Tensor:
+    """Return the tensor for a gradient, ``out`` or a new one like ``like``; check ``out`` and ``accum``."""
     if accum is not None:
         check_like(accum_name, accum, tuple(like.shape), torch.float32, like.device)
     if out is None:
@@ -156,18 +150,19 @@ def result_like(
     return out
 
 
+def resolve_dkdv_output(
+    out: tuple[Tensor, Tensor] | None, accum: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the tensors for dK and dV, from ``out`` or new; check ``out`` and ``accum``."""
+    (dk, dv), (dk_accum, dv_accum) = out or (None, None), accum or (None, None)
+    return result_like("out[0]", dk, "accum[0]", dk_accum, k), result_like("out[1]", dv, "accum[1]", dv_accum, v)
+
+
 def check_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    bounds: Bounds,
-    scores: Scores,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, bounds: Bounds, scores: Scores,
     scale: float | None,
-) -> float:
-    """As :func:`check_inputs`, with what only the backward takes."""
+) -> float:  # fmt: skip
+    """Raise ValueError if the arguments of a backward do not fit each other; return the softmax scale."""
     scale = check_inputs(q, k, v, bounds, scores, scale)
     rows = (q.shape[0], q.shape[2], q.shape[1])
     check_like("dout", dout, (*q.shape[:3], v.shape[3]), q.dtype, q.device)

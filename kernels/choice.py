@@ -1,4 +1,4 @@
-"""What a launch takes: tile and options of the caller's config, else of a tuned table, else the built-in default."""
+"""Tile and options of a launch: from the caller's config, a tuned table or the built-in defaults, in this order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .bounds import Bounds
 from .config import (
@@ -27,63 +28,46 @@ from .gpu import gpu_or_interpreter, gpu_specs, shared_limit
 from .launch import Descriptors, Pair, check_described, head_dims, is_described, options, shape_of, strided
 from .order import margin_of, packed_shape, tile_schedule
 from .scores import PLAIN, Scores
-from .tables import (
-    BACKWARD,
-    KERNELS,
-    ONE_PASS,
-    SINGLE_PASS,
-    Chosen,
-    Point,
-    Tuned,
-    least_shared,
-    options_of,
-    tuned,
-)
+from .tables import BACKWARD, KERNELS, ONE_PASS, SINGLE_PASS, Chosen, Point, Tuned, least_shared, options_of, tuned
 
 
 def default_config(
-    q: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    full: bool = True,
-    config_dir: str | os.PathLike[str] | None = None,
-    estimated: bool = False,
-) -> KernelConfig:
-    """The tiles of launches without ``config``: of tuned tables, and where they have none the built-in default.
+    q: Tensor, v: Tensor, *,
+    full: bool = True, config_dir: str | os.PathLike[str] | None = None, estimated: bool = False,
+) -> KernelConfig:  # fmt: skip
+    """Return the tiles of a launch without a config: from tuned tables, or built-in defaults where no table has one.
 
-    Such a launch takes all that its kernel was measured with (``order``, ``persistent``, …). A config has one order for
-    all its kernels, so that this one has their defaults, but for the kernel of the forward; and two passes.
+    The result has two passes and the forward kernel that the table measured. Other options of a table (``order``,
+    ``persistent``) are left at their defaults, because a config has only one value for all kernels. A launch without a
+    config uses the options that were measured for its kernel.
 
     Args:
-        q: queries ``[B, Sq, H, D]``, for their device, dtype and shape.
-        v: values ``[B, Sk, Hkv, Dv]``.
-        full: without a mask, or with bounds.
-        config_dir, estimated: as in :func:`tuned`.
+        q: Queries ``[B, Sq, H, D]``; only device, dtype and shape are read.
+        v: Values ``[B, Sk, Hkv, Dv]``; only the shape is read.
+        full: True for launches without bounds.
+        config_dir: Folder with tuned tables, as in :func:`tuned`.
+        estimated: Also use entries that were never measured.
     """
-    forward, dq, dkdv = (_tile(one, q, v, full, config_dir=config_dir, estimated=estimated) for one in KERNELS)
+    forward, dq, dkdv = (_tile(kernel, q, v, full, config_dir=config_dir, estimated=estimated) for kernel in KERNELS)
     return KernelConfig(forward, dq, dkdv, forward_kernel=str(options_of(forward).get("forward_kernel", "portable")))
 
 
 def _tile(
-    kernel: str,
-    q: torch.Tensor,
-    v: torch.Tensor,
-    full: bool,
-    config_dir: str | os.PathLike[str] | None = None,
+    kernel: str, q: Tensor, v: Tensor, full: bool, config_dir: str | os.PathLike[str] | None = None,
     estimated: bool = False,
-) -> Tile:
+) -> Tile:  # fmt: skip
     gpu = gpu_specs(q.device)
     tuned_tile = None if gpu is None else _tuned(tuned(gpu, config_dir, estimated=estimated), kernel, q, v, full)
     return tuned_tile or _built_in(kernel, q, v)
 
 
-def _tuned(tiles: Tuned, kernel: str, q: torch.Tensor, v: torch.Tensor, full: bool) -> Tile | None:
+def _tuned(tiles: Tuned, kernel: str, q: Tensor, v: Tensor, full: bool) -> Tile | None:
     heads, head_dim = q.shape[2:]
     _, length, kv_heads, head_dim_v = v.shape
     return tiles.tile((kernel, q.dtype, head_dim, head_dim_v, heads // max(kv_heads, 1), full), length)
 
 
-def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
+def _built_in(kernel: str, q: Tensor, v: Tensor) -> Tile:
     gpu, head_dim = gpu_specs(q.device), max(q.shape[3], v.shape[3])
     if gpu is None:
         return getattr(INTERPRETER, "dkdv" if kernel in SINGLE_PASS else kernel)  # type: ignore[no-any-return]
@@ -92,18 +76,16 @@ def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
     tile = single_pass_tile(gpu.arch, q.dtype, head_dim)
     if tile is None:
         raise ValueError(
-            f"head dim {head_dim} has no default tile for a single-pass backward that fits this GPU: it takes up to "
-            f"{MOST_SINGLE_PASS}; pass config.single_pass=Tile(...) to try one, or backward='two_pass'"
+            f"head dim {head_dim} has no default tile for a single-pass backward on this GPU: defaults go up to "
+            f"{MOST_SINGLE_PASS}; pass config.single_pass=Tile(...), or backward='two_pass'"
         )
     return tile
 
 
-def resolve_config(config: KernelConfig | None, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> KernelConfig | None:
-    """What one kernel is launched by: the config; without one what a tuned table has beside ``tile``, or None.
+def resolve_config(config: KernelConfig | None, tile: Tile, q: Tensor, k: Tensor) -> KernelConfig | None:
+    """Return the config of one launch: the caller's, else the options that a tuned table has with ``tile``, else None.
 
-    Args:
-        tile: of :func:`tile_for`.
-        q, k: of the launch. A table's options that do not suit them are left out, a config's are refused elsewhere.
+    Options of a table that do not suit ``q`` and ``k`` are left out. Options of a config are checked elsewhere.
     """
     if config is not None or not isinstance(tile, Chosen):
         return config
@@ -121,11 +103,11 @@ def _with_options(tile: Chosen, group: int, device: torch.device) -> KernelConfi
 
 
 def backward_config(
-    config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor, *, block: int | None, full: bool, plain: bool
+    config: KernelConfig | None, q: Tensor, v: Tensor, *, block: int | None, full: bool, plain: bool
 ) -> KernelConfig | None:
-    """The config; without one, where a tuned table measured a single pass as faster than two, one that says so.
+    """Return the config of a backward; without one, a deterministic single pass if a table measured it as faster.
 
-    It is a deterministic one: two passes are. The last three arguments are those of :func:`launch_traits`.
+    ``block``, ``full`` and ``plain`` come from :func:`launch_traits`.
     """
     gpu = gpu_specs(q.device)
     if config is not None or gpu is None or not plain or block is not None:
@@ -140,47 +122,41 @@ def _one_pass(tile: Tile) -> KernelConfig:
 
 
 def launch_traits(bounds: Bounds, scores: Scores) -> dict[str, Any]:
-    """What of a launch decides its tile, beside its tensors: arguments of :func:`tile_for`."""
+    """Return the arguments of :func:`tile_for` that depend on bounds and scores."""
     plain = scores.is_plain and bounds.seqused_k is None and bounds.block_sparse is None
     return {"block": bounds.block, "full": bounds.is_full, "plain": plain}
 
 
 def tile_for(
-    kernel: str,
-    config: KernelConfig | None,
-    q: torch.Tensor,
-    v: torch.Tensor,
-    block: int | None,
-    *,
-    full: bool = True,
-    plain: bool = True,
-) -> Tile:
-    """The tile of ``kernel``: the config's, or the default; where a mask has blocks, one that divides ``block``.
+    kernel: str, config: KernelConfig | None, q: Tensor, v: Tensor, block: int | None, *,
+    full: bool = True, plain: bool = True,
+) -> Tile:  # fmt: skip
+    """Return the tile of ``kernel``: the config's, or the default reduced to divide the mask's ``block``.
 
-    Tuned tables serve ``plain`` launches (nothing but bounds): with more in the loop a tile that just fits may not.
+    ``full`` says that there are no bounds. ``plain`` says that there are no score modifiers, ``seqused_k`` or
+    ``block_sparse``; only such launches use tuned tables, because more code in the loop may not fit.
 
     Raises:
-        ValueError: the config's does not, or does not fit the GPU; or blocks that no tile divides.
+        ValueError: If the config's tile does not divide ``block`` or does not fit the GPU, or if no tile divides
+            ``block``.
     """
-    given: Tile | None = None if config is None else getattr(config, kernel)
+    requested: Tile | None = None if config is None else getattr(config, kernel)
     if config is not None and kernel == "single_pass":
-        # its default is a table's, too: the caller chose no more than the way, and what Hopper's leaves is the portable
+        # A config that only names the mode still gets the tuned tile of that mode.
         kernel = config.backward if config.backward in SINGLE_PASS else kernel
     is_hopper = kernel == "forward" and config is not None and config.forward_kernel == "hopper"
-    if given is not None:
-        _check_room(kernel, tile := given, q, v)
-    elif is_hopper:  # takes few tiles, the built-in one among them; a table has those of the portable kernel
+    if requested is not None:
+        _check_room(kernel, tile := requested, q, v)
+    elif is_hopper:  # tables have tiles of the portable kernel, and the Hopper kernel supports only a few
         tile = _built_in(kernel, q, v)
     else:
         tile = _tile(kernel, q, v, full) if plain and block is None else _built_in(kernel, q, v)
     if block is None:
         return tile
     if block % LEAST_SIDE:
-        raise ValueError(
-            f"the block mask has blocks of {block}: they must be a multiple of {LEAST_SIDE}, a tile's least"
-        )
+        raise ValueError(f"the block mask has blocks of {block}: they must be a multiple of {LEAST_SIDE}")
     fit = replace(tile, block_q=gcd(tile.block_q, block), block_k=gcd(tile.block_k, block))
-    if given is not None and fit != tile:
+    if requested is not None and fit != tile:
         raise ValueError(
             f"config.{kernel} has tiles of {tile.block_q} x {tile.block_k}: they must divide the blocks of {block} "
             "positions of the block mask"
@@ -189,9 +165,12 @@ def tile_for(
 
 
 def check_tiles(
-    config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor, block: int | None, *, backward: bool = False
+    config: KernelConfig | None, q: Tensor, v: Tensor, block: int | None, *, backward: bool = False
 ) -> None:
-    """Refuse what :func:`tile_for` refuses of any kernel of a call, or of its ``backward``, before one is launched."""
+    """Raise ValueError if a tile of any kernel of a call does not fit, before the first kernel is launched.
+
+    With ``backward``, check only the kernels of the backward.
+    """
     if config is None and block is None:
         return
     passes = ("single_pass",) if is_single_pass(config) else ("dq", "dkdv")
@@ -199,8 +178,8 @@ def check_tiles(
         tile_for(kernel, config, q, v, block)
 
 
-def _check_room(kernel: str, tile: Tile, q: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse a tile of the config that takes more shared memory than a block has, however it is compiled."""
+def _check_room(kernel: str, tile: Tile, q: Tensor, v: Tensor) -> None:
+    """Raise ValueError if a tile of the config needs more shared memory than a block of this GPU has."""
     gpu = gpu_specs(q.device)
     if gpu is None:
         return
@@ -209,13 +188,13 @@ def _check_room(kernel: str, tile: Tile, q: torch.Tensor, v: torch.Tensor) -> No
     if least > (limit := shared_limit(gpu.arch)):
         field = "single_pass" if kernel in SINGLE_PASS else kernel
         raise ValueError(
-            f"config.{field} is {tile}: it takes at least {least:,} bytes of shared memory, a block of sm_{gpu.arch} "
+            f"config.{field} is {tile}: it needs at least {least:,} bytes of shared memory, a block of sm_{gpu.arch} "
             f"has {limit:,}; {_built_in(kernel, q, v)} fits"
         )
 
 
-def check_config(config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse a config that does not fit the heads or the GPU: ValueError."""
+def check_config(config: KernelConfig | None, q: Tensor, v: Tensor) -> None:
+    """Raise ValueError if the options of a config do not fit the heads or the GPU."""
     if config is None:
         return
     group = q.shape[2] // max(v.shape[2], 1)
@@ -230,7 +209,7 @@ def check_config(config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor) 
 
 
 class LaunchPlan(NamedTuple):
-    """How one kernel is launched against keys of one length."""
+    """Launch parameters of one kernel for shards of one length."""
 
     tile: Tile
     config: KernelConfig | None
@@ -240,25 +219,24 @@ class LaunchPlan(NamedTuple):
     splits: int = 1
     hopper: bool = False
     box: Any = None
-    """Of a single pass: the TMA descriptor by which the copy engine adds to dQ, or None."""
+    """TMA descriptor with which a single pass adds to dQ, or None for atomics."""
 
 
 class Bound:
-    """Launches for one tensor of queries, bound once: what all shards of keys and values share is made once.
+    """Base of the launchers for one query tensor; caches everything that the launches of all key shards share.
 
-    Of what a call is given only the config is checked here: the entries check a launch, and a ring at its door what it
-    then cuts and moves.
+    Only the config is checked here. The host entries and the ring check the tensors.
     """
 
-    def __init__(self, q: torch.Tensor, softmax_scale: float, config: KernelConfig | None) -> None:
+    def __init__(self, q: Tensor, softmax_scale: float, config: KernelConfig | None) -> None:
         self._q, self._scale, self._config = q, softmax_scale, config
         self._queries = self._carried = strided(q)
         self._plans: dict[Hashable, LaunchPlan] = {}
         self._described = Descriptors()
         self._taken: dict[Hashable, tuple[bool, Pair]] = {}
 
-    def _plan(self, kernel: str, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores) -> LaunchPlan:
-        """As planned at the first launch of its kind: shards differ in their length and their part of the mask."""
+    def _plan(self, kernel: str, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> LaunchPlan:
+        """Return the cached launch plan of a shard; a plan depends on the shard's length and its kind of bounds."""
         plain = scores is PLAIN or scores.is_plain
         key = kernel, k.shape[1], bounds.lo is None, bounds.seqused_k is None, bounds.block_sparse, plain
         plan = self._plans.get(key)
@@ -268,22 +246,20 @@ class Bound:
             plan = self._plans[key] = self._planned(tile, resolve_config(self._config, tile, self._q, k), kernel, k, v)
         return plan
 
-    def _planned(
-        self, tile: Tile, config: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor
-    ) -> LaunchPlan:
+    def _planned(self, tile: Tile, config: KernelConfig | None, kernel: str, k: Tensor, v: Tensor) -> LaunchPlan:
         grid, shape = tile_schedule(config, packed_shape(config, shape_of(self._q, k)), tile, (k, v))
         hopper = kernel == "forward" and config is not None and config.forward_kernel == "hopper"
         return LaunchPlan(tile, config, grid, shape, {**head_dims(self._q, v), **options(tile)}, hopper=hopper)
 
-    def _continued(self, x: torch.Tensor) -> Strided:
-        """Of a tensor that launch after launch continues."""
+    def _continued(self, x: Tensor) -> Strided:
+        """Return the argument for a tensor that every launch updates, cached for the last such tensor."""
         if self._carried.ptr is not x:
             self._carried = strided(x)
         return self._carried
 
-    def _takes(self, kind: Hashable, k: torch.Tensor, v: torch.Tensor, takes: Callable[[], bool]) -> bool:
-        """Whether a Hopper kernel ``takes`` a launch of its kind, asked once for each pair of slots."""
+    def _takes(self, kind: Hashable, k: Tensor, v: Tensor, takes: Callable[[], bool]) -> bool:
+        """Return ``takes()``, cached per kind of launch and per pair of K/V tensors."""
         key = kind, id(k), id(v)
         if key not in self._taken:
-            self._taken[key] = takes(), (k, v)  # while they are held nothing else has their ids
+            self._taken[key] = takes(), (k, v)  # keep k and v alive, so that no other tensor gets their ids
         return self._taken[key][0]

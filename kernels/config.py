@@ -1,4 +1,4 @@
-"""Tile sizes and launch options: what a kernel may be tuned by, and the untuned defaults with their reasons."""
+"""Tiles and launch options of the kernels, and the built-in defaults with their reasons."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ LEAST_SIDE = 16
 
 @dataclass(frozen=True)
 class Tile:
-    """How one kernel is cut and launched.
+    """Tile of one kernel.
 
-    ``block_q`` and ``block_k`` are rows of queries and keys per tile (powers of two, at least 16), ``num_warps`` and
-    ``num_stages`` Triton's options: warps per program and depth of the software pipeline.
+    Attributes:
+        block_q: Queries per tile, a power of two of at least 16.
+        block_k: Keys per tile, a power of two of at least 16.
+        num_warps: Warps per program (Triton).
+        num_stages: Depth of the software pipeline (Triton).
     """
 
     block_q: int
@@ -26,7 +29,7 @@ class Tile:
         for name in ("block_q", "block_k"):
             size = getattr(self, name)
             if size < LEAST_SIDE or size & (size - 1):
-                raise ValueError(f"{name} is {size}: a tile side is a power of two of at least {LEAST_SIDE}")
+                raise ValueError(f"{name} is {size}: it must be a power of two of at least {LEAST_SIDE}")
         if self.num_warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"num_warps is {self.num_warps}: it must be 1, 2, 4, 8 or 16")
         if self.num_stages < 1:
@@ -43,30 +46,27 @@ WORDS = {"backward": BACKWARDS, "dkdv_epilogue": EPILOGUES, "forward_kernel": FO
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One :class:`Tile` per kernel, and which kernels; a tile of None is the one that a launch without a config takes.
+    """Tiles and options of the kernels; a tile of None is chosen as in a launch without a config.
 
-    The page of this folder says more of each. Whatever was never run on a GPU is nobody's default; what a choice is
-    not written for is refused before anything is launched. In a field's words:
+    ``kernels/README.md`` lists the requirements of each option. Options that have not run on a GPU are not defaults. An
+    option that does not suit a call raises ValueError before any launch.
 
-    - ``forward_kernel``: "portable", or "hopper": for sm_90, two warpgroups of 64 query rows (``block_q`` 128, 8
-      warps), 64 or 128 keys per tile, ``num_stages`` tiles each of K and V. Hops whose bounds have ``seqused_k`` or
-      ``block_sparse``, and empty ones, go to the portable kernel with the same tile.
-    - ``dkdv_splits``: parts of the query heads of each key head, each a dK/dV program of its own; a second kernel adds
-      them up in a fixed order. A divisor of the query heads per key head, or "auto": by programs and multiprocessors
-      (``order.splits_for``), 1 where there is no GPU. Takes fp32 memory of as many times dK and dV.
-    - ``order`` of the tiles of the forward, dQ and dK/dV: "heads", one head after the other; or "longest", the longest
-      tiles first of as many heads as read what fits half of L2. Longest is by position, as a causal mask has it.
-    - ``persistent``: programs walk from tile to tile, as many as stay on all multiprocessors but ``sm_margin``, which
-      are left to a transfer that runs beside; None leaves ``order.MARGIN`` of them, or half of a GPU that has few.
-    - ``pack_gqa``: the rows of a tile of the forward and of dQ are positions times the query heads that share a key
-      head, so that K and V are read once for all of them.
-    - ``dkdv_epilogue``: "pointers", or "descriptors": the copy engine leaves dK and dV of two passes, and adds them to
-      sums that stay where they are, which spares registers. From compute capability 9.0 on, head dims that are powers
-      of two of at least 16, addresses and strides of whole 16 bytes.
-    - ``backward``: "two_pass", dQ and dK/dV in a kernel each, seven matrix products per pair of tiles; "single_pass",
-      all three in one, by five, dQ *added* in fp32 in whatever order programs come; "single_pass_deterministic", in a
-      fixed order, at the price of waiting; "hopper", a single pass for sm_90 and head dims 64 and 128. dK and dV have
-      the same bits on every run in all of them. ``single_pass`` is the tile of the last three, None their default.
+    Attributes:
+        forward, dq, dkdv: Tiles of the forward, dQ and dK/dV kernels.
+        forward_kernel: "portable" or "hopper" (sm_90 only).
+        dkdv_splits: Number of dK/dV programs per key head; each takes a part of its query heads. A divisor of the query
+            heads per key head, or "auto".
+        order: Order of tiles. "heads" takes one head after another. "longest" takes the longest tiles of a causal mask
+            first, of as many heads as fit into half of L2.
+        persistent: Launch only as many programs as fit on the GPU at once; each takes tile after tile.
+        sm_margin: Multiprocessors that a persistent kernel leaves to a concurrent transfer. None: ``order.MARGIN``, or
+            half of a small GPU.
+        pack_gqa: In the forward and dQ, the rows of a tile are positions times the query heads of one key head, so that
+            K and V are read once for all of these heads.
+        dkdv_epilogue: "pointers" or "descriptors". With descriptors, TMA stores dK and dV of the two-pass backward.
+        backward: "two_pass" has one kernel for dQ and one for dK/dV. "single_pass" is one kernel that adds to dQ in no
+            fixed order, "single_pass_deterministic" adds in a fixed order, and "hopper" is a single pass for sm_90.
+        single_pass: Tile of the single-pass modes, or None for the default.
     """
 
     forward: Tile | None = None
@@ -91,13 +91,13 @@ class KernelConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be True or False")
         if self.single_pass is not None and self.backward == "two_pass":
             raise ValueError(
-                f"single_pass is {self.single_pass} with backward='two_pass', which has no use for it: pass "
+                f"single_pass is {self.single_pass} with backward='two_pass', which ignores it: pass "
                 "backward='single_pass' or 'single_pass_deterministic', or no tile"
             )
-        for name, what, default in (("dkdv_splits", "splits", 1), ("dkdv_epilogue", "is of", "pointers")):
+        for name, default in (("dkdv_splits", 1), ("dkdv_epilogue", "pointers")):
             if getattr(self, name) != default and self.backward != "two_pass":
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r} with backward={self.backward!r}: it {what} the dK/dV kernel of "
+                    f"{name} is {getattr(self, name)!r} with backward={self.backward!r}: it applies only to "
                     f"'two_pass'; pass {default!r}"
                 )
         if self.dkdv_splits != AUTO and not is_whole(self.dkdv_splits, 1):
@@ -106,30 +106,30 @@ class KernelConfig:
             )
         if self.sm_margin is not None and not (self.persistent and is_whole(self.sm_margin, 0)):
             raise ValueError(
-                f"sm_margin is {self.sm_margin!r} and persistent {self.persistent}: it must be None or, of a "
-                "persistent kernel, the number of multiprocessors that it leaves free"
+                f"sm_margin is {self.sm_margin!r} and persistent {self.persistent}: it must be None or, with "
+                "persistent=True, a number of multiprocessors to leave free"
             )
         if self.forward_kernel == "hopper" and (self.order, self.persistent, self.pack_gqa) != ("heads", False, False):
             raise ValueError(
                 f"order is {self.order!r}, persistent {self.persistent} and pack_gqa {self.pack_gqa}: "
-                "forward_kernel='hopper' takes 'heads', False and False, the portable kernel any"
+                "forward_kernel='hopper' supports only 'heads', False and False"
             )
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether a value is an int, not a bool, of at least ``least``."""
+    """Return True for an int of at least ``least`` that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_single_pass(config: KernelConfig | None) -> bool:
-    """Whether dQ, dK and dV are made by one kernel."""
+    """Return True if one kernel computes dQ, dK and dV."""
     return config is not None and config.backward != "two_pass"
 
 
-# Untuned defaults. Each was the first of its kind that compiles, on Triton 3.6 to 3.9, without local memory traffic
-# and without serialised wgmma in the loop that holds the matrix products (16-bit, head dims up to 128; `bench/NOTES.md`
-# has the survey), with 128 query rows per K/V tile (128 keys in dK/dV), the arithmetic intensity of Triton's
-# fused-attention tutorial. None was timed yet: a tuned table replaces them.
+# Untuned defaults. For 16-bit inputs and head dims up to 128, each is the first tile that compiles on Triton 3.6 to 3.9
+# without spills and without serialised wgmma in the loop over tiles (`bench/NOTES.md` has the survey). The search began
+# at 128 query rows per K/V tile (128 keys in dK/dV), as in Triton's fused-attention tutorial. None was timed on a GPU
+# yet; a tuned table replaces them.
 _HOPPER = {  # 227 KB of shared memory; wgmma needs 8 warps to split 128 x 128 accumulators
     64: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 1), Tile(64, 128, 8, 1)),
     128: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 1)),
@@ -161,18 +161,18 @@ _BY_ARCH = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL}
 
 
 def config_for(arch: int, dtype: torch.dtype, head_dim: int) -> KernelConfig:
-    """The default for a compute capability (90 is 9.0) and the larger of D and Dv.
+    """Return the default config for a compute capability (90 is 9.0) and the larger of D and Dv.
 
-    Architectures that are not listed get tiles for 99 KB of shared memory, which fit everywhere.
+    Architectures without an entry get tiles for 99 KB of shared memory, which fit every GPU.
     """
     table = _FLOAT32 if dtype == torch.float32 else _BY_ARCH.get(arch, _SMALL)
     return table[next(size for size in table if head_dim <= size)]
 
 
-# Of the single pass, by architecture and the larger head dim. 128 keys, as in dK/dV, where registers hold dK and dV of
-# them, and as many queries as leave room for a tile of dQ beside: clean in every role, on Triton 3.7, for both orders
-# of adding. Head dims in two parts take more tensor memory than the next power of two. Beyond 128 there is none whose
-# loop does not spill.
+# Tiles of the single pass by architecture and the larger head dim. A tile has 128 keys as in dK/dV if registers hold
+# their dK and dV, and as many queries as leave room for a tile of dQ. On Triton 3.7 no tile spills in any role, for
+# both orders of adding. A head dim that is split in two parts takes more tensor memory than the next power of two.
+# Beyond 128 every tile spills.
 _SINGLE_PASS: dict[int, dict[int, Tile]] = {
     80: {64: Tile(64, 128, 8, 2), 128: Tile(16, 128, 8, 2)},
     90: {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2)},
@@ -180,13 +180,16 @@ _SINGLE_PASS: dict[int, dict[int, Tile]] = {
     103: {64: Tile(64, 128, 8, 1), 96: Tile(32, 128, 8, 1), 128: Tile(64, 128, 8, 1)},
 }
 MOST_SINGLE_PASS = 128
-"""The largest head dim of which the single pass has a default."""
+"""Largest head dim for which the single pass has a default tile."""
 
 _SINGLE_PASS_SMALL = {64: Tile(32, 128, 8, 2), 128: Tile(16, 64, 4, 2)}
 _SINGLE_PASS_FLOAT32 = {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 4, 1)}
 
 
 def single_pass_tile(arch: int, dtype: torch.dtype, head_dim: int) -> Tile | None:
-    """The default of the single-pass backward for a compute capability and the larger of D and Dv; None: none fits."""
+    """Return the default tile of the single-pass backward for a compute capability, or None if no tile fits.
+
+    ``head_dim`` is the larger of D and Dv.
+    """
     table = _SINGLE_PASS_FLOAT32 if dtype == torch.float32 else _SINGLE_PASS.get(arch, _SINGLE_PASS_SMALL)
     return next((tile for size, tile in table.items() if head_dim <= size), None)

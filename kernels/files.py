@@ -1,4 +1,4 @@
-"""JSON files that a user names: read whole or refused, then turned into dataclasses by their annotations."""
+"""Reading of JSON files from users: size and type checks, and conversion to dataclasses by their annotations."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 MOST_BYTES = 64 << 20
 MOST_DEPTH = 32
-MOST_INT, MOST_FLOAT = 1 << 63, 1e300  # what is computed from less overflows nowhere
+MOST_INT, MOST_FLOAT = 1 << 63, 1e300  # computations with smaller numbers do not overflow
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a regular file of at most 64 MiB holds.
+    """Return the JSON object in a regular file of at most 64 MiB.
 
     Raises:
-        ValueError: it cannot be read, or is something else; the message leaves the path to the caller.
+        ValueError: If the file cannot be read or holds no JSON object. The caller adds the path to the message.
     """
     return parse_object(read_file(path))
 
 
 def read_file(path: Path) -> bytes:
-    """Return what a regular file of at most 64 MiB holds.
+    """Return the content of a regular file of at most 64 MiB.
 
     Raises:
-        ValueError: it cannot be read, or is something else; the message leaves the path to the caller.
+        ValueError: If the file cannot be read, is no regular file or is larger. The caller adds the path to the
+            message.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO waits for its other end, a device may never end
-            raise ValueError("it is no regular file")
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO or a device may never end
+            raise ValueError("it is not a regular file")
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
@@ -44,21 +45,21 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Return the object that JSON text in UTF-8 holds.
+    """Return the JSON object in UTF-8 text.
 
     Raises:
-        ValueError: the text is something else, has NaN or nests deeply.
+        ValueError: If the text is no JSON object, contains NaN or infinity, or nests too deeply.
     """
     try:
-        made = json.loads(data.decode(), parse_constant=_no_constant)
-        if _depth(made) > MOST_DEPTH:
+        value = json.loads(data.decode(), parse_constant=_no_constant)
+        if _depth(value) > MOST_DEPTH:
             raise RecursionError
-        json.dumps(made, ensure_ascii=False).encode()  # half of a surrogate pair could not be written again
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded
     except RecursionError:
-        raise ValueError(f"it nests deeper than {MOST_DEPTH}") from None
-    if not isinstance(made, dict):
-        raise ValueError(f"it is {made!r:.60}: it must be an object")
-    return made
+        raise ValueError(f"it is nested more than {MOST_DEPTH} levels deep") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it is {value!r:.60}: it must be a JSON object")
+    return value
 
 
 def _no_constant(name: str) -> object:
@@ -71,24 +72,26 @@ def _depth(value: Any) -> int:
 
 
 def converted(hint: Any, value: object, where: str) -> Any:
-    """A value of JSON as an annotation says: dataclasses and named tuples of objects, tuples of lists.
+    """Return a JSON value in the type of an annotation: objects as dataclasses or named tuples, lists as tuples.
+
+    ``where`` is the path of the value inside the file, for messages.
 
     Raises:
-        ValueError: it is of another type, has a field that is unknown or lacks one, or the class refuses it.
+        ValueError: If the value has another type, an unknown or missing field, or a value that the class rejects.
     """
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (list, tuple) and isinstance(value, list):
-        return origin(converted(inner[0], one, f"{where}[{i}]") for i, one in enumerate(value))
+        return origin(converted(inner[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, dict):
-        return {name: converted(inner[1], one, f"{where}[{name!r:.60}]") for name, one in value.items()}
+        return {name: converted(inner[1], item, f"{where}[{name!r:.60}]") for name, item in value.items()}
     if (is_dataclass(hint) or hasattr(hint, "_fields")) and isinstance(value, dict):
         hints = _hints(hint)
         if unknown := [name for name in value if name not in hints]:
-            raise ValueError(f"{where} has {unknown[0]!r:.60}, which is not known")
-        fields = {name: converted(hints[name], one, f"{where}.{name}") for name, one in value.items()}
+            raise ValueError(f"{where} has an unknown field {unknown[0]!r:.60}")
+        fields = {name: converted(hints[name], item, f"{where}.{name}") for name, item in value.items()}
         try:
             return hint(**fields)
-        except (TypeError, ValueError) as error:  # a field is missing, or is not what the class takes
+        except (TypeError, ValueError) as error:  # a field is missing, or the class rejects a value
             raise ValueError(f"{where}: {error}") from None
     if not _is_a(hint, value):
         raise ValueError(f"{where} is {value!r:.60}: it must be of type {getattr(hint, '__name__', hint)}")
@@ -99,9 +102,9 @@ _hints = cache(get_type_hints)
 
 
 def _is_a(hint: Any, value: Any) -> bool:
-    """``True`` is no number here, and no number is too large to compute with."""
+    """Return True if a value has the annotated type; a bool is no number, and numbers must not be huge."""
     if isinstance(hint, UnionType):
-        return any(_is_a(one, value) for one in get_args(hint))
+        return any(_is_a(member, value) for member in get_args(hint))
     if hint is float:
         return type(value) in (int, float) and abs(value) < MOST_FLOAT
     if hint is int:

@@ -1,4 +1,4 @@
-"""Facts about GPUs: what one multiprocessor can do, what a GPU model has, and which GPU a device is.
+"""Facts about GPUs: limits and rates of one multiprocessor, GPU models, and the GPU of a device.
 
 Sources, all by NVIDIA:
 
@@ -86,7 +86,7 @@ SMALLEST_L2 = 6 << 20
 
 
 class GpuSpec(NamedTuple):
-    """One GPU: a model, the GPU of a device, or any GPU of a compute capability (``name`` is then ``sm_90``)."""
+    """GPU model, GPU of a device, or any GPU of a compute capability, whose ``name`` is then ``sm_90``."""
 
     name: str
     arch: int  # compute capability without the dot
@@ -113,7 +113,7 @@ GPU_MODELS = {
     "l40s": _model("L40S", 89, 142, 362, 0.864, 48)._replace(l2_bytes=96 << 20),
     "a10": _model("A10", 86, 72, 125, 0.6, 24),
 }
-"""GPU models; the words of a key (``h100-pcie``: h100 and pcie) are words of the name that the driver reports."""
+"""GPU models. The driver's name of a GPU contains all words of its key: ``h100-pcie`` has h100 and pcie."""
 
 INTERPRETER_GPU = GpuSpec("CPU", 0, 20, SMALLEST_L2)
 """Stand-in for Triton's interpreter, which runs kernels on the CPU."""
@@ -127,13 +127,13 @@ def shared_limit(arch: int) -> int:
 
 
 def assumed_gpu(arch: int, name: str | None = None) -> GpuSpec:
-    """Return a GPU of a compute capability that need not be here, with as many multiprocessors as an H100."""
+    """Return the assumed facts of a GPU that is not present: as many multiprocessors as an H100."""
     multiprocessors = GPU_MODELS["h100"].multiprocessors
     return GpuSpec(name or f"sm_{arch}", arch, multiprocessors, L2_BYTES.get(arch, SMALLEST_L2))
 
 
 def find_model(name: str) -> str | None:
-    """Return the key in ``GPU_MODELS`` for a name that the driver reports; None for a model that is not there.
+    """Return the key in ``GPU_MODELS`` for the driver's name of a GPU, or None for an unknown model.
 
     ``NVIDIA H100 80GB HBM3`` is ``h100``, ``NVIDIA H100 PCIe`` is ``h100-pcie``.
     """
@@ -142,9 +142,9 @@ def find_model(name: str) -> str | None:
 
 
 def gpu_specs(device: torch.device) -> GpuSpec | None:
-    """Return the GPU that launches on a device are for; None if the device is no GPU.
+    """Return the GPU of a device, or None if the device is no GPU.
 
-    For the meta device that is the GPU of :func:`.target.compiling_for`.
+    The meta device stands for the GPU of :func:`.target.compiling_for`.
     """
     if device.type == "meta":
         compiling = target()
@@ -154,12 +154,12 @@ def gpu_specs(device: torch.device) -> GpuSpec | None:
 
 @cache
 def _query_gpu(device: torch.device) -> GpuSpec:
-    found = torch.cuda.get_device_properties(device)
-    arch = found.major * 10 + found.minor
-    l2_bytes = getattr(found, "L2_cache_size", 0) or L2_BYTES.get(arch, SMALLEST_L2)
-    return GpuSpec(found.name, arch, found.multi_processor_count, l2_bytes, float(found.total_memory))
+    properties = torch.cuda.get_device_properties(device)
+    arch = properties.major * 10 + properties.minor
+    l2_bytes = getattr(properties, "L2_cache_size", 0) or L2_BYTES.get(arch, SMALLEST_L2)
+    return GpuSpec(properties.name, arch, properties.multi_processor_count, l2_bytes, float(properties.total_memory))
 
 
 def gpu_or_interpreter(device: torch.device) -> GpuSpec:
-    """Return the GPU that launches on a device are for; without a GPU the stand-in for Triton's interpreter."""
+    """Return the GPU of a device, or ``INTERPRETER_GPU`` if the device is no GPU."""
     return gpu_specs(device) or INTERPRETER_GPU

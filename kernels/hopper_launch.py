@@ -1,8 +1,9 @@
-"""The host side of the Hopper forward: what it takes, its descriptors, its launch."""
+"""Host side of the Hopper forward: requirements and launch."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .bounds import Bounds
 from .config import Tile
@@ -12,36 +13,30 @@ from .launch import Descriptors, check_describable, interval, launch, programs, 
 from .scores import Scores
 
 HEAD_DIMS = (64, 128, 256)
-"""What one wgmma takes as columns of the result, and a TMA box holds without padding."""
+"""Head dims that fit the columns of one wgmma result and fill a TMA box without padding."""
 
 ARCH = 90
 
 THREAD_REGISTERS = 168
-"""Per thread at launch: 65,536 among three warpgroups; the producer's are handed to the consumers."""
+"""Registers per thread at launch: 65,536 over three warpgroups. The producer then gives most of its share away."""
 
-MIN_SLOTS = 2  # a consumer waits for the V of the next step before it gives back that of this one
+MIN_SLOTS = 2  # a consumer waits for V of the next step before it releases V of the current one
 
-TAKES = "forward_kernel='hopper' takes"
+TAKES = "forward_kernel='hopper' supports"
 
 
 def takes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bounds: Bounds,
-    scores: Scores,
-    tile: Tile,
-    *,
-    requested: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores, tile: Tile, *, requested: bool = True
 ) -> bool:
-    """Whether the Hopper kernel runs this hop: not with ``seqused_k`` or ``block_sparse``, nor without rows or keys.
+    """Return True if the Hopper kernel runs this hop, False if the portable kernel must.
 
-    These come and go from hop to hop, and the portable kernel takes them, with the same tile. What is the same for
-    all hops of a call is the caller's to choose, and refused on every hop alike: where the caller ``requested`` this
-    kernel. Where a tuned table did, what does not suit it goes to the portable one.
+    The portable kernel runs empty hops and hops with ``seqused_k`` or ``block_sparse``, because these vary from hop to
+    hop. All other requirements are the same for all hops: an unsupported call raises if the caller ``requested`` the
+    Hopper kernel, and falls back if a tuned table chose it.
 
     Raises:
-        ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
+        ValueError: If the kernel was requested and does not support the GPU, dtype, head dim, scores, alignment or
+            tile.
     """
     try:
         check_call(q, v, scores, tile)
@@ -53,41 +48,42 @@ def takes(
     return runs(bounds, q, k)
 
 
-def check_call(q: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile | None) -> None:
-    """Refuse what is the same for all hops, so known before the first: all but addresses and strides; ValueError."""
+def check_call(q: Tensor, v: Tensor, scores: Scores, tile: Tile | None) -> None:
+    """Raise ValueError if the kernel does not support a call; addresses and strides are checked per hop."""
     check_kind(q, v, scores, HEAD_DIMS, TAKES, "the portable kernel")
-    if tile is not None:  # the built-in one fits
+    if tile is not None:  # the built-in tile fits
         check_tile(q.shape[3], tile)
 
 
-def check_kind(
-    q: torch.Tensor, v: torch.Tensor, scores: Scores, head_dims: tuple[int, ...], takes: str, portable: str
-) -> None:
-    """Refuse a GPU, dtype, head dim or scores that a Hopper kernel does not take, in its own words: ValueError."""
+def check_kind(q: Tensor, v: Tensor, scores: Scores, head_dims: tuple[int, ...], takes: str, portable: str) -> None:
+    """Raise ValueError if a Hopper kernel does not support the GPU, dtype, head dim or scores.
+
+    ``takes`` begins the second half of the message, and ``portable`` names the kernel to use instead.
+    """
     if not is_hopper(q.device):
         raise ValueError(f"q is on {q.device}: {takes} GPUs of compute capability 9.0")
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"q is {q.dtype}: {takes} float16 and bfloat16")
     if q.shape[3] not in head_dims or v.shape[3] != q.shape[3]:
         raise ValueError(
-            f"q has head dim {q.shape[3]} and v {v.shape[3]}: {takes} one of {', '.join(map(str, head_dims))}, "
-            "the same of both"
+            f"q has head dim {q.shape[3]} and v {v.shape[3]}: {takes} {', '.join(map(str, head_dims))}, "
+            "the same for q and v"
         )
     if not scores.is_plain:
-        raise ValueError(f"scores have a softcap, ALiBi slopes or dropout: {takes} plain ones, {portable} these")
+        raise ValueError(f"scores have a softcap, ALiBi slopes or dropout: {takes} only plain scores; use {portable}")
 
 
 def check_room(field: str, head_dim: int, nbytes: int, fewer: str) -> None:
-    """Refuse a tile whose shared memory, with 1 KiB for the barriers, a block does not have: ValueError."""
+    """Raise ValueError if a tile and 1 KiB of barriers do not fit the shared memory of a block."""
     if (needed := nbytes + 1024) > (limit := shared_limit(ARCH)):
         raise ValueError(
             f"{field} needs {needed} bytes of shared memory at head dim {head_dim}, sm_{ARCH} has "
-            f"{limit}: take fewer {fewer}"
+            f"{limit}: use fewer {fewer}"
         )
 
 
-def runs(bounds: Bounds, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether a hop is one of the Hopper kernels': with queries and keys, without padding or blocks."""
+def runs(bounds: Bounds, q: Tensor, k: Tensor) -> bool:
+    """Return True if a hop has queries and keys, and no ``seqused_k`` or ``block_sparse``."""
     return bounds.seqused_k is None and bounds.block_sparse is None and q.numel() > 0 and k.numel() > 0
 
 
@@ -97,45 +93,37 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def shared_bytes(head_dim: int, tile: Tile) -> int:
-    """Of the tiles of Q, K and V; the barriers take a few hundred more."""
+    """Return the bytes of the tiles of Q, K and V; the barriers take a few hundred more."""
     return 2 * head_dim * (tile.block_q + 2 * tile.num_stages * tile.block_k)
 
 
 def check_tile(head_dim: int, tile: Tile) -> None:
-    """Refuse a tile that the kernel is not written for: ValueError."""
+    """Raise ValueError if the kernel does not support a tile."""
     if tile.block_q != CONSUMERS * ROWS or tile.num_warps != 4 * CONSUMERS:
         raise ValueError(
-            f"config.forward has {tile.block_q} rows and {tile.num_warps} warps: forward_kernel='hopper' takes "
-            f"{CONSUMERS * ROWS} rows and {4 * CONSUMERS} warps, two warpgroups of {ROWS} rows"
+            f"config.forward has {tile.block_q} rows and {tile.num_warps} warps: {TAKES} {CONSUMERS * ROWS} rows and "
+            f"{4 * CONSUMERS} warps"
         )
     if tile.block_k not in (64, 128) or tile.num_stages < MIN_SLOTS:
         raise ValueError(
-            f"config.forward has {tile.block_k} keys and {tile.num_stages} stages: forward_kernel='hopper' takes 64 or "
-            f"128 keys and at least {MIN_SLOTS} stages"
+            f"config.forward has {tile.block_k} keys and {tile.num_stages} stages: {TAKES} 64 or 128 keys and at least "
+            f"{MIN_SLOTS} stages"
         )
     check_room("config.forward", head_dim, shared_bytes(head_dim, tile), "keys or stages")
 
 
 def launch_hopper(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    state: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    bounds: Bounds,
-    softmax_scale: float,
-    tile: Tile,
-    described: Descriptors,
-) -> None:
-    """As the launch of ``forward_kernel`` in ``attention.Forward``, for what :func:`takes` lets through."""
-    from .hopper.forward import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, out: Tensor, lse: Tensor, bounds: Bounds,
+    softmax_scale: float, tile: Tile, described: Descriptors,
+) -> None:  # fmt: skip
+    """Launch the Hopper forward for a hop for which :func:`takes` returned True."""
+    from .hopper.forward import hopper_kernel  # importing Gluon is slow, and only this kernel needs it
 
-    into = strided(out)
+    out_arg = strided(out)
     launch(
         hopper_kernel, programs(q.shape[1], tile.block_q, q), q.device,
         described(q, ROWS), described(k, tile.block_k), described(v, tile.block_k),
-        into if state is None or state is out else strided(state), into, lse, interval(bounds), shape_of(q, k),
+        out_arg if state is None or state is out else strided(state), out_arg, lse, interval(bounds), shape_of(q, k),
         softmax_scale,
         HEAD_DIM=q.shape[3], BLOCK_K=tile.block_k, SLOTS=tile.num_stages, HAS_STATE=state is not None,
         num_warps=4, maxnreg=THREAD_REGISTERS,

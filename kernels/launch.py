@@ -1,4 +1,4 @@
-"""From torch tensors to a launch: argument tuples, TMA descriptors, and the lock around an interpreted kernel."""
+"""Kernel launches: argument tuples from torch tensors, TMA descriptors, and the launch itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
@@ -21,31 +22,31 @@ from .gpu import gpu_specs
 from .scores import PLAIN, Scores
 from .target import target
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 COPY_ENGINE_ARCH = 90
-"""The first compute capability with a copy engine that stores and adds tiles in global memory (TMA)."""
+"""First compute capability whose TMA unit stores tiles to global memory and adds to it."""
 
 HALF = 0xFFFF
-"""The bits of one fp32 number of a ``Counter``."""
+"""Mask of the 16 bits that one fp32 number of a ``Counter`` holds."""
 
 ALIGNMENT = 16
-"""Bytes of which addresses and strides are multiples (CUDA driver API, cuTensorMapEncodeTiled)."""
+"""Alignment of TMA addresses and strides in bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
 
-TAKES = "dkdv_epilogue='descriptors' takes"
-"""Who refuses what no descriptor can be made of."""
+TAKES = "dkdv_epilogue='descriptors' supports"
 
-# Triton's interpreter patches its language module while a kernel runs, and a first launch compiles: one at a time.
+# One launch at a time: a first launch compiles, and Triton's interpreter patches its language module while a kernel
+# runs.
 _LOCK = threading.Lock()
 _NO_DEVICE = contextlib.nullcontext()
 
 
 def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
-    """Launch ``kernel`` on ``grid`` programs on the current stream of ``device``; an empty grid is no launch.
+    """Launch ``grid`` programs of ``kernel`` on the current stream of ``device``; do nothing for an empty grid.
 
     Raises:
-        NotImplementedError: as :func:`check_cpu`.
-        ValueError: what was compiled takes more of the GPU than there is.
+        NotImplementedError: If the tensors are on the CPU and Triton's interpreter cannot run the kernel.
+        ValueError: If the compiled kernel needs more registers or shared memory than the GPU has.
     """
     if device.type == "cpu":
         check_cpu(args, kernel)
@@ -60,32 +61,32 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
         except OutOfResources as error:
             options_text = ", ".join(f"{name}={value}" for name, value in options.items())
             raise ValueError(
-                f"{kernel.__name__} with {options_text} takes {error.required:,} of {error.name}, this GPU has "
-                f"{error.limit:,}: smaller BLOCK_Q or BLOCK_K, or fewer num_stages, take less"
+                f"{kernel.__name__} with {options_text} needs {error.required:,} of {error.name}, this GPU has "
+                f"{error.limit:,}: use a smaller BLOCK_Q or BLOCK_K, or fewer num_stages"
             ) from error
 
 
 def check_cpu(given: Sequence[Any], kernel: Any = dot) -> None:
-    """Refuse CPU tensors without Triton's interpreter, and of dtypes that it does not compute: NotImplementedError."""
+    """Raise NotImplementedError for CPU tensors without Triton's interpreter, or in bfloat16."""
     if isinstance(kernel, JITFunction):
         raise NotImplementedError(
-            "tensors are on the CPU: Triton kernels run there under Triton's interpreter alone. Set TRITON_INTERPRET=1 "
-            "before triton is imported (slow, for tests), or use the aten backend of ring_attention."
+            "tensors are on the CPU, where Triton kernels need Triton's interpreter: set TRITON_INTERPRET=1 before "
+            "triton is imported (slow, for tests), or use the aten backend of ring_attention."
         )
     pointers = (getattr(x, "ptr", x) for x in given)
     if isinstance(kernel, type(dot)) and any(getattr(x, "dtype", None) == torch.bfloat16 for x in pointers):
         raise NotImplementedError(
-            "tensors are torch.bfloat16 on the CPU: Triton's interpreter multiplies their bits as integers. It takes "
-            "float16 and float32; the aten backend of ring_attention computes all three."
+            "tensors are torch.bfloat16 on the CPU, which Triton's interpreter cannot multiply: use float16, float32 "
+            "or the aten backend of ring_attention."
         )
 
 
-def programs(rows: int, block: int, x: torch.Tensor) -> int:
-    """One program per tile of rows, batch row and head of ``x [B, S, H, D]``."""
+def programs(rows: int, block: int, x: Tensor) -> int:
+    """Return the grid with one program per tile of ``block`` rows, batch row and head of ``x [B, S, H, D]``."""
     return -(-rows // block) * x.shape[0] * x.shape[2]
 
 
-def strided(x: torch.Tensor) -> Strided:
+def strided(x: Tensor) -> Strided:
     batch, row, head, _ = x.stride()
     return Strided(x, batch, row, head)
 
@@ -96,15 +97,15 @@ def interval(bounds: Bounds) -> Interval:
     return Interval(bounds.lo, bounds.hi, bounds.seqused_k, ranges)
 
 
-@lru_cache(maxsize=64)  # numbers of the host, which every launch asks for
+@lru_cache(maxsize=64)
 def counter_of(seed: int, first_head: int) -> Counter:
-    """Return both numbers in halves of 32 bits; of the head's number only the lowest 32 bits count."""
+    """Return the seed and the lowest 32 bits of the first head's index, in pieces of 16 bits."""
     words = (*(seed >> shift & HALF for shift in (0, 16, 32, 48)), first_head & HALF, first_head >> 16 & HALF)
     return Counter(*map(float, words))
 
 
 def modifiers(scores: Scores, *, rows_are_keys: bool = False) -> Modifiers:
-    """Of a launch whose rows are queries, or keys."""
+    """Return the kernel argument for ``scores``; the rows of the launch are queries, or keys with ``rows_are_keys``."""
     if scores is PLAIN or scores.is_plain:
         return UNMODIFIED
     slopes, drops = scores.alibi_slopes, scores.dropout_p > 0
@@ -123,20 +124,20 @@ def modifiers(scores: Scores, *, rows_are_keys: bool = False) -> Modifiers:
     )
 
 
-def shape_of(rows: torch.Tensor, columns: torch.Tensor) -> Shape:
-    """Of a launch whose programs are tiles of ``rows`` and walk ``columns``, both ``[B, S, heads, D]``."""
+def shape_of(rows: Tensor, columns: Tensor) -> Shape:
+    """Return the shape of a launch whose programs are tiles of ``rows`` and loop over ``columns``."""
     heads = (rows.shape[2], columns.shape[2])
     return Shape(rows.shape[1], columns.shape[1], rows.shape[2], max(heads) // min(heads))
 
 
-def empty_parts(like: torch.Tensor, splits: int) -> torch.Tensor:
-    """Room for ``splits`` fp32 sums per head of ``like [B, S, H, D]``: ``[B, S, H * splits, D]``, rows side by side."""
+def empty_parts(like: Tensor, splits: int) -> Tensor:
+    """Return an empty fp32 ``[B, S, H * splits, D]`` for ``like [B, S, H, D]``; the rows of a head are contiguous."""
     batch, length, heads, head_dim = like.shape
-    room = torch.empty(batch, heads * splits, length, head_dim, device=like.device, dtype=torch.float32)
-    return room.transpose(1, 2)
+    sums = torch.empty(batch, heads * splits, length, head_dim, device=like.device, dtype=torch.float32)
+    return sums.transpose(1, 2)
 
 
-def head_dims(q: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
+def head_dims(q: Tensor, v: Tensor) -> dict[str, int]:
     return {"HEAD_DIM": q.shape[3], "HEAD_DIM_V": v.shape[3]}
 
 
@@ -150,29 +151,28 @@ def options(tile: Tile) -> dict[str, int]:
 
 
 def is_described(config: KernelConfig | None) -> bool:
-    """Whether the copy engine leaves dK and dV."""
+    """Return True if TMA stores dK and dV."""
     return config is not None and config.dkdv_epilogue == "descriptors"
 
 
-def check_described(q: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse a GPU or head dims for which dK and dV have no descriptors.
-
-    Raises:
-        ValueError: a compute capability below 9.0, or a head dim that is no power of two or below 16.
-    """
+def check_described(q: Tensor, v: Tensor) -> None:
+    """Raise ValueError if the GPU or a head dim does not allow TMA descriptors of dK and dV."""
     gpu = gpu_specs(q.device)
     if gpu is None or gpu.arch < COPY_ENGINE_ARCH:
-        there = "" if gpu is None else f", sm_{gpu.arch}"
-        raise ValueError(f"q is on {q.device}{there}: {TAKES} GPUs of compute capability 9.0 or higher")
+        arch = "" if gpu is None else f", sm_{gpu.arch}"
+        raise ValueError(f"q is on {q.device}{arch}: {TAKES} GPUs of compute capability 9.0 or higher")
     for name, head_dim in (("q", q.shape[3]), ("v", v.shape[3])):
         if not fills_boxes(head_dim):
             raise ValueError(
-                f"{name} has head dim {head_dim}: {TAKES} powers of two of at least {LEAST_SIDE}, 'pointers' any"
+                f"{name} has head dim {head_dim}: {TAKES} powers of two of at least {LEAST_SIDE}; use 'pointers'"
             )
 
 
-def check_describable(takes: str, **tensors: torch.Tensor | None) -> None:
-    """Refuse tensors, by name, of which no descriptor can be made, in the words of who ``takes`` them: ValueError."""
+def check_describable(takes: str, **tensors: Tensor | None) -> None:
+    """Raise ValueError if the address or a stride of a named tensor is not aligned for TMA.
+
+    ``takes`` names the option that needs TMA, for the message.
+    """
     for name, x in tensors.items():
         if x is not None and not is_aligned(x):
             raise ValueError(
@@ -182,12 +182,12 @@ def check_describable(takes: str, **tensors: torch.Tensor | None) -> None:
 
 
 def fills_boxes(head_dim: int) -> bool:
-    """Whether a row of ``head_dim`` elements is one of a tile, without padding."""
+    """Return True if a tile holds rows of ``head_dim`` elements without padding."""
     return head_dim >= LEAST_SIDE and head_dim & (head_dim - 1) == 0
 
 
-def is_aligned(x: torch.Tensor) -> bool:
-    """Whether the copy engine takes the address and strides of ``x [B, S, H, D]``; of nothing, any."""
+def is_aligned(x: Tensor) -> bool:
+    """Return True if address and strides of ``x [B, S, H, D]`` are aligned for TMA, or ``x`` is empty."""
     if not x.numel():
         return True
     unit = ALIGNMENT // x.element_size()
@@ -197,42 +197,42 @@ def is_aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % ALIGNMENT == 0
 
 
-def descriptor(x: torch.Tensor, rows: int) -> Any:
-    """A TMA descriptor of ``x [B, S, H, D]`` in tiles of ``rows`` rows of one head.
+def descriptor(x: Tensor, rows: int) -> Any:
+    """Return a TMA descriptor of ``x [B, S, H, D]`` in tiles of ``rows`` rows of one head.
 
-    Past the end the copy engine reads zeros, and leaves what is there where it writes.
+    Past the end, TMA reads zeros and writes nothing.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(x, list(x.shape), strides_of(x), [1, rows, 1, x.shape[3]])
 
 
-def strides_of(x: torch.Tensor) -> list[int]:
-    """Strides of ``x [B, S, H, D]`` as a descriptor takes them.
+def strides_of(x: Tensor) -> list[int]:
+    """Return the strides of ``x [B, S, H, D]`` for a descriptor.
 
-    That of a dimension of one element says nothing, and need not be one that the copy engine takes.
+    The stride of a dimension of size 1 is replaced, because it is arbitrary and may not be aligned.
     """
     return [*(stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)), 1]
 
 
 class Descriptors:
-    """Descriptors, made once: of queries, and of the slots that keys and values come in again and again."""
+    """Cache of TMA descriptors: of the queries, and of the slots that receive K and V again and again."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int, int | None], tuple[object, torch.Tensor]] = {}
+        self._made: dict[tuple[int, int, int | None], tuple[object, Tensor]] = {}
 
-    def __call__(self, x: torch.Tensor, rows: int, columns: int | None = None) -> object:
-        """As :func:`gluon_descriptor`."""
+    def __call__(self, x: Tensor, rows: int, columns: int | None = None) -> object:
+        """Return :func:`gluon_descriptor` of the arguments, cached."""
         key = id(x), rows, columns
         if key not in self._made:
-            self._made[key] = gluon_descriptor(x, rows, columns), x  # while it is held nothing else has its id
+            self._made[key] = gluon_descriptor(x, rows, columns), x  # keep x alive, so that no other tensor gets its id
         return self._made[key][0]
 
 
-def gluon_descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> object:
-    """For tiles of ``rows`` rows of one head of ``x [B, S, H, D]``, whole or of ``columns`` columns.
+def gluon_descriptor(x: Tensor, rows: int, columns: int | None = None) -> object:
+    """Return a Gluon TMA descriptor of ``x [B, S, H, D]`` in tiles of ``rows`` rows of one head.
 
-    Past the end the copy engine fills with zeros, and leaves what is there where it writes.
+    A tile has ``columns`` columns, or all of them if None. Past the end, TMA reads zeros and writes nothing.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

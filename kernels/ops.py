@@ -1,8 +1,8 @@
-"""The host entries as everybody calls them: in a graph of torch.compile as ``torch.library`` ops, else as they are.
+"""Public entries of the kernels: plain calls in eager mode, ``torch.library`` ops under torch.compile.
 
-An op takes tensors and numbers, and what it returns is new: bounds, scores and a config travel as their fields, and
-what continues a state or sums in place is an op of its own. The transposed bounds that dK/dV read are made in each
-backward.
+An op takes only tensors and numbers, so bounds, scores and a config are passed as their fields. An op must return new
+tensors, so each entry that updates its inputs in place is an op of its own. A compiled backward computes the transposed
+bounds for dK/dV in each call.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SCHEMA = (
     "float? softmax_scale, int[]? tiles, str[] choices"
 )
 
-TILES = tuple(one.name for one in fields(KernelConfig) if one.type in ("Tile", "Tile | None"))
-CHOICES = tuple(one.name for one in fields(KernelConfig) if one.name not in TILES)
-SIDES = tuple(one.name for one in fields(Tile))
+TILES = tuple(field.name for field in fields(KernelConfig) if field.type in ("Tile", "Tile | None"))
+CHOICES = tuple(field.name for field in fields(KernelConfig) if field.name not in TILES)
+SIDES = tuple(field.name for field in fields(Tile))
 NO_TILE = (0,) * len(SIDES)
 
 
 class OpArgs(NamedTuple):
-    """What every entry takes beside its tensors, as ``SCHEMA`` has it."""
+    """Arguments of ``SCHEMA``: everything that an entry takes besides q, k, v and the gradients."""
 
     lo: Tensor | None
     hi: Tensor | None
@@ -64,7 +64,7 @@ def pack(
     softmax_scale: float | None = None,
     config: KernelConfig | None = None,
 ) -> OpArgs:
-    """The arguments of an entry as those of an op."""
+    """Return the keyword arguments of an entry as arguments of an op."""
     index, seed = bounds.block_sparse, scores.dropout_seed
     return OpArgs(
         bounds.lo,
@@ -85,7 +85,7 @@ def pack(
 
 
 def pack_config(config: KernelConfig | None) -> tuple[list[int] | None, list[str]]:
-    """The numbers of a config's tiles, and what else it has."""
+    """Return a config as the numbers of its tiles and the text of its other fields."""
     if config is None:
         return None, []
     tiles = (getattr(config, kernel) for kernel in TILES)
@@ -94,28 +94,28 @@ def pack_config(config: KernelConfig | None) -> tuple[list[int] | None, list[str
 
 
 def unpack_config(tiles: Sequence[int] | None, choices: Sequence[str]) -> KernelConfig | None:
-    """What :func:`pack_config` was given; the same object each time."""
+    """Return the config that :func:`pack_config` packed; equal arguments give the same object."""
     return None if tiles is None else _config(tuple(tiles), tuple(choices))
 
 
 @lru_cache(maxsize=64)
 def _config(tiles: tuple[int, ...], choices: tuple[str, ...]) -> KernelConfig:
-    sizes = len(SIDES)
-    given = (tiles[i * sizes : (i + 1) * sizes] for i in range(len(TILES)))
-    made: dict[str, Any] = {
-        kernel: None if one == NO_TILE else Tile(*one) for kernel, one in zip(TILES, given, strict=True)
+    count = len(SIDES)
+    sizes = (tiles[i * count : (i + 1) * count] for i in range(len(TILES)))
+    tile_of_kernel: dict[str, Any] = {
+        kernel: None if size == NO_TILE else Tile(*size) for kernel, size in zip(TILES, sizes, strict=True)
     }
-    return KernelConfig(**made | dict(zip(CHOICES, map(_choice, choices), strict=True)))
+    return KernelConfig(**tile_of_kernel | dict(zip(CHOICES, map(_choice, choices), strict=True)))
 
 
 def _choice(word: str) -> str | int | bool | None:
-    """What has been made text by ``str``; the words of a config are none of these."""
-    names = {"None": None, "True": True, "False": False}
-    return names[word] if word in names else int(word) if word.isdecimal() else word
+    """Return the value of an option from its ``str``; no text option reads as None, a bool or a number."""
+    constants = {"None": None, "True": True, "False": False}
+    return constants[word] if word in constants else int(word) if word.isdecimal() else word
 
 
 def unpack(device: torch.device, *args: Any) -> dict[str, Any]:
-    """The arguments of an op as those of an entry."""
+    """Return the arguments of an op as keyword arguments of an entry."""
     call = OpArgs(*args)
     block_sparse = None if call.visible is None else BlockSparseIndex(call.visible, call.block, device)
     plain = all(x is None for x in (call.lo, call.hi, call.seqused_k, block_sparse))
@@ -132,24 +132,27 @@ def unpack(device: torch.device, *args: Any) -> dict[str, Any]:
 
 
 def namespace_of(package: str) -> str:
-    """Of the ops of this folder as ``package``: another copy under another name has ops of its own."""
+    """Return the namespace of the ops for this folder as ``package``, so that a vendored copy has its own ops."""
     parts = package.split(".")
     return "__".join(parts[:-1] if parts[-2:] == ["ringattn", "kernels"] else parts)
 
 
 NAMESPACE = namespace_of(__package__)
 
-NO_SLOPE = "alibi_slopes requires a gradient, and there is none: pass alibi_slopes.detach()"
+NO_SLOPE = "alibi_slopes requires a gradient, which is not computed: pass alibi_slopes.detach()"
 
 
 def _defined(name: str, tensors: str, returns: str, body: Any, fake: Any = None, mutates: tuple[str, ...] = ()) -> Any:
-    """Define an op; the function of ``torch.library`` and what to call."""
+    """Define and return a ``torch.library`` op with the schema ``(tensors) -> returns``.
+
+    ``fake`` is the implementation on fake tensors; None for an op that returns nothing.
+    """
     schema = f"({tensors}) -> {returns}"
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", body, mutates_args=mutates, schema=schema)
     op.register_fake(fake or (lambda *_: None))
 
     def refuse(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError(f"{name} has no derivative: of attention there is only the first")
+        raise RuntimeError(f"{name} has no derivative: second derivatives of attention are not supported")
 
     if not mutates and name != "attention_forward":
         op.register_autograd(refuse)
@@ -177,7 +180,10 @@ def _fold(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any)
 
 
 def _finish(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any) -> Tensor:
-    state = (out if out.dtype != q.dtype else out.clone(), lse)  # of fp32 queries it would be continued in place
+    state = (
+        out if out.dtype != q.dtype else out.clone(),
+        lse,
+    )  # with fp32 queries the kernel would update out in place
     return host.attention_forward(q, k, v, state=state, **unpack(q.device, *call))[0]
 
 
@@ -189,8 +195,8 @@ def _dq(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
     accum: Tensor | None, out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
-    given = out if add else accum
-    host.attention_dq(dout, q, k, v, lse, delta, accum=given, out=out, **unpack(q.device, *call))
+    accum = out if add else accum
+    host.attention_dq(dout, q, k, v, lse, delta, accum=accum, out=out, **unpack(q.device, *call))
 
 
 def _dkdv(
@@ -258,10 +264,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
     call = OpArgs(*args)
     tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
-    nothing: dict[str, Any] = dict.fromkeys(tensors)
+    cleared: dict[str, Any] = dict.fromkeys(tensors)
     if any(x.requires_grad for x in tensors.values()):
         raise ValueError(NO_SLOPE)
-    ctx.names, ctx.call = tuple(tensors), call._replace(**nothing)
+    ctx.names, ctx.call = tuple(tensors), call._replace(**cleared)
     ctx.save_for_backward(q, k, v, *output, *tensors.values())
 
 
@@ -278,13 +284,13 @@ forward_op.register_autograd(_gradients, setup_context=_keep)
 
 
 def _either(entry: Callable[P, R], traced: Callable[..., R]) -> Callable[P, R]:
-    """``entry``, or in a graph of torch.compile what it can be ``traced`` as."""
+    """Return a function that calls ``traced`` while torch.compile traces, and ``entry`` otherwise."""
 
     @wraps(entry)
-    def chosen(*args: P.args, **call: P.kwargs) -> R:
+    def call_entry(*args: P.args, **call: P.kwargs) -> R:
         return traced(*args, **call) if torch.compiler.is_compiling() else entry(*args, **call)
 
-    return chosen
+    return call_entry
 
 
 def _traced_forward(
@@ -300,22 +306,25 @@ def _traced_forward(
     return state
 
 
-def _traced_dq(*given: Tensor, accum: Tensor | None = None, out: Tensor | None = None, **call: Any) -> Tensor:
-    target = given[1].new_empty(given[1].shape) if out is None else out
-    dq_op(*given, None if accum is target else accum, target, accum is target, *pack(**call))
-    return target
+def _traced_dq(
+    dout: Tensor, q: Tensor, *inputs: Tensor, accum: Tensor | None = None, out: Tensor | None = None, **call: Any
+) -> Tensor:
+    dq = q.new_empty(q.shape) if out is None else out
+    dq_op(dout, q, *inputs, None if accum is dq else accum, dq, accum is dq, *pack(**call))
+    return dq
 
 
 def _traced_keys(
-    op: Any, *given: Tensor, dq: Tensor | None = None, accum: Pair | None = None, out: Pair | None = None, **call: Any
-) -> Pair:
-    """``dk`` and ``dv`` by an op that leaves them in ``out``, which may be ``accum``, and may add to ``dq``."""
-    k, v, (dk, dv) = given[2], given[3], accum or (None, None)
-    target = (k.new_empty(k.shape), v.new_empty(v.shape)) if out is None else out
-    add = dk is target[0] and dv is target[1]
-    rows = () if dq is None else (dq,)
-    op(*given, *rows, *((None, None) if add else (dk, dv)), *target, add, *pack(**call))
-    return target
+    op: Any, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor, dq: Tensor | None = None,
+    accum: Pair | None = None, out: Pair | None = None, **call: Any,
+) -> Pair:  # fmt: skip
+    """Call an op that writes dK and dV to ``out``, which may be ``accum``, and that may add to ``dq``."""
+    dk, dv = accum or (None, None)
+    result = (k.new_empty(k.shape), v.new_empty(v.shape)) if out is None else out
+    add = dk is result[0] and dv is result[1]
+    dq_args = () if dq is None else (dq,)
+    op(dout, q, k, v, *inputs, *dq_args, *((None, None) if add else (dk, dv)), *result, add, *pack(**call))
+    return result
 
 
 def _traced_backward(
@@ -323,17 +332,17 @@ def _traced_backward(
     dlse: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
     config: KernelConfig | None = None, **call: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    given = (dout, q, k, v, lse, delta_op(dout, out, dlse))
+    inputs = (dout, q, k, v, lse, delta_op(dout, out, dlse))
     if dq is None and dk is None and dv is None:
-        whole: tuple[Tensor, Tensor, Tensor] = backward_op(*given, *pack(config=config, **call))
-        return whole
+        grads: tuple[Tensor, Tensor, Tensor] = backward_op(*inputs, *pack(config=config, **call))
+        return grads
     accum, call = _pair(dk, dv), call | {"config": config}
     if is_single_pass(config):
-        total = q.new_zeros(q.shape, dtype=torch.float32) if dq is None else dq
-        made = _traced_keys(gradients_op, *given, dq=total, accum=accum, out=accum, **call)
-        return total.to(q.dtype) if dq is None else total, *made
-    dq = _traced_dq(*given, accum=dq, out=dq, **call)
-    return dq, *_traced_keys(dkdv_op, *given, accum=accum, out=accum, **call)
+        dq_sum = q.new_zeros(q.shape, dtype=torch.float32) if dq is None else dq
+        dk_dv = _traced_keys(gradients_op, *inputs, dq=dq_sum, accum=accum, out=accum, **call)
+        return dq_sum.to(q.dtype) if dq is None else dq_sum, *dk_dv
+    dq = _traced_dq(*inputs, accum=dq, out=dq, **call)
+    return dq, *_traced_keys(dkdv_op, *inputs, accum=accum, out=accum, **call)
 
 
 attention_forward = _either(host.attention_forward, _traced_forward)
@@ -347,27 +356,20 @@ dequantize = _either(fp8.dequantize, dequantize_op)
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    bounds: Bounds = FULL,
-    scores: Scores = PLAIN,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *,
+    bounds: Bounds = FULL, scores: Scores = PLAIN, softmax_scale: float | None = None,
     config: KernelConfig | None = None,
-) -> tuple[Tensor, Tensor]:
-    """:func:`attention_forward` of one shard alone, with gradients for q, k and v: of ``out`` and of ``lse``.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute attention of one shard with autograd: q, k and v get gradients from ``out`` and ``lse``.
 
-    Its gradient is :func:`attention_backward`; there is no second one.
-
-    Args:
-        q, k, v, bounds, scores, softmax_scale, config: as in :func:`attention_forward`.
+    The arguments are those of :func:`attention_forward`, and the backward is :func:`attention_backward`. Second
+    derivatives are not supported.
 
     Returns:
-        ``out [B, Sq, H, Dv]`` in q's dtype, and ``lse [B, H, Sq]``, fp32, natural logarithm.
+        ``out [B, Sq, H, Dv]`` in q's dtype, and ``lse [B, H, Sq]`` in fp32, a natural log.
 
     Raises:
-        ValueError: an argument does not fit, or the slopes of ``scores`` require a gradient, which there is not.
+        ValueError: If an argument does not fit, or if ``scores.alibi_slopes`` requires a gradient.
     """
     if scores.alibi_slopes is not None and scores.alibi_slopes.requires_grad:
         raise ValueError(NO_SLOPE)

@@ -1,11 +1,15 @@
-"""The tile schedule of a launch: how many heads come together, how many programs there are, how dK/dV is split.
+"""Tile schedule of a launch: heads per L2 group, number of persistent programs, and splits of dK/dV.
 
-The jit side is ``tiles.placement``.
+``device.tiles.placement`` computes the same order in the kernel::
+
+    order="heads"                     order="longest", two heads per L2 group
+    head 0: tiles 0 1 2 3             heads 0 and 1: tiles 0 0 1 1 2 2 3 3
+    head 1: tiles 0 1 2 3             heads 2 and 3: tiles 0 0 1 1 2 2 3 3
 """
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from .config import KernelConfig, Tile
 from .device.tiles import Order, Shape
@@ -13,42 +17,44 @@ from .gpu import REGISTERS, gpu_or_interpreter
 from .launch import programs
 
 MARGIN = 16
-"""Multiprocessors that a persistent kernel leaves free where nobody says: those of two transfers of 8 blocks, as a ring
-inside the nodes and one between them run side by side."""
+"""Multiprocessors that a persistent kernel leaves free by default: two transfers of 8 blocks each, because the rings
+inside and between nodes run concurrently."""
 
 MOST_REGISTERS = 256
-"""Per thread, as they are given to warps: what these kernels take, or nearly."""
+"""Registers per thread that are assumed for a persistent kernel; these kernels use nearly all of them."""
 
 GOOD_ENOUGH = 0.85
-"""Of the best efficiency: a split of fewer parts is taken where it reaches this much (FlashAttention-2's rule)."""
+"""Share of the best efficiency at which a smaller number of splits is preferred (FlashAttention-2's rule)."""
 
 FULL_ENOUGH = 0.8
-"""Programs per multiprocessor from which dK/dV is not split: the parts would cost more than idle multiprocessors."""
+"""Programs per multiprocessor from which dK/dV is not split, because the parts cost more than idle multiprocessors."""
 
 
 def l2_group_of(heads: int, group: int, walked: int, row_bytes: int, by_keys: bool, l2_bytes: int) -> int:
-    """How many heads' tiles a launch takes together, longest first: those whose other operand fits half of L2.
+    """Return how many heads the order "longest" interleaves: those whose streamed operand fits into half of L2.
 
-    Half, as the rest is for what is kept and written meanwhile. Query heads of one key head read the same keys and
-    values: they always come together, and so does at least one such group.
+    The other half of L2 is for the tiles that stay and the results. Query heads of one key head read the same K and V,
+    so they are never separated.
 
-    ``heads`` are those of all batch rows, ``group`` the query heads per key head (of dK/dV of one part), ``row_bytes``
-    those of one of the ``walked`` rows that every tile walks; ``by_keys``: tiles are of keys, as in dK/dV.
+    Args:
+        heads: Heads of all batch rows.
+        group: Query heads per key head; in a split dK/dV, per part.
+        walked: Rows that every program loops over.
+        row_bytes: Bytes of one such row.
+        by_keys: True if tiles are keys, as in dK/dV.
+        l2_bytes: Size of the L2 cache.
     """
-    # of dK/dV a program walks all query heads of its part of a group, and no other program does
+    # In dK/dV one program loops over all query heads of its part of a group, and no other program reads them.
     readers, shared = (1, group) if by_keys else (group, 1)
     groups = max(l2_bytes // 2 // max(shared * walked * row_bytes, 1), 1)
     return max(min(groups * readers, heads), 1)
 
 
 def splits_for(count: int, group: int, multiprocessors: int) -> int:
-    """In how many parts the query heads of a key head are cut for dK/dV, where a split is free to choose.
+    """Choose the number of dK/dV splits: a divisor of ``group``, or 1 if ``count`` programs nearly fill the GPU.
 
-    None where ``count`` programs (tiles x batch rows x key heads) nearly fill the GPU; else the smallest divisor of
-    ``group`` whose programs come within 15% of the best use of its multiprocessors, one per multiprocessor at a time.
-
-    Returns:
-        A divisor of ``group``, 1 for no split.
+    The result is the smallest divisor whose use of the multiprocessors is at least ``GOOD_ENOUGH`` of the best, with
+    one program per multiprocessor at a time. ``count`` is tiles x batch rows x key heads.
     """
     if count == 0 or count >= FULL_ENOUGH * multiprocessors:
         return 1
@@ -59,30 +65,26 @@ def splits_for(count: int, group: int, multiprocessors: int) -> int:
 
 
 def margin_of(sm_margin: int | None, multiprocessors: int) -> int:
-    """How many multiprocessors a persistent kernel leaves free.
-
-    Raises:
-        ValueError: all of them.
-    """
+    """Return how many multiprocessors a persistent kernel leaves free; raise ValueError if it would be all of them."""
     if sm_margin is None:
         return min(MARGIN, multiprocessors // 2)
     if sm_margin >= multiprocessors:
         raise ValueError(
-            f"config.sm_margin is {sm_margin}: this GPU has {multiprocessors} multiprocessors, of which the kernel "
-            "must keep at least 1"
+            f"config.sm_margin is {sm_margin}: this GPU has {multiprocessors} multiprocessors, and the kernel needs at "
+            "least 1"
         )
     return sm_margin
 
 
 def packed_shape(config: KernelConfig | None, shape: Shape) -> Shape:
-    """Of a launch of the forward or of dQ whose tiles hold all query heads of a key head, where the config says so."""
+    """Return the shape of a forward or dQ launch, packed if ``config.pack_gqa`` is set."""
     if config is None or not config.pack_gqa or shape.group == 1:
         return shape
     return shape._replace(heads=shape.heads // shape.group, group=1, packed=shape.group)
 
 
-def splits_of(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor, block_k: int) -> int:
-    """In how many parts the query heads of a key head are cut for dK/dV; 1 for no split."""
+def splits_of(config: KernelConfig | None, q: Tensor, k: Tensor, block_k: int) -> int:
+    """Return the number of dK/dV splits that the config requests, with "auto" resolved; 1 for no split."""
     requested = 1 if config is None else config.dkdv_splits
     if isinstance(requested, int):
         return requested
@@ -93,24 +95,18 @@ def splits_of(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor, blo
 
 
 def split_shape(shape: Shape, splits: int) -> Shape:
-    """Of a dK/dV launch whose programs take a part of a key head's query heads each."""
+    """Return the shape of a dK/dV launch with ``splits`` programs per key head."""
     if splits == 1:
         return shape
     return shape._replace(heads=shape.heads * splits, group=shape.group // splits, splits=splits)
 
 
 def tile_schedule(
-    config: KernelConfig | None,
-    shape: Shape,
-    tile: Tile,
-    walked: tuple[torch.Tensor, ...],
-    *,
-    rows_are_keys: bool = False,
+    config: KernelConfig | None, shape: Shape, tile: Tile, walked: tuple[Tensor, ...], *, rows_are_keys: bool = False
 ) -> tuple[int, Shape]:
-    """The grid of a launch, and its shape with the order in which tiles are taken.
+    """Return the grid of a launch, and its shape with the order of tiles.
 
-    ``walked`` are the tensors that the programs walk: K and V, or of dK/dV Q and dO. Of a persistent kernel as many
-    programs as stay on the multiprocessors that are not left free.
+    ``walked`` holds the tensors that the programs loop over: K and V, or Q and dO in dK/dV.
     """
     block = tile.block_k if rows_are_keys else tile.block_q
     length, heads = walked[0].shape[1], walked[0].shape[0] * shape.heads
@@ -125,6 +121,6 @@ def tile_schedule(
     if not config.persistent:
         return count, shape._replace(order=order)
     margin = margin_of(config.sm_margin, gpu.multiprocessors)
-    # by registers, as if every thread took all it may: what a kernel takes less of leaves room for a transfer
-    each = max(REGISTERS // (MOST_REGISTERS * 32 * tile.num_warps), 1)
-    return min(count, (gpu.multiprocessors - margin) * each), shape._replace(order=order)
+    # Assume the maximum of registers per thread. If a kernel uses fewer, the rest is room for a transfer.
+    programs_per_sm = max(REGISTERS // (MOST_REGISTERS * 32 * tile.num_warps), 1)
+    return min(count, (gpu.multiprocessors - margin) * programs_per_sm), shape._replace(order=order)

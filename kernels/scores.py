@@ -1,4 +1,4 @@
-"""What becomes of ``scale * q k^T`` on its way to weights: softcap and ALiBi before the softmax, dropout behind it."""
+"""Changes to ``scale * q k^T``: softcap and ALiBi before the softmax, dropout after it."""
 
 from __future__ import annotations
 
@@ -6,63 +6,65 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 
 import torch
+from torch import Tensor
 
 from .checks import LARGEST, LEAST_CAP, check_tensor, is_real
 
-WORDS = 1 << 32  # of 32 bits
+WORDS = 1 << 32  # number of 32-bit words
 SEEDS = 1 << 64
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Softcap, then ALiBi, then the mask, then the softmax, then dropout; see :data:`PLAIN`.
+    """Score modifiers, applied in this order to ``s = scale * q k^T`` of the positions ``p_q`` and ``p_k``.
 
-    With ``s = scale * q k^T`` of the query at position p_q and the key at p_k: ``s = cap * tanh(s / cap)`` (Gemma 2,
-    arXiv:2408.00118, section 2), ``s -= slope * |p_q - p_k|`` (ALiBi, Press et al., arXiv:2108.12409, made symmetric).
-    A weight is kept where the first word of philox4x32-10 (Salmon et al., SC11; key: the seed, counter: p_q, p_k, head,
-    batch row), unsigned, is at least :attr:`threshold`; kept weights are divided by ``1 - dropout_p``. ``lse`` is that
-    of the weights before dropout.
+    1. Softcap: ``s = cap * tanh(s / cap)`` (Gemma 2, arXiv:2408.00118, section 2).
+    2. ALiBi: ``s -= slope * |p_q - p_k|`` (Press et al., arXiv:2108.12409, made symmetric).
+    3. The mask and the softmax. ``lse`` covers all weights, also dropped ones.
+    4. Dropout: a weight is kept if the first word of philox4x32-10 (Salmon et al., SC11), unsigned, is at least
+       :attr:`threshold`. The key is the seed, and the counter is (p_q, p_k, head, batch row). Kept weights are divided
+       by ``1 - dropout_p``.
     """
 
     softcap: float = 0.0
-    """``cap``, from 1e-8 to 1e30; 0: none."""
-    alibi_slopes: torch.Tensor | None = None
-    """fp32 ``[H]`` or ``[B, H]``."""
+    """Cap of the scores, from 1e-8 to 1e30; 0 for none."""
+    alibi_slopes: Tensor | None = None
+    """ALiBi slopes, fp32 ``[H]`` or ``[B, H]``."""
     dropout_p: float = 0.0
-    """Share of the weights that are dropped, 0 to below 1."""
+    """Probability to drop a weight, at least 0 and below 1."""
     dropout_seed: int = 0
-    """64 bits."""
+    """Seed of dropout, 64 bits."""
     first_head: int = 0
-    """Number of the first head, where these are some heads of many: dropout counts all."""
-    q_positions: torch.Tensor | None = None
-    """int32 ``[Sq]``, global; ALiBi and dropout need both."""
-    k_positions: torch.Tensor | None = None
-    """int32 ``[Sk]``."""
+    """Global index of the first head; dropout counts the heads of all ranks."""
+    q_positions: Tensor | None = None
+    """Global positions of the queries, int32 ``[Sq]``; required by ALiBi and dropout."""
+    k_positions: Tensor | None = None
+    """Global positions of the keys, int32 ``[Sk]``; required by ALiBi and dropout."""
 
     @property
     def by_position(self) -> bool:
-        """Whether the scores depend on positions."""
+        """True if ALiBi or dropout is on; they depend on positions."""
         return self.alibi_slopes is not None or self.dropout_p > 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing becomes of them."""
+        """True if every modifier is off."""
         return not (self.softcap or self.by_position)
 
     @property
     def threshold(self) -> int:
-        """Words below it drop their weight; ``round(p * 2^32)``."""
+        """Smallest philox word that keeps its weight, ``round(dropout_p * 2^32)``."""
         return min(round(self.dropout_p * WORDS), WORDS - 1)
 
     def of_heads(self, heads: slice) -> Scores:
-        """The same for some of the heads."""
+        """Return the modifiers for a slice of the heads."""
         if not self.by_position:
             return self
         slopes = None if self.alibi_slopes is None else self.alibi_slopes[..., heads].contiguous()
         return replace(self, alibi_slopes=slopes, first_head=self.first_head + heads.start)
 
     def check(self, batch: int, heads: int, device: torch.device) -> None:
-        """Refuse what does not fit: ValueError."""
+        """Raise ValueError if a modifier is out of range or the slopes do not fit."""
         if not is_real(self.softcap) or not (self.softcap == 0 or LEAST_CAP <= self.softcap <= LARGEST):
             raise ValueError(f"softcap is {self.softcap!r}: it must be a number from 1e-8 to 1e30, or 0 for none")
         if not is_real(self.dropout_p) or not 0 <= self.dropout_p < 1:
@@ -72,7 +74,7 @@ class Scores:
         self.check_slopes(batch, heads, device)
 
     def check_slopes(self, batch: int, heads: int, device: torch.device) -> None:
-        """Refuse ALiBi slopes of another shape, dtype, device or stride: ValueError."""
+        """Raise ValueError if the ALiBi slopes have another shape, dtype, device or stride."""
         slopes = self.alibi_slopes
         if slopes is None:
             return
@@ -90,20 +92,18 @@ class Scores:
             raise ValueError(f"alibi_slopes has strides {slopes.stride()}: it must be contiguous")
 
     def check_positions(self, rows: int, columns: int, device: torch.device) -> None:
-        """Refuse positions that are missing or do not fit ``rows`` queries and ``columns`` keys: ValueError."""
+        """Raise ValueError if positions are missing or do not fit ``rows`` queries and ``columns`` keys."""
         if not self.by_position:
             return
-        for name, given, length in (
-            ("q_positions", self.q_positions, rows),
-            ("k_positions", self.k_positions, columns),
-        ):
-            if given is None:
+        for name, length in (("q_positions", rows), ("k_positions", columns)):
+            positions = getattr(self, name)
+            if positions is None:
                 raise ValueError(f"{name} of the scores is None: ALiBi and dropout need int32 [{length}] on {device}")
-            check_tensor(f"{name} of the scores", given, may_be_meta=True)
-            if given.dtype != torch.int32 or given.shape != (length,) or given.device != device:
-                got = f"{given.dtype} {list(given.shape)} on {given.device}"
+            check_tensor(f"{name} of the scores", positions, may_be_meta=True)
+            if positions.dtype != torch.int32 or positions.shape != (length,) or positions.device != device:
+                got = f"{positions.dtype} {list(positions.shape)} on {positions.device}"
                 raise ValueError(f"{name} of the scores is {got}: it must be int32 [{length}] on {device}")
 
 
 PLAIN = Scores()
-"""Scores as they are."""
+"""Scores without modifiers."""

@@ -1,8 +1,8 @@
-"""Device tensors that are made once and read on any stream of their device.
+"""Cached device tensors that any stream of their device may read.
 
-Two streams of a device run side by side. A tensor that is filled on one of them and cached needs two things before
-another stream may read it: that stream must wait for the fill, and the allocator must know of the reader, or else it
-hands the memory on when the cache drops the tensor and the reader is still at work.
+A cached tensor is filled on one stream and may be read on another. The reading stream must wait for the fill. The
+caching allocator must also know the reading stream; otherwise it reuses the memory when the cache drops the tensor,
+while the reader is still running.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
-Tensors = Iterable[torch.Tensor | None]
+Tensors = Iterable[Tensor | None]
 
 
 class Shared(Generic[T]):
-    """A value whose device tensors were made on the stream that is current now, for readers on any stream.
+    """Value whose device tensors are filled on the current stream and may be read on any stream.
 
-    In a capture of a CUDA graph nothing waits: ``torch.cuda.graph`` synchronizes the device before it captures. The
-    owner of the graph must keep the value as long as the graph.
+    During the capture of a CUDA graph no stream waits, because ``torch.cuda.graph`` synchronizes the device before the
+    capture. The owner of the graph must keep the value as long as the graph.
 
     Args:
-        value: what :meth:`read` returns.
-        tensors: the device tensors in it, all on one device; None and tensors that are on no GPU are left out.
+        value: Result of :meth:`read`.
+        tensors: Device tensors inside the value, all on the same device. None and CPU tensors are skipped.
     """
 
     __slots__ = ("_made", "_streams", "_tensors", "_value")
@@ -52,28 +53,29 @@ class Shared(Generic[T]):
     def _admit(self, stream: torch.cuda.Stream) -> None:
         if torch.cuda.is_current_stream_capturing():
             return
-        stream.wait_event(self._made)  # protects the tensors: the stream that made them may still fill them
+        stream.wait_event(self._made)  # protects the content: the first stream may still fill the tensors
         for x in self._tensors:
-            x.record_stream(stream)  # protects their memory: a cache may drop them before this stream has read them
-        self._streams.add(stream.cuda_stream)  # last: another thread on this stream must find the wait enqueued
+            x.record_stream(stream)  # protects the memory: the cache may drop the tensors before this stream reads them
+        self._streams.add(stream.cuda_stream)  # last, so that another thread on this stream finds the wait enqueued
 
 
 class SharedCache(Generic[T]):
-    """Values with device tensors, each made when it is first asked for and read on any stream."""
+    """Cache of values with device tensors that any stream may read; a value is built at its first use."""
 
     def __init__(self) -> None:
         self._values: dict[Hashable, Shared[T]] = {}
 
     def get(self, key: Hashable, make: Callable[[], T], tensors: Callable[[T], Tensors]) -> T:
-        """Return the value of ``key``, for work on the current stream.
+        """Return the value of ``key`` for work on the current stream.
 
-        A value that is made in a capture is not kept: its memory belongs to the graph, which fills it at every replay.
+        A value that is built during a graph capture is not cached, because the graph owns its memory and refills it at
+        every replay. ``tensors`` returns the device tensors of a value.
         """
         shared = self._values.get(key)
         if shared is None:
             value = make()
-            there = [x for x in tensors(value) if x is not None]
-            if any(x.device.type == "cuda" for x in there) and torch.cuda.is_current_stream_capturing():
+            device_tensors = [x for x in tensors(value) if x is not None]
+            if any(x.device.type == "cuda" for x in device_tensors) and torch.cuda.is_current_stream_capturing():
                 return value
-            shared = self._values.setdefault(key, Shared(value, there))
+            shared = self._values.setdefault(key, Shared(value, device_tensors))
         return shared.read()

@@ -1,6 +1,6 @@
-"""The GPU of tensors on the meta device: the one that launches are compiled for, which need not be here.
+"""Compilation without a GPU: inside :func:`compiling_for`, tensors on the meta device stand for a given GPU.
 
-``kernels.attention_forward`` and its like then check, choose and hand over a launch as they do on that GPU.
+The host entries then check arguments and choose tiles as on that GPU, and pass the launch to a callback.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class Target(NamedTuple):
-    """The GPU that launches are compiled for, and who gets them instead of a device."""
+    """GPU to compile for, and the callback that gets its launches."""
 
     gpu: GpuSpec
-    take: Callable[..., None]  # is handed (kernel, grid, *arguments, **options) of every launch
+    take: Callable[..., None]  # called as take(kernel, grid, *args, **options) for every launch
 
 
 _TARGET: ContextVar[Target | None] = ContextVar("target", default=None)
 
 
 def target() -> Target | None:
-    """What tensors on the meta device stand for now; None: they are only that."""
+    """Return the target that the meta device stands for in this context, or None."""
     return _TARGET.get()
 
 
 @contextmanager
 def compiling_for(made: Target) -> Iterator[None]:
-    """Until it ends, in this thread."""
+    """Let the meta device stand for a target in this thread until the context ends."""
     token = _TARGET.set(made)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Kinds of arguments: the one vocabulary of which every folder but ``kernels`` builds its checks.
+"""Argument validators, used by every folder but ``kernels``.
 
-Numbers are Python's or numpy's. A bool is no number, and neither is a tensor, whose value may have to be waited for.
-NaN is never taken, and every range has an end. Nothing here imports torch.
+Numbers may be of Python or numpy. Bools are rejected, and so are tensors, because reading one may wait for the GPU. NaN
+is rejected, and every range has an end. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,36 +13,40 @@ from reprlib import Repr
 from typing import Any, NamedTuple
 
 MOST_RANKS = 1 << 20
-FIGURES = 1 << 16  # from here on powers of two are written as such
+FIGURES = 1 << 16  # messages write powers of two from here on as 2^n
 
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = 80
 
 
 def _is_tensor(value: object) -> bool:
-    torch = sys.modules.get("torch")  # without it there are no tensors
+    torch = sys.modules.get("torch")  # no tensors exist before torch is imported
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 class Kind(NamedTuple):
-    """One kind of argument."""
+    """Validator of one kind of argument."""
 
     takes: str
-    """Its values in words, after "it must be"."""
+    """Description of valid values that completes "it must be"."""
     read: Callable[[Any], Any]
-    """Convert a value to the form that is used; raise if it is not of this kind."""
+    """Function that converts a valid value to its normal form and raises for any other."""
 
     def of(self, name: str, value: Any) -> Any:
-        """Return an argument in the form that is used: ValueError if it is not of this kind."""
+        """Return the converted value of the argument ``name``.
+
+        Raises:
+            ValueError: If the value is invalid.
+        """
         try:
             return self.read(value)
         except (TypeError, ValueError, OverflowError, RuntimeError, AssertionError):
-            instead = "; pass .item() of a tensor" if _is_tensor(value) and value.dim() == 0 else ""
-            raise ValueError(f"{name} is {shown(value)}: it must be {self.takes}{instead}") from None
+            hint = "; pass .item() of a tensor" if _is_tensor(value) and value.dim() == 0 else ""
+            raise ValueError(f"{name} is {shown(value)}: it must be {self.takes}{hint}") from None
 
 
 def shown(value: Any) -> str:
-    """Return a value as errors show it, however long it is."""
+    """Return a short text of a value for error messages."""
     if _is_tensor(value):
         return f"a tensor, {value.dtype} {list(value.shape)}"
     kind = type(value)
@@ -50,14 +54,14 @@ def shown(value: Any) -> str:
     try:
         if value is None or is_torch or isinstance(value, Number | str | list | tuple | dict):
             return _REPR.repr(value)
-    except ValueError:  # an int of more digits than Python prints
+    except ValueError:  # Python refuses to print very long ints
         pass
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def whole(least: int, most: int) -> Kind:
-    """Return the kind of whole numbers of a range, whose ends it includes."""
+    """Return the validator of integers from ``least`` to ``most``, both included."""
 
     def read(value: Any) -> int:
         is_number = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
@@ -69,26 +73,26 @@ def whole(least: int, most: int) -> Kind:
 
 
 def _figure(number: int) -> str:
-    for less, text in ((0, ""), (1, " - 1")):
-        if (power := number + less) >= FIGURES and power & (power - 1) == 0:
-            return f"2^{power.bit_length() - 1}{text}"
+    for difference, suffix in ((0, ""), (1, " - 1")):
+        if (power := number + difference) >= FIGURES and power & (power - 1) == 0:
+            return f"2^{power.bit_length() - 1}{suffix}"
     return str(number)
 
 
 def narrowed(kind: Kind, takes: str, fits: Callable[[Any], bool]) -> Kind:
-    """Return the kind of those values of another one that fit."""
+    """Return a validator that also requires ``fits`` of the converted value."""
 
     def read(value: Any) -> Any:
-        made = kind.read(value)
-        if not fits(made):
+        result = kind.read(value)
+        if not fits(result):
             raise ValueError
-        return made
+        return result
 
     return Kind(takes, read)
 
 
 def number(takes: str, fits: Callable[[float], bool]) -> Kind:
-    """Return the kind of numbers that fit; of NaN no comparison holds."""
+    """Return the validator of real numbers that satisfy ``fits``; comparisons with NaN are False."""
     return narrowed(Kind("a number", _number), takes, fits)
 
 
@@ -99,30 +103,29 @@ def _number(value: Any) -> float:
 
 
 def instance(takes: str, *types: type) -> Kind:
-    """Return the kind of objects of some types, as they are."""
+    """Return the validator of instances of ``types``, without conversion."""
     return narrowed(Kind(takes, lambda value: value), takes, lambda value: isinstance(value, types))
 
 
 def one_of(*words: str) -> Kind:
-    """Return the kind of a few words."""
+    """Return the validator of a fixed set of words."""
     return narrowed(instance("text", str), f"one of {', '.join(words)}", lambda value: value in words)
 
 
 def optional(kind: Kind) -> Kind:
-    """Return a kind that also takes None."""
+    """Return a validator that also accepts None."""
     return Kind(f"{kind.takes}, or None", lambda value: None if value is None else kind.read(value))
 
 
 def listed(takes: str) -> Kind:
-    """Return the kind of iterables, as lists: also arrays, and tensors on the CPU."""
-    return Kind(takes, _list)
+    """Return the validator of iterables, arrays and CPU tensors, which are converted to lists."""
 
+    def read(value: Any) -> list[Any]:
+        if isinstance(value, (str, bytes)) or (_is_tensor(value) and value.device.type != "cpu"):
+            raise TypeError
+        return [*(value.tolist() if hasattr(value, "tolist") else value)]
 
-def _list(value: Any) -> list[Any]:
-    if isinstance(value, (str, bytes)) or (_is_tensor(value) and value.device.type != "cpu"):
-        raise TypeError
-    made = value.tolist() if hasattr(value, "tolist") else value
-    return [*made]
+    return Kind(takes, read)
 
 
 FLAG = instance("True or False", bool)

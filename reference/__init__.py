@@ -1,7 +1,7 @@
-"""Slow and obviously right: attention written from the papers, in float64. Needs torch only and imports none of ours.
+"""Reference implementations in float64, written from the papers for clarity, not speed.
 
-:func:`attention` is the dense formula, :mod:`.fp8` the format by its table, :mod:`.philox` the random numbers of
-dropout.
+The folder needs only torch and imports nothing else of ringattn. :func:`attention` is the dense formula, :mod:`.fp8`
+is the e4m3 format from its table, and :mod:`.philox` generates the random numbers of dropout.
 """
 
 from . import fp8, philox, scores

@@ -1,7 +1,7 @@
-"""e4m3 from its table of values, with one scale per (batch, head, block of tokens), in float64.
+"""e4m3 conversion by a table of all values, with one scale per batch row, head and block of tokens, in float64.
 
-P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433, table 1: S.EEEE.MMM, bias 7, no
-infinity, S.1111.111 is NaN.
+The format is S.EEEE.MMM with bias 7 and no infinity; S.1111.111 is NaN (P. Micikevicius et al., "FP8 Formats for Deep
+Learning", 2022, arXiv:2209.05433, table 1).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 BIAS = 7
 NAN = 0x7F
 MAX = 448.0
-SMALLEST_SCALE = 2.0**-126  # the smallest normal number of fp32, in which scales are kept
+SMALLEST_SCALE = 2.0**-126  # smallest normal fp32; scales are fp32
 
 
 def value(code: int) -> float:
-    """What the code 0 to 255 stands for."""
+    """Return the value of a code from 0 to 255."""
     sign, exponent, fraction = code >> 7, code >> 3 & 15, code & 7
     if code & NAN == NAN:
         return float("nan")
@@ -25,7 +25,7 @@ def value(code: int) -> float:
 
 
 def nearest(y: float) -> int:
-    """The code whose value is nearest to ``y``, of two the even one; the largest finite where all are smaller."""
+    """Return the code with the value nearest to ``y``, ties to even; larger ``|y|`` gives the largest finite code."""
     if y != y:
         return NAN
     sign = 0x80 if torch.tensor(y).signbit() else 0
@@ -33,9 +33,9 @@ def nearest(y: float) -> int:
 
 
 def half_step(y: Tensor) -> Tensor:
-    """How far ``|y| <= 448`` can be from its nearest value.
+    """Return the largest rounding error of ``|y| <= 448``.
 
-    Three bits of fraction divide ``[2^e, 2^(e + 1))`` into 8 steps of ``2^(e - 3)``; below ``2^-6`` the step stays
+    Three bits of fraction divide ``[2^e, 2^(e + 1))`` into 8 steps of ``2^(e - 3)``. Below ``2^-6`` the step is
     ``2^-9``.
     """
     exponent = torch.frexp(y.to(torch.float64)).exponent - 1
@@ -43,10 +43,10 @@ def half_step(y: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """``(codes, scales)``: uint8 ``[B, S, H, D]`` and float64 ``[B, ceil(S / block), H]``.
+    """Return codes, uint8 ``[B, S, H, D]``, and scales, float64 ``[B, ceil(S / block), H]``.
 
-    ``scale = max |x| / 448`` over the finite ones of a block, at least the smallest normal fp32. NaN and infinity
-    become NaN.
+    A scale is ``max |x| / 448`` over the finite elements of a block, and at least the smallest normal fp32. NaN and
+    infinity become NaN.
     """
     batch, tokens, heads, _ = x.shape
     starts = range(0, tokens, block)
@@ -65,11 +65,11 @@ def quantize(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, block: int) -> Tensor:
-    """``value(code) * scale``, float64."""
+    """Return ``value(code) * scale`` in float64."""
     table = torch.tensor([value(code) for code in range(256)], dtype=torch.float64)
     return table[codes.long()] * per_token(scales, codes.shape[1], block)
 
 
 def per_token(scales: Tensor, tokens: int, block: int) -> Tensor:
-    """Scales ``[B, ceil(S / block), H]`` as they apply to the elements of ``[B, S, H, D]``."""
+    """Broadcast scales ``[B, ceil(S / block), H]`` to tokens, ``[B, S, H, 1]``."""
     return scales.repeat_interleave(block, dim=1)[:, :tokens, :, None]

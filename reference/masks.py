@@ -1,4 +1,4 @@
-"""Who sees whom, from global token positions. A mask is a predicate on (query position, key position)."""
+"""Masks as predicates on (query position, key position), from global token positions."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 Predicate = Callable[[Tensor, Tensor], Tensor]
-"""(query positions ``[Sq, 1]``, key positions ``[1, Sk]``) -> bool, of a shape that broadcasts to ``[Sq, Sk]``, or to
-``[B, Sq, Sk]`` where batch rows differ."""
+"""Function of query positions ``[Sq, 1]`` and key positions ``[1, Sk]`` that returns bool. The result broadcasts to
+``[Sq, Sk]``, or to ``[B, Sq, Sk]`` if batch rows differ."""
 
 
 class Masks(TypedDict, total=False):
-    """The mask arguments of every function here; a pair is visible where all that are given show it."""
+    """Mask arguments; a pair is visible if all given masks allow it."""
 
     causal: bool
     """See :func:`is_causal`."""
     prefix_length: int | None
-    """What a causal mask shows to all; without ``causal`` it says nothing."""
+    """Number of first positions that a causal mask shows to every query; ignored without ``causal``."""
     window_size: tuple[int, int]
     """See :func:`in_window`."""
     global_tokens: Sequence[tuple[int, int]]
-    """See :func:`is_global`: what the window does not hide."""
+    """See :func:`is_global`; these positions are exempt from the window."""
     cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None
-    """See :func:`in_one_document`; also of each batch row."""
+    """See :func:`in_one_document`; one list for all batch rows or one for each."""
     seqused_k: Sequence[int] | None
     """See :func:`is_used`."""
     leftpad_k: Sequence[int] | None
@@ -39,25 +39,25 @@ class Masks(TypedDict, total=False):
 
 
 def is_causal(prefix_length: int) -> Predicate:
-    """The query at position p sees the keys at positions up to p, itself included, and those before the prefix's end.
+    """Return the causal mask: a query at position p sees keys up to position p, and all keys of the prefix.
 
-    C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020,
-    arXiv:1910.10683, section 3.2.1: causal with prefix.
+    Causal with prefix: C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+    Transformer", 2020, arXiv:1910.10683, section 3.2.1.
     """
     return lambda q, k: (k <= q) | (k < prefix_length)
 
 
 def in_window(left: int, right: int) -> Predicate:
-    """It sees the keys from ``left`` positions before it to ``right`` after it; -1: no end on that side.
+    """Return the sliding window: a query sees ``left`` positions before it and ``right`` after it; -1 for no limit.
 
-    The sliding window of I. Beltagy, M. Peters and A. Cohan, "Longformer: The Long-Document Transformer", 2020,
-    arXiv:2004.05150, section 3.1, with sides of their own.
+    I. Beltagy, M. Peters and A. Cohan, "Longformer: The Long-Document Transformer", 2020, arXiv:2004.05150, section
+    3.1, here with two widths.
     """
     return lambda q, k: ((left == -1) | (k >= q - left)) & ((right == -1) | (k <= q + right))
 
 
 def is_global(stretches: Sequence[tuple[int, int]]) -> Predicate:
-    """The query or the key lies in one of the stretches ``[start, end)``: Longformer's global attention."""
+    """Return Longformer's global attention: the query or the key lies in one of the ranges ``[start, end)``."""
 
     def inside(positions: Tensor) -> Tensor:
         is_inside = torch.zeros_like(positions, dtype=torch.bool)
@@ -69,7 +69,7 @@ def is_global(stretches: Sequence[tuple[int, int]]) -> Predicate:
 
 
 def in_one_document(cu_seqlens: Sequence[int]) -> Predicate:
-    """It sees the keys of its own document: document i is ``cu_seqlens[i] <= p < cu_seqlens[i + 1]``."""
+    """Return the document mask: a query sees its own document, ``cu_seqlens[i] <= p < cu_seqlens[i + 1]``."""
 
     def number(positions: Tensor) -> Tensor:
         return sum((positions >= start).to(torch.int64) for start in cu_seqlens) + torch.zeros_like(positions)
@@ -78,80 +78,80 @@ def in_one_document(cu_seqlens: Sequence[int]) -> Predicate:
 
 
 def is_used(lengths: Sequence[int]) -> Predicate:
-    """The queries of batch row b see the keys before position ``lengths[b]``; from there on they are padding."""
+    """Return the padding mask: queries of batch row b see the keys before position ``lengths[b]``."""
     ends = torch.tensor([int(length) for length in lengths], dtype=torch.int64)
     return lambda q, k: k < ends.to(k.device)[:, None, None]
 
 
 def begins_at(starts: Sequence[int]) -> Predicate:
-    """The queries of batch row b see the keys from position ``starts[b]`` on; before it they are padding."""
+    """Return the left padding mask: queries of batch row b see the keys from position ``starts[b]``."""
     begins = torch.tensor([int(start) for start in starts], dtype=torch.int64)
     return lambda q, k: k >= begins.to(k.device)[:, None, None]
 
 
 def is_there(key_mask: Tensor) -> Predicate:
-    """The queries of batch row b see the keys at the positions p with ``key_mask[b, p]``."""
+    """Return the key mask: queries of batch row b see the keys at positions p with ``key_mask[b, p]``."""
     return lambda q, k: key_mask.to(k.device)[:, k]
 
 
 def of_each_row(predicates: Sequence[Predicate]) -> Predicate:
-    """One of them for each batch row."""
+    """Return the mask that applies one predicate to each batch row."""
     return lambda q, k: torch.stack([predicate(q, k) for predicate in predicates])
 
 
 def in_a_visible_block(block_mask: Tensor, block_size: int) -> Predicate:
-    """It sees the keys of the blocks that its own block sees; block i is ``i <= p / block_size < i + 1``.
+    """Return the block-sparse mask: a query in block i sees block j of keys if ``block_mask[i, j]``.
 
-    R. Child, S. Gray, A. Radford and I. Sutskever, "Generating Long Sequences with Sparse Transformers", 2019,
-    arXiv:1904.10509, section 5.5: attention in blocks, some of which are not computed.
+    Block i has the positions p with ``p // block_size == i``. R. Child, S. Gray, A. Radford and I.
+    Sutskever, "Generating Long Sequences with Sparse Transformers", 2019, arXiv:1904.10509, section 5.5.
     """
     return lambda q, k: block_mask[q // block_size, k // block_size]
 
 
 def predicates(masks: Masks) -> list[Predicate]:
-    """The predicates that the mask arguments ask for; a pair is visible where all of them hold."""
-    made: list[Predicate] = []
+    """Return the predicates of the given mask arguments; a pair is visible if all of them hold."""
+    result: list[Predicate] = []
     if masks.get("causal"):
-        made.append(is_causal(masks.get("prefix_length") or 0))
+        result.append(is_causal(masks.get("prefix_length") or 0))
     window = masks.get("window_size", (-1, -1))
     if window != (-1, -1):
-        near, everywhere = in_window(*window), is_global(masks.get("global_tokens", ()))
-        made.append(lambda q, k: near(q, k) | everywhere(q, k))
+        in_reach, global_pair = in_window(*window), is_global(masks.get("global_tokens", ()))
+        result.append(lambda q, k: in_reach(q, k) | global_pair(q, k))
     boundaries: Any = masks.get("cu_seqlens")
     if boundaries is not None and isinstance(boundaries[0], (list, tuple)):
-        made.append(of_each_row([in_one_document(own) for own in boundaries]))
+        result.append(of_each_row([in_one_document(cu_seqlens) for cu_seqlens in boundaries]))
     elif boundaries is not None:
-        made.append(in_one_document(boundaries))
+        result.append(in_one_document(boundaries))
     starts, key_mask = masks.get("leftpad_k"), masks.get("key_mask")
     if starts is not None:
-        made.append(begins_at(starts))
+        result.append(begins_at(starts))
     if key_mask is not None:
-        made.append(is_there(key_mask))
+        result.append(is_there(key_mask))
     lengths, pattern = masks.get("seqused_k"), masks.get("block_mask")
     if lengths is not None:
-        made.append(is_used(lengths))
+        result.append(is_used(lengths))
     if pattern is not None:
-        made.append(in_a_visible_block(pattern, masks["block_size"]))
-    return made
+        result.append(in_a_visible_block(pattern, masks["block_size"]))
+    return result
 
 
 def visible(q_positions: Tensor, k_positions: Tensor, **masks: Unpack[Masks]) -> Tensor:
-    """Which query sees which key: bool ``[Sq, Sk]``, from integer positions ``[Sq]`` and ``[Sk]`` in any order.
+    """Return which query sees which key, bool ``[Sq, Sk]``, or ``[B, Sq, Sk]`` if a mask differs between batch rows.
 
-    With ``seqused_k`` the batch rows differ: ``[B, Sq, Sk]``.
+    ``q_positions [Sq]`` and ``k_positions [Sk]`` are integers in any order.
     """
     return pairs(q_positions, k_positions, masks)
 
 
 def pairs(q_positions: Tensor, k_positions: Tensor, masks: Masks) -> Tensor:
-    """:func:`visible`, of arguments that may hold others too."""
+    """Evaluate :func:`visible`; ``masks`` may also contain arguments that are not masks."""
     q, k = q_positions[:, None], k_positions[None, :]
-    seen = torch.ones(len(q_positions), len(k_positions), dtype=torch.bool, device=q.device)
+    result = torch.ones(len(q_positions), len(k_positions), dtype=torch.bool, device=q.device)
     for predicate in predicates(masks):
-        seen = seen & predicate(q, k)
-    return seen
+        result = result & predicate(q, k)
+    return result
 
 
 def by_batch(seen: Tensor) -> Tensor:
-    """What :func:`visible` found, as ``[1 or B, 1, Sq, Sk]``: all heads see the same."""
+    """Return the result of :func:`visible` with batch and head dims, ``[1 or B, 1, Sq, Sk]``."""
     return seen[None, None] if seen.dim() == 2 else seen[:, None]

@@ -1,4 +1,4 @@
-"""What the reference files share: the door, grouped heads, and the layout ``[B, H, S, D]`` in float64."""
+"""Shape checks, default arguments, and conversion to and from float64 ``[B, H, S, D]``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse shapes that are not attention's: ValueError."""
+    """Raise ValueError if the shapes of q, k and v do not fit each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}: it must be [B, S, H, D]")
@@ -26,7 +26,11 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
 def positions_or_default(
     q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None, *, needed: bool
 ) -> tuple[Tensor, Tensor]:
-    """The positions given, or 0, 1, 2, … where none are; refuse where they are needed and would be a convention."""
+    """Return the given positions, or 0, 1, 2, … by default.
+
+    Raises:
+        ValueError: If positions do not fit, or if they are ``needed`` and a default would be ambiguous.
+    """
     if needed and (q_positions is None) != (k_positions is None):
         raise ValueError(
             "only one of q_positions and k_positions is given: a mask, ALiBi and dropout need both, or neither"
@@ -34,28 +38,27 @@ def positions_or_default(
     if needed and q_positions is None and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"q has {q.shape[1]} tokens, k has {k.shape[1]}: a mask between different lengths needs q_positions and "
-            "k_positions, because conventions differ on what it would mean"
+            "k_positions, because conventions differ"
         )
     chosen = []
     for name, x, positions in (("q", q, q_positions), ("k", k, k_positions)):
-        given = torch.arange(x.shape[1], device=x.device) if positions is None else positions.to(x.device)
-        if given.shape != (x.shape[1],):
-            raise ValueError(f"{name}_positions has shape {list(given.shape)}: {name} has {x.shape[1]} tokens")
-        chosen.append(given)
+        positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions.to(x.device)
+        if positions.shape != (x.shape[1],):
+            raise ValueError(f"{name}_positions has shape {list(positions.shape)}: {name} has {x.shape[1]} tokens")
+        chosen.append(positions)
     return chosen[0], chosen[1]
 
 
 def scale_or_default(q: Tensor, softmax_scale: float | None) -> float:
-    """``softmax_scale``, or 1 / sqrt(D)."""
     return 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
 
 
 def by_head(x: Tensor, heads: int) -> Tensor:
-    """``[B, S, Hx, D]`` to float64 ``[B, H, S, D]``; query head h reads key/value head h // (H / Hx)."""
+    """Convert ``[B, S, Hx, D]`` to float64 ``[B, H, S, D]``; query head h reads head ``h // (H / Hx)``."""
     return x.to(torch.float64).transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
 
 
 def by_token(x: Tensor, heads: int) -> Tensor:
-    """Back from ``[B, H, S, D]`` to ``[B, S, heads, D]``; the transpose of :func:`by_head`, so groups are added up."""
+    """Convert ``[B, H, S, D]`` to ``[B, S, heads, D]``; the transpose of :func:`by_head`, which sums each group."""
     batch, all_heads, seqlen, dim = x.shape
     return x.reshape(batch, heads, all_heads // heads, seqlen, dim).sum(2).transpose(1, 2)

@@ -121,21 +121,12 @@ def _pack_numbers(numbers: Boundaries | None) -> tuple[Tensor | None]:
     return (torch.tensor(given, dtype=dtype, device="cpu"),)
 
 
-def _pack_backend(backend: str | LocalAttention) -> tuple[str]:
-    """Return the name of a backend, or the text of an object, which the op refuses: a graph cannot hold it."""
-    return (backend if isinstance(backend, str) else str(backend),)
-
-
 def _pack_seed(seed: int | None) -> tuple[Tensor | None, bool]:
     if seed is None:
         return None, False
     if not isinstance(seed, int) or not 0 <= seed < SEEDS:  # signed, others would stand for seeds that there are
         raise ValueError(f"dropout_seed is {seed!r}: it must be 0 to 2^64 - 1")
     return torch.full((), signed(seed), dtype=torch.int64, device="cpu"), False
-
-
-def _unpack_seed(seed: Tensor | None, drawn: bool) -> int | None:
-    return None if seed is None else int(seed) if drawn else int(seed) % SEEDS
 
 
 def signed(seed: int) -> int:
@@ -149,10 +140,6 @@ def signed(seed: int) -> int:
 def _sides(window_size: Any) -> Any:
     """Return a window with -1 for each side that is None, and for both if the window is None."""
     return (-1, -1) if window_size is None else [-1 if side is None else side for side in window_size]
-
-
-def _pack_window(window_size: Any) -> tuple[list[int]]:
-    return (list(_sides(window_size)),)
 
 
 def _read_window(window_size: Any) -> tuple[int, int]:
@@ -187,13 +174,7 @@ class AttentionArgs(NamedTuple):
     causal: Annotated[bool, Entry("bool causal", kind=FLAG, agreed=attrgetter("mask.causal"))] = False
     window_size: Annotated[
         tuple[int | None, int | None] | None,
-        Entry(
-            "SymInt[] window_size",
-            _pack_window,
-            tuple,
-            kind=_WINDOW,
-            agreed=attrgetter("mask.window"),
-        ),
+        Entry("SymInt[] window_size", lambda sides: (list(_sides(sides)),), tuple, _WINDOW, attrgetter("mask.window")),
     ] = (UNLIMITED, UNLIMITED)
     softmax_scale: Annotated[
         float | None, Entry("float? softmax_scale", kind=_SCALE, agreed=attrgetter("softmax_scale"))
@@ -210,7 +191,7 @@ class AttentionArgs(NamedTuple):
         Entry(
             "Tensor? dropout_seed, bool drawn",  # by every rank for itself
             _pack_seed,
-            _unpack_seed,
+            lambda seed, drawn: None if seed is None else int(seed) if drawn else int(seed) % SEEDS,
             kind=optional(whole(0, SEEDS - 1)),
             agreed=lambda call: None if call.drawn else call.args.dropout_seed,  # None: rank 0 draws one
             compare=Compare.CHANGING,
@@ -251,9 +232,11 @@ class AttentionArgs(NamedTuple):
         Literal["top-left", "bottom-right"] | None,
         Entry("str? align", kind=optional(one_of("top-left", "bottom-right"))),
     ] = None
-    backend: Annotated[str | LocalAttention, Entry("str backend", _pack_backend, agreed=attrgetter("backend.name"))] = (
-        "auto"
-    )
+    backend: Annotated[
+        str | LocalAttention,
+        # of an object its text, which the op refuses: a graph cannot hold it
+        Entry("str backend", lambda backend: (str(backend),), agreed=attrgetter("backend.name")),
+    ] = "auto"
     config: Annotated[
         KernelConfig | None,
         Entry("int[]? tiles, str[] choices", pack_config, unpack_config, kind=_CONFIG, compare=Compare.OWN),

@@ -55,7 +55,7 @@ class DkvAccumulators(RingBuffer):
 
     def post(self, hop: Hop, heads: Heads) -> None:
         """Send this hop's dK/dV on; receive the next hop's and, when their active range ends now, the root's."""
-        sends = self.load(hop.dkv_to, hop.dkv_slot, hop, heads)
+        sends = self.load(hop.dkv_to, hop.dkv_slot, hop, heads, into=hop.dkv_into)
         # protects what leaves: the dK/dV kernel that adds to it; what only passes through is there in posting order
         after = [self.call.mark()] if sends.messages and hop.computes else []
         arrivals = self.call.plan.dkv_arrivals[hop.index]
@@ -73,7 +73,7 @@ class DkvAccumulators(RingBuffer):
 
     def send_return(self, root: Hop, heads: Heads) -> None:
         """After an outer step: this node's dK/dV to their owner, and another node's of the own shard from its rank."""
-        sends = self.load(root.return_to, LEAVING_SLOT, root, heads)
+        sends = self.load(root.return_to, LEAVING_SLOT, root, heads, into=ARRIVING_SLOT)
         # protects what leaves: the dK/dV kernel that adds to it
         after: list[Fence] = [self.call.mark()] if sends.messages else []
         if root.return_from is not None:

@@ -15,12 +15,14 @@ class KeyValues(RingBuffer):
     """What each hop computes with: the rank's own pair, or what arrived.
 
     Every rank passes on what it got as it got it: a pair that travels encoded is encoded once, by its owner, into one
-    more slot after those of the schedule.
+    more slot after those of the schedule. From there it leaves as it is, too, where all ranks map the slots.
     """
 
     def __init__(self, call: RingCall, k: torch.Tensor, v: torch.Tensor) -> None:
         super().__init__(call, call.kv_slots, (k, v), k.dtype, call.wire)
         self._own = (k, v)
+        encoded = self._wire is not None or call.kv_slots.windows is not None
+        self._own_slot = call.plan.kv_slots if encoded else None
         self._posts = call.plan.kv_posts(call.prefetch)
         self._sent_keys: dict[int, Arrival] = {}  # per chunk, of the own pair what travels, as it travels
         self._arrivals: dict[tuple[int, int], Arrival] = {}
@@ -35,9 +37,10 @@ class KeyValues(RingBuffer):
             sends, sent_slot = NO_LOAD, None
             if to is not None:
                 held = self._held(leaving, heads)
-                own_slot = None if self._wire is None else self.call.plan.kv_slots
-                sent_slot = leaving.kv_slot if leaving.index else own_slot
-                sends = self.load(to, sent_slot, leaving, heads) if leaving.index else load(to, held.tensors)
+                sent_slot = leaving.kv_slot if leaving.index else self._own_slot
+                sends = load(to, held.tensors)
+                if sent_slot is not None:
+                    sends = self.load(to, sent_slot, leaving, heads, into=self.call.plan.kv_slot(coming))
                 # protects what leaves: K/V of this level arrive in its own order, others must be waited for
                 if held.fence is not None and waits:
                     after.append(held.fence)
@@ -68,13 +71,14 @@ class KeyValues(RingBuffer):
             rows = self.call.plan.send_index
             own = tuple(x[:, :, heads.kv] for x in self._own)
             own = own if rows is None else tuple(x.index_select(1, rows) for x in own)
-            own = tuple(x.contiguous() for x in own) if self._wire is None else self._encoded(own, hop, heads)
+            own = tuple(x.contiguous() for x in own) if self._own_slot is None else self._encoded(own, hop, heads)
             # protects k and v: what produces them, and what encodes them, may still run
             self._sent_keys[heads.number] = Arrival(self.call.mark(), own)
         return self._sent_keys[heads.number]
 
     def _encoded(self, own: Tensors, hop: Hop, heads: Heads) -> Tensors:
-        slot = self.call.plan.kv_slots
+        slot = self._own_slot
+        assert slot is not None
         for fence in self.free(slot, heads):
             fence.wait()  # protects the slot: what the call before sent from it
         return self.encode(own, self.buffers(slot, hop, heads))

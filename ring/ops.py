@@ -24,14 +24,7 @@ from ..kernels.ops import NO_SLOPE
 from ..kernels.scores import SEEDS
 from . import loop, ulysses
 from .args import ENTRIES, AttentionArgs, pack, signed, unpack
-from .backends import (
-    backward_backends,
-    backward_result,
-    check_backward,
-    forward_backends,
-    forward_result,
-    row_delta,
-)
+from .backends import backward_backends, backward_result, check_backward, forward_backends, forward_result, row_delta
 from .mesh import Rings, rings_of
 from .prepare import Call, check_tensors, prepare
 from .ring import Ring, resolve_ring
@@ -354,11 +347,7 @@ _GRADIENTS = _defined(
     _fake_gradients,
 )
 _FORWARD = _defined(
-    "ring_attention",
-    _ring_attention,
-    "Tensor q, Tensor k, Tensor v",
-    "(Tensor, Tensor, Tensor)",
-    _fake_ring_attention,
+    "ring_attention", _ring_attention, "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor, Tensor)", _fake_ring_attention
 )
 torch.library.register_autograd(f"{NAMESPACE}::ring_attention_backward", _refuse, lib=_LIBRARY)
 _LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)

@@ -98,7 +98,10 @@ def prepare(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     if isinstance(ranks, Rings):
         heads, kv_heads = heads_of(q.shape[2], k.shape[2], ranks.ulysses.size)
         mine, its = heads[ranks.ulysses.rank], kv_heads[ranks.ulysses.rank]
-    check_ring(ring, k[:, :, its])
+    kv_heads_here = k[:, :, its].shape[2]
+    if ring.chunks > kv_heads_here:
+        raise ValueError(f"chunks of the ring is {ring.chunks}, k has {kv_heads_here} heads: a chunk has at least one")
+    wire_of(ring.wire_dtype, k.dtype)
     call.softmax_scale = 1.0 / sqrt(q.shape[3]) if args.softmax_scale is None else args.softmax_scale
     call.backend = resolve_backend(args.backend, q.device)
     call.layouts = held = layouts_of(q, k, args, ranks)
@@ -170,13 +173,6 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-
-
-def check_ring(ring: Ring, k: Tensor) -> None:
-    """Refuse keys that a ring cannot cut into its chunks, or send in its dtype: ValueError."""
-    if ring.chunks > k.shape[2]:
-        raise ValueError(f"chunks of the ring is {ring.chunks}, k has {k.shape[2]} heads: a chunk has at least one")
-    wire_of(ring.wire_dtype, k.dtype)
 
 
 def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ranks) -> Layouts:

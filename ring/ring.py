@@ -27,10 +27,12 @@ from ..comm import (
     Transport,
     TransportError,
     TransportFactory,
+    Windows,
     group_rank_size,
     open_transport,
     open_transports,
     resolve_group,
+    windows_of,
 )
 from ..comm.control import Control
 from ..comm.cuda_threads import HOST, within
@@ -69,7 +71,7 @@ class Ring:
     Args:
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a :class:`LocalWorld` member; None is
             the default group where ``torch.distributed`` is initialised, else one device alone.
-        transport: ``auto``, ``nccl`` (CuPy), ``copy_engine`` (CUDA IPC copies inside a node), ``process_group``,
+        transport: ``auto``, ``nccl`` (CuPy), ``nccl_one_sided`` (copy engines and NICs, no SMs), ``process_group``,
             ``local`` or the name of another registered one; or a factory, see :func:`comm.register_transport`.
         wire_dtype: how K/V travel: None as they are, ``torch.bfloat16``, or ``torch.float8_e4m3fn`` with one scale per
             head and 128 tokens. Encoded once, by their owner; the own shard is computed with as it is.
@@ -219,7 +221,7 @@ class Ring:
         if len(transports) == 1:
             return transports[0]
         if self._flat is None:
-            # What reaches other nodes reaches all ranks; copy engines, if those were given, would not.
+            # What reaches other nodes reaches all ranks.
             transport = self._transport if callable(self._transport) else transports[-1].name
             self._flat = open_transport(self.group, transport=transport, **self._opening(device))
             self._opened.append(self._flat)
@@ -250,8 +252,10 @@ class Ring:
                     transport.warm_up(edges)
                 self._warm = [*self._warm[1 - PLANS :], plan]
             wire = wire_of(self.wire_dtype, k.dtype)
-            self._kv = self._slots(self._kv, (plan.kv_slots + (wire is not None)) * self.chunks, q.device)
-            self._dkv = self._slots(self._dkv, plan.dkv_slots * self.chunks, q.device)
+            windows = windows_of(transports)
+            own = wire is not None or windows is not None  # one more slot, which the rank's own K/V leave from
+            self._kv = self._slots(self._kv, (plan.kv_slots + own) * self.chunks, q.device, windows)
+            self._dkv = self._slots(self._dkv, plan.dkv_slots * self.chunks, q.device, windows)
             call = RingCall(
                 plan=plan,
                 phase=phase,
@@ -294,12 +298,13 @@ class Ring:
             watch.end()
 
     @staticmethod
-    def _slots(slots: Slots | None, count: int, device: torch.device) -> Slots:
+    def _slots(slots: Slots | None, count: int, device: torch.device, windows: Windows | None) -> Slots:
         if slots is not None and slots.count >= count:
             return slots
         if slots is not None:
             slots.drain()
-        return Slots(count, device)
+            slots.release()
+        return Slots(count, device, windows)
 
     @contextmanager
     def _entered(self, device: torch.device) -> Iterator[None]:
@@ -454,7 +459,7 @@ class Ring:
             steps += [partial(within, ABORT_SECONDS, abort, device, "abort") for abort in aborts]
         # Under the watch, which ends a transfer that never comes.
         steps += [partial(_drain, slots) for slots in (self._kv, self._dkv) if slots is not None]
-        held = (*self._partners.values(), self._watch, *self._opened, self._control)
+        held = (*self._partners.values(), self._watch, *reversed(self._opened), self._control)
         steps += [thing.close for thing in held if thing is not None]
         for step in steps:
             try:

@@ -164,12 +164,7 @@ def packed_rows(rows: Rows, queries: Layout, keys: Layout, rank: int, device: to
 
 
 @lru_cache(maxsize=PLANS)
-def _shared_rows(*given: Any) -> Shared[PackedRows]:
-    made = _make_rows(*given)
-    return Shared(made, (made.kept,))
-
-
-def _make_rows(rows: Rows, queries: Layout, keys: Layout, rank: int, device: torch.device) -> PackedRows:
+def _shared_rows(rows: Rows, queries: Layout, keys: Layout, rank: int, device: torch.device) -> Shared[PackedRows]:
     whole = Documents([0, rows.length])
     documents, starts = rows.documents or (whole,) * rows.batch, range(0, rows.batch * rows.length, rows.length)
     ends = [start + end for start, row in zip(starts, documents, strict=True) for end in row.boundaries[1:]]
@@ -177,13 +172,14 @@ def _make_rows(rows: Rows, queries: Layout, keys: Layout, rank: int, device: tor
     visible = torch.from_numpy(np.frombuffer(bytearray(rows.visible), np.bool_))
     visible = visible.view(rows.batch, len(rows.visible) // rows.batch)
     is_visible = visible[:, keys.positions(rank)].flatten()
-    return PackedRows(
+    made = PackedRows(
         rows.batch,
         Layout(_repeated(spans, starts) for spans in queries.spans_per_rank),
         Layout(_visible(spans, starts, visible) for spans in keys.spans_per_rank),
         Documents([0, *ends]),
         None if is_visible.all() else is_visible.nonzero().flatten().to(device),
     )
+    return Shared(made, (made.kept,))
 
 
 def _repeated(spans: Sequence[Span], starts: Iterable[int]) -> Iterator[Span]:

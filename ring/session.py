@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -68,8 +68,7 @@ class Session:
         """
         return resolve_layout(layout, seqlen, self.size)
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self) -> AbstractContextManager[None]:
         """Mark one call: an exception inside is raised here and reported to the other ranks.
 
         Ranks that are comparing this call raise ValueError; ranks that wait after it raise TransportError.
@@ -77,8 +76,7 @@ class Session:
         Raises:
             RuntimeError: another thread is in a call of this group.
         """
-        with self._ranks._entered(self.device):
-            yield
+        return self._ranks._entered(self.device)
 
     def agree(
         self, fields: Mapping[str, object], values: Mapping[str, object] | None = None, *, always: bool = False

@@ -1,1 +1,1 @@
-"""What looks at a machine, a schedule or a kernel without measuring it: doctor, show, export."""
+"""Commands that inspect a machine (doctor), a schedule (show) or kernels (export) without benchmarking them."""

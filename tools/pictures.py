@@ -1,4 +1,4 @@
-"""Pictures of a call: the mask over global positions, and the schedule as a grid of ranks and hops."""
+"""Pictures of a call: its mask over global positions, and its schedule as a grid of ranks and hops."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..bench.common.theme import LIGHT, themed, write_figure
 from ..ring.schedule.schedule import Hop
 from .call import Grid, ShownCall, mask_cells
 
-CELLS = 512  # of the mask, each way
-LABELLED = 12  # ranks: a larger grid has no text in its cells
+CELLS = 512  # rows and columns of the mask
+LABELLED = 12  # ranks; cells of larger grids have no text
 TAB10 = 10
-MOST_RUNS = 40  # of ranks along a strip: more are too narrow for a number
-ON_CELL = "#222222"  # cells of work are light on any paper
+MOST_RUNS = 40  # runs along an edge strip; with more they are too narrow for a number
+ON_CELL = "#222222"  # text colour, because the cells are light in every theme
 
 
 def draw_call(call: ShownCall, out: Path) -> None:
@@ -26,8 +26,8 @@ def draw_call(call: ShownCall, out: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    with themed(), rc_context({"axes.facecolor": LIGHT.track}):  # what nobody sees stands out from the paper
-        # room at the left: the layout engine does not count the strips beside the axes
+    with themed(), rc_context({"axes.facecolor": LIGHT.track}):  # invisible cells differ from the background
+        # leave room at the left, because the layout engine ignores the strips next to the axes
         figure = Figure(figsize=(15, 7.2), layout=ConstrainedLayoutEngine(rect=(0.015, 0.005, 0.98, 0.99)))
         left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
         figure.suptitle(_title(call), fontsize=12)
@@ -41,7 +41,7 @@ def _title(call: ShownCall) -> str:
     forward, backward = max(call.plan.bytes(kv)), max(call.plan.bytes(kv, sums))
     return (
         f"{call.title}\nranks compute {call.balance:.0%} of the time, if every hop lasts as long as its slowest rank; "
-        f"a rank sends at most {human(forward, 'B')} forward, {human(backward, 'B')} backward"
+        f"one rank sends up to {human(forward, 'B')} forward, {human(backward, 'B')} backward"
     )
 
 
@@ -67,10 +67,10 @@ def _draw_mask(call: ShownCall, axes: Any) -> None:
         span.step > 1 for rank in range(world) for span in call.layout.spans(rank)
     )
     axes.set_title(
-        "mask: the hop that computes it" + (" (stripes drawn wider than they are)" if sampled else ""), pad=20
+        "mask: hop that computes each cell" + (" (stripes drawn wider than they are)" if sampled else ""), pad=20
     )
-    axes.set_xlabel("key position (above: the shard it is in)")
-    axes.set_ylabel("query position (beside: the rank it is on)")
+    axes.set_xlabel("key position (strip above: shard)")
+    axes.set_ylabel("query position (strip at the left: rank)")
     places = [seqlen * part // 8 for part in range(9)]
     axes.set(xticks=places, yticks=places, xticklabels=map(binary, places), yticklabels=map(binary, places))
     axes.tick_params(axis="y", pad=16)
@@ -80,7 +80,7 @@ def _draw_mask(call: ShownCall, axes: Any) -> None:
 
 
 def _draw_owners(axes: Any, ranks: Grid, world: int) -> None:
-    """Strips along the edges that say whose keys and queries these are."""
+    """Draw strips along the edges with the shard of the keys and the rank of the queries."""
     palette = _colours("tab10", np.arange(world)) if world <= TAB10 else _colours("turbo", np.linspace(0, 1, world))
     for box, strip in (((0, 1.008, 1, 0.028), ranks[None, :]), ((-0.036, 0, 0.028, 1), ranks[:, None])):
         edge = axes.inset_axes(box)
@@ -106,17 +106,17 @@ def _draw_schedule(call: ShownCall, axes: Any) -> None:
     axes.set(xlabel="hop", ylabel="rank", xticks=_ticks(hops), yticks=_ticks(world))
     axes.set_title("schedule: visible pairs per rank and hop", pad=10)
     if world <= LABELLED:
-        rails = ", » N by rail to rank N" if call.nodes > 1 else ""
-        axes.set_title(f"schedule: shard, visible pairs, and where its K/V go: → N to rank N{rails}", pad=10)
+        rails = ", » N: over a rail to rank N" if call.nodes > 1 else ""
+        axes.set_title(f"schedule: shard, visible pairs, and destination of its K/V, → N: to rank N{rails}", pad=10)
         for rank in range(world):
             for hop in call.plan.hops(rank):
                 _label_hop(axes, call, rank, hop)
-    if call.nodes > 1:  # lines between nodes and turns
+    if call.nodes > 1:  # lines between nodes, and between the inner rings
         size, inner = len(call.plan.nodes[0]), call.plan.inner
         axes.hlines(np.arange(size, world, size) - 0.5, -0.5, hops - 0.5, color=LIGHT.ink, lw=1.2)
         axes.vlines(np.arange(inner, hops, inner) - 0.5, -0.5, world - 0.5, color=LIGHT.ink, lw=1.2)
     axes.set(xlim=(-0.5, hops - 0.5), ylim=(world - 0.5, -0.5))
-    bar = axes.figure.colorbar(image, ax=axes, shrink=0.8, label="visible pairs / most of any rank and hop")
+    bar = axes.figure.colorbar(image, ax=axes, shrink=0.8, label="visible pairs, relative to the maximum")
     bar.outline.set_visible(False)
 
 
@@ -127,7 +127,7 @@ def _label_hop(axes: Any, call: ShownCall, rank: int, hop: Hop) -> None:
         axes.text(hop.index, rank, human(int(call.pairs[rank, hop.index])), va="top", fontsize=8, **style)
     elif hop.kv_from is not None:
         axes.text(hop.index, rank, f"({hop.shard})", va="center", fontsize=11, **style)
-    goes = [f"{mark} {to}" for mark, to in (("→", hop.kv_to), ("»", hop.rail_to)) if to is not None]
+    arrows = [f"{mark} {to}" for mark, to in (("→", hop.kv_to), ("»", hop.rail_to)) if to is not None]
     label: Any = {"ha": "right", "va": "bottom", "fontsize": 9, "fontweight": "bold", "color": ON_CELL}
-    where: Any = {"xy": (hop.index + 0.5, rank + 0.5), "xytext": (-4, 3), "textcoords": "offset points"}
-    axes.annotate("  ".join(goes), **where, **label)
+    place: Any = {"xy": (hop.index + 0.5, rank + 0.5), "xytext": (-4, 3), "textcoords": "offset points"}
+    axes.annotate("  ".join(arrows), **place, **label)

@@ -1,4 +1,4 @@
-"""``ringattn show``: who computes what at which hop, and what moves, as text, picture, JSON or CSV."""
+"""Command line of ``ringattn show``, which prints or draws the schedule and the mask of a call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from .call import ShownCall
 
 COLUMNS = 80
-LEAST_CELLS, MOST_CELLS = 16, 32  # of a mask on the terminal, each way
-MOST = 1 << 30  # tokens times ranks: half a minute
+LEAST_CELLS, MOST_CELLS = 16, 32  # rows and columns of the mask on the terminal
+MOST = 1 << 30  # tokens times ranks, which take about half a minute
 MOST_BYTES = 5e9
-TOKEN_BYTES, HOP_BYTES, ROW_BYTES = 100, 150, 4500  # at the peak: of a token, a hop of a rank, and that in a file
-PAIR_BYTES = 30  # of two blocks of a pattern
+# peak memory per token, per rank and hop, and per rank and hop with --json or --csv
+TOKEN_BYTES, HOP_BYTES, ROW_BYTES = 100, 150, 4500
+PAIR_BYTES = 30  # peak memory per pair of blocks of a block mask
 HOP_MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
-LEGEND = "mask: rows are queries and their rank, columns keys and their shard;", "the hop that computes, . unseen"
+LEGEND = "mask: rows are queries (rank), columns are keys (shard);", "0, 1, …: hop that computes, .: not visible"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -29,15 +30,17 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def show(
     context: typer.Context,
-    seqlen: Annotated[Any, typer.Option(parser=flags.size, metavar="SIZE", help="Tokens in all.")] = "8k",
+    seqlen: Annotated[Any, typer.Option(parser=flags.size, metavar="SIZE", help="Total tokens.")] = "8k",
     world: Annotated[Any, typer.Option(parser=flags.count, metavar="COUNT", help="Ranks.")] = "4",
-    layout: flags.LayoutFlag = LayoutName.zigzag,
+    layout: flags.LayoutOrFile = LayoutName.zigzag,
     lengths: Annotated[
         Any,
-        typer.Option(parser=flags.sizes, metavar="SIZE,…", help="Uneven shards by rank, in place of the three above."),
+        typer.Option(
+            parser=flags.sizes, metavar="SIZE,…", help="Tokens of each rank; replaces --seqlen, --world and --layout."
+        ),
     ] = None,
     per_document: Annotated[
-        bool, typer.Option("--per-document", help="A zigzag of every document, in place of one of the whole.")
+        bool, typer.Option("--per-document", help="Zigzag within each document instead of the whole sequence.")
     ] = False,
     causal: flags.Causal = True,
     window: flags.Window = None,
@@ -47,8 +50,8 @@ def show(
     seqused_k: flags.SeqUsedK = None,
     prefix_length: flags.PrefixLength = None,
     block_mask: flags.BlockMaskPattern = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Equal nodes; several make a ring of rings.")] = 1,
-    direction: Annotated[int, typer.Option(help="1: K/V move to the next rank, -1: to the one before.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of equal nodes; more than 1 makes a two-level ring.")] = 1,
+    direction: Annotated[int, typer.Option(help="1: K/V move to the next rank, -1: to the previous rank.")] = 1,
     batch: flags.Batch = 1,
     heads: flags.Heads = 32,
     kv_heads: flags.KvHeads = None,
@@ -58,7 +61,7 @@ def show(
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
-    """Print or draw the schedule and the mask of any call: who computes what at which hop, and what moves."""
+    """Print or draw the schedule and the mask of a call: what each rank computes at each hop, and what it sends."""
     for name in ("seqlen", "world", "layout"):
         flags.check_apart(context, "lengths", name)
     if out is not None:
@@ -74,37 +77,40 @@ def show(
     from ..ring.schedule.mask import UNLIMITED
     from .call import ShownCall, described, hop_rows
 
+    own = None if isinstance(layout, LayoutName) else flags.read_layout(context, layout, "seqlen", "world")
+    if own is not None:
+        seqlen, world = own.seqlen, own.world
     tokens, count = (seqlen, world) if lengths is None else (sum(lengths), len(lengths))
     block = block_mask.parameters.get("block", 0) if block_mask else 0
     needed = TOKEN_BYTES * tokens + (HOP_BYTES if json is None and csv is None else ROW_BYTES) * count**2
     needed += PAIR_BYTES * (tokens // block) ** 2 if block else 0
     if tokens * count > MOST or needed > MOST_BYTES:
         raise typer.BadParameter(
-            f"{tokens:,} tokens over {count:,} ranks{f' in blocks of {block}' if block else ''} are too many to count "
-            f"one by one: they may take {human(needed, 'B')}, {human(MOST_BYTES, 'B')} at most, and the product may be "
-            f"{MOST:,} at most; `ringattn predict` takes any number"
+            f"{tokens:,} tokens over {count:,} ranks{f' in blocks of {block}' if block else ''} are too many: they "
+            f"need {human(needed, 'B')} of at most {human(MOST_BYTES, 'B')}, and tokens times ranks may be at most "
+            f"{MOST:,}; `ringattn predict` takes any number"
         )
     if not tokens:
-        raise typer.BadParameter("there are 0 tokens: a call has at least one")
+        raise typer.BadParameter("there are 0 tokens; pass at least 1")
     try:
         boundaries = boundaries_of(tokens, cu_seqlens, documents, documents_seed)
         if per_document and (boundaries is None or lengths is not None or layout is not LayoutName.zigzag):
-            raise ValueError(
-                "--per-document is a zigzag of --documents or --cu-seqlens: pass these, and no other layout"
-            )
+            raise ValueError("--per-document needs --documents or --cu-seqlens, and the layout zigzag")
         if lengths is not None:
-            held, name = Layout.uneven(lengths), "uneven"
+            token_layout, name = Layout.uneven(lengths), "uneven"
         elif per_document:
-            held, name = Layout.zigzag(seqlen, world, boundaries), "zigzag per document"
+            token_layout, name = Layout.zigzag(seqlen, world, boundaries), "zigzag per document"
+        elif own is not None:
+            token_layout, name = own, layout.name
         else:
-            held, name = getattr(Layout, layout)(seqlen, world), layout.value
+            token_layout, name = getattr(Layout, layout)(seqlen, world), layout.value
         mask = mask_of(
-            Layouts(held, held), batch, causal=causal, window_size=window or (UNLIMITED, UNLIMITED),
+            Layouts(token_layout, token_layout), batch, causal=causal, window_size=window or (UNLIMITED, UNLIMITED),
             cu_seqlens=boundaries, seqused_k=seqused_k, prefix_length=prefix_length,
             block_mask=pattern_of(tokens, block_mask),
         )  # fmt: skip
         kv_heads = flags.kv_heads_of(heads, kv_heads)
-        call = ShownCall(held, name, mask, direction, batch, heads, kv_heads, head_dim, dtype, nodes)
+        call = ShownCall(token_layout, name, mask, direction, batch, heads, kv_heads, head_dim, dtype, nodes)
         _ = call.plan
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -122,53 +128,53 @@ def show(
 
 
 def text(call: ShownCall, notes: list[str]) -> str:
-    """Everything, for the terminal."""
+    """Return the output for the terminal: summary, schedule, table of ranks and mask."""
     title, *rest = ["\n".join(textwrap.wrap(note, COLUMNS)) for note in notes]
     return "\n\n".join([title, str(call.plan), ranks_text(call), mask_text(call), "\n".join(rest)])
 
 
 def summary(call: ShownCall) -> list[str]:
-    """The call and its totals."""
+    """Return lines with the arguments of the call, its total traffic and its balance."""
     from ..ring.schedule.mask import Mask
 
     kv, dkv = call.bytes_per_token
     full = call.plan_of(Mask())
-    moved = []
-    for name, more in (("forward", 0), ("backward", dkv)):
-        count, most = sum(call.plan.bytes(kv, more)), sum(full.bytes(kv, more))
-        moved.append(f"{human(count, 'B')}{f' ({count / most:.1%})' if most else ''} {name}")
+    traffic = []
+    for name, partials in (("forward", 0), ("backward", dkv)):
+        count, most = sum(call.plan.bytes(kv, partials)), sum(full.bytes(kv, partials))
+        traffic.append(f"{name} {human(count, 'B')}{f' ({count / most:.1%})' if most else ''}")
         if call.nodes > 1:
-            moved[-1] += f" ({human(sum(call.plan.bytes(kv, more, level=1)), 'B')} between nodes)"
-    of = "" if call.mask.used is None else " of all batch rows"
+            traffic[-1] += f" ({human(sum(call.plan.bytes(kv, partials, level=1)), 'B')} between nodes)"
+    rows = "" if call.mask.used is None else " of all batch rows"
     return [
         f"{call.title}; batch {call.batch}, {call.heads} heads ({call.kv_heads} of K/V) of dim {call.head_dim}, "
         f"{call.dtype}",
-        f"moves in all, of a full ring: {', '.join(moved)}",
-        f"{int(call.pairs.sum()):,} visible pairs{of}; ranks compute {call.balance:.0%} of the time, if every hop "
+        f"sent by all ranks (relative to a full mask): {', '.join(traffic)}",
+        f"{int(call.pairs.sum()):,} visible pairs{rows}; ranks compute {call.balance:.0%} of the time, if every hop "
         "lasts as long as its slowest rank",
     ]
 
 
 def ranks_text(call: ShownCall) -> str:
-    """What each rank computes and sends, of many ranks a few."""
+    """Return the table of what each rank computes and sends, abridged for many ranks."""
     from ..bench.common.result import Result
     from ..ring.schedule.text import shown
     from .call import rank_rows
 
-    every = rank_rows(call)
-    total = max(sum(row["visible pairs"] for row in every), 1)
+    all_rows = rank_rows(call)
+    total = max(sum(row["visible pairs"] for row in all_rows), 1)
     units = {"rank": "", "tokens": "", "visible pairs": "", "share": "%", "sends forward": "", "sends backward": ""}
     rows = []
     for rank in shown(call.layout.world):
         if rank is not None:
-            sent = {name: human(every[rank][name], "B") for name in units if name.startswith("sends")}
-            share = {"rank": rank, "share": 100 * every[rank]["visible pairs"] / total}
-            rows.append(every[rank] | share | sent)
+            sent = {name: human(all_rows[rank][name], "B") for name in units if name.startswith("sends")}
+            share = {"rank": rank, "share": 100 * all_rows[rank]["visible pairs"] / total}
+            rows.append(all_rows[rank] | share | sent)
     return Result("show", units, [*rows]).text(COLUMNS)
 
 
 def mask_text(call: ShownCall) -> str:
-    """The mask on the terminal: rows are queries, columns keys, a mark is the hop."""
+    """Return the mask as text, with a row per query, a column per key, and the hop as mark."""
     from .call import mask_cells
 
     ranks, grid = mask_cells(call, min(max(4 * call.layout.world, LEAST_CELLS), MOST_CELLS))

@@ -22,6 +22,8 @@ from .ranks import cores, member, ranks_here
 if TYPE_CHECKING:
     import torch
 
+    from ...ring import Layout
+
 T = TypeVar("T")
 
 MOST_SIZE = 10**18 * 1024**3
@@ -90,6 +92,8 @@ count, head_dim = parser_of(whole(1, MOST_SIZE), size), parser_of(whole(1, MAX_H
 sizes, counts, head_dims = listed(size), listed(count), listed(head_dim)
 dtype_name, wire_dtype, grad_wire_dtype = dtype_of([*DTYPE_BYTES]), dtype_of(WIRE_DTYPES), dtype_of(GRAD_WIRE_DTYPES)
 dtype_names = listed(dtype_name)
+_LAYOUTS = f"{', '.join(LayoutName)} or the name of a .json file"
+layout = parser_of(Kind(_LAYOUTS, lambda text: Path(text) if text.endswith(".json") else LayoutName(text)), str)
 
 
 def window(text: str) -> tuple[int, int]:
@@ -173,6 +177,15 @@ Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each candidate;
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads per process; default: a share of the cores.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 LayoutFlag = Annotated[LayoutName, typer.Option(help="How tokens are split over the ranks.")]
+LayoutOrFile = Annotated[
+    Any,
+    typer.Option(
+        parser=layout,
+        metavar="|".join([*LayoutName, "FILE.json"]),
+        autocompletion=lambda: [*LayoutName],
+        help="How tokens are split over the ranks; a file has the spans_per_rank of a Layout.",
+    ),
+]
 TokensPerRank = Annotated[Any, typer.Option(parser=count, metavar="SIZE", help="Tokens per rank.")]
 DeviceFlag = Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available.")]
 Timer = Annotated[
@@ -278,6 +291,29 @@ def check_apart(context: typer.Context, *names: str) -> None:
     conflicting = [flag for name, flag in typed(context).items() if name in names]
     if len(conflicting) > 1:
         raise typer.BadParameter(f"{' and '.join(conflicting)} are both given: pass one of them")
+
+
+def read_layout(context: typer.Context, path: Path, *apart: str) -> Layout:
+    """Return the layout in a JSON file, an object with ``spans_per_rank`` of `Layout`.
+
+    Raise typer.BadParameter if a parameter of ``apart`` was given too, or if the file holds no full layout.
+    """
+    from ...kernels.files import read_object
+    from ...ring import Layout
+
+    for name in apart:
+        check_apart(context, "layout", name)
+    try:
+        fields = read_object(path)
+        if [*fields] != ["spans_per_rank"]:
+            raise ValueError(f"it has {', '.join(fields) or 'no field'}: it must have only spans_per_rank")
+        layout = Layout(**fields)
+        if not 0 < layout.seqlen == layout.reach:
+            token_text = f"{layout.seqlen} tokens up to position {layout.reach - 1}" if layout.seqlen else "no token"
+            raise ValueError(f"it has {token_text}: it must have every position from 0 to its last one")
+    except ValueError as error:
+        raise typer.BadParameter(f"--layout is {path}: {error}") from None
+    return layout
 
 
 def kv_heads_of(heads: int, kv_heads: int | None) -> int:

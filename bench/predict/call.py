@@ -139,6 +139,7 @@ class Call:
             last=max(hop.index for hop in hops if hop.computes),
             slots=self.slots,
             edges=((), ()),
+            returns_early=ring_schedule.returns_early,
             dkv_returns={
                 base.index + ring_schedule.active_ranges[base.shard][base.index // ring_schedule.inner][1]: base
                 for base in hops[:: ring_schedule.inner]

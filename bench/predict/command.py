@@ -30,6 +30,8 @@ MOST_GPUS = 16 * 1024
 TOKENS, WORLD = 8192, 8
 ONE_RING = ("tokens", "seqlen", "trace", "slow", "jitter")
 """Flags that cannot be combined with --sweep."""
+WHOLE_RING = ("tokens", "seqlen", "world", "sweep")
+"""Flags that cannot be combined with a layout from a file."""
 COLUMNS = 80
 SHORT = {"forward": "fwd", "backward": "bwd"}
 
@@ -77,7 +79,7 @@ def predict(
     ] = str(WORLD),
     nodes: Annotated[int, typer.Option(min=1, help="Number of machines; several make a two-level ring.")] = 1,
     nics: Annotated[int | None, typer.Option(min=1, help="NICs per node; default and maximum: one per GPU.")] = None,
-    layout: flags.LayoutFlag = flags.LayoutName.zigzag,
+    layout: flags.LayoutOrFile = flags.LayoutName.zigzag,
     heads: flags.Heads = 32,
     kv_heads: flags.KvHeads = None,
     head_dim: flags.HeadDim = 128,
@@ -143,6 +145,7 @@ def predict(
     flags.check_apart(context, "kernels", "tflops")
     for name in ONE_RING:
         flags.check_apart(context, "sweep", name)
+    from ...ring import Layout
     from ..common.attention import AttentionConfig, boundaries_of
     from .call import Call
     from .inputs import Inputs, above_zero, speed_of
@@ -153,6 +156,14 @@ def predict(
     try:
         if picture.suffix not in (".png", ".svg"):
             raise ValueError(f"picture is {str(picture)!r}: it must end in .png or .svg")
+        held = layout.value if isinstance(layout, flags.LayoutName) else flags.read_layout(context, layout, *WHOLE_RING)
+        if isinstance(held, Layout):
+            if len({*held.lengths}) > 1:
+                shortest, longest = min(held.lengths), max(held.lengths)
+                raise ValueError(
+                    f"layout is {layout}, with shards of {shortest:,} to {longest:,} tokens: they must be equal"
+                )
+            world, seqlen = held.world, held.seqlen
         max_gpus = max(sweep["gpus"]) if sweep else world
         if max_gpus > MOST_GPUS:
             raise ValueError(
@@ -169,7 +180,7 @@ def predict(
             cu_seqlens=None if boundaries is None else tuple(boundaries), block_mask=block_mask, layout="contiguous",
         )  # fmt: skip
         call = Call(
-            tokens, world, layout.value, config.mask, heads, flags.kv_heads_of(heads, kv_heads), head_dim, batch, dtype,
+            tokens, world, held, config.mask, heads, flags.kv_heads_of(heads, kv_heads), head_dim, batch, dtype,
             nodes, chunks=chunks, slots=slots, wire_dtype=wire_dtype, grad_wire_dtype=grad_wire_dtype,
         )  # fmt: skip
         if max_gpus <= call.per_node and (link_between is not None or nics is not None):

@@ -16,7 +16,7 @@ from .program import Op
 from .ring import Pass
 from .speed import POINT
 
-NAMES = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", "nodes")
+NAMES = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "nodes")
 """Fields of a call besides its mask in a timeline, as in measured timelines."""
 
 
@@ -35,7 +35,7 @@ def timeline(title: str, passes: tuple[Pass, ...], call: Call) -> Timeline:
 
 def described(call: Call) -> dict[str, Any]:
     """Return a timeline's description of its call: shape, layout and mask."""
-    return {name: getattr(call, name) for name in NAMES} | mask_data(call.mask)
+    return {name: getattr(call, name) for name in NAMES} | {"layout": str(call.layout)} | mask_data(call.mask)
 
 
 def _of_rank(track: Track, plan: Plan, start: float) -> Iterator[Event]:

@@ -58,8 +58,8 @@ class Call:
     sink: bool = False
 
     def fits(self, transport: str, world: int) -> bool:
-        """Return True if these ranks can make this call; copy engines connect only ranks of one node."""
-        levels = self.nodes == 1 or (world >= 2 * self.nodes and world % self.nodes == 0 and transport != "copy_engine")
+        """Return True if these ranks can make this call."""
+        levels = self.nodes == 1 or (world >= 2 * self.nodes and world % self.nodes == 0)
         return levels and world % self.ulysses == 0
 
     @property

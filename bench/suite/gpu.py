@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import reference
 from ...comm import LocalGroup, LocalWorld, Message, Transport
-from ...comm.testing import LARGE, expect, filled, neighbours, until, values
+from ...comm.testing import LARGE, expect, filled, neighbours, values
 from ...comm.watchdog.watch import EXIT_CODE
 from ...ring import Layout, Ring, ring_attention
 from ..common.cases import Number, distance
@@ -76,24 +76,6 @@ def a_graph_replays_transfers(transport: Transport, device: torch.device) -> Non
     expect(values(arrived), [2 * (10 * back + 10)])
 
 
-def an_abort_frees_a_waiting_stream(transport: Transport, device: torch.device) -> None:
-    """Abort while rank 0's stream waits for bytes that rank 1 announced but is not ready to send."""
-    transport.gather(None)
-    outgoing, arrived = filled(1, 1000, device), filled(-1, 1000, device)
-    if transport.rank == 1:
-        hold(BUSY_SECONDS, transport)
-        transport.post(sends=[Message(0, outgoing)], receives=[], after=[transport.mark()])
-    if transport.rank == 0 and transport.size > 1:
-        fence = transport.post(sends=[], receives=[Message(1, arrived)], after=[transport.mark()])
-        time.sleep(0.2)
-        expect(fence.done(), False, "done() of a fence that waits")
-        begun = time.monotonic()
-        transport.abort("it took too long")
-        until(fence.done)
-        expect(time.monotonic() - begun < BUSY_SECONDS / 2, True, "whether the abort freed the stream")
-    transport.close()
-
-
 def memory_is_given_back_while_peers_know_it(transport: Transport, device: torch.device) -> None:
     """Free memory that a peer has opened and allocate anew; check that peers read the new memory."""
     onward, back = neighbours(transport)
@@ -116,9 +98,7 @@ TRANSFERS: dict[str, tuple[Callable[[Transport, torch.device], None], ...]] = {
     "nccl": (
         compute_is_waited_for_both_ways, a_graph_replays_transfers, memory_is_given_back_while_peers_know_it,
     ),
-    "copy_engine": (
-        compute_is_waited_for_both_ways, memory_is_given_back_while_peers_know_it, an_abort_frees_a_waiting_stream,
-    ),
+    "nccl_one_sided": (compute_is_waited_for_both_ways, memory_is_given_back_while_peers_know_it),
 }  # fmt: skip
 """GPU cases of each transport, in addition to those of :mod:`ringattn.comm.testing`."""
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ...comm.transports.copy_engine.copy_engine import copy_engine_missing
 from ...comm.transports.nccl import nccl_missing
+from ...comm.transports.nccl_one_sided import one_sided_missing
 from ..common.memory_table import ALL_GATHER, LUCIDRAINS, OURS, ULYSSES
 from ..kernels.accuracy import BACKENDS
 from ..ring.candidates import CONTEXT_PARALLEL, ZHUZILIN
@@ -70,9 +70,9 @@ def gpu_parts() -> list[Part]:
               "--beside", "forward", missing=nccl_missing()),
         case("local-4", 135, "calls"),
         case("nccl-1", 135, "calls", missing=nccl_missing()),
-        case("copy_engine-2", 135, "calls", missing=copy_engine_missing()),
+        case("nccl_one_sided-2", 135, "calls", missing=one_sided_missing() or _alone(gpus)),
         case("compiled", 135, "calls"),
-        case("killed copy_engine", 20, missing=copy_engine_missing()),
+        case("killed nccl_one_sided", 20, missing=one_sided_missing() or _alone(gpus)),
         case("captured", 20),
         case("nccl-2", 35, missing=nccl_missing() or _no_sharing(gpus), shares=gpus < 2),
         case("killed nccl", 20, missing=nccl_missing() or _no_sharing(gpus), shares=gpus < 2),
@@ -164,6 +164,11 @@ def _case(
 def bench(name: str, about: str, seconds: float, *words: str, missing: str | None = None) -> Part:
     """Return a ``ringattn bench …`` command whose JSON the report finds."""
     return Part(name, about, (*RINGATTN, "bench", *words, "--json", FILE), seconds, missing=missing)
+
+
+def _alone(gpus: int) -> str | None:
+    """Return why two ranks with a GPU each cannot run here, or None."""
+    return None if gpus > 1 else "each rank needs its own GPU, and this machine has one"
 
 
 def _no_sharing(gpus: int) -> str | None:

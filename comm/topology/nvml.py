@@ -165,8 +165,7 @@ def nearest_nics(devices: Sequence[DeviceInfo]) -> list[Nic | None]:
     chosen: list[Nic | None] = []
     for device in devices if nics else ():
         best = max(
-            range(len(nics)),
-            key=lambda i: (shared(device.pcie, nics[i].pcie), nics[i].gigabits or 0, -load[i], -i),
+            range(len(nics)), key=lambda i: (shared(device.pcie, nics[i].pcie), nics[i].gigabits or 0, -load[i], -i)
         )
         load[best] += 1
         chosen.append(nics[best])

@@ -67,10 +67,7 @@ class Topology:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the nodes and the devices, from which the edges follow."""
-        return {
-            "nodes": [list(node) for node in self.nodes],
-            "devices": [device.to_json() for device in self.devices],
-        }
+        return {"nodes": [list(node) for node in self.nodes], "devices": [device.to_json() for device in self.devices]}
 
     @cached_property
     def order(self) -> tuple[int, ...]:

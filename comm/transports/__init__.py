@@ -1,1 +1,1 @@
-"""Transports: NCCL, torch.distributed, virtual ranks in one process, and the copy engines of one node."""
+"""Transports: NCCL, torch.distributed, and virtual ranks in one process."""

@@ -25,6 +25,7 @@ from ..world import LocalGroup
 logger = logging.getLogger(__name__)
 
 UNKNOWN = "no transport of that name is registered"
+BY_NAME = "it is taken by name alone: `ringattn tune --ring` measures whether it is faster here"
 
 
 class Request(NamedTuple):
@@ -46,10 +47,12 @@ def request_of(
     if transport != AUTO:
         entries = [find_transport(transport)]
         if levels > 1 and not entries[0].across_nodes:
-            entries += [entry for entry in served if entry.across_nodes]
+            entries += [entry for entry in served if entry.across_nodes and entry.preference >= 0]
     problems: dict[str, str | None] = {}
     for entry in entries:
         problems[entry.name] = entry.problem(group, device, limits)
+        if transport == AUTO and entry.preference < 0:
+            problems[entry.name] = problems[entry.name] or BY_NAME
         if group.size() == 1 and problems[entry.name] is None:
             break  # nobody else has a say, and looking for a library may import it
     return Request(label(transport), device.type, brief(topology), repr(limits), problems)
@@ -140,7 +143,7 @@ def open_transports(
     the nodes takes the most preferred one that reaches further. Without a topology the ring goes by rank.
 
     "auto" takes the most preferred transport of the registry that all ranks can use and whose warm-up passed: `local`
-    for a `LocalWorld` member or one device alone; for CUDA tensors `nccl`, `copy_engine`, `process_group`; for CPU
+    for a `LocalWorld` member or one device alone; for CUDA tensors `nccl` or `process_group`; for CPU
     tensors `process_group`. It logs what it took and why; `reason` of a transport says the same. Both directions of
     every ring edge are checked with patterned bytes before it returns.
 

@@ -78,7 +78,7 @@ class LocalTransport(TransportBase):
         self._patience = self._hub.timeout if patience is None else min(patience, self._hub.timeout)
         super().__init__(group.rank(), group.size(), device, min(WARM_UP_SECONDS, self._patience))
         self._lane = lane or (StreamLane(device) if device.type == "cuda" else HostLane())
-        self._channel = group.next_channel()
+        self._channel = next(group.channels)
 
     def mark(self) -> Fence:
         """The point that compute has reached."""

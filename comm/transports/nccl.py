@@ -291,23 +291,25 @@ class NcclTransport(TransportBase):
     ) -> StreamFence:
         """See `Transport.post`. Enqueues and returns; the host never waits for the device."""
         check_messages(self, self._device, sends, receives)
-        try:
-            places = [self._members[peer] for peer, _ in (*sends, *receives)]
-        except KeyError as peer:
-            raise ValueError(f"peer is {peer}, this communicator joins ranks {list(self._members)}") from None
+        for peer, _ in (*sends, *receives):
+            if peer not in self._members:
+                raise ValueError(f"peer is {peer}, this communicator joins ranks {list(self._members)}")
         self._lane.follow(after)
-        stream = self._lane.stream.cuda_stream
         try:
-            with self._calling, self._group() as comm:
-                for (_, tensor), place in zip(sends, places, strict=False):
-                    comm.send(tensor.data_ptr(), tensor.nbytes, self._nccl.NCCL_UINT8, place, stream)
-                for (_, tensor), place in zip(receives, places[len(sends) :], strict=True):
-                    comm.recv(tensor.data_ptr(), tensor.nbytes, self._nccl.NCCL_UINT8, place, stream)
+            with self._calling:
+                self._enqueue(sends, receives, self._lane.stream.cuda_stream)
         except RuntimeError as error:  # NcclError is one
             refused = self._ended or f"rank {self.names[self.rank]}: NCCL refused a group of transfers: {error}"
             raise TransportError(refused) from error
         self._last = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
         return self._last
+
+    def _enqueue(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
+        with self._group() as comm:
+            for peer, tensor in sends:
+                comm.send(tensor.data_ptr(), tensor.nbytes, self._nccl.NCCL_UINT8, self._members[peer], stream)
+            for peer, tensor in receives:
+                comm.recv(tensor.data_ptr(), tensor.nbytes, self._nccl.NCCL_UINT8, self._members[peer], stream)
 
     def warm_up(self, edges: Sequence[Edge]) -> None:
         """See `Transport.warm_up`. A transport whose warm-up failed is aborted."""
@@ -359,7 +361,7 @@ class NcclTransport(TransportBase):
 
         def join() -> None:
             try:
-                joined.append(ConfiguredCommunicator(size, shared, place, limits))
+                joined.append(self._communicator(size, shared, place, limits))
             except Exception as error:
                 joined.append(error)
             if given_up.is_set():
@@ -375,6 +377,9 @@ class NcclTransport(TransportBase):
             who = self.names[self.rank]
             raise TransportError(f"rank {who}: NCCL makes no communicator: {joined[0]}") from joined[0]
         return joined[0]
+
+    def _communicator(self, *arguments: Any) -> Any:
+        return ConfiguredCommunicator(*arguments)
 
     def _shared_id(self) -> Any:
         """What the members of one communicator know each other by, drawn by the first of them."""

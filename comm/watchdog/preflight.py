@@ -87,16 +87,6 @@ def difference(said: Mapping[int, Fields]) -> str | None:
     return None
 
 
-def verdict_of(said: Mapping[int, Said]) -> Verdict | None:
-    """What these ranks say of one call, judged; None where they can go on."""
-    in_flight = any(word.going_on for word in said.values())
-    for rank, word in sorted(said.items()):
-        if word.refusal is not None:
-            return Verdict(f"rank {rank} refused this call: {word.refusal}", in_flight)
-    differs = difference({rank: word.fields for rank, word in said.items() if word.fields is not None})
-    return None if differs is None else Verdict(differs, in_flight)
-
-
 class _Expected:
     """What the next call is, going by those before; the same on every rank that has made the same calls."""
 
@@ -163,14 +153,8 @@ class Preflight:
     ) -> Verdict | None:
         """Count a call; unless it is the expected one, wait until all ranks have come to the same.
 
-        No longer than the control's patience.
-
-        Args:
-            fields: what a call keeps whenever it comes again, such as a layer's shapes; told as `brief` has it.
-            values: what changes from batch to batch: expected to be what they were with these fields the last time.
-            of: the number of the forward whose backward this is.
-            always: wait for the others at the expected call, too: where nothing moves, nothing else would tell.
-            stop: asked while waiting; a reason that it returns ends the wait.
+        No longer than the control's patience. See `Watch.agree`; `values` are expected to be what they were with these
+        `fields` the last time, and a reason that `stop` returns while this rank waits ends the wait.
 
         Raises:
             TransportError: a rank did not answer, `stop` said so, or the store is gone.
@@ -203,8 +187,9 @@ class Preflight:
     def hear(self, published: Mapping[str, object]) -> tuple[dict[str, object], Verdict | None]:
         """What was found under those keys; returns what to publish, and a verdict where there is one."""
         with self._lock:
-            requested = published.get("asked")
-            if isinstance(requested, int) and self._met < requested <= self.number and requested not in self._heard:
+            asked = published.get("asked")
+            requested = asked if isinstance(asked, int) else self._met
+            if self._met < requested <= self.number and requested not in self._heard:
                 call = next((call for call in reversed(list(self._calls)) if call.number == requested), None)
                 if call is None or call.fields is not None:
                     said = Said(None if call is None else call.fields, None, True)
@@ -213,6 +198,9 @@ class Preflight:
             verdict = self._judged(published)
             publish: dict[str, object] = {_words_of(self._control.rank): self._own_words()} if self._unpublished else {}
             self._unpublished = False
+            refused = min((call for call, said in self._heard.items() if said[self._control.rank].refusal), default=0)
+            if refused and not self._met < requested <= refused:  # its question had no place, or lost it
+                publish["asked"] = refused
             return publish, verdict
 
     def _judged(self, published: Mapping[str, object]) -> Verdict | None:
@@ -229,7 +217,14 @@ class Preflight:
         return None
 
     def _verdict_of(self, said: Mapping[int, Said]) -> Verdict | None:
-        return verdict_of({self._control.names[rank]: word for rank, word in said.items()})
+        """Judge what these ranks say of one call; None if they can go on."""
+        in_flight = any(word.going_on for word in said.values())
+        named = sorted((self._control.names[rank], word) for rank, word in said.items())
+        for name, word in named:
+            if word.refusal is not None:
+                return Verdict(f"rank {name} refused this call: {word.refusal}", in_flight)
+        differs = difference({name: word.fields for name, word in named if word.fields is not None})
+        return None if differs is None else Verdict(differs, in_flight)
 
     def _meet(self, number: int, fields: Fields, chain: str, stop: Callable[[], str | None]) -> Verdict | None:
         """Wait until all ranks have come to this call; where one is at another, hear what each says of its own."""

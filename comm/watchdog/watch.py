@@ -62,11 +62,6 @@ class FailTogether:
         self.lock = threading.RLock()  # what one thread finds wrong, another must not find at the same time
         self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
-    def add(self, watch: Watch) -> None:
-        """Count one more watch among them."""
-        with self.lock:
-            self.watches.add(watch)
-
 
 class Watch:
     """What the watchdog does for one ring; see `watchdog.open_watch`.
@@ -119,7 +114,8 @@ class Watch:
         self._ask_again = -NEVER
         self._silence = SILENT_STORE_SECONDS
         self.closed = False
-        self._rings.add(self)
+        with self._lock:
+            self._rings.watches.add(self)
 
     # -- the thread that computes ------------------------------------------------------------------------------------
 
@@ -145,7 +141,7 @@ class Watch:
             fields: compared by `repr`; a call that was to be expected, going by those before, costs no traffic.
             values: compared likewise; what changes from batch to batch.
             of: the number of the forward whose backward this is.
-            always: compare an expected call, too.
+            always: compare an expected call, too: where nothing moves, nothing else would tell.
 
         Returns:
             The number of the call, the same on every rank.
@@ -354,7 +350,7 @@ class Watch:
             if tell:
                 self._tell(failure)
             self._failure = failure
-            others = [watch for watch in self._rings.watches if watch._is_left()]
+            others = [w for w in self._rings.watches if w.size > 1 and not w.closed and w._failure is None]
             for watch in others:
                 watch._failure = failure._replace(rank=watch.rank)
                 watch._tell(watch._failure)
@@ -363,10 +359,6 @@ class Watch:
             within(ABORT_SECONDS, partial(watch._abort, failure.text), self.device, "abort")
         if self._fatal is not None:
             self._fatal(failure.text)
-
-    def _is_left(self) -> bool:
-        """Whether this is a ring of several ranks that has not failed."""
-        return self.size > 1 and not self.closed and self._failure is None
 
     def _tell(self, failure: Failure) -> None:
         # with a look, for a TCPStore confirms only what it is asked
@@ -486,15 +478,8 @@ def open_watch(
 ) -> Watch:
     """Watch over a ring of this group until it is closed; every rank opens its rings in the same order.
 
-    Args:
-        group: the ring's ranks.
-        device: where they compute.
-        control: of this ring alone, see `ring_control`; the preflight waits no longer than its patience.
-        deadline: seconds that a transfer may take; None: many times the median hop, and no limit in a `LocalWorld`,
-            which has one of its own.
-        transports: the transports that are open now; must not hold the ring.
-        rings: the watches that fail with this one; None: it fails alone.
-        gauges: reads clocks and throttle reasons of the device.
+    The arguments are those of `Watch`. `control` comes from `ring_control`, and the preflight waits no longer than its
+    patience. In a `LocalWorld`, which has a limit of its own, no `deadline` means no limit.
     """
     local = isinstance(group, LocalGroup)
     watch = Watch(

@@ -1,1 +1,1 @@
-"""The jit code: what a kernel does with its tiles. The host entries that launch it lie one folder above."""
+"""Triton kernels and their jit helpers; the host code that launches them is one folder above."""

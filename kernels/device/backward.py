@@ -1,8 +1,12 @@
-"""The gradient of one query shard against one key shard, from the global ``out`` and ``lse``.
+"""Backward kernels for one query shard against one key shard, from the global ``out`` and ``lse``.
 
-FlashAttention-2's backward (Dao, arXiv:2307.08691, algorithm 2) in two passes without atomics: with
-``P = exp(scale * QK^T - lse)``, ``dS = P * (dO V^T - delta)`` and ``delta = rowsum(dO * O) - dlse``,
-``dQ = scale * dS K``, ``dK = scale * dS^T Q``, ``dV = P^T dO``.
+The equations are those of FlashAttention-2 (Dao, arXiv:2307.08691, algorithm 2), in two passes without atomics::
+
+    P  = exp(scale * Q K^T - lse)              dQ = scale * dS K
+    dS = P * (dO V^T - delta)                  dK = scale * dS^T Q
+    delta = rowsum(dO * O) - dlse              dV = P^T dO
+
+Q, dO, K and V are float16, bfloat16 or float32. ``lse`` and ``delta`` are fp32 ``[B, H, S]``. All sums are fp32.
 """
 
 from __future__ import annotations
@@ -32,7 +36,11 @@ from .tiles import (
 
 @triton.jit
 def delta_kernel(dout, out, dlse, delta, shape, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """``delta = rowsum(dout * out) - dlse``; ``dlse`` is a pointer to [B, H, S], or None."""
+    """Compute ``delta = rowsum(dout * out) - dlse`` of BLOCK_Q query rows of one head.
+
+    ``dout`` and ``out`` are ``[B, S, H, Dv]``. ``dlse``, fp32 ``[B, H, S]``, may be None. ``delta`` is fp32
+    ``[B, H, S]``.
+    """
     tile, batch, head = program(shape, BLOCK_Q)
     offs_q = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     dout_tile = load_rows(of_head(dout, batch, head), offs_q, shape.rows, HEAD_DIM_V, True)
@@ -51,7 +59,10 @@ def dq_step(
     acc, q, dout, lse, delta, k, v, lo, hi, begin, end, unit, softmax_scale, seqlen_k, modifiers, place,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add ``dS K`` of the keys ``[begin, end)`` to the accumulator of a block of query rows."""
+    """Add ``dS K`` of the keys ``[begin, end)`` to the accumulator of a block of query rows.
+
+    ``unit`` converts scores to exponents of 2, and ``lse`` is in base 2.
+    """
     for start in range(begin, end, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         k_tile = load_rows(k, offs_k, seqlen_k, HEAD_DIM, MASKED)
@@ -73,18 +84,18 @@ def dq_step(
 
 @triton.jit
 def dq_range(
-    acc, q, dout, lse, delta, k, v, lo, hi, start, full_start, full_end, end, softmax_scale, seqlen_k, modifiers, place,
+    acc, q, dout, lse, delta, k, v, lo, hi, key_range, softmax_scale, seqlen_k, modifiers, place,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, HAS_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile range, in three phases as in the forward."""
+    """Add ``dS K`` of a tile range in three phases, as in the forward."""
     unit = score_unit(modifiers, softmax_scale)
     if HAS_HEAD:
-        acc = dq_step(acc, q, dout, lse, delta, k, v, lo, hi, start, full_start, unit, softmax_scale, seqlen_k,
-                      modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
-    acc = dq_step(acc, q, dout, lse, delta, k, v, lo, hi, full_start, full_end, unit, softmax_scale, seqlen_k,
-                  modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
-    return dq_step(acc, q, dout, lse, delta, k, v, lo, hi, full_end, end, unit, softmax_scale, seqlen_k,
-                   modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
+        acc = dq_step(acc, q, dout, lse, delta, k, v, lo, hi, key_range.start, key_range.full_start, unit,
+                      softmax_scale, seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
+    acc = dq_step(acc, q, dout, lse, delta, k, v, lo, hi, key_range.full_start, key_range.full_end, unit,
+                  softmax_scale, seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
+    return dq_step(acc, q, dout, lse, delta, k, v, lo, hi, key_range.full_end, key_range.end, unit,
+                   softmax_scale, seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
 
 
 @triton.jit
@@ -93,34 +104,37 @@ def dq_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """One program: the tile of its place in the order, or, persistent, every so many-th; as in the forward."""
+    """Compute ``dQ = scale * dS K`` of one tile of queries per program.
+
+    The result is added to ``dq_in`` if HAS_SUM and written to ``dq_out``, both ``[B, Sq, H, D]``. IN_PLACE says that
+    they are the same tensor.
+    """
     if shape.order.count is None:
-        batch, head, first, keys, visited = visit(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
+        batch, head, first, keys, key_range = visit(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
         if IN_PLACE:
-            if visited[3] <= visited[0]:  # the sum stays as it is
+            if key_range.end <= key_range.start:  # nothing to add
                 return
         dq_tile(dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers, batch, head, first,
-                keys, visited, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM)  # fmt: skip
+                keys, key_range, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM)  # fmt: skip
     else:
         for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
-            batch, head, first, keys, visited = visit(index, bounds, shape, BLOCK_Q, BLOCK_K)
-            if not IN_PLACE or visited[3] > visited[0]:
+            batch, head, first, keys, key_range = visit(index, bounds, shape, BLOCK_Q, BLOCK_K)
+            if not IN_PLACE or key_range.end > key_range.start:
                 dq_tile(dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers, batch, head,
-                        first, keys, visited, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM)  # fmt: skip
+                        first, keys, key_range, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM)  # fmt: skip
 
 
 @triton.jit
 def dq_tile(
     dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers,
-    batch, head, first, keys, visited,
+    batch, head, first, keys, key_range,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_SUM: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK_Q query rows of one head, or of those that share K/V, added to ``dq_in`` where HAS_SUM."""
+    """Compute dQ of BLOCK_Q rows: queries of one head or, packed, of all query heads of one key head."""
     seqlen_k = shape.columns
     if bounds.seqused_k is not None:
         shape = Shape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
-    start, full_start, full_end, end = visited
     offs_q, heads = tile_rows(first, head, shape, BLOCK_Q)
     lo, hi = row_interval(bounds, offs_q, shape)
     row, column = vector_of(batch, heads, shape), as_column(heads, shape)
@@ -133,18 +147,16 @@ def dq_tile(
 
     acc = zeros(BLOCK_Q, HEAD_DIM)
     if bounds.block_sparse is None:
-        acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, start, full_start, full_end, end,
-                       softmax_scale, seqlen_k, modifiers, place,
-                       HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
+        acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, key_range, softmax_scale, seqlen_k,
+                       modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
     else:
         first_range, end_range = ranges_of_block(bounds.block_sparse, first, shape)
         for index in range(first_range, end_range):
-            head_start, middle, tail, stop = clipped(bounds.block_sparse, index, start, full_start, full_end, end)
-            acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, head_start, middle, tail, stop,
-                           softmax_scale, seqlen_k, modifiers, place,
+            acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi,
+                           clipped(bounds.block_sparse, index, key_range), softmax_scale, seqlen_k, modifiers, place,
                            HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
     acc = scaled(acc, softmax_scale)
-    if HAS_SUM:  # read last: during the loop the registers belong to the matrix products
+    if HAS_SUM:  # load the sum last, because the loop needs the registers
         acc = added(acc, load_rows(of_head(dq_in, batch, column), offs_q, shape.rows, HEAD_DIM, True))
     store_rows(of_head(dq_out, batch, column), acc, offs_q, shape.rows, HEAD_DIM)
 
@@ -155,24 +167,25 @@ def dkdv_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """One program: the tile of its place in the order, or, persistent, every so many-th; as in the forward.
+    """Compute ``dK = scale * dS^T Q`` and ``dV = P^T dO`` of one tile of keys per program.
 
-    ``shape.rows`` are keys, ``shape.columns`` queries, ``bounds`` the transposed interval.
+    ``shape.rows`` counts keys, ``shape.columns`` counts queries, and ``bounds`` is transposed. The results are added to
+    ``dk_in`` and ``dv_in`` if HAS_SUM. With ``shape.splits`` the outputs are the parts that `reduce_kernel` adds.
     """
     if shape.order.count is None:
-        batch, head, first, keys, visited = visit_keys(tl.program_id(0), bounds, shape, BLOCK_K, BLOCK_Q)
+        batch, head, first, keys, query_range = visit_keys(tl.program_id(0), bounds, shape, BLOCK_K, BLOCK_Q)
         if IN_PLACE:
-            if visited[3] <= visited[0]:  # the sums stay as they are
+            if query_range.end <= query_range.start:  # nothing to add
                 return
         key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, None, None, None, bounds, shape,
-                 softmax_scale, modifiers, batch, head, first, keys, visited,
+                 softmax_scale, modifiers, batch, head, first, keys, query_range,
                  HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, False)  # fmt: skip
     else:
         for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
-            batch, head, first, keys, visited = visit_keys(index, bounds, shape, BLOCK_K, BLOCK_Q)
-            if not IN_PLACE or visited[3] > visited[0]:
+            batch, head, first, keys, query_range = visit_keys(index, bounds, shape, BLOCK_K, BLOCK_Q)
+            if not IN_PLACE or query_range.end > query_range.start:
                 key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, None, None, None, bounds, shape,
-                         softmax_scale, modifiers, batch, head, first, keys, visited,
+                         softmax_scale, modifiers, batch, head, first, keys, query_range,
                          HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, False)  # fmt: skip
 
 
@@ -182,9 +195,10 @@ def reduce_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS keys of the ``shape.splits`` parts that `dkdv_kernel` left of each key head.
+    """Add the ``shape.splits`` parts of dK and dV that `dkdv_kernel` wrote, for BLOCK_ROWS keys of one key head.
 
-    BLOCK_Q, BLOCK_K, bounds and IN_PLACE are those of that launch: of a tile where it wrote no part, none is read.
+    BLOCK_Q, BLOCK_K, ``bounds`` and IN_PLACE must be those of that launch, because `dkdv_kernel` writes no part for a
+    tile of keys that no query sees.
     """
     tile, batch, head = program(shape, BLOCK_ROWS)
     seqlen_k = shape.rows
@@ -205,7 +219,7 @@ def add_parts(
     parts, before, result, offs_k, seqlen_k, batch, head, splits,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_SUM: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the ``splits`` parts of a key head, in their order, and of what was there ``before``."""
+    """Store the sum of the ``splits`` parts of a key head, in order, plus ``before`` if HAS_SUM."""
     total = zeros(BLOCK_ROWS, HEAD_DIM)
     for part in range(splits):
         total = added(total, load_rows(of_head(parts, batch, head * splits + part), offs_k, seqlen_k, HEAD_DIM, True))

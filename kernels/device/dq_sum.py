@@ -1,4 +1,4 @@
-"""Adding to dQ from the programs of several key tiles: in whatever order they come, or each in its turn."""
+"""Addition to dQ in global memory by the programs of several key tiles, in any order or in a fixed one."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from .parts import dot, first_part
 
 
 class Turns(NamedTuple):
-    """Who adds when; all None: in any order."""
+    """Order of the additions to dQ; all fields are None if the order is free."""
 
     numbers: Any
-    """int32 ``[B or 1, key tiles, query tiles]``: how many key tiles add before this one. None: all behind it do."""
+    """int32 ``[B or 1, key tiles, query tiles]``: number of key tiles that add first. None: all later key tiles."""
     stride: Any
-    """Elements between batch rows; 0: all have the same."""
+    """Elements between batch rows of ``numbers``; 0 if all rows share them."""
     gates: Any
-    """int32 ``[B, H, query tiles]``, 0 at first: how many key tiles have added. None: nobody waits."""
+    """int32 ``[B, H, query tiles]``, initially 0: number of key tiles that have added."""
 
 
 class DqTurn(NamedTuple):
-    """Which key tile adds to which query head."""
+    """Place of one key tile in the order of one query head."""
 
     batch: Any
     head: Any
     gates: Any
-    """Where the gates of that head begin."""
+    """Offset of this head's counters in ``Turns.gates``."""
     numbers: Any
-    """Where the numbers of that key tile begin."""
+    """Offset of this key tile's row in ``Turns.numbers``."""
     behind: Any
-    """Key tiles behind it."""
+    """Number of later key tiles."""
 
 
 @triton.jit
 def place_of(dq, turns, tile, tiles, batch, head, heads, seqlen_q, BLOCK_Q: tl.constexpr):
-    """Of key tile ``tile`` of ``tiles`` at the query head ``head`` of ``heads``; nothing where there is no sum."""
+    """Return the ``DqTurn`` of key tile ``tile`` for a query head; 0 if the kernel does not compute dQ."""
     if dq is None:
         return 0
     else:
@@ -50,10 +50,10 @@ def place_of(dq, turns, tile, tiles, batch, head, heads, seqlen_q, BLOCK_Q: tl.c
 
 @triton.jit
 def add_to_dq(dq, box, turns, place, ds, k, start, seqlen_q, softmax_scale, HEAD_DIM: tl.constexpr):
-    """Add ``softmax_scale * ds^T k`` to the query rows from ``start``; ``ds [keys, queries]``.
+    """Add ``softmax_scale * ds^T k`` to the query rows from ``start``, where ``ds`` is ``[keys, queries]``.
 
-    By atomics, or where there is a ``box`` by the copy engine: a TMA descriptor of dQ in tiles ``[1, BLOCK_Q, 1, D]``.
-    Multiplied as ``k^T ds``: the columns of k fill the rows of a wgmma where a tile has fewer queries than those.
+    TMA adds if ``box``, a descriptor of dQ in tiles ``[1, BLOCK_Q, 1, D]``, is given; otherwise atomics do. The product
+    is computed as ``k^T ds``, because the columns of k fill the rows of a wgmma even if a tile has few queries.
     """
     query_tile = start // ds.shape[1]
     ds = ds.to(k[0].dtype)
@@ -70,7 +70,7 @@ def add_to_dq(dq, box, turns, place, ds, k, start, seqlen_q, softmax_scale, HEAD
 
 @triton.jit
 def add_part(dq, box, place, value, start, seqlen_q, BEGIN: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Columns ``BEGIN`` and following of the rows from ``start``; ``value [columns, rows]``."""
+    """Add ``value [columns, rows]`` to the columns of dQ from BEGIN, in the query rows from ``start``."""
     WIDTH: tl.constexpr = value.shape[0]
     ROWS: tl.constexpr = value.shape[1]
     if box is not None:
@@ -87,7 +87,7 @@ def add_part(dq, box, place, value, start, seqlen_q, BEGIN: tl.constexpr, HEAD_D
 
 @triton.jit
 def wait(turns, place, query_tile):
-    """Until all key tiles before this one have added."""
+    """Wait until all key tiles with an earlier turn have added to a query tile."""
     number = place.behind
     if turns.numbers is not None:
         number = tl.load(turns.numbers + place.numbers + query_tile)
@@ -98,10 +98,10 @@ def wait(turns, place, query_tile):
 
 @triton.jit
 def pass_on(turns, box, place, query_tile):
-    """To the next key tile."""
-    if box is not None:  # what the copy engine adds counts once it is done, not once it is read
+    """Let the next key tile add to a query tile."""
+    if box is not None:  # wait until TMA has added to global memory, not only read shared memory
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
-    tl.debug_barrier()  # all threads of this program have added before the gate says so
+    tl.debug_barrier()  # all threads must have added before the counter is raised
     tl.atomic_add(turns.gates + place.gates + query_tile, 1, sem="release")

@@ -1,10 +1,11 @@
-"""e4m3 codes and their scales, to and from: the kernels.
+"""Kernels that convert to and from scaled e4m3 codes.
 
 e4m3 is the OCP 8-bit floating point format (OFP8, revision 1.0) of "FP8 Formats for Deep Learning" (Micikevicius et
-al., arXiv:2209.05433, table 1): 4 bits of exponent with bias 7, 3 of fraction, no infinity, one NaN.
+al., arXiv:2209.05433, table 1). It has 4 bits of exponent with bias 7, 3 bits of fraction, one NaN and no infinity.
 
-By integer arithmetic on the bits of fp32, not by the hardware's conversion: so the bits depend neither on the GPU
-(sm_80 and sm_86 have no such conversion) nor on Triton's interpreter (whose conversion does not round to nearest).
+The conversion uses integer arithmetic on the bits of fp32 instead of conversion instructions, so every GPU and the
+interpreter give the same bits. sm_80 and sm_86 have no such instruction, and the interpreter's conversion does not
+round to nearest.
 """
 
 from __future__ import annotations
@@ -19,39 +20,40 @@ FP32_FRACTION, FP32_BIAS = 23, 127
 E4M3_FRACTION, E4M3_BIAS = 3, 7
 E4M3_MAX = tl.constexpr(448.0)
 E4M3_NAN = tl.constexpr(0x7F)
-DROPPED = tl.constexpr(FP32_FRACTION - E4M3_FRACTION)  # bits of the fraction that e4m3 does not have
-LOWEST = tl.constexpr(FP32_BIAS - E4M3_BIAS + 1)  # exponent field in fp32 of 2^-6, the smallest normal e4m3
+DROPPED = tl.constexpr(FP32_FRACTION - E4M3_FRACTION)  # fraction bits of fp32 that e4m3 lacks
+LOWEST = tl.constexpr(FP32_BIAS - E4M3_BIAS + 1)  # fp32 exponent field of 2^-6, the smallest normal e4m3
 UNBIAS = tl.constexpr(2.0 ** (FP32_BIAS - E4M3_BIAS))
-SMALLEST_SCALE = tl.constexpr(2.0**-126)  # the smallest normal fp32: it and its inverse are exact
+SMALLEST_SCALE = tl.constexpr(2.0**-126)  # smallest normal fp32; it and its inverse are exact
 
 
 @triton.jit
 def encode_e4m3(y):
-    """Bits of the e4m3 nearest to fp32 ``|y| < 464``, ties to the even one; no sign.
+    """Return the e4m3 bits without sign for fp32 ``|y| < 464``, rounded to nearest, ties to even.
 
-    Below 2^-6 the spacing stays 2^-9, so more of the fraction is dropped. A carry out of the fraction is the next
-    exponent, as it is in the number line.
+    Below 2^-6 the spacing stays 2^-9, so more bits of the fraction are dropped. A carry out of the fraction increments
+    the exponent, which is the correct result.
     """
     bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     above = (bits >> 23) - LOWEST
     fraction = (bits & 0x7FFFFF) | 0x800000
-    shift = tl.minimum(tl.maximum(-above, 0), 5) + DROPPED  # by 5 it is less than half of the smallest, and 0
+    shift = tl.minimum(tl.maximum(-above, 0), 5) + DROPPED  # 5 more bits round to 0
     nearest = (fraction + (1 << (shift - 1)) - 1 + ((fraction >> shift) & 1)) >> shift
     return nearest + (tl.maximum(above, 0) << 3)
 
 
 @triton.jit
 def decode_e4m3(code):
-    """fp32 of an e4m3 ``code`` (int32, 0 to 255): its bits in fp32's places, then exact products by powers of two."""
+    """Return the fp32 value of an e4m3 ``code`` (int32, 0 to 255): shift its bits into place, then fix the exponent."""
     bits = ((code & 0x80) << 24) | ((code & 0x7F) << DROPPED)
     return tl.where((code & 0x7F) == E4M3_NAN, float("nan"), bits.to(tl.float32, bitcast=True) * UNBIAS)
 
 
 @triton.jit
 def quantize_kernel(x, out, scale, shape, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: the codes (bytes) and the scale of BLOCK tokens of one head.
+    """Compute the codes (bytes) and the scale of BLOCK tokens of one head.
 
-    Read twice, the second time out of the cache, and by halves: all of a tile of 128 x 256 does not fit in registers.
+    A program reads the tile twice in halves, because a tile of 128 x 256 does not fit in registers. The second read
+    hits the cache.
     """
     tile, batch, head = program(shape, BLOCK)
     x, out = of_head(x, batch, head), of_head(out, batch, head)
@@ -60,7 +62,7 @@ def quantize_kernel(x, out, scale, shape, HEAD_DIM: tl.constexpr, BLOCK: tl.cons
     for start in range(0, BLOCK, HALF):
         offs = tile * BLOCK + start + tl.arange(0, HALF)
         size = tl.abs(load_part(x, offs, shape.rows, 0, padded(HEAD_DIM), HEAD_DIM, True).to(tl.float32))
-        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))  # false for NaN, too
+        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))  # also skips NaN
     step = tl.maximum(tl.div_rn(tl.max(tl.max(largest, 1), 0), E4M3_MAX), SMALLEST_SCALE)
     tl.store(scale + (batch * tl.cdiv(shape.rows, BLOCK) + tile) * shape.heads + head, step)
     inverse = tl.div_rn(1.0, step)
@@ -74,7 +76,7 @@ def quantize_kernel(x, out, scale, shape, HEAD_DIM: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def dequantize_kernel(x, scale, out, shape, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: BLOCK tokens of one head from their codes (bytes) and their scale."""
+    """Compute BLOCK tokens of one head from their codes (bytes) and their scale."""
     tile, batch, head = program(shape, BLOCK)
     offs = tile * BLOCK + tl.arange(0, BLOCK)
     code = load_part(of_head(x, batch, head), offs, shape.rows, 0, padded(HEAD_DIM), HEAD_DIM, True).to(tl.int32)

@@ -1,9 +1,20 @@
-"""Attention of one query shard against one key shard, continuing the online softmax of the shards before.
+"""Forward kernel for one query shard against one key shard, continuing the online softmax of earlier shards.
 
-The recurrence is FlashAttention's (Dao et al., arXiv:2205.14135, algorithm 1) in base 2. The carried ``(out, lse)`` is
-folded in as one more block of that recurrence, the last: during the loop the registers belong to the matrix products,
-and the pivot to this shard's own keys. (With the pivot at ``lse``, p of a new key is about 1 / keys so far: it leaves
-fp16's normal range after 16k keys.)
+The recurrence is that of FlashAttention (Dao et al., arXiv:2205.14135, algorithm 1) in base 2. For each tile of keys::
+
+    s = scale * q k^T          m_new = max(m, rowmax(s))          p = exp(s - m_new)
+    alpha = exp(m - m_new)     l = alpha * l + rowsum(p)          acc = alpha * acc + p v
+
+A program has BLOCK_Q query rows and visits their key tiles in three phases. Only head and tail apply the mask::
+
+    keys       start       full_start      full_end         end
+    first row    | . # # # # | # # # # # # # | # . . . . . . |
+    last row     | . . . . # | # # # # # # # | # # # # # . . |
+                  masked head   full middle     masked tail
+
+The carried ``(out, lse)`` is merged after the loop, because the loop needs the registers. The pivot ``m`` also comes
+only from this shard's keys: with ``lse`` as pivot, p of a new key is about 1 / (keys so far), which leaves the normal
+range of fp16 after 16k keys.
 """
 
 from __future__ import annotations
@@ -34,7 +45,10 @@ def fold(
     acc, l_i, m_i, q, k, v, lo, hi, begin, end, unit, softmax_scale, seqlen_k, modifiers, place,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys ``[begin, end)`` into the running softmax (acc, l, m) of a block of query rows."""
+    """Add the keys ``[begin, end)`` to the online softmax state (acc, l, m) of a block of query rows.
+
+    ``q`` is a tile in registers, and ``k`` and ``v`` are one head. ``unit`` converts scores to exponents of 2.
+    """
     for start in range(begin, end, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         k_tile = load_rows(k, offs_k, seqlen_k, HEAD_DIM, MASKED)
@@ -43,14 +57,14 @@ def fold(
         if MASKED:
             qk = tl.where(visible(offs_k, lo, hi), qk, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1) * unit)
-        if MASKED:  # keep the pivot finite: a row that has seen no key yet would give inf - inf
+        if MASKED:  # keep the pivot finite: a row that has seen no key would compute inf - inf
             pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
         else:
             pivot = m_new
         p = tl.exp2(qk * unit - pivot[:, None])
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
-        if modifiers.counter is not None:  # after the sum: lse is that of all weights
+        if modifiers.counter is not None:  # after the sum, because lse covers dropped weights, too
             p = tl.where(is_kept(modifiers, place, positions, False), p, 0.0)
         v_tile = load_rows(v, offs_k, seqlen_k, HEAD_DIM_V, MASKED)
         acc = accumulate(p, v_tile, scaled(acc, alpha[:, None]))
@@ -60,27 +74,26 @@ def fold(
 
 @triton.jit
 def fold_range(
-    acc, l_i, m_i, q, k, v, lo, hi, start, full_start, full_end, end, softmax_scale, seqlen_k, modifiers, place,
+    acc, l_i, m_i, q, k, v, lo, hi, key_range, softmax_scale, seqlen_k, modifiers, place,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, HAS_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile range, in three phases: masked head, full middle, masked tail."""
+    """Add a tile range to the state in three phases: masked head, full middle, masked tail."""
     unit = score_unit(modifiers, softmax_scale)
     if HAS_HEAD:
-        acc, l_i, m_i = fold(acc, l_i, m_i, q, k, v, lo, hi, start, full_start, unit, softmax_scale, seqlen_k,
-                             modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
-    acc, l_i, m_i = fold(acc, l_i, m_i, q, k, v, lo, hi, full_start, full_end, unit, softmax_scale, seqlen_k,
-                         modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
-    acc, l_i, m_i = fold(acc, l_i, m_i, q, k, v, lo, hi, full_end, end, unit, softmax_scale, seqlen_k,
-                         modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
-    return acc, l_i, m_i
+        acc, l_i, m_i = fold(acc, l_i, m_i, q, k, v, lo, hi, key_range.start, key_range.full_start, unit, softmax_scale,
+                             seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
+    acc, l_i, m_i = fold(acc, l_i, m_i, q, k, v, lo, hi, key_range.full_start, key_range.full_end, unit, softmax_scale,
+                         seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
+    return fold(acc, l_i, m_i, q, k, v, lo, hi, key_range.full_end, key_range.end, unit, softmax_scale,
+                seqlen_k, modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
 
 
 @triton.jit
 def merge(acc, lse, state, lse_ptrs, offs, limit, HEAD_DIM_V: tl.constexpr):
-    """Average (out, lse) with the carried state, each weighted by the sum of exponentials it stands for."""
+    """Merge (acc, lse) with the carried state; each is weighted by its sum of exponentials, ``exp(lse)``."""
     old_lse = tl.load(lse_ptrs, mask=offs < limit, other=float("-inf"))
     pivot = tl.maximum(lse, old_lse)
-    pivot = tl.where(pivot == float("-inf"), 0.0, pivot)  # a row that has seen nothing would give inf - inf
+    pivot = tl.where(pivot == float("-inf"), 0.0, pivot)  # a row that has seen no key would compute inf - inf
     new, old = tl.exp2((lse - pivot) * LOG2_E), tl.exp2((old_lse - pivot) * LOG2_E)
     total = tl.where(new + old == 0.0, 1.0, new + old)
     carried = load_rows(state, offs, limit, HEAD_DIM_V, True)
@@ -94,36 +107,38 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_STATE: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """One program: the tile of its place in the order; or, persistent, that one and every so many-th after it.
+    """Compute ``out = softmax(scale * q k^T) v`` and ``lse`` of one tile of queries per program.
 
-    In place, the state of a tile whose rows see nothing stays as it is.
+    Shapes are ``[B, Sq, H, D]`` for ``q``, ``[B, Sk, Hkv, D]`` for ``k``, ``[B, Sk, Hkv, Dv]`` for ``v`` and
+    ``[B, Sq, H, Dv]`` for ``state`` and ``out``. ``lse`` is fp32 ``[B, H, Sq]``, a natural log. With HAS_STATE the
+    result is merged with ``state`` and ``lse``. IN_PLACE says that ``state`` is ``out``; tiles whose rows see no key
+    then stay unchanged. A persistent program takes several tiles.
     """
     if shape.order.count is None:
-        batch, head, first, keys, visited = visit(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
+        batch, head, first, keys, key_range = visit(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
         if IN_PLACE:
-            if visited[3] <= visited[0]:
+            if key_range.end <= key_range.start:
                 return
         forward_tile(q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, batch, head, first, keys,
-                     visited, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_STATE)  # fmt: skip
+                     key_range, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_STATE)  # fmt: skip
     else:
         for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
-            batch, head, first, keys, visited = visit(index, bounds, shape, BLOCK_Q, BLOCK_K)
-            if not IN_PLACE or visited[3] > visited[0]:  # Triton takes no return in a loop
+            batch, head, first, keys, key_range = visit(index, bounds, shape, BLOCK_Q, BLOCK_K)
+            if not IN_PLACE or key_range.end > key_range.start:  # Triton has no return inside a loop
                 forward_tile(q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, batch, head, first,
-                             keys, visited, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_STATE)  # fmt: skip
+                             keys, key_range, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_STATE)  # fmt: skip
 
 
 @triton.jit
 def forward_tile(
-    q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, batch, head, first, keys, visited,
+    q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, batch, head, first, keys, key_range,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_STATE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_Q query rows of one head, or of those that share K/V, against every tile of keys that one of them sees."""
+    """Compute out and lse of BLOCK_Q rows: queries of one head or, packed, of all query heads of one key head."""
     seqlen_k = shape.columns
     if bounds.seqused_k is not None:
         shape = Shape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
-    start, full_start, full_end, end = visited
     offs_q, heads = tile_rows(first, head, shape, BLOCK_Q)
     lo, hi = row_interval(bounds, offs_q, shape)
     column = as_column(heads, shape)
@@ -136,18 +151,17 @@ def forward_tile(
     place = placed(modifiers, offs_q, shape.rows, batch, column, shape.heads)
     k, v = of_head(k, batch, head // shape.group), of_head(v, batch, head // shape.group)
     if bounds.block_sparse is None:
-        acc, l_i, m_i = fold_range(acc, l_i, m_i, q_tile, k, v, lo, hi, start, full_start, full_end, end,
-                                   softmax_scale, seqlen_k, modifiers, place,
-                                   HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
+        acc, l_i, m_i = fold_range(acc, l_i, m_i, q_tile, k, v, lo, hi, key_range, softmax_scale, seqlen_k, modifiers,
+                                   place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
     else:
         first_range, end_range = ranges_of_block(bounds.block_sparse, first, shape)
         for index in range(first_range, end_range):
-            head_start, middle, tail, stop = clipped(bounds.block_sparse, index, start, full_start, full_end, end)
-            acc, l_i, m_i = fold_range(acc, l_i, m_i, q_tile, k, v, lo, hi, head_start, middle, tail, stop,
-                                       softmax_scale, seqlen_k, modifiers, place,
-                                       HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
+            acc, l_i, m_i = fold_range(acc, l_i, m_i, q_tile, k, v, lo, hi,
+                                       clipped(bounds.block_sparse, index, key_range), softmax_scale, seqlen_k,
+                                       modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K,
+                                       bounds.lo is not None)  # fmt: skip
 
-    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that has seen nothing: out = 0, lse = -inf
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that has seen no key gets out = 0, lse = -inf
     if modifiers.counter is not None:
         acc = scaled(acc, modifiers.kept)
     acc = divided(acc, l_safe[:, None])

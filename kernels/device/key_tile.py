@@ -1,4 +1,4 @@
-"""dK and dV of one tile of keys: what `dkdv_kernel` and `single_pass_kernel` have in common."""
+"""dK and dV of one tile of keys, shared by `dkdv_kernel` and `single_pass_kernel`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def dkdv_step(
 ):  # fmt: skip
     """Add ``dS^T Q`` and ``P^T dO`` of the queries ``[begin, end)`` of one head to the sums of a block of keys.
 
-    Where there is a ``dq`` also ``dS K`` to that.
+    If ``dq`` is given, also add ``scale * dS K`` to it.
     """
     unit = score_unit(modifiers, softmax_scale)
     for start in range(begin, end, BLOCK_Q):
         offs_q = start + tl.arange(0, BLOCK_Q)
         if dq is None:
             q_tile = load_rows(q, offs_q, seqlen_q, HEAD_DIM, True)
-        else:  # with less in registers: dQ needs them
+        else:  # addresses take fewer registers, which dQ needs
             q_tile = load_tile(q, start, seqlen_q, BLOCK_Q, HEAD_DIM)
-        lse_tile = load_lse(lse, offs_q, seqlen_q)  # +inf past the end: those rows add nothing
+        lse_tile = load_lse(lse, offs_q, seqlen_q)  # +inf past the end, so that those rows add nothing
         positions = column_positions(modifiers, offs_q, seqlen_q)
         qk, tanh = modified(products(k, q_tile), modifiers, place, positions, softmax_scale)
         p = tl.exp2(qk * unit - lse_tile[None, :])
@@ -41,15 +41,15 @@ def dkdv_step(
         if modifiers.counter is None:
             dv = accumulate(p, dout_tile, dv)
         else:
-            kept = is_kept(modifiers, place, positions, True)
-            dv = accumulate(tl.where(kept, p, 0.0), dout_tile, dv)
+            keep = is_kept(modifiers, place, positions, True)
+            dv = accumulate(tl.where(keep, p, 0.0), dout_tile, dv)
         if dq is None or modifiers.counter is not None:
             dp = products(v, dout_tile)
             if modifiers.counter is not None:
-                dp = tl.where(kept, dp * modifiers.kept, 0.0)
+                dp = tl.where(keep, dp * modifiers.kept, 0.0)
             delta_tile = tl.load(delta + offs_q, mask=offs_q < seqlen_q, other=0.0)
             ds = p * (dp - delta_tile[None, :])
-        else:  # the accumulator starts from -delta: as many registers fewer
+        else:  # start the accumulator at -delta, which saves its registers
             delta_tile = tl.load(delta + offs_q, mask=offs_q < seqlen_q, other=0.0)
             ds = p * products(v, dout_tile, tl.broadcast_to(-delta_tile[None, :], p.shape))
         if modifiers.softcap is not None:
@@ -63,22 +63,21 @@ def dkdv_step(
 @triton.jit
 def key_tile(
     dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, dq, box, turns, bounds, shape, softmax_scale, modifiers,
-    batch, head, first, keys, visited,
+    batch, head, first, keys, query_range,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK_K keys of one key head, over its query heads in order, and where there is a ``dq`` their part.
+    """Compute dK and dV of BLOCK_K keys of one key head over its query heads in order; add their part of dQ to ``dq``.
 
-    One loop, masked or (FULL) not: three phases spill here. RAGGED: the last tile has keys past the end, whose weights
-    are none. Where ``shape.splits`` program heads share a key head, each leaves the sum over its own query heads, which
-    `reduce_kernel` adds up. Where ``dk_out`` and the like are TMA descriptors, the copy engine leaves the results.
-    IN_PLACE: where the sums are.
+    There is one loop, masked or not, because three phases spill here. With ``shape.splits`` programs per key head, each
+    program writes the sum over its own query heads, and `reduce_kernel` adds these parts. If ``dk_out`` and ``dv_out``
+    are TMA descriptors, TMA stores the results. RAGGED says that the last tile has keys past the end, which must be
+    masked. IN_PLACE says that the sums are updated in place.
     """
     tile, tiles = first // BLOCK_K, tl.cdiv(shape.rows, BLOCK_K)
     seqlen_k = shape.rows
     if bounds.seqused_k is not None:
         shape = Shape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
-    start, _, _, end = visited
     offs_k = first + tl.arange(0, BLOCK_K)
     lo, hi = row_interval(bounds, offs_k, shape)
     head_k = head if shape.splits is None else head // shape.splits
@@ -94,16 +93,16 @@ def key_tile(
         q_head, dout_head = of_head(q, batch, head_q), of_head(dout, batch, head_q)
         adds = place_of(dq, turns, tile, tiles, batch, head_q, shape.heads * shape.group, shape.columns, BLOCK_Q)
         if bounds.block_sparse is None:
-            dk, dv = dkdv_step(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi, start, end,
-                               softmax_scale, shape.columns, modifiers, place, dq, box, turns, adds,
-                               HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
+            dk, dv = dkdv_step(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi,
+                               query_range.start, query_range.end, softmax_scale, shape.columns, modifiers, place, dq,
+                               box, turns, adds, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
         else:
             first_range, end_range = ranges_of_block(bounds.block_sparse, first, shape)
             for index in range(first_range, end_range):
-                range_start, _, _, stop = clipped(bounds.block_sparse, index, start, start, start, end)
+                visits = clipped(bounds.block_sparse, index, query_range)
                 dk, dv = dkdv_step(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi,
-                                   range_start, stop, softmax_scale, shape.columns, modifiers, place, dq, box, turns,
-                                   adds, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
+                                   visits.start, visits.end, softmax_scale, shape.columns, modifiers, place, dq, box,
+                                   turns, adds, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
     dk = scaled(dk, softmax_scale)
     if modifiers.counter is not None:
         dv = scaled(dv, modifiers.kept)
@@ -111,7 +110,7 @@ def key_tile(
         leave(dk[0], dk_in, dk_out, batch, head, first, HAS_SUM, IN_PLACE)
         leave(dv[0], dv_in, dv_out, batch, head, first, HAS_SUM, IN_PLACE)
     else:
-        if HAS_SUM:  # read last, as in dQ
+        if HAS_SUM:  # load the sums last, because the loop needs the registers
             dk = added(dk, load_rows(of_head(dk_in, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
             dv = added(dv, load_rows(of_head(dv_in, batch, head), offs_k, seqlen_k, HEAD_DIM_V, True))
         store_rows(of_head(dk_out, batch, head), dk, offs_k, seqlen_k, HEAD_DIM)
@@ -120,16 +119,16 @@ def key_tile(
 
 @triton.jit
 def leave(value, before, result, batch, head, first, HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr):
-    """``value [keys, D]`` of the keys from ``first``, by the copy engine; the end of ``result`` clips it.
+    """Store ``value [keys, D]`` by TMA to the keys from ``first``; TMA writes nothing past the end.
 
-    A sum that stays where it is takes it as one addition, without passing through registers: nobody else adds to it in
-    this launch, so that its bits are the same on every run.
+    A sum that is updated in place takes one TMA addition and never passes through registers. No other program adds to
+    it in this launch, so the bits are the same on every run.
     """
-    place = [batch.to(tl.int32), first, head.to(tl.int32), 0]
-    box = value.reshape(1, value.shape[0], 1, value.shape[1])
+    coords = [batch.to(tl.int32), first, head.to(tl.int32), 0]
+    block = value.reshape(1, value.shape[0], 1, value.shape[1])
     if HAS_SUM and IN_PLACE:
-        result.atomic_add(place, box)
+        result.atomic_add(coords, block)
     elif HAS_SUM:
-        result.store(place, (before.load(place) + box).to(result.dtype))
+        result.store(coords, (before.load(coords) + block).to(result.dtype))
     else:
-        result.store(place, box.to(result.dtype))
+        result.store(coords, block.to(result.dtype))

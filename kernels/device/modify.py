@@ -1,4 +1,4 @@
-"""What becomes of scores inside a kernel: softcap, ALiBi, dropout. The jit side of ``scores.Scores``."""
+"""Softcap, ALiBi and dropout inside a kernel, the jit side of ``scores.Scores``."""
 
 from __future__ import annotations
 
@@ -9,62 +9,67 @@ import triton.language as tl
 
 from .tiles import LOG2_E
 
-SERIES = tl.constexpr(0.25)  # below it tanh is its series, whose first four terms are exact to fp32
+SERIES = tl.constexpr(0.25)  # below this value the first four terms of the series of tanh are exact to fp32
 
 
 class Counter(NamedTuple):
-    """Seed of dropout and number of the first head, as fp32 numbers of 16 bits each.
+    """Seed of dropout and index of the first head, in fp32 numbers of 16 bits each.
 
-    They are passed by value, so that no stream has to wait for them. They are floats because Triton compiles anew for
-    some integers, but for no float; fp32 holds 16 bits exactly.
+    They are passed by value, so no stream waits for a copy. They are floats because Triton recompiles for some integer
+    values but never for a float value, and fp32 holds 16 bits exactly.
     """
 
     seed_0: Any
-    """The lowest 16 bits of the seed."""
+    """Lowest 16 bits of the seed."""
     seed_1: Any
     seed_2: Any
     seed_3: Any
     head_0: Any
-    """The lowest 16 bits of the first head's number."""
+    """Lowest 16 bits of the first head's index."""
     head_1: Any
 
 
 class Modifiers(NamedTuple):
-    """What a kernel is told; None where it is off. ``rows`` and ``columns`` as in ``Shape``."""
+    """Kernel argument with the score modifiers; the fields of a modifier that is off are None.
+
+    ``rows`` and ``columns`` are those of ``Shape``.
+    """
 
     softcap: Any
     slopes: Any
-    """fp32, of one batch row after the other."""
+    """ALiBi slopes, fp32, one batch row after another."""
     slopes_stride: Any
-    """Elements between batch rows; 0: all have the same."""
+    """Elements between batch rows of the slopes; 0 if all rows share them."""
     rows: Any
-    """int32 positions."""
+    """Positions of the rows, int32."""
     columns: Any
+    """Positions of the columns, int32."""
     counter: Any
-    """A ``Counter``: the key of philox and the first head."""
+    """``Counter`` with the key of philox and the first head."""
     threshold: Any
+    """Smallest philox word that keeps its weight."""
     kept: Any
-    """What kept weights are multiplied with."""
+    """Factor of the weights that dropout keeps, ``1 / (1 - dropout_p)``."""
 
 
 UNMODIFIED = Modifiers(*[None] * len(Modifiers._fields))
 
 
 class TilePosition(NamedTuple):
-    """Where a tile of scores lies, for those that depend on it."""
+    """Position of a tile of scores, for ALiBi and dropout."""
 
     positions: Any
-    """Of its rows."""
+    """Positions of the rows."""
     batch: Any
     head: Any
-    """Query head."""
+    """Global index of the query head."""
     slope: Any
     seed: Any
 
 
 @triton.jit
 def placed(modifiers, offs, limit, batch, head, heads):
-    """The place of the rows ``offs`` against the query head ``head`` of ``heads``; nothing where nobody asks."""
+    """Load the position of a tile with the rows ``offs``; return 0 if no modifier needs it."""
     if modifiers.rows is None:
         return 0
     else:
@@ -82,13 +87,13 @@ def placed(modifiers, offs, limit, batch, head, heads):
 
 @triton.jit
 def joined(low, high):
-    """Return the 32 bits whose halves are two fp32 numbers."""
+    """Return the 32-bit word whose halves are two fp32 numbers."""
     return tl.cast(low, tl.uint32) | (tl.cast(high, tl.uint32) << 16)
 
 
 @triton.jit
 def column_positions(modifiers, offs, limit):
-    """Positions of the columns ``offs``; nothing where nobody asks."""
+    """Load the positions of the columns ``offs``; return 0 if no modifier needs them."""
     if modifiers.columns is None:
         return 0
     else:
@@ -97,7 +102,7 @@ def column_positions(modifiers, offs, limit):
 
 @triton.jit
 def score_unit(modifiers, softmax_scale):
-    """What scores are multiplied with to be exponents of 2: those that are modified carry their scale already."""
+    """Return the factor that turns scores into exponents of 2; modified scores already include the softmax scale."""
     if modifiers.softcap is None and modifiers.rows is None:
         return softmax_scale * LOG2_E
     else:
@@ -106,7 +111,7 @@ def score_unit(modifiers, softmax_scale):
 
 @triton.jit
 def modified(qk, modifiers, place, positions, softmax_scale):
-    """(scores, tanh): ``cap * tanh(scale * qk / cap) - slope * |p_q - p_k|``, and what the gradient of a cap needs."""
+    """Return ``cap * tanh(scale * qk / cap) - slope * |p_q - p_k|`` and the tanh, which the backward needs."""
     tanh = qk
     if modifiers.softcap is not None:
         tanh = hyperbolic_tangent(qk * (softmax_scale / modifiers.softcap))
@@ -121,7 +126,7 @@ def modified(qk, modifiers, place, positions, softmax_scale):
 
 @triton.jit
 def hyperbolic_tangent(x):
-    """By its series near 0, where the difference of exponentials would leave few digits."""
+    """Compute tanh; near 0 use its series, because the difference of exponentials would lose digits there."""
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315))))
     magnitude = tl.abs(x)
@@ -131,7 +136,7 @@ def hyperbolic_tangent(x):
 
 @triton.jit
 def is_kept(modifiers, place, positions, ROWS_ARE_KEYS: tl.constexpr):
-    """Which weights dropout keeps, ``[rows, columns]``: philox4x32-10 (Salmon et al., SC11) of where they are."""
+    """Return the weights ``[rows, columns]`` that dropout keeps, by philox4x32-10 (Salmon et al., SC11)."""
     if ROWS_ARE_KEYS:
         queries, keys = positions[None, :], place.positions[:, None]
     else:

@@ -1,4 +1,7 @@
-"""Tiles in registers: loaded, multiplied and stored, in one part or in two over the head dim."""
+"""Tiles in registers: load, multiply and store.
+
+A tile is a tuple of one or two parts along the head dim. Two parts avoid padding, such as 128 and 64 for head dim 192.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +10,37 @@ import triton.language as tl
 
 from .tiles import LOG2_E
 
-LEAST = 16  # columns of a matrix instruction
+LEAST = 16  # smallest number of columns of a matrix instruction
 
 
 @triton.constexpr_function
 def first_part(head_dim):
-    """Columns of the first, or only, part of a tile: a power of two that a matrix instruction takes.
+    """Return the columns of the first part: a power of two of at least LEAST.
 
-    A head dim that is none is cut in two, 192 into 128 and 64, where that is less than padding it.
+    A head dim is split in two parts, such as 192 into 128 and 64, if that takes fewer columns than padding.
     """
-    whole = triton.next_power_of_2(head_dim)
-    half = whole // 2
+    power_of_two = triton.next_power_of_2(head_dim)
+    half = power_of_two // 2
     rest = max(triton.next_power_of_2(head_dim - half), LEAST)
-    return half if half >= LEAST and half + rest < whole else padded(head_dim)
+    return half if half >= LEAST and half + rest < power_of_two else padded(head_dim)
 
 
 @triton.constexpr_function
 def second_part(head_dim):
-    """Columns of the second part; 0: there is none."""
+    """Return the columns of the second part, or 0 if there is only one part."""
     rest = head_dim - first_part(head_dim)
     return max(triton.next_power_of_2(rest), LEAST) if rest > 0 else 0
 
 
 @triton.constexpr_function
 def padded(head_dim):
-    """Columns of a tile in one part."""
+    """Return the columns of a tile that is padded to one part."""
     return max(triton.next_power_of_2(head_dim), LEAST)
 
 
 @triton.jit
 def load_rows(tensor, offs, limit, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr):
-    """Rows ``offs`` of one head, in parts; zeros past the head dim and, where CHECK, past the sequence."""
+    """Load the rows ``offs`` of one head; fill with zeros past the head dim and, if CHECK, past ``limit``."""
     FIRST: tl.constexpr = first_part(HEAD_DIM)
     SECOND: tl.constexpr = second_part(HEAD_DIM)
     first = load_part(tensor, offs, limit, 0, FIRST, HEAD_DIM, CHECK)
@@ -66,14 +69,14 @@ def load_part(
 
 @triton.jit
 def load_lse(lse, offs, limit):
-    """``lse`` in base 2; +inf for rows that see nothing, so that their P is 0 and never inf."""
+    """Load ``lse`` in base 2; return +inf for rows that see no key, so that their P is 0."""
     value = tl.load(lse + offs, mask=offs < limit, other=float("-inf"))
     return tl.where(value == float("-inf"), float("inf"), value * LOG2_E)
 
 
 @triton.jit
 def load_tile(tensor, start, limit, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The rows from ``start``, as `load_rows`; one 64-bit base per tile, within the tile 32 bits."""
+    """Load the rows from ``start`` like `load_rows`, with one 64-bit base per tile and 32-bit offsets."""
     base = tensor.ptr + tl.cast(start, tl.int64) * tensor.stride_s
     FIRST: tl.constexpr = first_part(HEAD_DIM)
     SECOND: tl.constexpr = second_part(HEAD_DIM)
@@ -97,7 +100,7 @@ def near_part(
 
 @triton.jit
 def store_rows(tensor, value, offs, limit, HEAD_DIM: tl.constexpr):
-    """The rows ``offs`` of one head, in parts as `load_rows` has them."""
+    """Store a tile to the rows ``offs`` of one head; write nothing past ``limit`` and the head dim."""
     store_part(tensor, value[0], offs, limit, 0, HEAD_DIM)
     if len(value) == 2:
         store_part(tensor, value[1], offs, limit, first_part(HEAD_DIM), HEAD_DIM)
@@ -112,19 +115,19 @@ def store_part(tensor, value, offs, limit, BEGIN: tl.constexpr, HEAD_DIM: tl.con
 
 @triton.jit
 def row_pointers(tensor, offs, offs_d):
-    # 64-bit: row 262,144 with a stride of 8,192 elements already wraps an int32
+    # 64-bit, because row 262,144 with a stride of 8,192 elements overflows an int32
     return tensor.ptr + offs[:, None].to(tl.int64) * tensor.stride_s + offs_d[None, :]
 
 
 @triton.jit
 def dot(a, b, acc):
-    # a plain fp32 dot is TF32 on a GPU, and 'ieee' spills; 16-bit inputs ignore the precision
+    # By default an fp32 dot is TF32 on a GPU, and 'ieee' spills. 16-bit inputs ignore the precision.
     return tl.dot(a, b, acc, input_precision="tf32x3")
 
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """An accumulator of rows, fp32, in parts."""
+    """Return an fp32 accumulator of zeros."""
     SECOND: tl.constexpr = second_part(HEAD_DIM)
     first = tl.zeros([ROWS, first_part(HEAD_DIM)], tl.float32)
     if SECOND == 0:
@@ -135,7 +138,7 @@ def zeros(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def products(a, b, acc=None):
-    """``acc + a b^T`` of two tiles of rows: the sum over their parts."""
+    """Return ``acc + a b^T`` of two tiles of rows."""
     result = dot(a[0], tl.trans(b[0]), acc)
     if len(a) == 2:
         result = dot(a[1], tl.trans(b[1]), result)
@@ -144,7 +147,7 @@ def products(a, b, acc=None):
 
 @triton.jit
 def accumulate(weights, tile, acc):
-    """``acc + weights tile``, part by part."""
+    """Return ``acc + weights @ tile``."""
     first = dot(weights.to(tile[0].dtype), tile[0], acc[0])
     if len(acc) == 1:
         return (first,)
@@ -154,7 +157,7 @@ def accumulate(weights, tile, acc):
 
 @triton.jit
 def scaled(acc, factor):
-    """Every part times ``factor``: a number, or a column of them."""
+    """Return a tile times ``factor``, a number or a column."""
     if len(acc) == 1:
         return (acc[0] * factor,)
     else:
@@ -163,7 +166,7 @@ def scaled(acc, factor):
 
 @triton.jit
 def divided(acc, divisor):
-    """Every part divided by a column of numbers."""
+    """Return a tile divided by a column."""
     if len(acc) == 1:
         return (acc[0] / divisor,)
     else:
@@ -172,7 +175,7 @@ def divided(acc, divisor):
 
 @triton.jit
 def added(a, b):
-    """The sum, part by part."""
+    """Return the sum of two tiles."""
     if len(a) == 1:
         return (a[0] + b[0],)
     else:

@@ -1,7 +1,7 @@
-"""dQ, dK and dV of one shard in a single pass over the pairs of tiles: five matrix products instead of seven.
+"""Kernel for dQ, dK and dV in one pass over the pairs of tiles, with five matrix products instead of seven.
 
-The loop over query tiles is that of dK/dV (``key_tile.py``). Its ``dS`` also makes ``dS K``, which ``dq_sum.py`` adds
-to dQ in global memory.
+The loop over query tiles is that of dK/dV (``key_tile.py``). It also computes ``dS K``, which ``dq_sum.py`` adds to dQ
+in global memory.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ def single_pass_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """One program: dK and dV of BLOCK_K keys of one key head, and what these keys add to dQ of all queries."""
+    """Compute dK and dV of BLOCK_K keys of one key head, and add ``scale * dS K`` of these keys to dQ.
+
+    Equations, shapes and dtypes are those of ``backward.py``; ``dq`` is fp32 ``[B, Sq, H, D]``.
+    """
     if turns.gates is None:
         tile, batch, head = program(shape, BLOCK_K)
     else:
         tile, batch, head = late_keys_first(shape, BLOCK_K)
-    first, keys, visited = visit_key_tile(tile, batch, bounds, shape, BLOCK_K, BLOCK_Q)
+    first, keys, query_range = visit_key_tile(tile, batch, bounds, shape, BLOCK_K, BLOCK_Q)
     if IN_PLACE:
-        if visited[3] <= visited[0]:  # the sums stay as they are
+        if query_range.end <= query_range.start:  # nothing to add
             return
     key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, dq, box, turns, bounds, shape, softmax_scale,
-             modifiers, batch, head, first, keys, visited,
+             modifiers, batch, head, first, keys, query_range,
              HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, RAGGED)  # fmt: skip
 
 
 @triton.jit
 def late_keys_first(shape, BLOCK: tl.constexpr):
-    """(tile, batch, head) where programs wait for those of later keys, which must therefore be launched before them.
+    """Return (tile, batch, head) of this program for the deterministic order, with the last key tiles first.
 
-    All heads take turns: of a head no more key tiles run at once, each a step behind the one before it, than there are
-    multiprocessors for.
+    Programs wait for the programs of later keys, so those must be launched first. Heads alternate, so that as few key
+    tiles of the same head as possible run at once and wait for each other.
     """
     tiles = tl.cdiv(shape.rows, BLOCK)
     heads = tl.num_programs(0) // tiles

@@ -1,1 +1,1 @@
-"""Gluon kernels for Hopper (sm_90), never run on a GPU yet; the host files that launch them are one folder above."""
+"""Gluon kernels for Hopper (sm_90), not yet run on a GPU; the host code that launches them is one folder above."""

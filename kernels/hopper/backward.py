@@ -1,11 +1,14 @@
-"""dQ, dK and dV in a single pass for Hopper (sm_90): the copy engine both ways, two consumer warpgroups.
+"""Single-pass backward kernel for Hopper (sm_90): TMA loads and additions, two consumer warpgroups.
 
-One program is 128 keys of one key head: a warp that only starts TMA loads, and two warpgroups of 64 keys, which keep dK
-and dV of theirs in registers and walk over the queries (FlashAttention-3, Shah et al., arXiv:2407.08608, appendix B.1).
-Scores are made by key, ``S^T = K Q^T``, so that the weights are in registers as dV and dK want them. dQ is a sum over
-all 128 keys: each warpgroup leaves its dS in shared memory and multiplies that of both with K for one half of the tile
-of dQ, which the copy engine adds to global memory. It does so a step later, and so waits for the other warpgroup only
-where that one is more than half a step behind: the exponentials of one run under the products of the other.
+The equations are those of ``device/backward.py``, and the structure is that of FlashAttention-3 (Shah et al.,
+arXiv:2407.08608, appendix B.1). A program has 128 keys of one key head. One warp issues TMA loads. Two warpgroups keep
+dK and dV of 64 keys each in registers and loop over the queries.
+
+- Scores are computed transposed, ``S^T = K Q^T``, so P and dS are in registers in the layout that dV and dK need.
+- dQ is a sum over all 128 keys. Each warpgroup stores its dS in shared memory and multiplies the dS of both by K for
+  one half of the dQ tile, which TMA adds to global memory.
+- dQ of a step is computed one step later. A warpgroup then waits for the other one only if that is more than half a
+  step behind, so the exponentials of one overlap with the products of the other.
 """
 
 from __future__ import annotations
@@ -41,13 +44,13 @@ from .forward import (
     wait_full,
 )
 
-OWN = gl.constexpr(6)  # bits of a column that tell the threads of a row apart: pairs of columns, four threads
+OWN = gl.constexpr(6)  # bits of a column index that differ between the four threads of a row; each has pairs of columns
 DS_SLOTS = gl.constexpr(2)
-"""Steps of which dS lies in shared memory: that of the step at hand, and that of the step before, for dQ."""
+"""Number of steps whose dS is in shared memory: the current step, and the previous one for dQ."""
 
 
 def adder() -> Any:
-    """``tma.async_atomic_add`` of Triton 3.8; before, the operation is there without a name."""
+    """Return ``tma.async_atomic_add`` of Triton 3.8; older versions have the operation but no function for it."""
     if hasattr(tma, "async_atomic_add"):
         return tma.async_atomic_add
     from triton._C.libtriton import ir
@@ -67,7 +70,7 @@ tile_range, of_head, program = tiles.tile_range, tiles.of_head, tiles.program
 
 
 class Rows(NamedTuple):
-    """A ring of tiles of query rows, with one number per row beside them."""
+    """Ring of tiles of query rows, with one value per row (lse or delta) and the barriers of the slots."""
 
     tiles: Any
     numbers: Any
@@ -76,21 +79,21 @@ class Rows(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the partitions share: the keys and values, the rings of query rows, dS by key, a part of dQ each."""
+    """Shared memory of the backward: K and V, rings of Q and dO, dS by key, and one part of dQ per consumer."""
 
     k: Any
     v: Any
     kv_full: Any
     q: Rows
-    """With ``lse``, base 2, +inf of rows that see nothing."""
+    """Ring of Q with ``lse`` in base 2, +inf for rows that see no key."""
     dout: Rows
-    """With ``-delta``."""
+    """Ring of dO with ``-delta``."""
     ds: Ring
     dq: Any
 
 
 class ProgramKeys(NamedTuple):
-    """Which keys and which tiles of queries this program works on."""
+    """Keys of a program and the query tiles that it visits."""
 
     first: Any
     batch: Any
@@ -98,16 +101,16 @@ class ProgramKeys(NamedTuple):
     start: Any
     end: Any
     steps: Any
-    """Tiles of all query heads of the key head, one head after the other."""
+    """Query tiles of all query heads of the key head, one head after another."""
 
 
 @gluon.jit
 def rows_of(descriptor, SLOTS: gl.constexpr):
     block: gl.constexpr = descriptor.block_type.shape
     return Rows(
-        gl.allocate_shared_memory(descriptor.dtype, [SLOTS] + block, descriptor.layout),  # noqa: RUF005 (jit code takes no star)
+        gl.allocate_shared_memory(descriptor.dtype, [SLOTS] + block, descriptor.layout),  # noqa: RUF005 (jit code has no star)
         gl.allocate_shared_memory(gl.float32, [SLOTS, block[1]], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        barriers(SLOTS, 2),  # the copy engine's bytes, and the numbers
+        barriers(SLOTS, 2),  # arrivals: the TMA load and the row values
         barriers(SLOTS, CONSUMERS),
     )
 
@@ -135,14 +138,14 @@ def shared_of(q, dout, k, v, dq, SLOTS: gl.constexpr):
 
 @gluon.jit
 def following(head, column, place, BLOCK_Q: gl.constexpr):
-    """The tile of queries after this one: of the next head after the last one of a head."""
+    """Return head and column of the next query tile, which is in the next head after the last tile of a head."""
     last = column + BLOCK_Q >= place.end
     return gl.where(last, head + 1, head), gl.where(last, place.start, column + BLOCK_Q)
 
 
 @gluon.jit
 def numbers_of(lse, delta, place, head, column, shape, BLOCK_Q: gl.constexpr):
-    """``lse`` and ``-delta`` of a tile; rows past the end see nothing, as do those whose ``lse`` is -inf."""
+    """Load ``lse`` (base 2) and ``-delta`` of a tile; lse is +inf for rows past the end or without visible keys."""
     offs = column + gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
     inside = offs < shape.columns
     row = (place.batch.to(gl.int64) * shape.heads * shape.group + head) * shape.columns
@@ -153,7 +156,7 @@ def numbers_of(lse, delta, place, head, column, shape, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def fill(rows, descriptor, numbers, step, where, SLOTS: gl.constexpr):
-    """Start the load of the tile of ``step``, as soon as both consumers are done with what its slot holds."""
+    """Start the TMA load of the tile of ``step`` and store its row values, once its slot is released."""
     slot = slot_of(step, SLOTS)
     mbarrier.wait(rows.empty.index(slot), parity_of(step, SLOTS) ^ 1)
     mbarrier.expect(rows.full.index(slot), descriptor.block_type.nbytes)
@@ -164,34 +167,34 @@ def fill(rows, descriptor, numbers, step, where, SLOTS: gl.constexpr):
 
 @gluon.jit
 def producer(shared, place, descriptors, vectors, shape, SLOTS: gl.constexpr):
-    """Load K and V, and Q and dO of every step with their numbers."""
+    """Load K and V, then Q and dO of every step with their row values."""
     q, dout, k, v = descriptors
     lse, delta = vectors
     BLOCK_Q: gl.constexpr = q.block_type.shape[1]
     mbarrier.expect(shared.kv_full.index(0), 2 * CONSUMERS * k.block_type.nbytes)
     for i in gl.static_range(CONSUMERS):
-        where = [place.batch, place.first + i * ROWS, place.head, 0]
-        load_tile(k, where, shared.kv_full.index(0), shared.k.index(i))
-        load_tile(v, where, shared.kv_full.index(0), shared.v.index(i))
+        coords = [place.batch, place.first + i * ROWS, place.head, 0]
+        load_tile(k, coords, shared.kv_full.index(0), shared.k.index(i))
+        load_tile(v, coords, shared.kv_full.index(0), shared.v.index(i))
     head, column = place.head * shape.group, place.start
     for step in range(place.steps):
         lse_tile, delta_tile = numbers_of(lse, delta, place, head, column, shape, BLOCK_Q)
-        where = [place.batch, column, head, 0]
-        fill(shared.q, q, lse_tile, step, where, SLOTS)
-        fill(shared.dout, dout, delta_tile, step, where, SLOTS)
+        coords = [place.batch, column, head, 0]
+        fill(shared.q, q, lse_tile, step, coords, SLOTS)
+        fill(shared.dout, dout, delta_tile, step, coords, SLOTS)
         head, column = following(head, column, place, BLOCK_Q)
 
 
 @gluon.jit
 def keys_of(tiles_of_keys, CONSUMER: gl.constexpr):
-    """``[keys, head dim]`` of one consumer, of K or V."""
+    """Return one consumer's part of K or V, ``[keys, head dim]``."""
     tile = tiles_of_keys.index(CONSUMER)
     return tile.reshape([tile.shape[1], tile.shape[3]])
 
 
 @gluon.jit
 def put_ds(ring, ds, step, CONSUMER: gl.constexpr):
-    """Leave dS ``[keys, queries]`` of a consumer's keys where both consumers read it, once that of its slot is read."""
+    """Store dS ``[keys, queries]`` of a consumer's keys in shared memory, once both consumers have read the slot."""
     slot = slot_of(step, DS_SLOTS)
     mbarrier.wait(ring.empty.index(slot), parity_of(step, DS_SLOTS) ^ 1)
     ring.tiles.index(slot * CONSUMERS + CONSUMER).store(ds)
@@ -201,7 +204,7 @@ def put_ds(ring, ds, step, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def add_dq(dq, descriptor, room, where):
-    """Add a part of dQ by the copy engine, once it has read the part before."""
+    """Add a part of dQ to global memory by TMA, once TMA has read the previous part from shared memory."""
     tma.store_wait(0)
     part = room.reshape([room.shape[1], room.shape[3]])
     part.store(dq)
@@ -210,7 +213,7 @@ def add_dq(dq, descriptor, room, where):
 
 
 class Seen(NamedTuple):
-    """By key: the queries ``lo <= i < hi`` see it; each less what :func:`visible` leaves out."""
+    """Queries ``lo <= i < hi`` that see each key, shifted by the column bits that :func:`visible` ignores."""
 
     lo: Any
     hi: Any
@@ -218,7 +221,7 @@ class Seen(NamedTuple):
 
 @gluon.jit
 def seen_of(bounds, offs, shape, MASKED: gl.constexpr, layout: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Of the keys ``offs``; those past the end are seen by nobody."""
+    """Load the bounds of the keys ``offs``; no query sees a key past the end."""
     if not MASKED:
         return Seen(0, 0)
     else:
@@ -234,10 +237,10 @@ def seen_of(bounds, offs, shape, MASKED: gl.constexpr, layout: gl.constexpr, BLO
 
 @gluon.jit
 def visible(seen, column, offs):
-    """[keys, queries] of the tile that begins at ``column``: whether the query sees the key.
+    """Return bool ``[keys, queries]`` of the tile that begins at ``column``: True if the query sees the key.
 
-    The part of ``offs`` that is a thread's own is on the other side already, where a thread has two rows and not
-    sixteen columns: what is left of it is a constant.
+    `seen_of` has already subtracted the bits of ``offs`` that differ between threads, because a thread has only two
+    rows of bounds but sixteen columns. The rest of ``offs`` is a compile-time constant.
     """
     offs = (offs & ~OWN)[None, :]
     return (offs >= seen.lo - column) & (offs < seen.hi - column)
@@ -245,7 +248,7 @@ def visible(seen, column, offs):
 
 @gluon.jit
 def weights(shared, k, v, step, column, seen, unit, SLOTS: gl.constexpr, BLOCK_Q: gl.constexpr, MASKED: gl.constexpr):
-    """(P, dS), ``[keys, queries]`` of this consumer's keys: ``P = exp(S - lse)``, ``dS = P * (V dO^T - delta)``."""
+    """Return ``P = exp(S - lse)`` and ``dS = P * (V dO^T - delta)`` of this consumer's keys, ``[keys, queries]``."""
     layout: gl.constexpr = mma_layout(BLOCK_Q)
     by_query: gl.constexpr = gl.SliceLayout(0, layout)
     empty = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
@@ -256,10 +259,10 @@ def weights(shared, k, v, step, column, seen, unit, SLOTS: gl.constexpr, BLOCK_Q
     wait_full(shared.dout, step, SLOTS)
     dout = tile_of(shared.dout, step, SLOTS)
     minus_delta = shared.dout.numbers.index(slot).load(by_query)
-    # the accumulator starts from -delta: as many registers fewer
+    # start the accumulator at -delta, which saves its registers
     dp = warpgroup_mma(v, dout.permute((1, 0)), empty + minus_delta[None, :], is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    lse = shared.q.numbers.index(slot).load(by_query)  # only now, as for the registers
+    lse = shared.q.numbers.index(slot).load(by_query)  # loaded late to save registers
     p = gl.exp2(scores * unit - lse[None, :])
     if MASKED:
         p = gl.where(visible(seen, column, gl.arange(0, BLOCK_Q, by_query)), p, 0.0)
@@ -269,7 +272,10 @@ def weights(shared, k, v, step, column, seen, unit, SLOTS: gl.constexpr, BLOCK_Q
 
 @gluon.jit
 def start_dq(shared, step, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Start ``dS K`` of all keys for this consumer's part of dQ: 64 by 64, columns of 64 rows or rows of 64 columns."""
+    """Start ``dS K`` over all keys for this consumer's part of dQ, 64 x 64.
+
+    The part is half of the columns of 64 queries (head dim 128), or half of the rows of 128 queries (head dim 64).
+    """
     wait_full(shared.ds, step, DS_SLOTS)
     slot = slot_of(step, DS_SLOTS)
     dq = gl.zeros([ROWS, ROWS], gl.float32, mma_layout(ROWS))
@@ -286,15 +292,15 @@ def walk(
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, BLOCK_Q: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Over all tiles of queries: (dK unscaled, dV) of this consumer's keys, and its part of dQ added."""
+    """Loop over all query tiles: return dK (unscaled) and dV of this consumer's keys, and add its part of dQ."""
     operand: gl.constexpr = gl.DotOperandLayout(0, mma_layout(HEAD_DIM), 2)
     ROW: gl.constexpr = CONSUMER * (BLOCK_Q - ROWS)
     COLUMN: gl.constexpr = CONSUMER * (HEAD_DIM - ROWS)
     unit = softmax_scale * LOG2_E
-    k, v, room = keys_of(shared.k, CONSUMER), keys_of(shared.v, CONSUMER), shared.dq.index(CONSUMER)
+    k, v, staging = keys_of(shared.k, CONSUMER), keys_of(shared.v, CONSUMER), shared.dq.index(CONSUMER)
     dtype: gl.constexpr = k.dtype
     head, column = place.head * shape.group, place.start
-    # dS of no step: so there is no first step that differs; what it adds is past the end
+    # Start with dS = 0, so that the first step is like all others. Its dQ is written past the end, where TMA drops it.
     put_ds(shared.ds, gl.zeros([ROWS, BLOCK_Q], dtype, mma_layout(BLOCK_Q)), 0, CONSUMER)
     last_head, last_column = head, shape.columns
     for step in range(place.steps):
@@ -305,16 +311,16 @@ def walk(
         put_ds(shared.ds, ds, step + 1, CONSUMER)
         dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
         dq = start_dq(shared, step, CONSUMER, HEAD_DIM, BLOCK_Q)
-        dk, dv = warpgroup_mma_wait(CONSUMERS, deps=[dk, dv])  # all but those of dQ
+        dk, dv = warpgroup_mma_wait(CONSUMERS, deps=[dk, dv])  # all products but those of dQ
         release(shared.q, step, SLOTS)
         release(shared.dout, step, SLOTS)
         dq = warpgroup_mma_wait(0, deps=[dq])
         release(shared.ds, step, DS_SLOTS)
-        add_dq(dq * softmax_scale, dq_sum, room, [place.batch, last_column + ROW, last_head, COLUMN])
+        add_dq(dq * softmax_scale, dq_sum, staging, [place.batch, last_column + ROW, last_head, COLUMN])
         last_head, last_column = head, column
         head, column = following(head, column, place, BLOCK_Q)
     dq = warpgroup_mma_wait(0, deps=[start_dq(shared, place.steps, CONSUMER, HEAD_DIM, BLOCK_Q)])
-    add_dq(dq * softmax_scale, dq_sum, room, [place.batch, last_column + ROW, last_head, COLUMN])
+    add_dq(dq * softmax_scale, dq_sum, staging, [place.batch, last_column + ROW, last_head, COLUMN])
     return dk, dv
 
 
@@ -324,55 +330,59 @@ def consumer(
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, BLOCK_Q: gl.constexpr,
     HAS_SUM: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 keys against every tile of queries that sees one of the program's."""
+    """Compute dK and dV of 64 keys over all visited query tiles, in one warpgroup."""
     dk_in, dv_in, dk_out, dv_out = tensors
     MASKED: gl.constexpr = RAGGED or bounds.lo is not None
     layout: gl.constexpr = mma_layout(BLOCK_Q)
     offs = place.first + CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     seen = seen_of(bounds, offs, shape, MASKED, layout, BLOCK_Q)
     mbarrier.wait(shared.kv_full.index(0), 0)
-    nothing = gl.zeros([ROWS, HEAD_DIM], gl.float32, mma_layout(HEAD_DIM))
+    zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, mma_layout(HEAD_DIM))
     dk, dv = walk(
-        nothing, nothing, shared, place, dq_sum, seen, shape, softmax_scale,
+        zeros, zeros, shared, place, dq_sum, seen, shape, softmax_scale,
         CONSUMER, HEAD_DIM, SLOTS, BLOCK_Q, MASKED,
     )  # fmt: skip
     first = place.first + CONSUMER * ROWS
     finish(dk * softmax_scale, dk_in, dk_out, place, first, shape, HEAD_DIM, HAS_SUM)
     finish(dv, dv_in, dv_out, place, first, shape, HEAD_DIM, HAS_SUM)
-    tma.store_wait(0)  # shared memory is there until the copy engine has read it
+    tma.store_wait(0)  # keep shared memory alive until TMA has read it
 
 
 @gluon.jit
 def finish(acc, before, out, place, first, shape, HEAD_DIM: gl.constexpr, HAS_SUM: gl.constexpr):
-    """Store dK or dV of the keys from ``first``, added to what was there ``before``."""
+    """Store dK or dV of the keys from ``first``, plus ``before`` if HAS_SUM."""
     layout: gl.constexpr = acc.type.layout
     offs = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     inside = (offs < shape.rows)[:, None]
     batch, head = place.batch.to(gl.int64), place.head.to(gl.int64)
-    if HAS_SUM:  # read last: during the loop the registers belong to the matrix products
+    if HAS_SUM:  # load the sum last, because the loop needs the registers
         acc = acc + gl.load(pointers(of_head(before, batch, head), offs, HEAD_DIM, layout), mask=inside, other=0.0)
-    to = of_head(out, batch, head)
-    gl.store(pointers(to, offs, HEAD_DIM, layout), acc.to(to.ptr.dtype.element_ty), mask=inside)
+    out_head = of_head(out, batch, head)
+    gl.store(pointers(out_head, offs, HEAD_DIM, layout), acc.to(out_head.ptr.dtype.element_ty), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["group"])  # as a constant 1 it leaves another order of instructions, which spills
+@gluon.jit(do_not_specialize=["group"])  # specialised to 1, the kernel spills
 def hopper_backward_kernel(
     dout, q, k, v, dq, lse, delta, dk_in, dv_in, dk_out, dv_out, bounds, shape, group, softmax_scale,
     HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, SLOTS: gl.constexpr,
     HAS_SUM: gl.constexpr, IN_PLACE: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """One program: dK and dV of 128 keys of one key head, and what these keys add to dQ of all queries."""
+    """Compute dK and dV of 128 keys of one key head per program, and add their part of dQ.
+
+    ``dout``, ``q``, ``k``, ``v`` (float16 or bfloat16) and ``dq`` (fp32) are TMA descriptors. Shapes are those of
+    ``device/backward.py``.
+    """
     BLOCK_K: gl.constexpr = CONSUMERS * ROWS
     shape = tiles.Shape(shape.rows, shape.columns, shape.heads, group, shape.order, None, None)
     tile, batch, head = program(shape, BLOCK_K)
     start, _, _, end = tile_range(bounds, tile * BLOCK_K, shape, BLOCK_K, BLOCK_Q)
     if IN_PLACE:
-        if end <= start:  # the sums stay as they are
+        if end <= start:  # nothing to add
             return
     steps = (end - start) // BLOCK_Q * shape.group
     place = ProgramKeys(tile * BLOCK_K, batch.to(gl.int32), head.to(gl.int32), start, end, steps)
     shared = shared_of(q, dout, k, v, dq, SLOTS)
-    fence_async_shared()  # the copy engine must find the barriers initialised
+    fence_async_shared()  # TMA must see the initialised barriers
     tensors = (dk_in, dv_in, dk_out, dv_out)
     gl.warp_specialize(
         [

@@ -1,10 +1,16 @@
-"""The forward of :mod:`forward` for Hopper (sm_90): the copy engine, two consumer warpgroups, products that overlap.
+"""Forward kernel for Hopper (sm_90): TMA loads, two consumer warpgroups, and overlapped matrix products.
 
-One program is 128 query rows of one head: a warp that only starts TMA loads, and two warpgroups of 64 rows. Tiles of
-keys are visited from the last to the first, so that the partial one comes before the loop. Within a warpgroup the
-scores of a tile are started before the product of the weights of the tile before with V, which then runs under the
-softmax of the scores; and the two warpgroups take turns at starting products, so that the softmax of one runs under the
-products of the other (FlashAttention-3, Shah et al., arXiv:2407.08608, sections 3.1 and 3.2).
+The equations are those of ``device/forward.py``. A program has 128 query rows of one head: one warp issues TMA loads,
+and two warpgroups compute 64 rows each. Key tiles are visited from the last to the first, so the partial tile comes
+before the loop. The overlap is that of FlashAttention-3 (Shah et al., arXiv:2407.08608, sections 3.1 and 3.2)::
+
+    producer warp   K0  K1 V0   K2 V1   K3 V2  ...
+    consumer 0      S0 | S1 P0V0 | softmax |  S2 P1V1 | softmax | ...
+    consumer 1             softmax | S1 P0V0 | softmax | S2 P1V1 | ...
+
+- Inside a warpgroup, the product S of a tile starts before the product P V of the previous tile, so the softmax of the
+  tile overlaps with P V.
+- The warpgroups take turns to start products, so the softmax of one overlaps with the products of the other.
 """
 
 from __future__ import annotations
@@ -27,8 +33,8 @@ from . import steps
 LOG2_E = gl.constexpr(tiles.LOG2_E.value)
 LN_2 = gl.constexpr(tiles.LN_2.value)
 CONSUMERS, ROWS = gl.constexpr(steps.CONSUMERS), gl.constexpr(steps.ROWS)
-WARPS = gl.constexpr([4, 1])  # of the second consumer and the producer; the first consumer has the launch's
-REGISTERS = gl.constexpr([240, 24])  # per thread of these; the first consumer gets what is left of 3 * 168, 240 too
+WARPS = gl.constexpr([4, 1])  # of consumer 1 and the producer; consumer 0 has the warps of the launch
+REGISTERS = gl.constexpr([240, 24])  # per thread of consumer 1 and the producer; consumer 0 gets the rest, also 240
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.8
 
@@ -39,7 +45,7 @@ tile_range, of_head, program = tiles.tile_range, tiles.of_head, tiles.program
 
 
 class Ring(NamedTuple):
-    """Tiles in shared memory, and the barriers that say when one is there and when it may be overwritten."""
+    """Ring of tile slots in shared memory, with one barrier for arrival and one for release per slot."""
 
     tiles: Any
     full: Any
@@ -47,7 +53,7 @@ class Ring(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the partitions share: the query rows, the rings, and whose turn it is to start matrix products."""
+    """Shared memory of the forward: query rows, rings of K and V, and the barriers of the consumers' turns."""
 
     q: Any
     q_full: Any
@@ -57,7 +63,7 @@ class Shared(NamedTuple):
 
 
 class ProgramRows(NamedTuple):
-    """Which rows and which tiles of keys this program works on."""
+    """Query rows of a program and the key tiles that it visits."""
 
     first: Any
     batch: Any
@@ -65,46 +71,46 @@ class ProgramRows(NamedTuple):
     past: Any
     """One past the last key of the last tile."""
     tail: Any
-    """Steps below this one are masked, as they hold the end of an interval."""
+    """Steps below ``tail`` are masked, because some rows do not see the end of the range."""
     full: Any
-    """Steps below this one and from ``tail`` on are seen by every row."""
+    """Steps from ``tail`` to below ``full`` are visible to every row."""
     steps: Any
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """``COUNT`` barriers that complete a phase after ``ARRIVALS``."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    """Allocate ``COUNT`` barriers that complete a phase after ``ARRIVALS`` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
 
 
 @gluon.jit
 def ring_of(descriptor, SLOTS: gl.constexpr):
     block: gl.constexpr = descriptor.block_type.shape
-    made = gl.allocate_shared_memory(descriptor.dtype, [SLOTS] + block, descriptor.layout)  # noqa: RUF005 (jit code takes no star)
-    return Ring(made, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS))
+    slots = gl.allocate_shared_memory(descriptor.dtype, [SLOTS] + block, descriptor.layout)  # noqa: RUF005 (jit code has no star)
+    return Ring(slots, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS))
 
 
 @gluon.jit
 def fill(ring, descriptor, step, place, head, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Start the load of the tile of ``step``, as soon as both consumers are done with what its slot holds."""
+    """Start the TMA load of the tile of ``step`` once both consumers have released its slot."""
     slot = slot_of(step, SLOTS)
     mbarrier.wait(ring.empty.index(slot), parity_of(step, SLOTS) ^ 1)
     mbarrier.expect(ring.full.index(slot), descriptor.block_type.nbytes)
-    where = [place.batch, column_of(step, place.past, BLOCK_K), head, 0]
-    load_tile(descriptor, where, ring.full.index(slot), ring.tiles.index(slot))
+    coords = [place.batch, column_of(step, place.past, BLOCK_K), head, 0]
+    load_tile(descriptor, coords, ring.full.index(slot), ring.tiles.index(slot))
 
 
 @gluon.jit
 def producer(shared, place, descriptors, group, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Load Q, and K and V in the order in which the consumers want them: K of the next step before V of this one."""
+    """Load Q, then K and V in the order of the consumers' waits: K of each step before V of the previous step."""
     q, k, v = descriptors
     mbarrier.expect(shared.q_full.index(0), CONSUMERS * q.block_type.nbytes)
     for consumer in gl.static_range(CONSUMERS):
-        where = [place.batch, place.first + consumer * ROWS, place.head, 0]
-        load_tile(q, where, shared.q_full.index(0), shared.q.index(consumer))
+        coords = [place.batch, place.first + consumer * ROWS, place.head, 0]
+        load_tile(q, coords, shared.q_full.index(0), shared.q.index(consumer))
     head = place.head // group
     fill(shared.k, k, 0, place, head, SLOTS, BLOCK_K)
     for step in range(1, place.steps):
@@ -115,37 +121,37 @@ def producer(shared, place, descriptors, group, SLOTS: gl.constexpr, BLOCK_K: gl
 
 @gluon.jit
 def wait_full(ring, step, SLOTS: gl.constexpr):
-    """Until the tile of ``step`` is there."""
+    """Wait until the tile of ``step`` has arrived."""
     mbarrier.wait(ring.full.index(slot_of(step, SLOTS)), parity_of(step, SLOTS))
 
 
 @gluon.jit
 def tile_of(ring, step, SLOTS: gl.constexpr):
-    """The tile of ``step``, ``[keys, head dim]``."""
+    """Return the tile of ``step`` in shared memory, ``[keys, head dim]``."""
     tile = ring.tiles.index(slot_of(step, SLOTS))
     return tile.reshape([tile.shape[1], tile.shape[3]])
 
 
 @gluon.jit
 def release(ring, step, SLOTS: gl.constexpr):
-    """Nothing of this warpgroup reads the tile of ``step`` any more."""
+    """Release the slot of ``step``: this warpgroup no longer reads its tile."""
     mbarrier.arrive(ring.empty.index(slot_of(step, SLOTS)), count=1)
 
 
 @gluon.jit
 def wait_turn(turns, CONSUMER: gl.constexpr, turn):
-    """Until the other consumer has started its products: of this turn for the second, of the last one for the first."""
+    """Wait until the other consumer has started its products: of this turn (consumer 1) or the last (consumer 0)."""
     mbarrier.wait(turns.index(CONSUMER), turn_parity(turn, CONSUMER))
 
 
 @gluon.jit
 def give_turn(turns, CONSUMER: gl.constexpr):
-    """This consumer has started its products: the other one may."""
+    """Let the other consumer start its products."""
     mbarrier.arrive(turns.index(1 - CONSUMER), count=1)
 
 
 class Softmax(NamedTuple):
-    """The running softmax of a warpgroup's rows."""
+    """Online softmax state of a warpgroup's rows: sum of exponentials and pivot (base 2)."""
 
     sums: Any
     pivot: Any
@@ -153,8 +159,8 @@ class Softmax(NamedTuple):
 
 @gluon.jit
 def seen(column, offs, lo, hi, columns, BOUNDED: gl.constexpr):
-    """[rows, keys] of the tile that begins at ``column``: whether the interval of the row holds the key."""
-    # ends relative to the tile: the other way round every key of the tile takes a register of its own
+    """Return bool ``[rows, keys]`` of the tile that begins at ``column``: True if the row sees the key."""
+    # Shift the bounds, not the keys: with shifted keys, each key of the tile takes a register.
     if BOUNDED:
         return (offs[None, :] >= (lo - column)[:, None]) & (offs[None, :] < (hi - column)[:, None])
     else:
@@ -163,18 +169,21 @@ def seen(column, offs, lo, hi, columns, BOUNDED: gl.constexpr):
 
 @gluon.jit
 def weights(scores, softmax, unit, visible, MASKED: gl.constexpr):
-    """(weights of a tile, the softmax with it, what the sums so far shrink by): the recurrence of ``forward.fold``."""
+    """Return p of a tile, the updated softmax state, and the factor alpha of the earlier sums.
+
+    The recurrence is that of ``device/forward.py``.
+    """
     if MASKED:
         scores = gl.where(visible, scores, float("-inf"))
-    highest = gl.maximum(softmax.pivot, gl.max(scores, 1) * unit)
-    if MASKED:  # keep the pivot finite: a row that has seen no key yet would give inf - inf
-        pivot = gl.where(highest == float("-inf"), 0.0, highest)
+    m_new = gl.maximum(softmax.pivot, gl.max(scores, 1) * unit)
+    if MASKED:  # keep the pivot finite: a row that has seen no key would compute inf - inf
+        pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     else:
-        pivot = highest
+        pivot = m_new
     p = gl.exp2(scores * unit - pivot[:, None])
-    shrink = gl.exp2(softmax.pivot - pivot)
-    sums = softmax.sums * shrink + gl.sum(p, 1)
-    return p, Softmax(sums, highest), shrink
+    alpha = gl.exp2(softmax.pivot - pivot)
+    l_new = softmax.sums * alpha + gl.sum(p, 1)
+    return p, Softmax(l_new, m_new), alpha
 
 
 @gluon.jit
@@ -182,7 +191,7 @@ def fold(
     acc, p, softmax, q, shared, place, begin, end, lo, hi, unit, columns,
     CONSUMER: gl.constexpr, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr, MASKED: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """Steps ``[begin, end)``: the scores of each, and the values of the step before with its weights ``p``."""
+    """Run the steps ``[begin, end)``: each computes its scores, and the product of the previous ``p`` with V."""
     scores_layout: gl.constexpr = mma_layout(BLOCK_K)
     dtype: gl.constexpr = p.dtype
     weights_layout: gl.constexpr = p.type.layout
@@ -198,26 +207,26 @@ def fold(
         release(shared.k, step, SLOTS)
         column, offs_k = column_of(step, place.past, BLOCK_K), gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores_layout))
         visible = seen(column, offs_k, lo, hi, columns, BOUNDED) if MASKED else None
-        p_next, softmax, shrink = weights(scores, softmax, unit, visible, MASKED)
-        # The next step's wait, here already: a branch, over which ptxas does not move the wait for the product up to
-        # where the weights begin, as it does in straight code.
+        p_next, softmax, alpha = weights(scores, softmax, unit, visible, MASKED)
+        # Wait for V of the next step already here. This branch keeps ptxas from moving the wait for P V up to the
+        # beginning of the softmax, as it does in straight-line code.
         wait_full(shared.v, step, SLOTS)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        p = gl.convert_layout(p_next.to(dtype), weights_layout)  # only now: the product under way reads p's registers
+        p = gl.convert_layout(p_next.to(dtype), weights_layout)  # after the wait, because P V reads p's registers
         release(shared.v, step - 1, SLOTS)
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, p, softmax
 
 
 @gluon.constexpr_function
 def mma_layout(columns):
-    """Of an accumulator of a warpgroup: 16 rows per warp, all columns in one instruction."""
+    """Return the layout of a warpgroup's accumulator: 16 rows per warp, all columns in one instruction."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
 def row_interval(bounds, offs, rows, columns, BOUNDED: gl.constexpr):
-    """As ``tiles.row_interval``: rows past the end see nothing."""
+    """Load the bounds (lo, hi) of the rows of a tile; with BOUNDED, rows past the end see no key."""
     inside = offs < rows
     if BOUNDED:
         return gl.load(bounds.lo + offs, mask=inside, other=0), gl.load(bounds.hi + offs, mask=inside, other=0)
@@ -227,7 +236,7 @@ def row_interval(bounds, offs, rows, columns, BOUNDED: gl.constexpr):
 
 @gluon.jit
 def pointers(tensor, offs, HEAD_DIM: gl.constexpr, layout: gl.constexpr):
-    # 64-bit: row 262,144 with a stride of 8,192 elements already wraps an int32
+    # 64-bit, because row 262,144 with a stride of 8,192 elements overflows an int32
     rows = gl.convert_layout(offs, gl.SliceLayout(1, layout)).to(gl.int64)
     return tensor.ptr + rows[:, None] * tensor.stride_s + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))[None, :]
 
@@ -236,31 +245,31 @@ def pointers(tensor, offs, HEAD_DIM: gl.constexpr, layout: gl.constexpr):
 def finish(
     acc, softmax, tensors, shape, place, offs, HEAD_DIM: gl.constexpr, HAS_STATE: gl.constexpr,
 ):  # fmt: skip
-    """Divide by the sums, average with the carried state, and store: the end of ``forward.forward_kernel``."""
+    """Divide by the sums, merge with the carried state, and store out and lse."""
     state, out, lse = tensors
     batch, head = place.batch.to(gl.int64), place.head.to(gl.int64)
     layout: gl.constexpr = acc.type.layout
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     inside = offs < shape.rows
     lse_pointers = lse + (batch * shape.heads + head) * shape.rows + offs
-    l_safe = gl.where(softmax.sums == 0.0, 1.0, softmax.sums)  # a row that has seen nothing: out = 0, lse = -inf
-    ours = gl.where(softmax.sums == 0.0, float("-inf"), (softmax.pivot + gl.log2(l_safe)) * LN_2)
+    l_safe = gl.where(softmax.sums == 0.0, 1.0, softmax.sums)  # a row that has seen no key gets out = 0, lse = -inf
+    new_lse = gl.where(softmax.sums == 0.0, float("-inf"), (softmax.pivot + gl.log2(l_safe)) * LN_2)
     row_mask = gl.convert_layout(inside, by_row)[:, None]
     if HAS_STATE:
-        theirs = gl.load(lse_pointers, mask=inside, other=float("-inf"))
-        pivot = gl.maximum(ours, theirs)
-        pivot = gl.where(pivot == float("-inf"), 0.0, pivot)  # a row that has seen nothing would give inf - inf
-        new, old = gl.exp2((ours - pivot) * LOG2_E), gl.exp2((theirs - pivot) * LOG2_E)
+        old_lse = gl.load(lse_pointers, mask=inside, other=float("-inf"))
+        pivot = gl.maximum(new_lse, old_lse)
+        pivot = gl.where(pivot == float("-inf"), 0.0, pivot)  # a row that has seen no key would compute inf - inf
+        new, old = gl.exp2((new_lse - pivot) * LOG2_E), gl.exp2((old_lse - pivot) * LOG2_E)
         total = gl.where(new + old == 0.0, 1.0, new + old)
-        ours = gl.where(new + old == 0.0, float("-inf"), pivot + gl.log2(total) * LN_2)
+        new_lse = gl.where(new + old == 0.0, float("-inf"), pivot + gl.log2(total) * LN_2)
         carried = gl.load(pointers(of_head(state, batch, head), offs, HEAD_DIM, layout), mask=row_mask, other=0.0)
         acc = acc * gl.convert_layout(new / total / l_safe, by_row)[:, None]
         acc = acc + carried * gl.convert_layout(old / total, by_row)[:, None]
     else:
         acc = acc / gl.convert_layout(l_safe, by_row)[:, None]
-    gl.store(lse_pointers, ours, mask=inside)
-    to = of_head(out, batch, head)
-    gl.store(pointers(to, offs, HEAD_DIM, layout), acc.to(to.ptr.dtype.element_ty), mask=row_mask)
+    gl.store(lse_pointers, new_lse, mask=inside)
+    out_head = of_head(out, batch, head)
+    gl.store(pointers(out_head, offs, HEAD_DIM, layout), acc.to(out_head.ptr.dtype.element_ty), mask=row_mask)
 
 
 @gluon.jit
@@ -268,7 +277,7 @@ def consumer(
     shared, place, tensors, bounds, shape, softmax_scale,
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr, HAS_STATE: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 query rows against every tile of keys."""
+    """Compute 64 query rows against all visited key tiles, in one warpgroup."""
     BOUNDED: gl.constexpr = bounds.lo is not None
     scores_layout: gl.constexpr = mma_layout(BLOCK_K)
     out_layout: gl.constexpr = mma_layout(HEAD_DIM)
@@ -289,8 +298,8 @@ def consumer(
     release(shared.k, 0, SLOTS)
     column, offs_k = column_of(0, place.past, BLOCK_K), gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores_layout))
     visible = seen(column, offs_k, lo, hi, shape.columns, BOUNDED)
-    nothing = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores_layout))
-    softmax = Softmax(nothing, nothing - float("inf"))
+    zeros = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores_layout))
+    softmax = Softmax(zeros, zeros - float("inf"))
     p, softmax, _ = weights(scores, softmax, unit, visible, True)
     p = gl.convert_layout(p.to(q.dtype), weights_layout)
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, out_layout)
@@ -319,22 +328,26 @@ def hopper_kernel(
     q, k, v, state, out, lse, bounds, shape, softmax_scale,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, SLOTS: gl.constexpr, HAS_STATE: gl.constexpr,
 ):  # fmt: skip
-    """One program: 128 query rows of one head against every key tile that one of them sees."""
+    """Compute ``out = softmax(scale * q k^T) v`` and ``lse`` of 128 query rows of one head per program.
+
+    ``q``, ``k`` and ``v`` are TMA descriptors of float16 or bfloat16 tensors; shapes are those of
+    ``device.forward.forward_kernel``.
+    """
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     tile, batch, head = program(shape, BLOCK_Q)
-    first = (gl.cdiv(shape.rows, BLOCK_Q) - 1 - tile) * BLOCK_Q  # late rows see most keys: longest first
+    first = (gl.cdiv(shape.rows, BLOCK_Q) - 1 - tile) * BLOCK_Q  # longest first: late rows see most keys
     start, full_start, full_end, end = tile_range(bounds, first, shape, BLOCK_Q, BLOCK_K)
     past, tail, full, count = phases_of(start, full_start, full_end, end, shape.columns, BLOCK_K)
     place = ProgramRows(first, batch.to(gl.int32), head.to(gl.int32), past, tail, full, count)
     block: gl.constexpr = q.block_type.shape
     shared = Shared(
-        gl.allocate_shared_memory(q.dtype, [CONSUMERS] + block, q.layout),  # noqa: RUF005 (jit code takes no star)
+        gl.allocate_shared_memory(q.dtype, [CONSUMERS] + block, q.layout),  # noqa: RUF005 (jit code has no star)
         barriers(1, 1),
         ring_of(k, SLOTS),
         ring_of(v, SLOTS),
         barriers(CONSUMERS, 1),
     )
-    fence_async_shared()  # the copy engine must find the barriers initialised
+    fence_async_shared()  # TMA must see the initialised barriers
     tensors = (state, out, lse)
     gl.warp_specialize(
         [

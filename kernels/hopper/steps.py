@@ -1,45 +1,53 @@
-"""The order of the Hopper forward: which tile a step is about, in which slot, behind which phase of a barrier.
+"""Step order of the Hopper kernels: the tile of a step, its slot in the ring, and the parity of its barrier phase.
 
-Plain arithmetic on integers: the kernel compiles these functions, and tests run them as they are.
+The forward visits key tiles from the last to the first, here with two slots::
+
+    step      0  1  2  3  4
+    key tile  4  3  2  1  0
+    slot      0  1  0  1  0
+    parity    0  0  1  1  0
+
+The functions are integer arithmetic. The kernel compiles them, and tests call them in Python.
 """
 
 from __future__ import annotations
 
 CONSUMERS = 2
-"""Warpgroups that multiply."""
+"""Number of consumer warpgroups, which compute the matrix products."""
 
 ROWS = 64
-"""Query rows of each: what one wgmma takes."""
+"""Rows per consumer warpgroup, those of one wgmma."""
 
 
 def slot_of(step, SLOTS):
-    """The slot of a ring that holds the tile of ``step``."""
+    """Return the slot of a ring that holds the tile of ``step``."""
     return step % SLOTS
 
 
 def parity_of(step, SLOTS):
-    """Parity of the phase that completes when the tile of ``step`` is there: one more phase each time round the ring.
+    """Return the parity of the barrier phase that completes when the tile of ``step`` has arrived.
 
-    The phase before that one, which a fresh barrier is taken to have completed, says that the slot is free.
+    Each round of the ring is one phase. The completion of the previous phase means that the slot is free; a new barrier
+    counts as if it had completed one.
     """
     return step // SLOTS & 1
 
 
 def turn_parity(turn, CONSUMER):
-    """Parity of the phase that lets a consumer begin ``turn``; the first consumer's first turn waits for nobody."""
+    """Return the parity of the phase that lets a consumer begin ``turn``; the first turn of consumer 0 never waits."""
     return (turn ^ 1 ^ CONSUMER) & 1
 
 
 def column_of(step, past, BLOCK_K):
-    """First key of the tile of ``step``: from the last tile, which ends at ``past``, to the first."""
+    """Return the first key of the tile of ``step``; step 0 is the last tile, which ends at ``past``."""
     return past - (step + 1) * BLOCK_K
 
 
 def phases_of(start, full_start, full_end, end, columns, BLOCK_K):
-    """(past, tail, full, steps) of a tile range, see ``bounds.TileRange``.
+    """Return (past, tail, full, steps) of a ``device.tiles.TileRange``.
 
-    Steps below ``tail`` and from ``full`` on need the mask. At least one step, which needs it too: where no tile is
-    seen, it is about one past the last key, which the copy engine fills with zeros.
+    Steps below ``tail`` and from ``full`` on need the mask. There is at least one step, and step 0 always needs the
+    mask. If no tile is visible, step 0 is a tile past the last key, which TMA fills with zeros.
     """
     if end > start:
         past = end

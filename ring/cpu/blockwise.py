@@ -86,11 +86,6 @@ class Modifiers:
     scores: Scores
     region: Region
 
-    @property
-    def drops(self) -> bool:
-        """Whether weights are dropped."""
-        return self.scores.dropout_p > 0
-
     def apply(self, tile: Tensor, at: RegionTile, *, backward: bool = False) -> Tensor | None:
         """Modify ``scale * q k^T``, here and behind it times log2(e), in place.
 
@@ -305,7 +300,7 @@ def _attend(
         weights = scores.sub_(pivot).exp2_()
         decay = m.sub_(pivot).exp2_()
         total.mul_(decay).add_(weights.sum(-1, keepdim=True))
-        if modifiers is not None and modifiers.drops:
+        if modifiers is not None and modifiers.scores.dropout_p > 0:
             _by_head(weights, block).mul_(modifiers.kept(_place(chunk, block, tile)))
         acc.mul_(decay).baddbmm_(weights, chunk.values[:, tile.key : tile.end])
         m = peak
@@ -384,7 +379,7 @@ def _weights(
         at = _place(chunk, block, tile)
         derivative = modifiers.apply(_by_head(scores, block), at, backward=True)
         derivative = None if derivative is None else derivative.view_as(scores)
-        kept = modifiers.kept(at).view_as(scores) if modifiers.drops else None
+        kept = modifiers.kept(at).view_as(scores) if modifiers.scores.dropout_p > 0 else None
     scores.sub_(lses)
     _hide(scores, block, tile.edges)
     return scores.exp2_(), kept, derivative

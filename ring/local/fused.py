@@ -76,11 +76,8 @@ class TritonBackward:
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool,
         accum: Callable[[], tuple[torch.Tensor, ...]] | None, out: tuple[torch.Tensor, ...],
     ) -> None:  # fmt: skip
-        arrived = None
-        if accum is not None:
-            dk, dv = accum()
-            arrived = (dk, dv)
-        self._key_gradients(k, v, bounds=bounds, scores=scores, accum=arrived, out=(out[0], out[1]))
+        arrived = None if accum is None else accum()
+        self._key_gradients(k, v, bounds=bounds, scores=scores, accum=arrived, out=out)
 
     def result(self) -> torch.Tensor:
         """dQ in q's dtype, after the final hop."""

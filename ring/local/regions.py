@@ -156,7 +156,8 @@ def _block_sparse(lo: Tensor, hi: Tensor, index: BlockSparseIndex, operator: boo
         near, rest = (lo[row:end], hi[row:end]), []
         for begin, stop in band:
             cut = list(_cut(near[0].clamp(begin, stop), near[1].clamp(begin, stop), exact)) if operator else []
-            if exact or (cut and all(region.kind is not Kind.BLOCKWISE and _is_long(region) for region in cut)):
+            shortest = min((min(one.row_end - one.row, one.key_end - one.key) for one in cut), default=0)
+            if exact or (shortest >= MIN_ROWS and all(one.kind is not Kind.BLOCKWISE for one in cut)):
                 yield from (region._replace(row=row + region.row, row_end=row + region.row_end) for region in cut)
             else:
                 rest.append((begin, stop))
@@ -172,10 +173,6 @@ def _bands(index: BlockSparseIndex, rows: int) -> Iterator[tuple[int, int, KeyRa
     for seen, alike in groupby(range(len(blocks)), key=blocks.__getitem__):
         same = list(alike)
         yield same[0] * index.block, min((same[-1] + 1) * index.block, rows), seen
-
-
-def _is_long(region: Region) -> bool:
-    return min(region.row_end - region.row, region.key_end - region.key) >= MIN_ROWS
 
 
 def _blockwise(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Region]:

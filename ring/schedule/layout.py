@@ -213,11 +213,6 @@ def _zigzag(boundaries: Sequence[int], world: int) -> list[list[Span]]:
     return spans
 
 
-def _by_tokens(seqlen: int, speeds: Sequence[Fraction]) -> list[int]:
-    """``seqlen`` cut by ``speeds``: the first r ranks hold ``round(seqlen * speed of them / speed of all)`` tokens."""
-    return _differences(_nearest(seqlen * share) for share in _shares(speeds))
-
-
 def _by_causal_pairs(seqlen: int, speeds: Sequence[Fraction]) -> list[list[Span]]:
     """For every rank one run from each end of the sequence; see :meth:`Layout.balanced` for the rule."""
     # the token in the middle of an odd length is its own mirror image, half a pair: the innermost run at the head
@@ -390,7 +385,9 @@ class Layout:
         """
         seqlen, causal = POSITIONS.of("seqlen", seqlen), FLAG.of("causal", causal)
         exact = _speeds_of(speeds)
-        return cls(_by_causal_pairs(seqlen, exact)) if causal else cls.uneven(_by_tokens(seqlen, exact))
+        if causal:
+            return cls(_by_causal_pairs(seqlen, exact))
+        return cls.uneven(_differences(_nearest(seqlen * share) for share in _shares(exact)))
 
     @property
     def world(self) -> int:

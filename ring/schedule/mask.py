@@ -161,16 +161,12 @@ def bigbird(seqlen: int, block: int, *, window: int, global_: int, random: int, 
             ``window`` is even or not positive.
     """
     queries, keys = _grid(seqlen, block)
-    window, global_, random = (
-        at_least(1, "window", window),
-        at_least(0, "global_", global_),
-        at_least(0, "random", random),
-    )
+    window, global_ = at_least(1, "window", window), at_least(0, "global_", global_)
+    random = at_least(0, "random", random)
     if window % 2 == 0:
         raise ValueError(f"window is {window}: it must be odd, the query's own block and as many on either side")
     seen = ((queries - keys).abs() <= window // 2) | (queries < global_) | (keys < global_)
-    seed = SEED.of("seed", seed)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED.of("seed", seed))
     for row in seen:
         others = (~row).nonzero().squeeze(1)
         row[others[torch.randperm(len(others), generator=generator)[:random]]] = True

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from ...kernels.shared import Shared, SharedCache
 from .active import sent_keys
 from .layout import Layout
 from .mask import Mask, bounds
-from .schedule import DKV_SLOTS, KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, Edge, Hop, schedule
+from .schedule import DKV_SLOTS, KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, Edge, Hop, kv_slot_at, schedule
 
 if TYPE_CHECKING:
     from ...comm.topology.topology import Topology
@@ -51,6 +51,7 @@ class Plan:
     last: int  # the last hop that launches
     slots: int  # that K/V rotate through
     edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # of all ranks, per level
+    returns_early: bool  # dK/dV of some shard come back to their root before an outer step ends
     dkv_returns: dict[int, Hop]  # after which hop the dK/dV of an outer step's root come back to it
 
     def device_tensors(self) -> Iterator[torch.Tensor | None]:
@@ -80,9 +81,8 @@ class Plan:
 
     @property
     def dkv_slots(self) -> int:
-        """Slots of dK/dV: those that rotate, the rail's, and one more only where some return early."""
-        used = [hop.dkv_slot + 1 for hop in self.hops if hop.dkv_slot is not None]
-        return max(DKV_SLOTS + (RAIL_SLOTS if self.two_level else 0), *used, 0)
+        """Slots of dK/dV: those that rotate, the rail's, and on all ranks one more where some return early."""
+        return DKV_SLOTS + (RAIL_SLOTS if self.two_level else 0) + self.returns_early
 
     def arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:
         """The hops whose K/V are posted when ``hop`` begins: by rail an outer step ahead, else ``prefetch`` hops.
@@ -102,6 +102,10 @@ class Plan:
             arrivals = (self.arrivals(hop.index, prefetch) for hop in self.hops)
             self._kv_posts[prefetch] = tuple(tuple(map(self._kv_post, coming)) for coming in arrivals)
         return self._kv_posts[prefetch]
+
+    def kv_slot(self, hop: Hop) -> int:
+        """The slot that K/V of a hop arrive in, on every rank that they come to."""
+        return kv_slot_at(hop.index, self.inner, self.slots)
 
     def kv_sender(self, coming: Hop) -> Hop:
         """The hop whose K/V are passed on while those of ``coming`` arrive."""
@@ -179,12 +183,6 @@ def _hop_masks(mask: Mask, positions: Positions, shard: int) -> tuple[HopMask, .
     return tuple(HopMask(part.to(device), positions, shard) for part in visible_parts)
 
 
-def _send_index(keys: Layout, sent: Layout, rank: int, device: torch.device) -> torch.Tensor | None:
-    if keys.lengths[rank] == sent.lengths[rank]:
-        return None
-    return torch.searchsorted(keys.positions(rank), sent.positions(rank)).to(device)
-
-
 def plan(
     layout: Layout,
     mask: Mask,
@@ -203,12 +201,7 @@ def plan(
 
 
 @lru_cache(maxsize=PLANS)
-def _shared_plan(*given: Any) -> Shared[Plan]:
-    made = _make_plan(*given)
-    return Shared(made, made.device_tensors())
-
-
-def _make_plan(
+def _shared_plan(
     layout: Layout,
     mask: Mask,
     rank: int,
@@ -217,13 +210,16 @@ def _make_plan(
     topology: Topology | None,
     slots: int,
     kv_layout: Layout | None,
-) -> Plan:
+) -> Shared[Plan]:
     keys = layout if kv_layout is None else kv_layout
     whole = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
     hops = whole.hops(rank)
     sent = sent_keys(layout, mask, keys)
     positions = Positions(layout, keys, sent, rank, device)
-    return Plan(
+    send_index = None
+    if keys.lengths[rank] != sent.lengths[rank]:
+        send_index = torch.searchsorted(keys.positions(rank), sent.positions(rank)).to(device)
+    made = Plan(
         rank=rank,
         hops=hops,
         inner=whole.inner,
@@ -232,13 +228,15 @@ def _make_plan(
         ),
         lengths=tuple(sent.lengths[hop.shard] for hop in hops),
         longest=max(sent.lengths),
-        send_index=_send_index(keys, sent, rank, device),
+        send_index=send_index,
         last=max((hop.index for hop in hops if hop.computes), default=0),
         slots=slots,
         edges=whole.edges,
+        returns_early=whole.returns_early,
         dkv_returns={
             root.index + whole.active_ranges[root.shard][root.index // whole.inner][1]: root
             for root in hops[:: whole.inner]
             if root.dkv_from is not None
         },
     )
+    return Shared(made, made.device_tensors())

@@ -71,6 +71,8 @@ class Hop:
     """The owner of the shard, to which this node's dK/dV return over the slow link at the end of the outer step."""
     return_from: int | None = None
     """The rank from which its node's dK/dV of this rank's own shard arrive over the slow link after the outer step."""
+    dkv_into: int | None = None
+    """The slot that dK/dV arrive in where they go to."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,11 @@ class Schedule:
         return tuple(
             max((hop // self.inner for hop, sees in enumerate(hops) if sees), default=0) for hops in self.active
         )
+
+    @property
+    def returns_early(self) -> bool:
+        """Whether dK/dV of any shard come back to their root before an outer step ends."""
+        return any(0 < last < self.inner - 1 for outers in self.active_ranges for _, last in outers)
 
     @property
     def early_slot(self) -> int:
@@ -318,22 +325,30 @@ def _root(plan: Schedule, rank: int, index: int) -> Hop:
     _, last = plan.active_ranges[shard][outer]
     comes, goes = 0 < outer <= plan.last_outer_steps[shard], outer < plan.last_outer_steps[shard]
     sees = outer > 0 and plan.node_sees(shard, outer)
-    # from the far end of an outer step they come at its very end, when the next slot is free
-    slot = (index + plan.inner) % DKV_SLOTS if last == plan.inner - 1 else plan.early_slot
     return Hop(
         index=index,
         shard=shard,
         computes=plan.active[shard][index],
         kv_from=plan.rank_at(shard, index - plan.inner) if comes else None,
         kv_to=plan.rank_at(shard, index + 1) if last else None,
-        kv_slot=plan.slots + outer % ROOT_SLOTS if comes else None,
+        kv_slot=kv_slot_at(index, plan.inner, plan.slots) if comes else None,
         dkv_from=plan.rank_at(shard, index + last) if last else None,
         dkv_to=None,
-        dkv_slot=slot if last else None,
+        dkv_slot=_return_slot(plan, index, last) if last else None,
         rail_to=plan.rank_at(shard, index + plan.inner) if goes else None,
         return_to=shard if sees else None,
         return_from=plan.rank_at(rank, index) if outer and plan.node_sees(rank, outer) else None,
     )
+
+
+def kv_slot_at(index: int, inner: int, slots: int) -> int:
+    """Return the slot that K/V of a hop arrive in, on every rank."""
+    return index % slots if index % inner else slots + index // inner % ROOT_SLOTS
+
+
+def _return_slot(plan: Schedule, root: int, last: int) -> int:
+    """Where dK/dV come back to: from the far end of an outer step at its very end, when the next slot is free."""
+    return (root + plan.inner) % DKV_SLOTS if last == plan.inner - 1 else plan.early_slot
 
 
 def _away(plan: Schedule, rank: int, index: int) -> Hop:
@@ -349,8 +364,9 @@ def _away(plan: Schedule, rank: int, index: int) -> Hop:
         computes=plan.active[shard][index],
         kv_from=previous if comes else None,
         kv_to=following if goes else None,
-        kv_slot=index % plan.slots if comes else None,
+        kv_slot=kv_slot_at(index, plan.inner, plan.slots) if comes else None,
         dkv_from=previous if adds and step > first else None,
         dkv_to=following if adds else None,
         dkv_slot=index % DKV_SLOTS if adds else None,
+        dkv_into=((index + 1) % DKV_SLOTS if goes else _return_slot(plan, index - step, last)) if adds else None,
     )

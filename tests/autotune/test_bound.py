@@ -220,7 +220,7 @@ def test_products_of_sm_100_by_their_descriptor() -> None:
     counts = mix(first, "UMOV UR25, 0x8210490", second, "UMOV UR25, 0x8100490", warps=8)
     assert counts.products == 128 * 64 * 16 + 128 * 128 * 16
     assert counts.shared_bytes == 32 * (128 + 64) + 32 * 128
-    with pytest.raises(ValueError, match="does not tell the shape"):
+    with pytest.raises(ValueError, match="shape of the matrix instruction"):
         mix(first)
 
 

@@ -67,7 +67,7 @@ def test_a_crash_or_hang_fails_only_its_own_job() -> None:
         0: "off",  # a compiler has no interpreter
         1: Failure("ValueError: one is"),
         2: Failure("its process died with exit code 7"),
-        3: Failure("it did not end in time, and was ended"),
+        3: Failure("it did not end in time and was killed"),
         4: "off",
     }
 

@@ -60,9 +60,9 @@ def test_numbers_are_what_triton_makes_constants_and_assumptions_of() -> None:
 @pytest.mark.parametrize(
     ("word", "changed", "message"),
     [
-        ("hopper", {"arch": 80}, "takes GPUs of compute capability 9.0"),
+        ("hopper", {"arch": 80}, "supports GPUs of compute capability 9.0"),
         ("hopper", {"features": ("seqused_k",)}, "is launched as forward_kernel, not as hopper_kernel"),
-        ("hopper_backward", {"head_dim": 256, "head_dim_v": 256}, "takes one of 64, 128"),
+        ("hopper_backward", {"head_dim": 256, "head_dim_v": 256}, "supports 64, 128"),
     ],
 )
 def test_what_the_hopper_kernels_are_not_written_for(word: str, changed: dict[str, Any], message: str) -> None:
@@ -157,9 +157,9 @@ def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str
         ("90:bf16:64:128x128", "tile is '128x128': it must be QxKxWARPSxSTAGES"),
         ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE with one of forward_kernel, order"),
         ("90:bf16:64:order=best", "option order is 'best': it must be one of heads, longest"),
-        ("90:bf16:64:only:mha:forward:pack_gqa=True", "it is of several query heads per key head, gqa"),
-        ("80:bf16:128:dkdv_epilogue=descriptors", "it takes sm_90 or higher"),
-        ("90:bf16:128:forward:dkdv_epilogue=descriptors", "it is of dkdv, not of forward"),
+        ("90:bf16:64:only:mha:forward:pack_gqa=True", "it needs several query heads per key head, gqa"),
+        ("80:bf16:128:dkdv_epilogue=descriptors", "it needs sm_90 or higher"),
+        ("90:bf16:128:forward:dkdv_epilogue=descriptors", "it is an option of dkdv, not of forward"),
         ("90:bf16:128:delta:order=longest", "no kernel takes all of these words, or it has no default tile"),
     ],
 )  # fmt: skip

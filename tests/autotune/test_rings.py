@@ -44,7 +44,7 @@ def test_what_is_tried() -> None:
     tried = settings(POINT, "cuda")
     assert tried[0] == DEFAULT and len({*tried}) == len(tried)
     assert {(row.transport, row.chunks, row.channels) for row in tried[1:]} == {
-        *(("copy_engine", chunks, None) for chunks in (1, 2, 4)),
+        *(("nccl_one_sided", chunks, None) for chunks in (1, 2, 4)),
         *(("nccl", chunks, channels) for chunks in (1, 2, 4) for channels in (None, 2, 4, 8, 16)),
     }
     assert settings(POINT._replace(kv_heads=1), "cpu") == [DEFAULT]
@@ -76,7 +76,7 @@ def test_damaged_files_are_skipped_with_a_warning(folders: Folders) -> None:
     data["rings"][0]["point"]["length"] = 0
     path.write_text(json.dumps(data))
     reason = re.escape(f"{path} is refused: rings[0]: length is 0")
-    with pytest.warns(UserWarning, match=f"{reason}.*; what a ring"):
+    with pytest.warns(UserWarning, match=f"{reason}.*"):
         assert ring_settings(POINT, H200) is None
     save_ring(package, H200, made(setting=DEFAULT))
     with pytest.warns(UserWarning, match=reason):
@@ -98,7 +98,7 @@ def test_a_launcher_decides_how_many_ranks(alone: None, monkeypatch: pytest.Monk
     with pytest.raises(typer.BadParameter, match="--world is 8: the launcher started 4 ranks; leave it out"):
         problems_of(*call, 8)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ValueError, match="the launcher started 1 rank: a ring to tune takes at least 2"):
+    with pytest.raises(ValueError, match="the launcher started 1 rank"):
         problems_of(*call, None)
 
 
@@ -127,7 +127,7 @@ def test_a_wrong_ring_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         shards=lambda tensors, device: (), run=lambda shards: {name: each * factor for name, each in x.items()}
     ))  # fmt: skip
     monkeypatch.setattr(ring_search, "gathered", lambda tensor, mine, problem, heads: mine)
-    for factor, message in ((1.0, None), (1.01, "out errs by"), (torch.nan, "out errs by nan")):
+    for factor, message in ((1.0, None), (1.01, "error of out is"), (torch.nan, "error of out is nan")):
         error = ring_search.error_of(problem, factor, torch.device("cpu"), judge)  # type: ignore[arg-type]
         assert error is None if message is None else str(error).startswith(message)
 
@@ -137,14 +137,14 @@ def test_what_a_search_says() -> None:
         DEFAULT: [Reading(4e-3, ("power brake",), {"sm_mhz": 1200.0})] * 5,
         CHUNKED: [Reading(1e-3, ("power cap",), {"sm_mhz": 1300.0})] * 5,
     }
-    measured = Measured(CHUNKED, readings, {RingSetting("copy_engine"): "no such link"}, False)
+    measured = Measured(CHUNKED, readings, {RingSetting("nccl_one_sided"): "no such link"}, False)
     kept = entry_of(POINT, measured, "nccl")
     assert (kept.setting, kept.seconds, kept.baseline) == (CHUNKED, 1e-3, 4e-3)
     assert kept.about["clocks"] == {"sm_mhz": 1300.0, "throttled": "power cap"}
     report = result_of(POINT, measured, kept, Path("x.json"))
     assert [(row["transport"], row["runs"], row["note"]) for row in report.rows] == [
-        ("auto", 5, "what a ring takes by itself"), ("nccl", 5, ""), ("copy_engine", 0, "no such link")
+        ("auto", 5, "default"), ("nccl", 5, ""), ("nccl_one_sided", 0, "no such link")
     ]  # fmt: skip
-    assert "cut short" in report.notes[0] and "75.0% less than a ring takes by itself" in report.notes[-1]
+    assert "incomplete" in report.notes[0] and "75.0% less than the default" in report.notes[-1]
     nothing = result_of(POINT, Measured(None, {}, {DEFAULT: "no such link"}, True), None, None)
-    assert nothing.failed == ["1024 tokens: no setting runs here: see the notes of the rows"]
+    assert nothing.failed == ["1024 tokens: no setting runs here; see the notes of the rows"]

@@ -64,7 +64,7 @@ def asked(*arguments: str) -> Any:
         (["--kernels", "dq,dk"], "--kernels has 'dk': it must be one of forward, dq, dkdv"),
         (["--save-dir", "/dev/null/x"], "--save-dir is /dev/null/x: cannot write to this folder"),
         (["--world", "5"], "--world is given without --ring"),
-        (["--ring", "--value-dim", "64"], "--value-dim is 64: rings are tuned with values of --head-dim"),
+        (["--ring", "--value-dim", "64"], "--value-dim is 64: with --ring it must be --head-dim"),
         (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles has no effect with --ring"),
         (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks take"),
     ],
@@ -116,7 +116,7 @@ def everything_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_gpu_it_compiles_and_says_so(tmp_path: Path, folders: Folders, everything_compiles: None) -> None:
     result = asked(*SMALL, "--arch", "sm_80", "--json", str(tmp_path / "told.json"))
     assert result.exit_code == 0, result.output
-    assert "no GPU here: compiled and ranked, nothing is measured, entries are estimates" in result.output
+    assert "no GPU on this machine: nothing is measured" in result.output
     (path,) = folders[0].glob("*.json")
     table = read(path)
     assert (table.gpu, table.arch, table.triton) == ("sm_80", 80, tables.triton_version())
@@ -125,7 +125,7 @@ def test_without_a_gpu_it_compiles_and_says_so(tmp_path: Path, folders: Folders,
     }
     report = json.loads((tmp_path / "told.json").read_text())
     assert report["case"] == "tune" and len(report["rows"]) == 5 and not report["failed"]
-    assert f"written: {path}" in report["notes"] and report["notes"][-1].startswith("best: by bounds alone; estimates")
+    assert f"written: {path}" in report["notes"] and report["notes"][-1].startswith("best: estimates only")
     again = json.loads(asked(*SMALL, "--arch", "sm_80", "--compile-only", "--json", "-").output)
     assert again["rows"] == report["rows"]
     few = json.loads(asked(*SMALL, "--arch", "sm_80", "--tiles", "2", "--json", "-").output)
@@ -146,7 +146,7 @@ def test_a_compile_budget_leaves_whole_points_and_reports_the_rest(
     assert result.exit_code == 0, result.output
     first, second = json.loads((tmp_path / "told.json").read_text())["rows"]
     assert first["left"] == 0 and first["tile"] != "none" and second["left"] > 0 and second["tile"] == "none"
-    assert f"left by --budget: 1 of 2 kernels, masks and lengths, {second['left']} binaries or more" in result.output
+    assert f"--budget ended: 1 of 2 points are not compiled, with at least {second['left']}" in result.output
     again = json.loads(asked(*flags, "--json", "-").output)
     assert all(row["left"] == 0 and row["tile"] != "none" for row in again["rows"])
     assert len(pool.seen) == len({(job, job.role, job.sizes) for job in pool.seen}), "nothing is compiled twice"
@@ -163,7 +163,7 @@ def test_an_interruption_keeps_what_was_compiled(
     pool = AtOnce(work)
     monkeypatch.setattr(tune, "Pool", lambda work, workers: pool)
     result = asked(*SMALL, "--compile-only", "--save-dir", str(tmp_path))
-    assert result.exit_code == 130 and "interrupted: what is known is kept" in " ".join(result.output.split())
+    assert result.exit_code == 130 and "interrupted; finished results are saved" in " ".join(result.output.split())
     (journal,) = cache.glob("*.jsonl")
     assert len(journal.read_text().split()) > 3
 
@@ -252,8 +252,8 @@ def test_a_run_measures_and_is_the_default_from_then_on(folders: Folders, monkey
     rows = [answer.as_row() for answer in answers]
     assert all(row["time"] <= row["default's time"] and row["beside"] == 2 * row["time"] for row in rows)
     most = min(answers, key=lambda answer: slow(answer.tile or answer.default) / slow(answer.default))
-    told = f" of {len(rows)} are faster than the default, at most {point_text(most.point)} by "
-    assert told in tune.notes_of(answers, None)[-1]
+    note = tune.notes_of(answers, None)[-1]
+    assert f" of {len(rows)} points are faster than the default" in note and note.endswith(point_text(most.point))
     monkeypatch.setattr(choice, "gpu_specs", lambda device: H200)
     q, v = torch.empty(1, 64, 2, 16), torch.empty(1, 64, 1, 16)
     config_now = default_config(q, v)
@@ -273,7 +273,7 @@ def test_estimates_stay_where_nothing_was_measured(
     table = read(next(folders[0].glob("nvidia*.json")))
     assert len(table.entries) == len(outcome.rows) == len(TUNED)
     assert sum(not entry.estimated for entry in table.entries) >= measured
-    assert any(entry.estimated for entry in table.entries) and any("cut short" in note for note in outcome.notes)
+    assert any(entry.estimated for entry in table.entries) and any("are incomplete" in note for note in outcome.notes)
 
 
 def test_a_kernel_of_which_no_tile_passes_fails_the_run(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,10 +334,10 @@ def out_of_room(made: Any) -> Any:
 @pytest.mark.parametrize(
     ("kernel", "name", "wrong", "message"),
     [
-        ("forward", "attention_forward", lambda made: (made[0] * torch.nan, made[1]), "out errs by nan"),
+        ("forward", "attention_forward", lambda made: (made[0] * torch.nan, made[1]), "error of out is nan"),
         ("forward", "attention_forward", out_of_room, r"RuntimeError: out of resource: shared memory$"),
-        ("dq", "attention_dq", off, r"dq errs by 0\.00\d*, PyTorch's by "),
-        ("single_pass", "attention_gradients", off, r"dk errs by 0\.00\d*, PyTorch's by "),
+        ("dq", "attention_dq", off, r"error of dq is 0\.00\d*, PyTorch's is "),
+        ("single_pass", "attention_gradients", off, r"error of dk is 0\.00\d*, PyTorch's is "),
     ],
 )
 def test_wrong_results_are_reported(

@@ -273,7 +273,7 @@ LAUNCHED = {
     "bench timeline --seqlen 512 --heads 1 --repeats 1": "clocks of the ranks",
     "bench suite --only ceilings --budget 300 --out {folder}/suite": "ceilings  done",
     "demo --seqlen 64 --steps 1 --layers 1": "AGREE",
-    "doctor --seqlen 256 --bytes 1k": "all well",
+    "doctor --seqlen 256 --bytes 1k": "no problems found",
     "tune --ring --heads 1 --head-dim 16 --seqlen 128,256 --budget 60 --save-dir {folder}": "256 tokens: best",
     "tune --heads 1 --head-dim 64 --seqlen 1k --tiles 1 --kernels dq --compile-only --save-dir {folder}": "written",
     "show --seqlen 16 --world 2 --causal": "dK/dV: N of shard N",

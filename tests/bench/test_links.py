@@ -105,7 +105,7 @@ def test_only_nccl_is_swept() -> None:
     assert list(runs.limits_of("nccl", config)) == [
         Limits(), Limits(ctas=8), Limits(channels=4), Limits(channels=4, ctas=8), Limits(channels=16),
     ]  # fmt: skip
-    for name in ("copy_engine", "process_group", "local"):
+    for name in ("nccl_one_sided", "process_group", "local"):
         assert list(runs.limits_of(name, config)) == [Limits()]
 
 
@@ -225,7 +225,7 @@ def test_best_is_the_fastest_of_all_edges_between_processes() -> None:
     rows: list[Row] = [
         {"transport": transport, "edge": edge, "size": size, "algbw": rate, "channels": 4, "way": "ring"}
         for transport, edge, size, rate in [
-            ("nccl", "all", 1 << 20, 9.0), ("nccl", "all", 1 << 25, 3.0), ("copy_engine", "all", 1 << 25, 2.0),
+            ("nccl", "all", 1 << 20, 9.0), ("nccl", "all", 1 << 25, 3.0), ("nccl_one_sided", "all", 1 << 25, 2.0),
             ("nccl", "0->1", 1 << 25, 5.0), ("local", "all", 1 << 25, 7.0),
         ]
     ]  # fmt: skip

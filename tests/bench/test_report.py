@@ -89,7 +89,7 @@ def test_provenance_is_first_then_what_failed_then_the_files(page: str) -> None:
     assert "<strong>results.json</strong>: right: error of dq (dtype float16) is 2.0, at most 1 allowed" in failed
     assert "<strong>memory.json</strong>: memory per rank differs by 33.3% between worlds, 2% allowed" in failed
     assert "<p>Parts of the suite: 1 done, 1 failed.</p>" in failed
-    assert "<p>copy_engine does not open here: device is cpu</p>" in page
+    assert "<p>nccl_one_sided does not open here: device is cpu</p>" in page
     assert '<button type="button">busbw, GB/s</button>' in page and ">note<" not in page  # an empty column
     outline = Outline(page)
     assert all(re.fullmatch(r"\d*", tag["data-order"] or "") for tag in outline.tags("td"))

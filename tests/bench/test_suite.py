@@ -58,7 +58,7 @@ def results(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "it must be an object"),
+        ("[1]", "it must be a JSON object"),
         (json.dumps({"schema": "ringattn bench suite 1"}), "its schema is not 'ringattn result'"),
         (json.dumps(results(case="bench links")), "holds bench links"),
         (json.dumps(results(units={"part": ""}, rows=[{"part": "x"}])), "holds bench suite"),
@@ -248,7 +248,7 @@ def test_a_gpu_is_asked_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> No
     assert total <= 480 - suite.WRITING_SECONDS
     names = [part.name for part in listed]
     assert names[0] == "launches" and names[-1] == "tune"
-    assert names.index("ceilings") < names.index("local-4") < names.index("killed copy_engine")
+    assert names.index("ceilings") < names.index("local-4") < names.index("killed nccl_one_sided")
     for gpus, between in ((3, ["ring"]), (8, ["nccl-4", "ring", "Ulysses x ring"])):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert [part.name for part in parts.gpu_parts()] == [*names[:-1], "links", "overlap", *between, "tune"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,14 +29,15 @@ from ringattn.comm import (
     kept,
     open_transport,
     open_transports,
+    register_transport,
     resolve_group,
+    unregister_transport,
 )
 from ringattn.comm.control import Control, control_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transport import WARM_UP_SECONDS
 from ringattn.comm.transports import choice, nccl, process_group
 from ringattn.comm.transports.choice import Request, choose, request_of
-from ringattn.comm.transports.copy_engine import copy_engine
 from ringattn.comm.transports.lanes import HostLane
 from ringattn.comm.transports.process_group import _Pending
 from ringattn.comm.watchdog.deadlines import FIRST_SECONDS
@@ -117,14 +117,16 @@ def test_transports_of_processes_and_of_virtual_ranks(gloo: dist.ProcessGroup, m
             open_transport(group, transport="process_group", device="cpu")
 
     on_ranks(2, fn)
-    with pytest.raises(ValueError, match='"local", and on rank 0 the group has 2 processes: use "nccl" or "copy'):
+    with pytest.raises(
+        ValueError, match='"local", and on rank 0 the group has 2 processes: use "nccl" or "process_group'
+    ):
         Peers(monkeypatch, "gloo").choose("local", CPU)
 
 
 @pytest.mark.parametrize(
     ("transport", "device", "match"),
     [
-        ("ncl", CPU, "transport is 'ncl': it must be one of auto, local, nccl, copy_engine, process_group"),
+        ("ncl", CPU, "transport is 'ncl': it must be one of auto, local, nccl, process_group, nccl_one_sided"),
         (
             "auto",
             torch.device("meta"),
@@ -132,7 +134,7 @@ def test_transports_of_processes_and_of_virtual_ranks(gloo: dist.ProcessGroup, m
         ),
         ("process_group", CPU, "torch.distributed is not initialised"),
         ("nccl", CPU, "it moves CUDA tensors, device is cpu"),
-        ("copy_engine", CPU, '"copy_engine", and on rank 0 it moves CUDA tensors, device is cpu'),
+        ("nccl_one_sided", CPU, '"nccl_one_sided", and on rank 0 it moves CUDA tensors, device is cpu'),
         (
             "nccl",
             torch.device("cuda"),
@@ -160,7 +162,7 @@ def test_what_one_device_alone_cannot_open(
             "auto",
             "cpu:gloo,cuda:gloo",
             CUDA,
-            r"finds none that works: nccl: on rank 0 CuPy.*; copy_engine: on rank 0 cuda-b.*; process_group: on rank 0",
+            r"none that works: nccl: on rank 0 CuPy.*; process_group: on rank 0 .*; nccl_one_sided: on rank 0 CuPy",
         ),
     ],
 )
@@ -168,7 +170,6 @@ def test_what_processes_cannot_open(
     transport: str, backend: str, device: torch.device, match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_nccl(monkeypatch, None)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(ValueError, match=match):
         Peers(monkeypatch, backend).choose(transport, device)
 
@@ -320,27 +321,30 @@ def test_a_failure_before_the_choice_is_propagated_with_its_reason(monkeypatch: 
 def able(monkeypatch: pytest.MonkeyPatch) -> Peers:
     """Two ranks that have everything."""
     install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
-    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
     return Peers(monkeypatch, "cpu:gloo,cuda:nccl")
 
 
 def test_auto_chooses_a_transport_of_all_ranks(able: Peers) -> None:
-    assert able.choose("auto", CUDA) == [("nccl",), ("copy_engine",), ("process_group",)]
+    assert able.choose("auto", CUDA) == [("nccl",), ("process_group",)]
     assert able.choose("auto", CPU) == [("process_group",)]
     able.change = {"nccl": "CuPy does not import"}  # on the other rank; here it does
-    assert able.choose("auto", CUDA) == [("copy_engine",), ("process_group",)]
+    assert able.choose("auto", CUDA) == [("process_group",)]
     with pytest.raises(ValueError, match='transport is "nccl", and on rank 1 CuPy does not import'):
         able.choose("nccl", CUDA)
 
 
-def test_copy_engines_leave_the_level_between_the_nodes_to_another(able: Peers) -> None:
-    assert able.choose("nccl", CUDA, levels=2) == [("nccl", "nccl")]
-    assert able.choose("copy_engine", CUDA, levels=2) == [("copy_engine", "nccl")]
-    able.change = {"nccl": "CuPy does not import"}
-    assert able.choose("copy_engine", CUDA, levels=2) == [("copy_engine", "process_group")]
-    able.change["process_group"] = "it has gloo alone"
-    with pytest.raises(ValueError, match=r"the level between the nodes \(nccl: on rank 1 CuPy.*; process_group: on ra"):
-        able.choose("copy_engine", CUDA, levels=2)
+def test_a_transport_of_one_node_leaves_the_level_between_nodes_to_another(able: Peers) -> None:
+    register_transport("of_a_node", LocalTransport, devices=("cuda",), across_nodes=False)
+    try:
+        assert able.choose("nccl", CUDA, levels=2) == [("nccl", "nccl")]
+        assert able.choose("of_a_node", CUDA, levels=2) == [("of_a_node", "nccl")]
+        able.change = {"nccl": "CuPy does not import"}
+        assert able.choose("of_a_node", CUDA, levels=2) == [("of_a_node", "process_group")]
+        able.change["process_group"] = "it has gloo alone"
+        with pytest.raises(ValueError, match=r"between the nodes \(nccl: on rank 1 CuPy.*; process_group: on ra"):
+            able.choose("of_a_node", CUDA, levels=2)
+    finally:
+        unregister_transport("of_a_node")
 
 
 def test_auto_chooses_a_transport_within_the_limits(able: Peers) -> None:
@@ -349,7 +353,7 @@ def test_auto_chooses_a_transport_within_the_limits(able: Peers) -> None:
     assert able.choose("auto", CPU, slow) == [("process_group",)]
     for name, device, limits in (
         ("process_group", CPU, Limits(ctas=4)),
-        ("copy_engine", CUDA, Limits(channels=1)),
+        ("nccl_one_sided", CUDA, Limits(channels=1)),
         ("process_group", CUDA, slow),
         ("nccl", CUDA, slow),
     ):

@@ -218,8 +218,10 @@ def test_names_that_cannot_be_registered(name: str) -> None:
     for taken, factory, match in wrong:
         with pytest.raises(ValueError, match=match):
             register_transport(taken, factory)
+    with pytest.raises(TypeError, match=r"^register_transport\(\) got an unexpected keyword argument 'prefer'"):
+        register_transport("other", Opener(), prefer=3)  # type: ignore[call-arg]
     for transport in ("countin", 3):
-        with pytest.raises(ValueError, match="auto, local, nccl, copy_engine, process_group, counting, or a factory"):
+        with pytest.raises(ValueError, match="auto, local, nccl, process_group, counting, nccl_one_sided, or"):
             Ring(transport=transport)  # type: ignore[arg-type]
 
 

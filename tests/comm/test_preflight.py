@@ -403,6 +403,30 @@ def test_a_rank_that_refuses_twice_is_told_of_one_that_goes_on() -> None:
     assert told == [refused[1]] * 3
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_second_refusal_reaches_a_rank_that_goes_on_past_it(waits: bool) -> None:
+    """Before the watchdog of the rank that refuses has ticked; ``waits``: the other rank then waits at a later call."""
+    ranks = preflights(2)
+    for refuses in (False, True, False):
+        on_all(ranks, lambda rank, refuses=refuses: rank.refuse(OSError()) if refuses else agree(rank, {"heads": 8}))  # type: ignore[misc]
+    for heads in (6, 7):
+        ranks[0].refuse(ValueError(f"k has {heads} heads"))
+    assert agree(ranks[1], {"heads": 2}) == Verdict("rank 0 refused this call: ValueError: k has 6 heads", False)
+    assert agree(ranks[1], {"heads": 8}) is None  # it expects the call that came after a refusal before
+    told: list[Verdict | None] = []
+
+    def stop() -> str | None:  # between its looks the watchdogs tick
+        told[:] = [old or new for old, new in zip(told or [None] * 2, map(tick, ranks), strict=True)]
+        return "told" if all(told) else None
+
+    if waits:
+        with pytest.raises(TransportError, match="told"):
+            ranks[1].agree({"heads": 4}, stop=stop)
+    else:
+        told = verdicts(ranks)
+    assert told == [Verdict("rank 0 refused this call: ValueError: k has 7 heads", True)] * 2
+
+
 @pytest.mark.parametrize("length", [LONG_TEXT - 1, LONG_TEXT, 100 * LONG_TEXT])
 def test_long_values_that_differ_at_their_end_are_told_apart(length: int) -> None:
     ranks, texts = preflights(2), ["x" * (length - 3) + end for end in "ab"]

@@ -158,7 +158,7 @@ DAMAGES: dict[str, Damage] = {
 REASONS = {
     **dict.fromkeys(("command", "command within", "command as a number", "command as a tensor"), "check_call"),
     "class": "_io.StringIO", "changed class": "it changes <class", "changed enum": "it changes <_MEM_FORMAT",
-    "file outside": "no file of this folder", "no tensors": "no file of this folder",
+    "file outside": "not a file in this folder", "no tensors": "not a file in this folder",
 }  # fmt: skip
 """Why a folder is refused; the other damages are found by whatever comes upon them first."""
 

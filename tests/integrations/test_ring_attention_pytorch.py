@@ -159,7 +159,7 @@ ODD = Q[:, :, :, :7].transpose(2, 3)  # [B, H, S, D]
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ours.ring_flash_attn(Q, Q[:, :4], Q[:, :4], causal=True), "q has 8 tokens, k has 4, with causal=True"),
+        (lambda: ours.ring_flash_attn(Q, Q[:, :4], Q[:, :4], causal=True), "q has 8 tokens and k has 4.*causal=True"),
         (lambda: ours.ring_flash_attn(Q, Q, Q, max_lookback_seq_len=4), "max_lookback_seq_len is 4 without causal"),
         (lambda: ours.ring_flash_attn(Q, Q, Q, bucket_size=3, striped_ring_attn=True), "bucket_size is 3"),
         (lambda: ours.ring_flash_attn(Q, Q, Q, ring_reduce_col=True, ring_size=2), "must divide the 1 ranks"),
@@ -171,8 +171,8 @@ ODD = Q[:, :, :, :7].transpose(2, 3)  # [B, H, S, D]
         (lambda: ours.ring_flash_attn(Q, Q, Q, softclamp_qk_sim=True, softclamp_value=0), "softclamp_value is 0: with"),
         (lambda: ours.ring_flash_attn(Q, Q, Q, torch.zeros(1, 8)), r"mask is torch.float32 \[1, 8\]: it must be"),
         (lambda: ours.ring_flash_attn(Q, Q, Q, torch.ones(8).bool()), r"mask is torch.bool \[8\]: it must be"),
-        (lambda: run_ranks(2, lambda group: ours.zig_zag_attn(ODD, ODD, ODD, group=group)), "q has 7 tokens: a zigzag"),
-        (lambda: ours.zig_zag_attn(Q, Q, Q, attn_mask=Q), "attn_mask is given: pass causal=True"),
+        (lambda: run_ranks(2, lambda group: ours.zig_zag_attn(ODD, ODD, ODD, group=group)), "q has 7 tokens"),
+        (lambda: ours.zig_zag_attn(Q, Q, Q, attn_mask=Q), "attn_mask is given; pass causal=True"),
     ],
 )  # fmt: skip
 def test_refusals(call: Callable[[], object], message: str) -> None:

@@ -173,7 +173,7 @@ def test_a_last_stride_that_is_not_1() -> None:
 def test_zigzags_without_two_equal_runs() -> None:
     """None of theirs is such a cut; alone a rank holds all tokens."""
     q = torch.randn(7, 2, 16)
-    with pytest.raises(ValueError, match=r"q has 7 tokens: a zigzag has two equal runs of them, or say"):
+    with pytest.raises(ValueError, match=r"q has 7 tokens.*layout="):
         run_ranks(2, lambda group: ours.zigzag_ring_flash_attn_func(q[None], q[None], q[None], group=group))
     documents = torch.tensor([0, 3, 6])
     with pytest.raises(ValueError, match="a document of cu_seqlens, 0 to 3, has 3 tokens"):
@@ -194,13 +194,13 @@ def changed(at: int, value: Any) -> tuple[Any, ...]:
     ("call", "message"),
     [
         (lambda: ours.ring_flash_attn_qkvpacked_func(Q), r"qkv is \[8, 2, 16\]: it must be \[..., 3, heads"),
-        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 9]), 6), "ends at 9, q has 8 tokens"),
-        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 7]), 4), "ends at 7, q has 8 tokens"),
-        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 8]), 4), "max_seqlen is 4, the longest"),
+        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 9]), 6), "ends at 9 and q has 8 tokens"),
+        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 7]), 4), "ends at 7 and q has 8 tokens"),
+        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 3, 8]), 4), "max_seqlen is 4"),
         (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 9, 8]), 9), "it must not descend"),
-        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 8]), None), "max_seqlen is None, the"),
+        (lambda: ours.ring_flash_attn_varlen_func(Q, Q, Q, torch.tensor([0, 8]), None), "max_seqlen is None"),
         (lambda: ours.ring_flash_attn_qkvpacked_func([Q, Q, Q]), "qkv is a list: it must be a torch.Tensor"),
-        (lambda: ours.llama3_flash_attn_varlen_func(*changed(0, PREPARED[0].clone())), "cu_seqlens_q is not a tensor"),
+        (lambda: ours.llama3_flash_attn_varlen_func(*changed(0, PREPARED[0].clone())), "cu_seqlens_q is unknown"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(1, PREPARED[0])), "cu_seqlens_k is"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(2, 4), causal=True), "max_seqlen_q is 4"),
         (lambda: ours.llama3_flash_attn_varlen_func(*changed(4, 3), causal=True), "heads_k_stride is 3"),

@@ -86,12 +86,12 @@ def one(group: Any, attention: str = "ringattn", **more: Any) -> Any:
         (lambda group: ours.substitute_hf_flash_attn(group, 0), "heads_k_stride is 0"),
         (lambda group: ours.substitute_hf_flash_attn(group, "1"), "heads_k_stride is '1'"),  # type: ignore[arg-type]
         (lambda group: update(group), "call substitute_hf_flash_attn"),
-        (lambda group: (one(group), update(None)), "process_group is another"),
+        (lambda group: (one(group), update(None)), "process_group is unknown"),
         (lambda group: (one(group), update(group, 0, 4, 2)), "must not descend"),
-        (lambda group: (one(group, "sdpa"), update(group)), "no attention since the last"),
+        (lambda group: (one(group, "sdpa"), update(group)), "no attention has used ringattn since"),
         (
             lambda group: one(group, position_ids=torch.arange(22 - group.rank())[None]),
-            "position_ids of token 19 on are",
+            "position_ids from token 19 are",
         ),
         (lambda group: one(group, input_ids=ids_of()[:, :5], position_ids=torch.arange(5)[None]), "tokens, got 5"),
         (lambda group: (ours.substitute_hf_flash_attn(group, 1), model_of("llama")(ids_of())), "2 ranks and no layout"),
@@ -118,7 +118,7 @@ def other_positions_on_rank_0(rank: int) -> forked.Ending:
 @pytest.mark.nightly
 def test_positions_that_one_rank_refuses_end_the_forward_of_all() -> None:
     for kind, text, seconds in forked.results(2, other_positions_on_rank_0):
-        assert kind == "ValueError" and "position_ids of token 1 on are [5]" in text and seconds < 30, (kind, text)
+        assert kind == "ValueError" and "position_ids from token 1 are [5]" in text and seconds < 30, (kind, text)
 
 
 @pytest.mark.nightly

@@ -334,7 +334,7 @@ ENDS = torch.tensor([0, 8])
         (Boundaries(torch.tensor([False, True])), 8, "cu_seqlens_q is torch.bool"),
         (Boundaries(torch.arange(0)), 8, r"cu_seqlens_q is torch.int64 \[0\]"),
         (Boundaries([0, 16]), 8, "cu_seqlens_q is a list"),  # type: ignore[arg-type]
-        (Boundaries(ENDS, ENDS, q_padded=2 * ENDS), 8, "cu_seqlens_kv_padded is None with cu_seqlens_q_padded"),
+        (Boundaries(ENDS, ENDS, q_padded=2 * ENDS), 8, "cu_seqlens_kv_padded is None and cu_seqlens_q_padded"),
     ],
 )
 def test_boundaries_that_do_not_fit(boundaries: Boundaries, tokens: int, message: str) -> None:

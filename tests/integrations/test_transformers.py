@@ -262,9 +262,9 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "head mask": (NotImplementedError, "head_mask", lambda: llama(head_mask=torch.ones(4))),
     "flash arguments": (NotImplementedError, "cu_seq_lens_q", lambda: llama(cu_seq_lens_q=torch.tensor([0, 43]))),
     "cache": (NotImplementedError, "44 keys from 0 for 1 queries.*use_cache=False", with_cache),
-    "static cache": (NotImplementedError, "static cache", static_cache),
+    "static cache": (NotImplementedError, "does not support a cache", static_cache),
     "packed positions": (
-        ValueError, "packed documents.*cu_seqlens", lambda: llama(position_ids=RESTARTING, use_cache=False)
+        ValueError, "position_ids do not match.*cu_seqlens", lambda: llama(position_ids=RESTARTING, use_cache=False)
     ),
     "packed positions, cache": (ValueError, "cu_seqlens", lambda: llama(position_ids=RESTARTING)),
     "own mask": (
@@ -273,7 +273,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "union": (NotImplementedError, "or_masks", lambda: mask(or_mask_function=masking.causal_mask_function)),
     "blocks": (NotImplementedError, "or_masks", lambda: mask(block_sequence_ids=torch.zeros(1, TOKENS))),
     "two windows": (
-        NotImplementedError, "two of .*window_size",
+        NotImplementedError, "two values of .*window_size",
         lambda: mask(create="window", and_mask_function=masking.sliding_window_overlay(3)),
     ),
     "mask argument": (
@@ -299,15 +299,15 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         lambda: on_two_shards("NomicBertForSequenceClassification"),
     ),
     "positions of images": (
-        NotImplementedError, "does not hand position_ids .B, S.",
+        NotImplementedError, "does not pass position_ids .B, S.",
         lambda: attention_without_a_mask(transformers.LlamaConfig(), position_ids=torch.zeros(3, 1, 10)),
     ),
     "no names": (
         NotImplementedError, "return_dict=False of Llama", lambda: on_two_shards(given={"return_dict": False})
     ),
-    "generation": (ValueError, "position_ids of token", generate),
+    "generation": (ValueError, "position_ids from token", generate),
     "no layout": (ValueError, "2 ranks and no layout.*sharded", lambda: on_two_ranks(None)),
-    "positions of another shard": (ValueError, "position_ids of token 0 on are .0, 1, 2, 3.*20, 21", on_two_ranks),
+    "positions of another shard": (ValueError, "position_ids from token 0 are .0, 1, 2, 3.*20, 21", on_two_ranks),
     "another length": (ValueError, "gives rank . 15 tokens, got 20", lambda: on_two_ranks(Layout.zigzag(30, 2))),
     "another attention": (RuntimeError, "attn_implementation", lambda: on_two_ranks(attention="sdpa")),
     "recurrent layers": (
@@ -334,13 +334,13 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         lambda: attention_without_a_mask(transformers.CLIPVisionConfig(hidden_size=32, num_attention_heads=4)),
     ),
     "positions that attention is not told": (
-        NotImplementedError, "PersimmonAttention does not hand position_ids",
+        NotImplementedError, "PersimmonAttention does not pass position_ids",
         lambda: on_two_shards("PersimmonForCausalLM"),
     ),
     "a mask of its own making": (
-        NotImplementedError, "ringattn makes no tensor.*scores", lambda: torch.zeros(1, 1, 2, 2) + mask()
+        NotImplementedError, "ringattn does not build mask tensors.*scores", lambda: torch.zeros(1, 1, 2, 2) + mask()
     ),
-    "a mask that is looked into": (AttributeError, "ringattn makes no tensor.*dtype", lambda: mask().dtype),
+    "a mask that is looked into": (AttributeError, "ringattn does not build mask tensors.*dtype", lambda: mask().dtype),
     "batch: padding": (ValueError, "cu_seqlens", lambda: shard_batch({**IDS, "attention_mask": PADDING}, "zigzag")),
     "batch: unknown": (ValueError, "token_type_ids", lambda: shard_batch({**IDS, "token_type_ids": ONES}, "zigzag")),
     "batch: empty": (ValueError, "must have input_ids", lambda: shard_batch({}, "zigzag")),

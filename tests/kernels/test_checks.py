@@ -72,8 +72,8 @@ def refused(call: Callable[..., Any], arguments: dict[str, Any], message: str) -
 INPUTS: dict[str, dict[str, Any]] = {
     r"q has shape \[2, 8, 64\]: it must be \[B, S, H, D\]": {"q": zeros(2, 8, 64)},
     r"q is torch.int64: it must be float16, bfloat16 or float32": {"q": zeros(2, 8, 4, 16, dtype=torch.int64)},
-    r"v is torch.float16, q is torch.float32: .* one dtype": {"v": zeros(2, 6, 2, 24, dtype=torch.float16)},
-    r"k is on meta, q on cpu: .* one device": {"k": zeros(2, 6, 2, 16, device=META)},
+    r"v is torch.float16, q is torch.float32: .* same dtype": {"v": zeros(2, 6, 2, 24, dtype=torch.float16)},
+    r"k is on meta, q on cpu: .* same device": {"k": zeros(2, 6, 2, 16, device=META)},
     r"k has batch size 3, q has 2: they must be equal": {"k": zeros(3, 6, 2, 16)},
     r"q has head dim 257: it must be 1 to 256": {"q": zeros(2, 8, 4, 257)},
     r"v has strides \(576, 96, 48, 2\): the last stride must be 1": {"v": unaligned(2, 6, 2, 24)},
@@ -110,7 +110,7 @@ STATE, LSE = zeros(2, 8, 4, 24), zeros(2, 4, 8)
 DROPS = Scores(dropout_p=0.5)
 FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"state": (zeros(2, 6, 4, 24), LSE)}, r"state\[0\] has shape \[2, 6, 4, 24\]: it must be \[2, 8, 4, 24\]"),
-    ({"state": (STATE[:1].expand(2, 8, 4, 24), LSE)}, r"state\[0\] has strides .*: it is written to"),
+    ({"state": (STATE[:1].expand(2, 8, 4, 24), LSE)}, r"state\[0\] has strides .*: the kernel writes it"),
     ({"state": (STATE, zeros(2, 8, 4))}, r"state\[1\] has shape \[2, 8, 4\]: it must be \[2, 4, 8\]"),
     ({"state": (STATE, gap(2, 4, 8))}, r"state\[1\] has strides \(64, 16, 1\): it must be contiguous"),
     ({"state": (STATE, None)}, "state has only one of out and lse"),
@@ -123,8 +123,8 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"bounds": Bounds([0] * 8, INDEX)}, "bounds.lo is <class 'list'>: it must be a torch.Tensor"),  # type: ignore[arg-type]
     ({"bounds": Bounds(None, None, [8, 8])}, "bounds.seqused_k is <class 'list'>: it must be"),  # type: ignore[arg-type]
-    ({"bounds": blocks(1, 2)}, r"bounds.block_sparse is \[1, 2\] blocks: .* must be \[1, 1\]"),
-    ({"bounds": blocks(1, 1, device=META)}, "bounds.block_sparse is for meta"),
+    ({"bounds": blocks(1, 2)}, r"bounds.block_sparse has \[1, 2\] blocks: .* must have \[1, 1\]"),
+    ({"bounds": blocks(1, 1, device=META)}, "bounds.block_sparse is on meta"),
     ({"bounds": blocks(1, 1, block=24)}, "blocks of 24: they must be a multiple of 16"),
     ({"bounds": blocks(1, 1), "config": tiles(16, 32)}, "config.forward has tiles of 16 x 32: they must divide the bl"),
     ({"scores": Scores(softcap=-1.0)}, "softcap is -1.0: it must be a number from 1e-8 to 1e30, or 0 for none"),
@@ -156,7 +156,7 @@ BACKWARD: list[tuple[tuple[Callable[..., Any], ...], dict[str, Any], str]] = [
     (BOTH, {"delta": gap(2, 4, 8)}, r"delta has strides \(64, 16, 1\): it must be contiguous"),
     ((attention_dq,), {"accum": DQ.half()}, "^accum is torch.float16: it must be torch.float32"),
     ((attention_dq,), {"out": zeros(2, 8, 4, 5)}, r"out has shape \[2, 8, 4, 5\]: it must be \[2, 8, 4, 16\]"),
-    ((attention_dq,), {"out": DQ[:, :1].expand(2, 8, 4, 16)}, "out has strides .*: it is written to"),
+    ((attention_dq,), {"out": DQ[:, :1].expand(2, 8, 4, 16)}, "out has strides .*: the kernel writes it"),
     ((attention_dkdv,), {"accum": (DK.half(), DV)}, r"^accum\[0\] is torch.float16: it must be torch.float32"),
     ((attention_dkdv,), {"out": (zeros(2, 6, 2, 5), DV)}, r"out\[0\] has shape \[2, 6, 2, 5\]"),
 ]
@@ -177,7 +177,7 @@ WHOLE: list[tuple[dict[str, Any], str]] = [
     *DELTA,
     ({"out": zeros(2, 6, 4, 24)}, r"^out has shape \[2, 6, 4, 24\]: it must be \[2, 8, 4, 24\]"),
     ({"dk": DK}, "dk and dv: pass both accumulators, or neither"),
-    ({"dq": DQ[:1].expand(2, 8, 4, 16)}, "^dq has strides .*: it is written to"),
+    ({"dq": DQ[:1].expand(2, 8, 4, 16)}, "^dq has strides .*: the kernel writes it"),
     ({"dk": DK.half(), "dv": DV}, "^dk is torch.float16: it must be torch.float32"),
 ]
 
@@ -198,17 +198,20 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"order": "longst"}, "order is 'longst': it must be one of heads, longest"),
     ({"pack_gqa": None}, "pack_gqa is None: it must be True or False"),
     ({"sm_margin": 4}, "sm_margin is 4 and persistent False: it must be None or"),
-    ({"forward_kernel": "hopper", "pack_gqa": True}, "pack_gqa True: forward_kernel='hopper' takes 'heads', False"),
+    (
+        {"forward_kernel": "hopper", "pack_gqa": True},
+        "pack_gqa True: forward_kernel='hopper' supports only 'heads', False",
+    ),
     *(({"dkdv_splits": n}, "dkdv_splits is .*: it must be 'auto' or a div") for n in (0, True, "2")),
-    ({"dkdv_splits": 2, "backward": "single_pass"}, "dkdv_splits is 2 with backward='single_pass': it splits the dK/d"),
-    ({"dkdv_epilogue": "descriptors", "backward": "hopper"}, "with backward='hopper': it is of the dK/dV kernel of 't"),
-    ({"single_pass": TILE}, "single_pass is Tile.* with backward='two_pass', which has no use for it"),
+    ({"dkdv_splits": 2, "backward": "single_pass"}, "dkdv_splits is 2 with backward='single_pass': it applies only"),
+    ({"dkdv_epilogue": "descriptors", "backward": "hopper"}, "with backward='hopper': it applies only to 'two_pass'"),
+    ({"single_pass": TILE}, "single_pass is Tile.* with backward='two_pass', which ignores it"),
 ]
 
 
 TILES = [
-    ((8, 64, 4, 1), "block_q is 8: a tile side is a power of two of at least 16"),
-    ((64, 48, 4, 1), "block_k is 48: a tile side is a power of two"),
+    ((8, 64, 4, 1), "block_q is 8: it must be a power of two of at least 16"),
+    ((64, 48, 4, 1), "block_k is 48: it must be a power of two"),
     ((64, 64, 3, 1), "num_warps is 3: it must be 1, 2, 4, 8 or 16"),
     ((64, 64, 4, 0), "num_stages is 0: it must be at least 1"),
 ]

@@ -304,7 +304,7 @@ def test_a_tile_that_does_not_fit_is_refused_with_one_that_does(field: str, gpu:
     ]
     fits = r"at least [\d,]+ bytes of shared memory, a block of sm_90 has 232,448; Tile\(.*\) fits"
     for call in calls:
-        with pytest.raises(ValueError, match=rf"config\.{field} is Tile\(block_q=256, .*\): it takes {fits}"):
+        with pytest.raises(ValueError, match=rf"config\.{field} is Tile\(block_q=256, .*\): it needs {fits}"):
             call()
     assert not seen
     if field != "forward":
@@ -339,7 +339,7 @@ def test_out_of_resources_is_reported_with_the_options() -> None:
     def run(*arguments: object, **options: object) -> None:
         raise OutOfResources(300_000, 232_448, "shared memory")
 
-    message = "forward_kernel with BLOCK_Q=64, BLOCK_K=32, num_warps=4, num_stages=2 takes 300,000 of shared memory"
+    message = "forward_kernel with BLOCK_Q=64, BLOCK_K=32, num_warps=4, num_stages=2 needs 300,000 of shared memory"
     with pytest.raises(ValueError, match=f"{message}, this GPU has 232,448"):
         launch.launch(kernel(run), 1, torch.device("cpu"), **launch.options(Tile(64, 32, 4, 2)))
 

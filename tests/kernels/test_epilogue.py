@@ -101,17 +101,17 @@ def test_launches_compile() -> None:
 @pytest.mark.parametrize(
     ("gpu", "sizes", "message"),
     [
-        (None, {}, "q is on cpu: dkdv_epilogue='descriptors' takes GPUs of compute capability 9.0 or higher"),
-        (assumed_gpu(80), {}, "q is on cpu, sm_80: dkdv_epilogue='descriptors' takes GPUs"),
+        (None, {}, "q is on cpu: dkdv_epilogue='descriptors' supports GPUs of compute capability 9.0 or higher"),
+        (assumed_gpu(80), {}, "q is on cpu, sm_80: dkdv_epilogue='descriptors' supports GPUs"),
         (
             assumed_gpu(90),
             {"head_dim_v": 8},
-            "v has head dim 8: dkdv_epilogue='descriptors' takes powers of",
+            "v has head dim 8: dkdv_epilogue='descriptors' supports powers of",
         ),
         (
             assumed_gpu(90),
             {},
-            "d[v] has strides .*: dkdv_epilogue='descriptors' takes an address and positive",
+            "d[v] has strides .*: dkdv_epilogue='descriptors' supports an address and positive",
         ),
     ],
 )

@@ -34,19 +34,19 @@ def holds(data: bytes) -> Callable[[Path], object]:
 
 FILES: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: None, "No such file"),
-    (os.mkfifo, "no regular file"),
-    (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
-    (Path.mkdir, "no regular file"),
+    (os.mkfifo, "not a regular file"),
+    (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    (Path.mkdir, "not a regular file"),
     (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
     (holds(b" " * (MOST_BYTES + 1)), "more than 67,108,864 bytes"),
     (holds(b'{"a": "\xff"}'), "can't decode byte 0xff"),
     (holds(b'{"a": ["\\ud800"]}'), "surrogates not allowed"),
-    (holds(b'{"a": ' + b"[" * 100_000), "it nests deeper than 32"),
-    (holds(b'{"a": ' + b"[" * MOST_DEPTH + b"]" * MOST_DEPTH + b"}"), "it nests deeper than 32"),
+    (holds(b'{"a": ' + b"[" * 100_000), "nested more than 32 levels"),
+    (holds(b'{"a": ' + b"[" * MOST_DEPTH + b"]" * MOST_DEPTH + b"}"), "nested more than 32 levels"),
     (holds(b'{"a": NaN}'), "NaN is not a number"),
     (holds(b'{"a": ' + b"9" * 5000 + b"}"), "integer string conversion"),
     (holds(b'{"a": 1'), "Expecting ',' delimiter"),
-    (holds(b"[1]"), "it is [1]: it must be an object"),
+    (holds(b"[1]"), "it is [1]: it must be a JSON object"),
 ]
 
 
@@ -78,7 +78,7 @@ def test_values_of_another_type_are_refused() -> None:
         ({"points": [{"x": 1, "y": 10**400}]}, "it must be of type float"),
         ({"filled": 1}, "a.filled is 1: it must be of type bool"),
         ({"sizes": {"\x1b": "x"}}, "a.sizes['\\x1b'] is 'x': it must be of type float | None"),
-        ({"\x1b": 1}, "a has '\\x1b', which is not known"),
+        ({"\x1b": 1}, "a has an unknown field '\\x1b'"),
     ):
         with pytest.raises(ValueError, match=re.escape(why)) as refused:
             converted(Drawing, {"name": "a", "points": [], **changed}, "a")

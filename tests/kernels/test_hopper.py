@@ -300,19 +300,19 @@ def with_tile(*tile: int) -> dict[str, Any]:
 
 
 REFUSALS: list[tuple[Callable[..., Any], Inputs, dict[str, Any], str]] = [
-    (forward, FLOAT32, {}, "q is torch.float32: .* takes float16 and bfloat16"),
-    (forward, NARROW, {}, "head dim 32 and v 32: .* takes one of 64, 128, 256, the same of both"),
+    (forward, FLOAT32, {}, "q is torch.float32: .* supports float16 and bfloat16"),
+    (forward, NARROW, {}, "head dim 32 and v 32: .* supports 64, 128, 256, the same"),
     (forward, SMALL._replace(k=WIDE_HALF), {}, "k has strides .* multiples of 16 bytes, 8 elements"),
     (forward, SMALL._replace(v=SHIFTED), {}, "v has strides"),
     (forward, Inputs(*(t.expand(3, *t.shape[1:]) for t in SMALL)), {}, "q has strides .* positive"),
-    (forward, SMALL, SOFTCAP, "scores have a softcap, ALiBi .* takes plain ones"),
+    (forward, SMALL, SOFTCAP, "scores have a softcap, ALiBi .* supports only plain scores"),
     (forward, SMALL, with_tile(64, 128, 8, 2), "64 rows"),
     (forward, SMALL, with_tile(128, 32, 8, 2), "32 keys"),
     (forward, SMALL, with_tile(128, 128, 8, 8), "shared memory"),
-    (call_backward, FLOAT32, {}, "q is torch.float32: backward='hopper' takes float16 and bfloat16"),
-    (call_backward, NARROW, {}, "head dim 32 and v 32: .* takes one of 64, 128, the same of both"),
-    (call_backward, SMALL, {"dq": WIDE}, "dq has strides .* takes an address .* 4 elements"),
-    (call_backward, SMALL, {"config": backward_config(Tile(64, 128, 8, 2))}, "64 queries, 128 keys .* takes 128 qu"),
+    (call_backward, FLOAT32, {}, "q is torch.float32: backward='hopper' supports float16 and bfloat16"),
+    (call_backward, NARROW, {}, "head dim 32 and v 32: .* supports 64, 128, the same"),
+    (call_backward, SMALL, {"dq": WIDE}, "dq has strides .* supports an address .* 4 elements"),
+    (call_backward, SMALL, {"config": backward_config(Tile(64, 128, 8, 2))}, "64 queries, 128 keys .* supports 128 qu"),
     (call_backward, SMALL, {"config": backward_config(Tile(128, 128, 8, 4))}, "shared memory at head dim 64"),
 ]
 
@@ -329,7 +329,9 @@ def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hopper_launch, "gpu_specs", lambda device, arch=arch: assumed_gpu(arch))
         assert hopper_launch.is_hopper(torch.device("cuda")) == (arch == 90)
     for call, kernel in ((forward, "forward_kernel"), (call_backward, "backward")):
-        with pytest.raises(ValueError, match=rf"q is on \S+: {kernel}='hopper' takes GPUs of compute capability 9.0"):
+        with pytest.raises(
+            ValueError, match=rf"q is on \S+: {kernel}='hopper' supports GPUs of compute capability 9.0"
+        ):
             call(SMALL)
 
 
@@ -481,11 +483,11 @@ def order_problems(listing: str) -> list[str]:
         (order_problems, STEP.format(EXP * 32).replace("0x1", "0x0"), ["0 of 1 main loops start a product before the"]),
         (compiled_gate.handing_problems, HANDED, []),
         (compiled_gate.handing_problems, HANDED.replace("cp.async.bulk.tensor", "ld.global"), ["no TMA loads"]),
-        (compiled_gate.handing_problems, HANDED.replace("240", "168"), ["registers are handed on as [24, 168]"]),
-        (compiled_gate.handing_problems, HANDED.replace("bar.sync 0, 128;", ""), ["a slot is given back before all"]),
-        (compiled_gate.handing_problems, HANDED.replace("mbarrier.arrive", "x"), ["no slot is given back"]),
+        (compiled_gate.handing_problems, HANDED.replace("240", "168"), ["setmaxnreg is [24, 168]"]),
+        (compiled_gate.handing_problems, HANDED.replace("bar.sync 0, 128;", ""), ["a slot is released before all"]),
+        (compiled_gate.handing_problems, HANDED.replace("mbarrier.arrive", "x"), ["no slot is released"]),
         (compiled_gate.unfenced, FENCED, []),
-        (compiled_gate.unfenced, FENCED.replace(FENCE, ""), ["1 times stmatrix is", "1 times st.shared is"]),
+        (compiled_gate.unfenced, FENCED.replace(FENCE, ""), ["1 times stmatrix", "1 times st.shared"]),
     ],
 )
 def test_gate_problems_of_listings(reads: Callable[[str], list[str]], code: str, problems: list[str]) -> None:

@@ -150,7 +150,7 @@ HEAD_DIM_256 = inputs(Sizes(head_dim=256))
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"config": TWO_PASSES}, "config.backward is 'two_pass': attention_gradients takes"),
+        ({"config": TWO_PASSES}, "config.backward is 'two_pass': it must be 'single_pass'"),
         ({"dq": torch.zeros(1, 40, 1, 16).half()}, "dq is torch.float16: it must be torch.float32"),
         ({"accum": (torch.zeros(1, 40, 1, 16).half(), torch.zeros(1, 40, 1, 16))}, r"accum\[0\] is torch.float16"),
         (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,11 @@ import torch
 from ringattn.bench.suite import device_cases, gpu, processes
 from ringattn.bench.suite.gpu import TRANSFERS
 from ringattn.bench.suite.parts import Part, gpu_parts
-from ringattn.comm import LocalGroup, LocalWorld, Transport
-from ringattn.comm.control import control_of
-from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport
 
-from ..support.cuda.driver import running
+from ..support.cuda.device import install_streams
+from ..support.cuda.nccl import Fabric, install_nccl
+from ..support.cuda.one_sided import install_one_sided, opened
+from ..support.transport_cases import on_ranks
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 300.0
@@ -58,27 +57,12 @@ def test_no_gpu_is_asked_for_before_a_fork() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("case", TRANSFERS["copy_engine"])
+@pytest.mark.parametrize("case", TRANSFERS["nccl_one_sided"])
 def test_cases_on_the_stand_in(case: Callable[..., None], world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, over = torch.device("cpu"), threading.Event()
-    with running(monkeypatch) as workers, LocalWorld(world, device="cpu", timeout=60) as ranks:
-
-        def hold(seconds: float, transport: Transport) -> None:
-            assert isinstance(transport, CopyEngineTransport)
-            ends = time.monotonic() + seconds
-            number = transport._lane.stream.cuda_stream
-            workers.put("hold", number, lambda: workers.block(lambda: over.is_set() or time.monotonic() > ends), None)
-
-        def fn(group: LocalGroup) -> None:
-            transport = CopyEngineTransport(
-                rank=group.rank(), size=group.size(), device=cpu, control=control_of(group), timeout=60.0
-            )
-            case(transport, cpu)
-            if group.rank() == 0:
-                over.set()  # nothing more is held up for long
-
-        monkeypatch.setattr(gpu, "hold", hold)
-        monkeypatch.setattr(gpu, "BUSY_SECONDS", 40.0)
-        monkeypatch.setattr(gpu, "SEGMENT", 1 << 16)
-        monkeypatch.setattr(gpu, "LARGE", 1000)
-        ranks.run(fn)
+    fabric = Fabric(install_streams(monkeypatch))
+    install_nccl(monkeypatch, fabric)
+    install_one_sided(monkeypatch, fabric)
+    monkeypatch.setattr(gpu, "hold", lambda seconds, transport: time.sleep(seconds))
+    monkeypatch.setattr(gpu, "SEGMENT", 1 << 16)
+    monkeypatch.setattr(gpu, "LARGE", 1000)
+    on_ranks(world, lambda group: case(opened(group), torch.device("cpu")))

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
 
 from ringattn import Documents, Layout, positions, ring_attention, shard, unshard
+from ringattn.bench import cli
+from ringattn.bench.predict.call import Call
+from ringattn.bench.predict.links import Links, link_of
+from ringattn.bench.predict.ring import predicted
+from ringattn.bench.predict.speed import gpu_speed
 from ringattn.comm import GroupLike, LocalGroup
 from ringattn.ring import BlockMask, Mask, schedule
 from ringattn.tools.call import ShownCall
@@ -80,3 +88,55 @@ def test_show() -> None:
     mask = Mask(causal=True, documents=Documents(MASK["cu_seqlens"]), blocks=MASK["block_mask"])
     call = ShownCall(LAYOUT, "own", mask, 1, 1, 4, 2, 16, "bfloat16")
     assert str(schedule(LAYOUT, mask)) in text(call, ["own"])
+
+
+def command(name: str, spans: object, tmp_path: Path, *flags: str) -> str:
+    """What a command prints for the file of a layout, where nothing starts ranks."""
+    file = tmp_path / "own.json"
+    file.write_text(spans if isinstance(spans, str) else json.dumps({"spans_per_rank": spans}))
+    return CliRunner().invoke(cli.app, [name, "--layout", str(file), *flags], env={"COLUMNS": "1000"}).output
+
+
+def test_show_by_its_file(tmp_path: Path) -> None:
+    shown = command("show", LAYOUT.spans_per_rank, tmp_path, "--cu-seqlens", "0,25,64")
+    assert str(schedule(LAYOUT, Mask(causal=True, documents=Documents(MASK["cu_seqlens"])))) in shown
+    assert shown.startswith("own.json, causal, 2 documents, 64 tokens over 4 ranks")
+
+
+def test_predict_by_its_file(tmp_path: Path) -> None:
+    """Of a zigzag what its name gives, simulated as any layout is; of another one what a call of it takes."""
+    rows = []
+    for layout in (Layout.zigzag(1 << 16, 4), Layout.contiguous(1 << 16, 4)):
+        call = Call(1 << 14, 4, layout, heads=32, kv_heads=32)
+        table = json.loads(command("predict", layout.spans_per_rank, tmp_path, "--json", "-"))
+        passes = predicted(call, gpu_speed("h100"), Links(link_of("nvlink4", "link"), link_of("ib400", "link")))
+        assert table["provenance"]["call"]["layout"] == str(layout)
+        assert [row["way"] for row in table["rows"]] == ["flat ring"]
+        rows.append((table["rows"][0], 1e3 * sum(float(one.seconds) for one in passes)))
+    for row, milliseconds in rows:
+        assert row["fwd"] + row["bwd"] == pytest.approx(milliseconds)
+    assert rows[0][1] < rows[1][1]
+
+
+@pytest.mark.parametrize("name", ["show", "predict"])
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([[[0, 8], [4, 8]]], "spans_per_rank[0][1] starts at 4, the span before it ends at 7"),
+        ([[[0, 8]], [[4, 8]]], "spans_per_rank holds position 4 on rank 0 and on rank 1"),
+        ([[[0, 2.5]]], "spans_per_rank[0][0] is [0, 2.5]: it must be a Span"),
+        ([[[0, 8]], [[16, 8]]], "it has 16 tokens up to position 23: it must have every position from 0"),
+        ([[]], "it has no token: it must have"),
+        (None, "spans_per_rank is None: it must be a list"),
+        ("{}", "it has no field: it must have spans_per_rank alone"),
+        ('{"spans_per_rank": [[[0, 8]]], "rank": 1}', "it has spans_per_rank, rank: it must have"),
+        ("[]", "it is []: it must be an object"),
+    ],
+)
+def test_files_that_hold_no_layout(name: str, spans: object, message: str, tmp_path: Path) -> None:
+    printed = command(name, spans, tmp_path)
+    assert f"--layout is {tmp_path / 'own.json'}: {message}" in printed and len(printed.splitlines()) == 1
+
+
+def test_predict_takes_equal_shards(tmp_path: Path) -> None:
+    assert "shards of 8 to 24 tokens: they must be equal" in command("predict", LAYOUT.spans_per_rank, tmp_path)

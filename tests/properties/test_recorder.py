@@ -207,20 +207,13 @@ def test_ends_that_do_not_fit(both: tuple[Recorder, Fabric], recorder: Recorder,
     check(recorder, match)
 
 
-@pytest.fixture
-def words(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """That many ranks have mapped, at one address; the host is held up by none of them."""
-    monkeypatch.setattr(recorder.driver, "flag_identity", lambda address: address)
-    return torch.full((2,), 9, dtype=torch.int32)
-
-
 @pytest.mark.parametrize(("written", "ordered"), [(2, True), (3, True), (1, False)])
-def test_a_value_that_is_waited_for(recorder: Recorder, words: torch.Tensor, written: int, ordered: bool) -> None:
+def test_a_value_that_is_waited_for(recorder: Recorder, written: int, ordered: bool) -> None:
     x, transfer = buffer(recorder), torch.cuda.Stream()
     x.fill_(1)
-    recorder.write(compute().cuda_stream, words.data_ptr(), written)
-    words.fill_(9)
-    recorder.wait(transfer.cuda_stream, words.data_ptr(), 2)
+    recorder.write(compute().cuda_stream, "word", written)
+    recorder.blocks = False
+    recorder.wait(transfer.cuda_stream, "word", 2)
     with torch.cuda.stream(transfer):
         x.fill_(2)
     graph = graph_of(recorder)
@@ -228,21 +221,22 @@ def test_a_value_that_is_waited_for(recorder: Recorder, words: torch.Tensor, wri
     assert graph.unnoticed() == problems == [] if ordered else "waits for a value that nobody writes" in problems[0]
 
 
-def test_values_that_wait_for_each_other(recorder: Recorder, words: torch.Tensor) -> None:
+def test_values_that_wait_for_each_other(recorder: Recorder) -> None:
+    recorder.blocks = False
     for mine, other in ((0, 1), (1, 0)):
         stream = torch.cuda.Stream().cuda_stream
-        recorder.wait(stream, words[other:].data_ptr(), 1)
-        recorder.write(stream, words[mine:].data_ptr(), 1)
+        recorder.wait(stream, other, 1)
+        recorder.write(stream, mine, 1)
     check(recorder, "deadlock with eager sends")
 
 
-def test_a_copy_of_the_copy_engine(recorder: Recorder) -> None:
+def test_a_copy_beneath_torch(recorder: Recorder) -> None:
     x, into, transfer = buffer(recorder), buffer(recorder, "into"), torch.cuda.Stream()
     transfer.wait_stream(compute())
     recorder.copy(transfer.cuda_stream, into.data_ptr(), x.data_ptr(), 8)
     into[2:].fill_(1)  # not copied
     into[:2].fill_(1)
-    check(recorder, "race on into", "copy writes it")
+    check(recorder, "race on into", "copy of 8 bytes writes it")
 
 
 # against the slow and obvious

@@ -73,7 +73,7 @@ def test_the_table_says_no_more_than_all_cases_together(transport: str) -> None:
 REPLAYED = [
     *(("nccl", name) for name in ("two slots, no prefetch", "forward twice", "2 x 3, full, then documents", "unshard")),
     *(("nccl", name) for name in ("full, then a longer window", "2 x 2, bfloat16 by wire")),
-    *(("copy_engine", name) for name in ("fp8 by wire, two chunks", "2 x 2, contiguous", "single pass, two chunks")),
+    *(("nccl_one_sided", name) for name in ("fp8 by wire, two chunks", "2 x 2, contiguous", "single pass, two chunks")),
     *(("local", name) for name in ("documents", "two chunks", "parts of dK/dV")),
     ("nccl", "single pass in turn, 2 x 2, contiguous"),
     *(("nccl", name) for name in ("2 x 2 by heads", "1 x 2 by heads, striped", "keys that a mask hides")),

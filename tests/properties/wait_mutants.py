@@ -79,21 +79,22 @@ class Target:
 RING = ("ring/test_loop.py",)
 LANES = ("comm/test_lanes.py", "comm/test_nccl.py", "comm/test_transport.py -k test_local")
 LOCAL = ("comm/test_lanes.py", "comm/test_transport.py -k test_local", "comm/test_local.py")
-ENGINE = ("comm/test_copy_engine.py",)
+ONE_SIDED = ("comm/test_nccl_one_sided.py",)
 BACKWARDS = "ring/test_disagreements.py -k another_order_are"
 MESH = (
     "ring/test_ulysses.py -k 'spans or places or exchange or seed or settings or shard or not_come or disagree'",
     "ring/test_args.py -k two_values",
     BACKWARDS,
 )
-NCCL_POST = ("NcclTransport.mark", "NcclTransport.post", "NcclTransport._group")
+NCCL_POST = ("NcclTransport.mark", "NcclTransport.post", "NcclTransport._enqueue", "NcclTransport._group")
 NODE_POST = ("ByNodeTransport.post", "ByNodeTransport._near")
 LOCAL_POST = (
     *("_LocalFence.wait", "_LocalFence.order", "_LocalFence._parts"),
     *(f"LocalTransport.{name}" for name in ("mark", "post", "_publish", "_receive", "_take")),
 )
-ENGINE_CALLS = ("mark", "post", "_offers", "_announce", "_fetch", "_await_taken", "_await", "_copy")
-ENGINE_POST = tuple(f"CopyEngineTransport.{name}" for name in ENGINE_CALLS)
+ONE_SIDED_POST = tuple(
+    f"NcclOneSidedTransport.{name}" for name in ("_enqueue", "_make_room", "_put", "_rounds", "_pieces", "_box")
+)
 
 TARGETS = (
     Target("ring.loop", ("",), ("nccl",), RING),
@@ -101,12 +102,11 @@ TARGETS = (
     Target("ring.key_values", ("",), ("nccl",), RING),
     Target("ring.dkv", ("",), ("nccl",), RING),
     Target("ring.shards", ("exchange_all",), ("nccl",), ("ring/test_shards.py",)),
-    Target("comm.slots", ("Slots",), ("nccl",), ("comm/test_slots.py",)),
+    Target("comm.slots", ("Slots",), ("nccl", "nccl_one_sided"), ("comm/test_slots.py", *ONE_SIDED)),
     Target("comm.transports.lanes", ("StreamFence", "StreamLane", "HostLane"), ("nccl", "local"), LANES),
     Target("comm.transports.nccl", NCCL_POST, ("nccl",), ("comm/test_nccl.py",)),
     Target("comm.transports.nccl", NODE_POST, ("nccl",), ("comm/test_nccl.py",)),
-    Target("comm.transports.copy_engine.copy_engine", ENGINE_POST, ("copy_engine",), ENGINE),
-    Target("comm.transports.copy_engine.memory", ("Flags.put_up", "Flags.wait_for"), ("copy_engine",), ENGINE),
+    Target("comm.transports.nccl_one_sided", ONE_SIDED_POST, ("nccl_one_sided",), ONE_SIDED),
     Target("comm.transports.local", LOCAL_POST, ("local",), LOCAL),
     Target("comm.world", ("LocalWorld._stream_of",), ("local",), LOCAL),
     Target("kernels.shared", ("Shared", "SharedCache"), ("local",), ("kernels/test_shared.py",), tuple(CACHED)),

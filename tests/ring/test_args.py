@@ -87,7 +87,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
     ({"layout": Layout([[(2**31 - 7, 8)]]), "dropout_p": 0.1}, "layout reaches position 2147483648: with dropout_p"),
     ({"k": x(9, 2), "v": x(9, 2)}, "k has 9 tokens, q has 8"),
-    ({"k": x(8, 3), "v": x(8, 3)}, r"k has 3 heads, q has 4: .* head h of q reads head h // \(H // Hkv\)"),
+    ({"k": x(8, 3), "v": x(8, 3)}, r"k has 3 heads, q has 4: .* must be a multiple of the heads of k"),
     ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a number from 1e-30 to 1e30, or None"),
     ({"backend": "cuda"}, "backend is 'cuda': it must be one of auto, triton, aten"),
     ({"layout": Layout.zigzag(8, 2)}, "layout is made for 2 ranks, the group has 1"),
@@ -129,16 +129,16 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, kv_layout gives rank 0 9"),
     (
         {"q": x(4, 8), "k": x(2, 8), "v": x(2, 8)},
-        r"k has 2 tokens, q has 4: .* they would fit: pass .transpose\(1, 2\)",
+        r"k has 2 tokens, q has 4: .* pass .transpose\(1, 2\)",
     ),
-    ({"layout": Layout.contiguous(4, 1)}, r"q has 8 tokens, layout gives rank 0 4; in \[B, H, S, D\] they would fit"),
-    (BFLOAT16, "tensors are torch.bfloat16 on the CPU: Triton's inter"),
+    ({"layout": Layout.contiguous(4, 1)}, r"q has 8 tokens, layout gives rank 0 4; .* pass .transpose\(1, 2\)"),
+    (BFLOAT16, "tensors are torch.bfloat16 on the CPU"),
 ]
 """Of ``ring_attention``, in a graph too."""
 
 EAGER: list[tuple[dict[str, Any], str]] = [
     ({"k": x(8, 2).to("meta")}, "k is on meta, q on cpu"),
-    ({"q": x(8, 4).to("meta")}, "q is a Tensor on meta without values: it must be one with values"),
+    ({"q": x(8, 4).to("meta")}, "q is a Tensor on meta without values: it must be"),
     ({"causal": 1}, "causal is 1: it must be True or False"),
     ({"config": KernelConfig(TILE, TILE, TILE)}, "config, the tiles of the Triton kernels"),
     ({"layout": "ring"}, "layout is 'ring': it must be a Layout or one of contiguous, zigzag, striped"),
@@ -152,7 +152,7 @@ EAGER: list[tuple[dict[str, Any], str]] = [
         ({name: Distributed()}, rf"{name} is a Distributed: .*; pass {name}.to_local\(\)")
         for name in ("learnable_sink", "alibi_slopes", "cu_seqlens", "seqused_k", "key_mask", "leftpad_k", "block_mask")
     ),
-    ({"q": x(8, 4).to_sparse()}, "q is a torch.sparse_coo tensor: it must be a dense one"),
+    ({"q": x(8, 4).to_sparse()}, "q is a torch.sparse_coo tensor: it must be a dense"),
     ({"window_size": (0, 2**63 - 1)}, r"window_size is \(0, 9223372036854775807\): .* from 0 to 2\^62 - 1"),
     ({"softmax_scale": torch.tensor(0.5)}, r"softmax_scale is a tensor, torch.float32 \[\]: .* pass .item\(\)"),
 ]

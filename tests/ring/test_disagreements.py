@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -26,7 +27,7 @@ SOON = 60.0  # of which nothing waits; all of it is a busy machine's
 DROPOUT = {"dropout_p": 0.5}
 
 
-def attend(ring: Ring, *, tokens: int = 16, causal: bool = False, **options: Any) -> torch.Tensor:
+def attend(ring: Ring, *, tokens: int = 16, causal: Any = False, **options: Any) -> torch.Tensor:
     q, k, v = (torch.randn(2, tokens, 2, 8, requires_grad=True) for _ in range(3))
     out = ring_attention(q, k, v, ring=ring, layout="contiguous", causal=causal, **options)
     assert isinstance(out, torch.Tensor)
@@ -137,6 +138,14 @@ def backwards_in_another_order(ring: Ring) -> None:
             out.sum().backward()
 
 
+def refusals_in_a_row(ring: Ring) -> None:
+    """Two of rank 1; the others go on past the second one, since a right call came after a refusal before."""
+    for right in (True, False, True, *([False, False] if ring.rank == 1 else [True])):
+        with contextlib.suppress(ValueError):
+            attend(ring, causal=right or "neither")
+    attend(ring, causal=True)
+
+
 def how_it_ends(rank: int, body: Callable[[Ring], None]) -> Ending:
     return ending(lambda: body(Ring(deadline=DEADLINE)))
 
@@ -166,6 +175,7 @@ DIFFERS = "ValueError: {} differs between ranks ("
         (a_backward_against_a_forward, DIFFERS.format("call") + "rank 0: 'backward', rank 1: 'forward', rank 2", None),
         (backwards_in_another_order, DIFFERS.format("backward of call") + "rank 0: 6, rank 1: 5, rank 2: 6): ", None),
         (interrupted_before_the_call, "ValueError: rank 1 refused this call: KeyboardInterrupt", "KeyboardInterrupt"),
+        (refusals_in_a_row, "ValueError: rank 1 refused this call: ValueError: causal is 'neither'", None),
         (two_threads, "in use by a call of another thread", None),
         (checkpointed, "LookupError: right", None),
     ],

@@ -98,7 +98,7 @@ def test_what_a_link_shares_is_one_choice_for_all(tmp_path: Path) -> None:
     """Really: processes over gloo; each GPU's table has another setting, and all ranks take the first one's."""
     for gpu, setting in CHOSEN.items():
         save_ring(tmp_path, gpu, RingEntry(RING, setting, 1e-3, 0.01, 1.2e-3))
-    message = "config_dir is '/nowhere': there is no such folder; `ringattn tune --save-dir` makes it"
+    message = "config_dir is '/nowhere': there is no such folder; `ringattn tune --save-dir` creates it"
     assert launching.launch(len(GPUS), settings, str(tmp_path)) == {
         "own": [CHOSEN[gpu] for gpu in GPUS],
         "shared": [CHOSEN[GPUS[0]]] * len(GPUS),

@@ -208,6 +208,7 @@ def steps(plan: Schedule, rank: int, parts: int = 1) -> Plan:
         last=max((hop.index for hop in hops if hop.computes), default=0),
         slots=plan.slots,
         edges=((), ()),
+        returns_early=plan.returns_early,
         dkv_returns={
             root.index + active_end(plan, root.shard, root.index): root
             for root in hops[:: plan.inner]

@@ -72,7 +72,7 @@ def test_a_well_machine(target: Path) -> None:
     result = run("--json", str(target), "--csv", str(table))
     assert result.exit_code == 0, result.output
     rows, (*lines, _, last) = checks(target), result.stdout.splitlines()
-    assert all(len(line) <= 80 for line in lines) and last.startswith("all well: ")
+    assert all(len(line) <= 80 for line in lines) and last.startswith("no problems found: ")
     assert "ok       transport local: patterned bytes over 12 edges" in lines
     assert rows["transport auto"] == "ok auto takes local"
     assert rows["ring order"].startswith("ok flat ring of 4 ranks")
@@ -87,7 +87,7 @@ def test_a_well_machine(target: Path) -> None:
 def read_back(path: Path) -> int:
     """How many ranks the ring of a result has that failed in nothing."""
     result = read(path)
-    assert result.case == "doctor" and result.failed == [] and result.notes[-1].startswith("all well: ")
+    assert result.case == "doctor" and result.failed == [] and result.notes[-1].startswith("no problems found: ")
     assert result.provenance["device"] == "cpu"
     return sum(map(len, result.provenance["ring"]["nodes"]))
 
@@ -133,7 +133,7 @@ def test_one_rank(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    ("--seqlen 2", "--seqlen is 2: it must be 4, a token per rank, to 4096"),
+    ("--seqlen 2", "--seqlen is 2: it must be 4 (one token per rank) to 4096"),
     ("--seqlen 8k", "--seqlen is 8192: it must be 4"),
     ("--json /nowhere/at/all.json", "there is no folder /nowhere/at"),
 ])  # fmt: skip
@@ -165,7 +165,7 @@ def test_an_edge_that_corrupts_bytes(edge: tuple[int, int], monkeypatch: pytest.
     assert "GB/s local" not in rows
     *_, first, todo = read(target).notes
     assert first.startswith("first failure: transport local: ")
-    assert todo.startswith("what to do: look at what joins the ranks")
+    assert todo.startswith("what to do: check the link between the ranks")
     assert read(target).failed[0].startswith("transport local: ")
 
 

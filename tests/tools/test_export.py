@@ -207,13 +207,13 @@ def test_the_bounds_of_a_causal_mask(export: Export) -> None:
         ("", "TRITON_INTERPRET is set"),
         ("--forward-kernel fast", "forward_kernel is fast: it must be one of portable, hopper"),
         ("--backward one", "single_pass_deterministic, hopper"),
-        ("--arch 80 --forward-kernel hopper", "takes GPUs of compute capability 9.0"),
-        ("--forward-kernel hopper --head-dim 96", "takes one of 64, 128, 256"),
-        ("--backward hopper --no-grouped", "grouped is False: backward='hopper' takes any number of query heads"),
+        ("--arch 80 --forward-kernel hopper", "supports GPUs of compute capability 9.0"),
+        ("--forward-kernel hopper --head-dim 96", "supports 64, 128, 256"),
+        ("--backward hopper --no-grouped", "grouped is False: with backward='hopper' it must be True"),
         ("--backward single_pass --head-dim 192", "has no tile for a single-pass backward that fits sm_90; "),
         ("--gpu x --config-dir /nowhere", "config_dir is '/nowhere': there is no such folder; `ringattn tune"),
         ("--config-dir .", "--config-dir is given without --gpu"),
-        ("--gpu NVIDIA-H100", "there is no table of NVIDIA-H100, sm_90, for this version of Triton: "),
+        ("--gpu NVIDIA-H100", "there is no table of NVIDIA-H100, sm_90, for this version of Triton; "),
     ],
 )
 def test_unsupported_exports(arguments: str, expected: str, tmp_path: Path, folders: tuple[Path, Path]) -> None:

@@ -1,1 +1,1 @@
-"""Checks that a machine, or a job, does what a ring needs."""
+"""Checks of ``ringattn doctor``, which tell whether a ring works on this machine or in this job."""

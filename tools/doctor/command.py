@@ -1,4 +1,4 @@
-"""``ringattn doctor``: does this machine, or this job, do what a ring needs; if not, what to do first."""
+"""Command line of ``ringattn doctor``, which checks whether a ring works on this machine or in this job."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ...comm.topology.topology import Topology
     from .findings import Finding
 
-DEFAULT_WORLD = 4  # virtual ranks, without a launcher
-MOST_TOKENS = 4096  # of the ring that is compared
+DEFAULT_WORLD = 4  # virtual ranks without a launcher
+MOST_TOKENS = 4096  # tokens of the ring that is compared with the reference, at most
 UNITS = {"check": "", "status": "", "found": "", "todo": ""}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -25,23 +25,27 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def doctor(
     seqlen: Annotated[
-        Any, typer.Option(parser=count, metavar="SIZE", help="Tokens in all, of the ring that is compared; at most 4k.")
+        Any, typer.Option(parser=count, metavar="SIZE", help="Total tokens of the test ring, at most 4k.")
     ] = str(MOST_TOKENS),
     dtype: Annotated[
         str | None,
         typer.Option(parser=dtype_name, metavar="DTYPE", help="bf16, fp16 or fp32; default: bf16 on a GPU."),
     ] = None,
-    world: Annotated[int | None, typer.Option(min=1, help=f"Virtual ranks, alone; default: {DEFAULT_WORLD}.")] = None,
+    world: Annotated[
+        int | None, typer.Option(min=1, help=f"Virtual ranks without a launcher; default: {DEFAULT_WORLD}.")
+    ] = None,
     nbytes: Annotated[
-        Any, typer.Option("--bytes", parser=count, metavar="SIZE", help="Of one timed transfer.")
+        Any, typer.Option("--bytes", parser=count, metavar="SIZE", help="Bytes of one timed transfer.")
     ] = "64m",
     json: Json = None,
     csv: Csv = None,
 ) -> None:
-    """Look at libraries, GPUs, links and settings, send checked bytes over every edge by every transport, time them,
-    and hold a small ring against the reference. Alone, or under torchrun, srun or mpirun for the real ranks.
+    """Check libraries, GPUs, links and settings, all edges with all transports, and a small ring.
 
-    The exit code is 1 where a check fails; the last lines name the first that did, and what to do.
+    Every transport sends known bytes over every edge and is timed. A small ring is compared with the reference. Run the
+    command alone for virtual ranks, or with torchrun, srun or mpirun for real ranks.
+
+    The exit code is 1 if a check fails. The last lines name the first failure and what to do about it.
     """
     import torch
     import torch.distributed as dist
@@ -61,7 +65,7 @@ def doctor(
     place = member()
     size = resolve_world(world, DEFAULT_WORLD)
     if not size <= seqlen <= MOST_TOKENS:
-        raise typer.BadParameter(f"--seqlen is {seqlen}: it must be {size}, a token per rank, to {MOST_TOKENS}")
+        raise typer.BadParameter(f"--seqlen is {seqlen}: it must be {size} (one token per rank) to {MOST_TOKENS}")
     dtype = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     device = torch.device("cpu") if place is None else place.device
     findings: list[Finding] = []
@@ -79,7 +83,7 @@ def doctor(
                 record(finding)
                 rings[:] = [ranks.ring]
 
-    with Console(stderr=True).status("examining"):
+    with Console(stderr=True).status("checking"):
         if place is None:
             with LocalWorld(size) as virtual:
                 device = virtual.device
@@ -95,7 +99,7 @@ def doctor(
     ring = rings[0].to_json() if rings and rings[0] is not None else None
     about = provenance(device) | {"device": str(device), "ring": ring}
     notes = closing(findings)
-    failed = [f"{one.check}: {one.text}" for one in findings if one.status == FAIL]
-    rows: list[Row] = [dict(zip(UNITS, one, strict=True)) for one in findings]
-    last = [line for note in notes for line in textwrap.wrap(note, COLUMNS)]
-    finish(Result("doctor", UNITS, rows, failed, notes, about), json, csv, text="\n".join(["", *last]))
+    failed = [f"{finding.check}: {finding.text}" for finding in findings if finding.status == FAIL]
+    rows: list[Row] = [dict(zip(UNITS, finding, strict=True)) for finding in findings]
+    lines = [line for note in notes for line in textwrap.wrap(note, COLUMNS)]
+    finish(Result("doctor", UNITS, rows, failed, notes, about), json, csv, text="\n".join(["", *lines]))

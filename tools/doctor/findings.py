@@ -1,4 +1,4 @@
-"""What ``ringattn doctor`` finds: one finding per check, and one answer of all ranks."""
+"""Findings of ``ringattn doctor``, one per check, which all ranks agree on."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ...comm.topology.topology import Topology
 
 OK, FAIL, SKIPPED = "ok", "FAIL", "skipped"
 COLUMNS, INDENT = 80, " " * 9
-MOST_RANKS = 8  # that a line names
+MOST_RANKS = 8  # ranks that a line names
 
 
 class Finding(NamedTuple):
-    """The outcome of one check."""
+    """Result of one check."""
 
     check: str
     status: str
     text: str = ""
-    """What was found, or why it failed, or why it was skipped; lines."""
+    """Observation, or reason of the failure or of the skip; may have several lines."""
     todo: str = ""
-    """What to do where it failed."""
+    """Advice after a failure."""
 
     def __str__(self) -> str:
         first, *rest = f"{self.check}: {self.text}".splitlines()
@@ -35,24 +35,24 @@ class Finding(NamedTuple):
 
 
 class Skipped(Exception):
-    """A check that does not apply here; the message says why."""
+    """Exception for a check that does not apply here, with the reason."""
 
 
 class Failed(Exception):
-    """A check that failed; the message says what was found."""
+    """Exception for a check that failed, with the observation."""
 
 
 @dataclass
 class Ranks:
-    """The ranks that are examined together, as one of them sees them."""
+    """Ranks of one doctor run, as seen by one rank."""
 
     group: Group
     control: Control
     device: torch.device
     alone: bool
-    """Virtual ranks of one process."""
+    """Whether the ranks are virtual ranks of one process."""
     ring: Topology | None = None
-    """As soon as it is known; devices on rank 0 alone."""
+    """Topology, or None before its discovery; only rank 0 has the devices."""
 
     @property
     def rank(self) -> int:
@@ -61,10 +61,13 @@ class Ranks:
     def together(
         self, what: str, do: Callable[[], Any], merge: Callable[[list[Any]], Any] = lambda values: None
     ) -> Any:
-        """What rank 0 makes of ``do()`` of every rank, both ready for JSON; every rank calls it with its own ``do``.
+        """Run ``do`` on every rank, merge the results on rank 0, and return the merged value on every rank.
+
+        Results and merged value must be valid JSON. Every rank must call the method.
 
         Raises:
-            Skipped, Failed: the same on every rank, where any of them was skipped or raised anything else.
+            Failed: ``do`` or ``merge`` raised on some rank. Every rank raises.
+            Skipped: ``do`` raised Skipped on some rank and nothing failed. Every rank raises.
         """
         outcome = {"value": None, "skipped": "", "failed": ""}
         try:
@@ -74,25 +77,25 @@ class Ranks:
         except Exception as error:
             outcome["failed"] = str(error) if isinstance(error, Failed) else error_text(error)
 
-        def of_all(outcomes: list[Any]) -> dict[str, Any]:
-            for kind in ("failed", "skipped"):
-                if any(texts := [one[kind] for one in outcomes]):
-                    return {kind: by_rank(texts)}
+        def merge_outcomes(outcomes: list[Any]) -> dict[str, Any]:
+            for status in ("failed", "skipped"):
+                if any(texts := [each[status] for each in outcomes]):
+                    return {status: by_rank(texts)}
             try:
-                return {"value": merge([one["value"] for one in outcomes])}
+                return {"value": merge([each["value"] for each in outcomes])}
             except Failed as error:
                 return {"failed": str(error)}
 
-        answer: Any = self.control.merged(outcome, of_all, what=what)
-        if "failed" in answer:
-            raise Failed(answer["failed"])
-        if "skipped" in answer:
-            raise Skipped(answer["skipped"])
-        return answer["value"]
+        merged: Any = self.control.merged(outcome, merge_outcomes, what=what)
+        if "failed" in merged:
+            raise Failed(merged["failed"])
+        if "skipped" in merged:
+            raise Skipped(merged["skipped"])
+        return merged["value"]
 
 
 def checked(check: str, todo: str, examine: Callable[[], str]) -> Finding:
-    """Ok with what ``examine`` says, or what it raised, the same on every rank; ``todo`` is for `Failed`."""
+    """Run a check and return its finding; ``todo`` is the advice if the check raises :class:`Failed`."""
     try:
         return Finding(check, OK, examine())
     except Skipped as reason:
@@ -102,17 +105,17 @@ def checked(check: str, todo: str, examine: Callable[[], str]) -> Finding:
 
 
 def by_rank(texts: Sequence[Any]) -> str:
-    """What ranks said, each text once and with its ranks unless all said it; the empty ones said nothing."""
+    """Join the texts of all ranks, each distinct text once with its ranks; empty texts are left out."""
     ranks: dict[Any, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
     if len(ranks) == 1:
         return str(texts[0])
-    return "; ".join(f"{ranks_text(held)}: {text}" for text, held in ranks.items() if text != "")
+    return "; ".join(f"{ranks_text(its_ranks)}: {text}" for text, its_ranks in ranks.items() if text != "")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0, 2 and 5``; a few of many."""
+    """Format ranks as ``rank 3`` or ``ranks 0, 2 and 5``; a long list is abridged."""
     names = [str(rank) for rank in ranks]
     if len(names) == 1:
         return f"rank {names[0]}"
@@ -122,16 +125,16 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """An error on one line."""
+    """Return type and message of an error on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def closing(findings: Sequence[Finding]) -> list[str]:
-    """The last lines: how many checks passed, and the first failure with what to do."""
-    failed, skipped = ([one for one in findings if one.status == status] for status in (FAIL, SKIPPED))
+    """Return the last lines of the output: the number of checks, and the first failure with advice."""
+    failed, skipped = ([it for it in findings if it.status == status] for status in (FAIL, SKIPPED))
     if not failed:
-        return [f"all well: {len(findings) - len(skipped)} checks ok, {len(skipped)} skipped"]
+        return [f"no problems found: {len(findings) - len(skipped)} checks ok, {len(skipped)} skipped"]
     first = failed[0]
     lines = [
         f"{len(failed)} of {len(findings)} checks failed, {len(skipped)} skipped",

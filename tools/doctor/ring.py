@@ -1,4 +1,4 @@
-"""What ``ringattn doctor`` runs: bytes over every edge by every transport, and a ring against the reference."""
+"""Checks of ``ringattn doctor`` that communicate: every edge of every transport, and a ring against the reference."""
 
 from __future__ import annotations
 
@@ -23,47 +23,46 @@ from ...ring import Layout, Ring, ring_attention
 from .findings import FAIL, OK, Failed, Finding, Ranks, Skipped, checked, error_text
 from .machine import facts, machine
 
-REPEATS = 3  # timed transfers of one way, one behind the other, after one that is not
-MOST_ALL_PAIRS = 16  # ranks up to which every pair is warmed up, since any rank may send dK/dV to its owner
-FRACTION = 0.25  # of what an edge should carry: less is no matter of tuning, the bytes take another way
-PRINTED = 8  # edges of a line
+REPEATS = 3  # timed transfers of an edge in a row, after one warm-up
+MOST_ALL_PAIRS = 16  # up to this world size warm up all pairs, because any rank may send dK/dV to any owner
+FRACTION = 0.25  # an edge with less of its nominal rate fails, because tuning alone cannot explain that
+PRINTED = 8  # edges per line
 GIGA = 1e9
-HEADS, KV_HEADS, HEAD_DIM = 2, 1, 64  # of the ring that is compared: the reference is dense, float64
+HEADS, KV_HEADS, HEAD_DIM = 2, 1, 64  # small, because the reference is dense and float64
 LOOK_AT_LINKS = (
-    "look at what joins the ranks that the line names, and take a GPU, cable or NIC that corrupts bytes out of use: "
-    "run again with NCCL_DEBUG=INFO, which prints the path of every pair; `nvidia-smi nvlink -s` shows links that are "
-    "down, `ibstat` the NICs, and the lines above every NCCL_* that is set"
+    "check the link between the ranks that the line names, and replace a GPU, cable or NIC that corrupts bytes. "
+    "NCCL_DEBUG=INFO prints the path of every pair, `nvidia-smi nvlink -s` shows NVLinks that are down, `ibstat` shows "
+    "the NICs, and the lines above list every NCCL_* that is set"
 )
-TRY_AGAIN = (
-    "a rank stopped answering: look at its own output, above; run again with fewer ranks to find which host it is"
-)
+TRY_AGAIN = "a rank stopped answering: read its output above, or run with fewer ranks to find its host"
 REPORT_RING = (
-    "bytes arrive, the result is wrong: `ringattn bench suite` says which kernel; please report it with --json"
+    "the bytes arrive but the result is wrong: run `ringattn bench suite` to find the kernel, and please report the "
+    "problem with the file of --json"
 )
 
 
 def examine(ranks: Ranks, seqlen: int, dtype: str, nbytes: int) -> Iterator[Finding]:
-    """Every check, in order; each rank gets the findings of all."""
+    """Run all checks in order, and yield the same findings on every rank."""
     try:
         ring = ranks.ring = discover(ranks.control, ranks.device)
         on_gpu = ranks.device.type == "cuda"
         results = ranks.together(
             "versions and settings", facts, lambda all_facts: machine(all_facts, ring, on_gpu=on_gpu)
         )
-        yield from (Finding(*one) for one in results)
+        yield from (Finding(*fields) for fields in results)
         yield from transports(ranks, ring, nbytes)
         yield checked(
             f"ring of {binary(seqlen)} tokens", REPORT_RING, partial(_against_reference, ranks, seqlen, dtype)
         )
-    except Exception as error:  # no answer from a rank: nothing that follows could be agreed on
+    except Exception as error:  # a rank does not answer, so the ranks cannot agree on further findings
         yield Finding("all ranks answer", FAIL, error_text(error), TRY_AGAIN)
     if not ranks.alone:
-        # the launcher ends the others when one exits: not before rank 0 has come to its end too
-        ranks.together("the end of the examination", lambda: None)
+        # wait for rank 0, because the launcher kills all ranks when one exits
+        ranks.together("the end of the checks", lambda: None)
 
 
 def transports(ranks: Ranks, ring: Topology, nbytes: int) -> Iterator[Finding]:
-    """For every transport: does it open, do the bytes arrive, how fast; then which one ``auto`` takes, and why."""
+    """Check for every transport that it opens and sends correctly, and its speed; then the choice of ``auto``."""
     for name in [*transport_names(), AUTO]:
         opened: list[Transport] = []
         try:
@@ -77,7 +76,7 @@ def transports(ranks: Ranks, ring: Topology, nbytes: int) -> Iterator[Finding]:
 
 
 def _opens(ranks: Ranks, ring: Topology, name: str, opened: list[Transport]) -> str:
-    """Open a transport and send a pattern over every edge; what opened is left in ``opened``."""
+    """Open a transport, send a pattern over every edge, and append the open transports to ``opened``."""
 
     def open_all() -> None:
         try:
@@ -89,8 +88,8 @@ def _opens(ranks: Ranks, ring: Topology, name: str, opened: list[Transport]) -> 
     edges = [warmed(ring, level if len(opened) > 1 else None) for level in range(len(opened))]
 
     def warm_up() -> str:
-        for transport, wanted in zip(opened, edges, strict=True):
-            transport.warm_up(wanted)
+        for transport, its_edges in zip(opened, edges, strict=True):
+            transport.warm_up(its_edges)
         return "; ".join(dict.fromkeys(transport.reason for transport in opened))
 
     reason = ranks.together(f"whether bytes arrive by {name}", warm_up, lambda reasons: reasons[0])
@@ -99,7 +98,7 @@ def _opens(ranks: Ranks, ring: Topology, name: str, opened: list[Transport]) -> 
 
 
 def warmed(ring: Topology, level: int | None) -> list[tuple[int, int]]:
-    """The (source, destination) pairs of a level, or of the whole ring: all pairs where the ranks are few."""
+    """Return the (source, destination) pairs to warm up of a level, or of the whole ring; all pairs if few ranks."""
     if ring.world == 1:
         return [(0, 0)]
     edges = [edge[:2] for edge in ring.edges if level in (None, edge.level)]
@@ -109,85 +108,87 @@ def warmed(ring: Topology, level: int | None) -> list[tuple[int, int]]:
 
 
 def _speeds(ranks: Ranks, ring: Topology, opened: Sequence[Transport], nbytes: int) -> str:
-    """GB/s of every edge, one way; rank 0 alone keeps them, and knows what to expect."""
+    """Time every edge in one direction, and return the GB/s; rank 0 collects and compares them."""
     rates: dict[EdgeInfo, float] = {}
     for turn in rounds(ring):
-        mine = next((edge for edge in turn if ranks.rank in edge[:2]), None)
+        own_edge = next((edge for edge in turn if ranks.rank in edge[:2]), None)
         ends: list[Ends] = []
 
-        def prepare(mine: EdgeInfo | None = mine, ends: list[Ends] = ends) -> None:
-            if mine is not None:
-                way = Way(ONE_WAY, (mine[:2],))
-                ends.append(Ends(opened[min(mine.level, len(opened) - 1)], way, nbytes, ranks.device))
+        def prepare(own_edge: EdgeInfo | None = own_edge, ends: list[Ends] = ends) -> None:
+            if own_edge is not None:
+                way = Way(ONE_WAY, (own_edge[:2],))
+                ends.append(Ends(opened[min(own_edge.level, len(opened) - 1)], way, nbytes, ranks.device))
                 if wrong := ends[0].wrong(0):
                     raise Failed(f"{way.edge}: {wrong} wrong bytes of {nbytes}")
 
-        def go(ends: list[Ends] = ends) -> float:
-            begun = time.perf_counter()
-            for one in ends:
-                one.run(REPEATS)
-            return (time.perf_counter() - begun) / REPEATS
+        def run(ends: list[Ends] = ends) -> float:
+            start = time.perf_counter()
+            for end in ends:
+                end.run(REPEATS)
+            return (time.perf_counter() - start) / REPEATS
 
-        def slower_end(seconds: list[float], turn: list[EdgeInfo] = turn) -> None:
+        def record_slower_end(seconds: list[float], turn: list[EdgeInfo] = turn) -> None:
             rates.update({edge: nbytes / max(seconds[rank] for rank in edge[:2]) / GIGA for edge in turn})
 
         ranks.together("a checked transfer", prepare)
-        ranks.together("a timed transfer", go, slower_end)
+        ranks.together("a timed transfer", run, record_slower_end)
 
     def judge(_: object) -> str:
-        shown = {edge: f"{edge.source}->{edge.destination} {rate:.3g}" for edge, rate in rates.items()}
+        texts = {edge: f"{edge.source}->{edge.destination} {rate:.3g}" for edge, rate in rates.items()}
         expected = {edge: edge.link.gigabytes_per_second or 0.0 for edge in rates}
         slow = [
-            f"{shown[one]} of {expected[one]:.3g} expected" for one in rates if rates[one] < FRACTION * expected[one]
+            f"{texts[edge]} of {expected[edge]:.3g} expected"
+            for edge in rates
+            if rates[edge] < FRACTION * expected[edge]
         ]
         if slow:
             raise Failed(", ".join(slow[:PRINTED]))
-        slowest = shown[min(rates, key=lambda edge: rates[edge])]
-        edges = ", ".join([*shown.values()][:PRINTED]) + ", …" * (len(shown) > PRINTED)
+        slowest = texts[min(rates, key=lambda edge: rates[edge])]
+        edges = ", ".join([*texts.values()][:PRINTED]) + ", …" * (len(texts) > PRINTED)
         return f"{edges}; slowest {slowest} ({human(nbytes, 'B')}, at the slower end)"
 
     return str(ranks.together("how fast the edges are", lambda: None, judge))
 
 
 def rounds(ring: Topology) -> Iterator[list[EdgeInfo]]:
-    """Every edge; what is timed at the same time shares no node."""
+    """Yield all edges in rounds, such that the edges of a round share no node and can be timed together."""
     node = {rank: number for number, ranks in enumerate(ring.nodes) for rank in ranks}
-    left = [*ring.edges]
-    while left:
-        busy, now, later = set[int](), list[EdgeInfo](), list[EdgeInfo]()
-        for edge in left:
+    remaining = [*ring.edges]
+    while remaining:
+        busy, current, later = set[int](), list[EdgeInfo](), list[EdgeInfo]()
+        for edge in remaining:
             nodes = {node[rank] for rank in edge[:2]}
-            (later if nodes & busy else now).append(edge)
+            (later if nodes & busy else current).append(edge)
             busy |= set() if nodes & busy else nodes
-        yield now
-        left = later
+        yield current
+        remaining = later
 
 
 def _against_reference(ranks: Ranks, seqlen: int, dtype: str) -> str:
-    """A causal ring over all ranks, forward and backward, against float64; rank 0 judges."""
+    """Compare forward and backward of a causal ring over all ranks with float64, on rank 0."""
     layout = Layout.zigzag(seqlen, ranks.control.size)
-    generator = torch.Generator().manual_seed(0)  # the same on every rank
+    generator = torch.Generator().manual_seed(0)  # equal on all ranks
     q, k, v, dout = (
         torch.randn(1, seqlen, heads, HEAD_DIM, generator=generator).to(ranks.device, DTYPES[dtype])
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
-    given = Inputs(q, k, v, dout, torch.randn(1, HEADS, seqlen, generator=generator).to(ranks.device))
+    inputs = Inputs(q, k, v, dout, torch.randn(1, HEADS, seqlen, generator=generator).to(ranks.device))
 
     def compute() -> tuple[str, str]:
-        q, k, v, *gradients = (x.contiguous() for x in shards_of(given, layout, ranks.rank))
+        q, k, v, *gradients = (x.contiguous() for x in shards_of(inputs, layout, ranks.rank))
         with Ring(ranks.group) as ring:
             attend = partial(ring_attention, layout=layout, ring=ring, causal=True, return_lse=True)
             file = io.BytesIO()
             torch.save([x.cpu() for x in forward_backward(attend, (q, k, v), *gradients)], file)
-            # through the store: what is being judged does not carry the evidence
+            # send results through the store, because the transport is under test
             return ring.transport, file.getvalue().hex()
 
     def judge(answers: list[tuple[str, str]]) -> str:
-        parts = [torch.load(io.BytesIO(bytes.fromhex(one)), weights_only=True) for _, one in answers]
-        judged = judge_of(given, Masks(causal=True))
-        errors = judged.differences(unsharded(layout, parts))
-        wrong = judged.wrong(errors)
-        text = ", ".join(f"{name} {error:.2g} (allowed {judged.limits[name]:.2g})" for name, error in errors.items())
+        shards = [torch.load(io.BytesIO(bytes.fromhex(data)), weights_only=True) for _, data in answers]
+        reference = judge_of(inputs, Masks(causal=True))
+        errors = reference.differences(unsharded(layout, shards))
+        wrong = reference.wrong(errors)
+        text = ", ".join(f"{name} {error:.2g} (limit {reference.limits[name]:.2g})" for name, error in errors.items())
         text = f"causal, zigzag, {dtype}, transport {answers[0][0]}: {text}"
         if wrong:
             raise Failed(f"wrong in {', '.join(wrong)}; {text}")

@@ -1,1 +1,1 @@
-"""Writes kernels as a C++ framework links them: cubin, C launcher, manifest."""
+"""Export of kernels for C and C++ frameworks: cubins, a C launcher and a manifest."""

@@ -1,4 +1,4 @@
-"""The C header and launcher of exported kernels; TMA descriptors are made as Triton's own launcher makes them."""
+"""C header and launcher of exported kernels, which encode TMA descriptors as Triton's launcher does."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ MEANING = {
     "v": "values [B, Sk, Hkv, Dv]",
     "out": "output [B, Sq, H, Dv]",
     "dout": "gradient of out [B, Sq, H, Dv]",
-    "state": "out of the shards before, [B, Sq, H, Dv]",
-    "lse": "log of the sum of exponentials, natural, [B, H, Sq], contiguous",
+    "state": "out of the previous shards, [B, Sq, H, Dv]",
+    "lse": "natural log of the sum of exponentials, [B, H, Sq], contiguous",
     "delta": "rowsum(dout * out), [B, H, Sq], contiguous",
-    "dq_in": "dq of the shards before, [B, Sq, H, D]",
-    "dk_in": "dk of the shards before, [B, Sk, Hkv, D]",
-    "dv_in": "dv of the shards before, [B, Sk, Hkv, Dv]",
+    "dq_in": "dq of the previous shards, [B, Sq, H, D]",
+    "dk_in": "dk of the previous shards, [B, Sk, Hkv, D]",
+    "dv_in": "dv of the previous shards, [B, Sk, Hkv, Dv]",
     "dq_out": "gradient of q, [B, Sq, H, D]",
     "dk_out": "gradient of k, [B, Sk, Hkv, D]",
     "dv_out": "gradient of v, [B, Sk, Hkv, Dv]",
-    "dq": "what the gradient of q is added to, [B, Sq, H, D]: zeros, or that of the shards before",
-    "turns_gates": "room for B * H * ceil(Sq / BLOCK_Q) int32, which the launch fills",
-    "turns_numbers": "int32 [ceil(Sk / BLOCK_K), ceil(Sq / BLOCK_Q)], as the function above fills it",
+    "dq": "accumulator for the gradient of q, [B, Sq, H, D]: zeros, or dq of the previous shards",
+    "turns_gates": "workspace for B * H * ceil(Sq / BLOCK_Q) int32, initialised by the launch",
+    "turns_numbers": "int32 [ceil(Sk / BLOCK_K), ceil(Sq / BLOCK_Q)], filled by the function above",
     "softmax_scale": "factor of q k^T, usually 1 / sqrt(D)",
     "group": "query heads per key head",
 }
@@ -37,7 +37,7 @@ OF_QUERIES = ("Sq", "Sk", "H", "key of each query")
 
 
 def rendered(template: str, config: ExportConfig, kernels: Sequence[Exported]) -> str:
-    """``<prefix>.h`` or ``<prefix>.c``."""
+    """Render a template to ``<prefix>.h`` or ``<prefix>.c``."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -52,11 +52,12 @@ def rendered(template: str, config: ExportConfig, kernels: Sequence[Exported]) -
 
 
 def field(kernel: Exported, argument: Argument) -> str:
-    """One of the struct that a caller fills in."""
-    rows, columns, heads, of = OF_KEYS if kernel.name in BY_KEYS else OF_QUERIES
-    own = {"rows": rows, "columns": columns, "heads": heads, "lo": f"first {of}, int32 [{rows}], never decreasing"}
-    own["hi"] = own["lo"].replace("first", "one past the last", 1)
-    meaning = own.get(argument.name) or MEANING.get(argument.name) or "in elements"
+    """Return the declaration of a field of the arguments struct, with a comment."""
+    rows, columns, heads, bound = OF_KEYS if kernel.name in BY_KEYS else OF_QUERIES
+    meanings = {"rows": rows, "columns": columns, "heads": heads}
+    meanings["lo"] = f"first {bound}, int32 [{rows}], never decreasing"
+    meanings["hi"] = meanings["lo"].replace("first", "one past the last", 1)
+    meaning = meanings.get(argument.name) or MEANING.get(argument.name) or "in elements"
     for side in ("q", "k"):
         meaning = meaning.replace(f"BLOCK_{side.upper()}", str(getattr(kernel.tile, f"block_{side}")))
     kind = "CUdeviceptr" if argument.type.startswith("*") else C_TYPES[argument.type]
@@ -66,24 +67,24 @@ def field(kernel: Exported, argument: Argument) -> str:
 
 
 def senseless(kernel: Exported) -> list[str]:
-    """Conditions in C under which a launch is refused for its numbers."""
-    known = {argument.name for argument in kernel.inputs}
-    conditions = ["batch < 0", *(f"args->{name} < 0" for name in ("rows", "columns", "heads") if name in known)]
-    if "group" in known:
+    """Return the C conditions under which a launch returns CUDA_ERROR_INVALID_VALUE."""
+    names = {argument.name for argument in kernel.inputs}
+    conditions = ["batch < 0", *(f"args->{name} < 0" for name in ("rows", "columns", "heads") if name in names)]
+    if "group" in names:
         conditions.append("args->group < 1")
-        if kernel.name not in BY_KEYS:  # whose heads are those of the keys
+        if kernel.name not in BY_KEYS:  # with a grid over keys `heads` counts key heads
             conditions.append("args->heads % args->group")
-    if "softmax_scale" in known:
-        conditions.append("!(args->softmax_scale > 0)")  # NaN too
-    if kernel.name == "gradients":  # 32 bits reach from one end of a tile of queries to the other
-        far = (2**31 - 1) // kernel.tile.block_q
-        described = {one.tensor for one in kernel.maps if not one.by_pointer}  # any map reaches
-        strides = [f"args->{name}_stride_s" for name in ("q", "dout", "dq") if name not in described]
-        conditions += [f"{stride} > {far} || {stride} < -{far}" for stride in strides]
-        conditions += ["(int64_t)args->heads * args->group > INT32_MAX"] if "group" in known else []
+    if "softmax_scale" in names:
+        conditions.append("!(args->softmax_scale > 0)")  # also true for NaN
+    if kernel.name == "gradients":  # offsets within a tile of queries are 32-bit
+        limit = (2**31 - 1) // kernel.tile.block_q
+        by_map = {tensor.tensor for tensor in kernel.maps if not tensor.by_pointer}  # maps have 64-bit strides
+        strides = [f"args->{name}_stride_s" for name in ("q", "dout", "dq") if name not in by_map]
+        conditions += [f"{stride} > {limit} || {stride} < -{limit}" for stride in strides]
+        conditions += ["(int64_t)args->heads * args->group > INT32_MAX"] if "group" in names else []
     return conditions
 
 
 def as_c(words: str | int) -> str:
-    """An expression of arguments in C: ``heads / group`` as args->heads / args->group; a number as it is."""
+    """Convert ``heads / group`` to the C expression ``args->heads / args->group``; numbers stay as they are."""
     return re.sub(r"[a-z]\w*", lambda match: match[0] if match[0] == "batch" else f"args->{match[0]}", str(words))

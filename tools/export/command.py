@@ -1,4 +1,4 @@
-"""``ringattn export``: kernels as a C++ framework links them, compiled on any machine."""
+"""Command line of ``ringattn export``, which compiles kernels for C and C++ frameworks without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def write(config: ExportConfig, kernels: list[Exported], folder: Path) -> dict[str, Any]:
-    """Write cubins, header, launcher, licence and manifest into ``folder``; the manifest."""
+    """Write cubins, header, launcher, licence and manifest into ``folder``, and return the manifest."""
     import hashlib
 
     from ...bench.common.output import write_file, write_json
@@ -30,44 +30,45 @@ def write(config: ExportConfig, kernels: list[Exported], folder: Path) -> dict[s
     files["LICENSE"] = (Path(__file__).parents[2] / "kernels" / "LICENSE").read_bytes()
     for name, content in files.items():
         write_file(folder / name, content)
-    made = manifest(config, kernels, {name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
-    write_json(folder / f"{config.prefix}.json", made)
-    return made
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    data = manifest(config, kernels, hashes)
+    write_json(folder / f"{config.prefix}.json", data)
+    return data
 
 
 @app.command()
 def main(
     context: typer.Context,
-    arch: Annotated[str, typer.Option(metavar="sm_NN", help="The GPU to compile for.")],
-    # from 2 on: the stride of heads of one element is 1, which Triton makes a constant
-    head_dim: Annotated[int, typer.Option(min=2, max=256, help="Of queries and keys.")] = 128,
-    value_dim: Annotated[int | None, typer.Option(min=2, max=256, help="Of values; default: the same.")] = None,
+    arch: Annotated[str, typer.Option(metavar="sm_NN", help="Compute capability to compile for.")],
+    # at least 2, because with head dim 1 a stride is 1, which Triton compiles as a constant
+    head_dim: Annotated[int, typer.Option(min=2, max=256, help="Head dim of q and k.")] = 128,
+    value_dim: Annotated[int | None, typer.Option(min=2, max=256, help="Head dim of v; default: --head-dim.")] = None,
     dtype: Annotated[
-        str, typer.Option(parser=dtype_name, metavar="DTYPE", help="Of q, k, v and out: bf16, fp16 or fp32.")
+        str, typer.Option(parser=dtype_name, metavar="DTYPE", help="Dtype of q, k, v and out: bf16, fp16 or fp32.")
     ] = "bfloat16",
     causal: Annotated[
-        bool, typer.Option("--causal", help="With an interval of keys per query: this mask, and every other one.")
+        bool, typer.Option("--causal", help="Take an interval of keys per query, for causal and other masks.")
     ] = False,
-    grouped: Annotated[bool, typer.Option(help="Any number of query heads per key head, or always one.")] = True,
-    role: Annotated[
-        str, typer.Option(help="What a launch continues and leaves, in a ring: only, first, middle or last.")
-    ] = "only",
+    grouped: Annotated[bool, typer.Option(help="Support any number of query heads per key head, or only one.")] = True,
+    role: Annotated[str, typer.Option(help="Role of the launch in a ring: only, first, middle or last.")] = "only",
     forward_kernel: Annotated[str, typer.Option(help="portable or hopper.")] = "portable",
     backward: Annotated[
-        str, typer.Option(help="two_pass (dq and dkdv); or at once: single_pass (or it with _deterministic), hopper.")
+        str, typer.Option(help="two_pass (kernels dq and dkdv), single_pass, single_pass_deterministic or hopper.")
     ] = "two_pass",
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Tiles of this GPU's tuned table, 'NVIDIA H200'; default: built-in ones."),
+        typer.Option(
+            metavar="NAME", help="GPU whose tuned tiles to use, such as 'NVIDIA H200'; default: built-in tiles."
+        ),
     ] = None,
     config_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where `ringattn tune` wrote that table; default: where a launch looks."),
+        typer.Option(metavar="DIR", help="Folder of the table from `ringattn tune`; default: that of a launch."),
     ] = None,
     out_dir: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")] = Path("ringattn-export"),
     json: Json = None,
 ) -> None:
-    """Write cubins, a C header and launcher, and a manifest of attention kernels, forward and backward."""
+    """Write attention kernels, forward and backward, as cubins with a C header, a C launcher and a manifest."""
     check_needs(context, {"config_dir": "gpu"})
 
     from ...autotune.space import SHORT, gpu_for_arch
@@ -84,18 +85,17 @@ def main(
         if prints():
             check_folder("--out-dir", out_dir)
         for name in config.kernels:
-            kernels.append(one := export(config, name))
+            kernels.append(kernel := export(config, name))
             if prints() and json != "-":
-                whence = chosen_tiles(config)[name][1]
-                print(f"{name:<9} {len(one.arguments)} arguments, {one.shared} bytes of shared memory; tile: {whence}")
+                origin = chosen_tiles(config)[name][1]
+                sizes = f"{len(kernel.arguments)} arguments, {kernel.shared} bytes of shared memory"
+                print(f"{name:<9} {sizes}; tile: {origin}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if not prints():
         return
-    made = write(config, kernels, out_dir)
+    data = write(config, kernels, out_dir)
     if json is not None:
-        write_json(json, made)
+        write_json(json, data)
     if json != "-":
-        print(
-            f"wrote {len(made['sha256']) + 1} files to {out_dir}; the header says how pointers and strides are aligned"
-        )
+        print(f"wrote {len(data['sha256']) + 1} files to {out_dir}; the header lists the alignment of all arguments")

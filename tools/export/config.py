@@ -1,4 +1,4 @@
-"""What to export, and which tiles it has: built-in ones, or those of a GPU's tuned table."""
+"""Configuration of an export, and its tiles: built-in ones or those of a GPU's tuned table."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ BUILT_IN = "built-in default, never timed"
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What to export.
+    """Configuration of an export.
 
     Raises:
-        ValueError: what there is not; what a Hopper kernel does not take its entry says.
+        ValueError: ``role``, ``forward_kernel`` or ``backward`` is unknown, or ``backward="hopper"`` is not grouped.
+            Further limits of the Hopper kernels are checked when they compile.
     """
 
     arch: int  # compute capability without the dot
     dtype: str = "bf16"  # one of DTYPES
     head_dim: int = 128
     head_dim_v: int = 128
-    bounded: bool = False  # an interval of keys per query, which every mask is
+    bounded: bool = False  # the kernels take an interval of keys per query, and so support every mask
     grouped: bool = True  # any number of query heads per key head
     role: str = "only"  # one of ROLES
     forward_kernel: str = "portable"  # one of FORWARD_KERNELS
     backward: str = "two_pass"  # one of BACKWARDS
-    gpu: str | None = None  # whose table has the tiles, as the driver names it; None: built-in ones
-    config_dir: Path | None = None  # where that is; None: $RINGATTN_CONFIG_DIR, else the user's cache
+    gpu: str | None = None  # GPU whose tuned table to use, by the driver's name; None: built-in tiles
+    config_dir: Path | None = None  # folder of the table; None: $RINGATTN_CONFIG_DIR, else the user's cache
 
     def __post_init__(self) -> None:
-        for what, got, known in (
+        for name, value, allowed in (
             ("role", self.role, ROLES),
             ("forward_kernel", self.forward_kernel, FORWARD_KERNELS),
             ("backward", self.backward, BACKWARDS),
         ):
-            if got not in known:
-                raise ValueError(f"{what} is {got}: it must be one of {', '.join(known)}")
+            if value not in allowed:
+                raise ValueError(f"{name} is {value}: it must be one of {', '.join(allowed)}")
         if self.backward == "hopper" and not self.grouped:
-            raise ValueError("grouped is False: backward='hopper' takes any number of query heads per key head")
+            raise ValueError("grouped is False: with backward='hopper' it must be True")
 
     @property
     def prefix(self) -> str:
-        """Of every name in C and of every file."""
+        """Prefix of all C names and file names."""
         dims = f"d{self.head_dim}" + (f"_{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         words = ["bounded" if self.bounded else "full", *([] if self.grouped else ["mha"])]
         words += [] if self.role == "only" else [self.role]
@@ -58,49 +59,50 @@ class ExportConfig:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names of what is exported."""
         return ("forward", "delta", *(("dq", "dkdv") if self.backward == "two_pass" else ("gradients",)))
 
 
 Tiles = dict[str, tuple[Tile, str]]
-"""By kernel: the tile, and where it comes from."""
+"""Tile of each kernel, and a description of its origin."""
 
 
 @lru_cache
 def chosen_tiles(config: ExportConfig) -> Tiles:
-    """The tile of every kernel: of a table that of the longest shard, and of equals of the most heads per key head.
+    """Return the tile of every kernel.
+
+    If a table has several entries for a kernel, the longest shard wins, then the most query heads per key head.
 
     Raises:
-        ValueError: no such folder or table, or a head dim that has no tile.
+        ValueError: The folder or the table does not exist, or no tile fits the head dim.
     """
     tables: list[Table] = []
     if config.gpu is not None:
         tables = tables_of(assumed_gpu(config.arch, config.gpu), folder_of(config.config_dir))
         if not tables:
             raise ValueError(
-                f"there is no table of {config.gpu}, sm_{config.arch}, for this version of Triton: `ringattn tune "
-                "--save-dir DIR` makes one, and --config-dir DIR says where it is"
+                f"there is no table of {config.gpu}, sm_{config.arch}, for this version of Triton; create it with "
+                "`ringattn tune --save-dir DIR` and pass --config-dir DIR"
             )
     tiles: Tiles = {"delta": (Tile(DELTA_BLOCK, DELTA_BLOCK, 4, 1), "fixed")}
     for name in (*KERNELS, "gradients") if config.backward != "two_pass" else KERNELS:
         kernel = config.backward if name == "gradients" else name
-        tuned = next((one for table in tables if (one := _tuned(table, config, kernel)) is not None), None)
+        tuned = next((tile for table in tables if (tile := _tuned(table, config, kernel)) is not None), None)
         tiles[name] = (_built_in(config, kernel), BUILT_IN) if tuned is None else tuned
     return tiles
 
 
 def _tuned(table: Table, config: ExportConfig, kernel: str) -> tuple[Tile, str] | None:
-    """A table's tile for a kernel, and whence it is; the built-in one where it is of something not exported."""
-    wanted = kernel, config.dtype, config.head_dim, config.head_dim_v
+    """Return a kernel's tile from a table and its origin; the built-in tile if the entry needs other options."""
+    key = kernel, config.dtype, config.head_dim, config.head_dim_v
     mask = "bounded" if config.bounded else "full"
-    fitting = [
-        one
-        for one in table.entries
-        if one.point[:4] == wanted and one.point.mask == mask and is_offered(one, estimated=False)
+    matching = [
+        entry
+        for entry in table.entries
+        if entry.point[:4] == key and entry.point.mask == mask and is_offered(entry, estimated=False)
     ]
-    if not fitting:
+    if not matching:
         return None
-    entry: Entry = max(fitting, key=lambda one: (one.point.length, one.point.group))
+    entry: Entry = max(matching, key=lambda entry: (entry.point.length, entry.point.group))
     version = ".".join(map(str, table.triton))
     origin = (
         f"table of {table.gpu}, Triton {version}, at {entry.point.length} tokens on {entry.date[:10]}: "
@@ -111,17 +113,17 @@ def _tuned(table: Table, config: ExportConfig, kernel: str) -> tuple[Tile, str] 
         del options["forward_kernel"]
     if not options:
         return entry.tile, origin
-    named = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    return _built_in(config, kernel), f"{BUILT_IN}; the {origin}, is for {named}, which is not exported"
+    text = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return _built_in(config, kernel), f"{BUILT_IN}; the {origin}, is for {text}, which is not exported"
 
 
 def _built_in(config: ExportConfig, kernel: str) -> Tile:
-    widest = max(config.head_dim, config.head_dim_v)
+    head_dim = max(config.head_dim, config.head_dim_v)
     if kernel == "hopper":
-        return hopper_tile(widest)
-    if (tile := default_tile(kernel, config.arch, config.dtype, widest)) is None:
+        return hopper_tile(head_dim)
+    if (tile := default_tile(kernel, config.arch, config.dtype, head_dim)) is None:
         raise ValueError(
-            f"head dim {widest} has no tile for a single-pass backward that fits sm_{config.arch}; "
-            "backward='two_pass' takes any"
+            f"head dim {head_dim} has no tile for a single-pass backward that fits sm_{config.arch}; "
+            "backward='two_pass' supports all head dims"
         )
     return tile

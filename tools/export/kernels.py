@@ -1,7 +1,7 @@
-"""Kernels as other frameworks launch them: compiled for any lengths, heads and strides, with the list of arguments.
+"""Compilation of kernels for export, for any lengths, heads and strides, and their lists of arguments.
 
-A launch by the kernels' own entry is compiled (``autotune.compile``), of tensors whose sizes and strides Triton makes
-no constants of; its arguments are those that the binary takes.
+The export compiles a launch of the kernel's host entry (``autotune.compile``). The sizes and strides of its tensors are
+chosen such that Triton does not specialise them, so the arguments of the launch are those of the binary.
 """
 
 from __future__ import annotations
@@ -25,77 +25,75 @@ from ...kernels.tables import DTYPES, Options
 from .config import ExportConfig, chosen_tiles
 
 BY_KEYS = ("dkdv", "gradients")
-"""Kernels whose programs are tiles of keys: their rows are keys, their columns queries, their heads key heads."""
+"""Kernels with a grid over keys: their rows are keys, their columns queries, and their heads key heads."""
 
 ALIGNMENT = 16
-"""Bytes of a pointer and elements of a stride: what lets a thread load 16 bytes at once."""
+"""Alignment of pointers in bytes and of strides in elements, for loads of 16 bytes per thread."""
 
 TYPES = {dtype: name for name, dtype in DTYPES.items()}
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "i32": 4, "i64": 8}
-"""Of an element, and of what is passed by value; a pointer has 8."""
+"""Bytes of an element or of an argument passed by value."""
 
 MAP = "CUtensorMap"
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-"""Of a TMA descriptor that is passed by value, and what Triton aligns that parameter to."""
+"""Bytes of a TMA descriptor passed by value, and Triton's alignment of that parameter."""
 
 AXES = "bshd"
 
 SIZES = Sizes(batch=7, queries=31_000_003, keys=31_000_013, heads=105, kv_heads=35)
 UNGROUPED = SIZES._replace(kv_heads=SIZES.heads)
-"""Of tensors without memory. No two alike, none 1 or a multiple of 16: Triton makes neither a constant nor an
-assumption of them, and of strides alone that 16 divides them where it divides the head dim. A batch row may be 2^31
-elements long, whose stride takes 64 bits."""
+"""Sizes of the meta tensors. They are distinct, and neither 1 nor multiples of 16, so that Triton does not specialise
+them. Only strides count as multiples of 16 if the head dim is one. The batch stride exceeds 2^31 and is 64-bit."""
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One parameter of a kernel, in the order of its binary, or one field of what a caller fills in."""
+    """Parameter of a binary, or field of the struct that a caller fills in."""
 
     name: str
-    type: str  # as Triton spells it: *bf16, i32, fp32; or MAP
-    same_as: str | None = None  # not asked for: this argument is passed once more
-    multiple: int = 1  # bytes that a pointer, or elements that a stride, must be a multiple of
-    made_of: str | None = None  # not asked for: what the launcher makes it of
-    at: str | None = None  # where the launcher then has it, in C
+    type: str  # as in Triton: *bf16, i32, fp32; or MAP
+    same_as: str | None = None  # the argument whose value is passed again; not a field of the struct
+    multiple: int = 1  # required alignment, of a pointer in bytes, of a stride in elements
+    made_of: str | None = None  # the expression from which the launcher computes the value; not a field
+    at: str | None = None  # C expression for the address of the computed value
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return MAP_BYTES if self.type == MAP else 8 if self.type.startswith("*") else BYTES[self.type]
 
     @property
     def alignment(self) -> int:
-        """Bytes that its offset among the parameters is a multiple of."""
+        """Alignment in bytes among the kernel parameters."""
         return MAP_ALIGNMENT if self.type == MAP else self.size
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor ``[B, S, H, D]`` that a kernel takes by a TMA descriptor, as the driver encodes it."""
+    """TMA descriptor of a tensor ``[B, S, H, D]``."""
 
-    tensor: str  # whose address and strides it has
+    tensor: str  # name of the tensor
     dtype: str
-    sizes: tuple[str | int, ...]  # of the dimensions: an argument, the quotient or product of two, or a number
-    box: tuple[int, ...]  # elements of a dimension that one load takes, the outermost first
+    sizes: tuple[str | int, ...]  # an argument, the quotient or product of two arguments, or a number
+    box: tuple[int, ...]  # elements per load along each dimension, outermost first
     swizzle: int  # CUtensorMapSwizzle
-    by_pointer: bool  # the kernel takes the tensor by its address, too
+    by_pointer: bool  # the kernel also takes the address of the tensor
 
     @property
     def name(self) -> str:
-        """In C."""
+        """Name of the C variable."""
         return f"{self.tensor}_tensor"
 
     def parameters(self) -> Iterator[Argument]:
-        """What Triton passes for it: the map, and although no kernel reads them its sizes and strides."""
+        """Yield the parameters that Triton passes: the map, then sizes and strides, which no kernel reads."""
         yield Argument(f"{self.tensor}_map", MAP, made_of=self.tensor, at=f"{self.name}.map")
         for i, (axis, size) in enumerate(zip(AXES, self.sizes, strict=True)):
             yield Argument(f"{self.tensor}_map_size_{axis}", "i32", made_of=str(size), at=f"&{self.name}.size[{i}]")
         for i, axis in enumerate(AXES):
-            of = f"{self.tensor}_stride_{axis}" if axis != "d" else "1"
-            yield Argument(f"{self.tensor}_map_stride_{axis}", "i64", made_of=of, at=f"&{self.name}.stride[{i}]")
+            stride = f"{self.tensor}_stride_{axis}" if axis != "d" else "1"
+            yield Argument(f"{self.tensor}_map_stride_{axis}", "i64", made_of=stride, at=f"&{self.name}.stride[{i}]")
 
     def inputs(self) -> Iterator[Argument]:
-        """Address and strides, of which the copy engine takes multiples of 16 bytes."""
+        """Yield address and strides; the copy engine requires multiples of 16 bytes."""
         yield Argument(self.tensor, f"*{self.dtype}", multiple=ALIGNMENT)
         for axis, kind in zip("bsh", ("i64", "i32", "i32"), strict=True):
             yield Argument(f"{self.tensor}_stride_{axis}", kind, multiple=ALIGNMENT // BYTES[self.dtype])
@@ -103,22 +101,22 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Exported:
-    """A kernel as bytes, and what a launch of it takes."""
+    """Compiled kernel with everything that a launch needs."""
 
     name: str  # forward, delta, dq, dkdv or gradients
     symbol: str
     cubin: bytes
-    arguments: tuple[Argument, ...]  # in the order of the binary
-    inputs: tuple[Argument, ...]  # what a caller says
+    arguments: tuple[Argument, ...]  # parameters in the order of the binary
+    inputs: tuple[Argument, ...]  # fields of the struct that a caller fills in
     maps: tuple[TensorMap, ...]
-    layout: tuple[tuple[int, int], ...]  # (offset, bytes) of every parameter, those of SCRATCH last
+    layout: tuple[tuple[int, int], ...]  # (offset, bytes) of every parameter, with SCRATCH last
     threads: int  # per program
     tile: Tile
     shared: int  # bytes
 
     def asks_for(self, name: str) -> bool:
-        """Whether a caller says it."""
-        return any(one.name == name for one in self.inputs)
+        """Return True if ``name`` is a field of the struct that a caller fills in."""
+        return any(argument.name == name for argument in self.inputs)
 
     @property
     def block(self) -> int:
@@ -130,42 +128,41 @@ def export(config: ExportConfig, name: str) -> Exported:
     """Compile one kernel of a config.
 
     Raises:
-        ValueError: a tile that does not fit the chip, or what the kernel does not take.
-        RuntimeError: a binary that these launchers would not launch as Triton does.
+        ValueError: The tile does not fit the GPU, or the kernel does not support the config.
+        RuntimeError: The exported launcher would pass other parameters than Triton's.
     """
     tile, launch = chosen_tiles(config)[name][0], compiled_launch(config, name)
-    made, limit = launch.binary, shared_limit(config.arch)
-    metadata, cubin = made.metadata, made.asm["cubin"]
+    binary, limit = launch.binary, shared_limit(config.arch)
+    metadata, cubin = binary.metadata, binary.asm["cubin"]
     if metadata.shared > limit:
         raise ValueError(
             f"the {name} kernel takes {metadata.shared} bytes of shared memory, sm_{config.arch} has {limit}"
         )
-    passed, inputs, maps = arguments_of(launch, symbols_of(config, name))
-    layout, threads = parameter_layout(cubin), threads_of(made.asm["ptx"])
-    exported = Exported(
-        name, metadata.name, cubin, passed, inputs, maps, tuple(layout.parameters), threads, tile, metadata.shared
-    )
+    arguments, inputs, maps = arguments_of(launch, symbols_of(config, name))
+    layout, threads = parameter_layout(cubin), threads_of(binary.asm["ptx"])
     if metadata.global_scratch_size or metadata.profile_scratch_size or getattr(metadata, "num_ctas", 1) != 1:
-        raise RuntimeError(f"the {name} kernel wants scratch memory or a cluster, which its launcher does not give")
-    expected = offsets(passed, layout.base)
+        raise RuntimeError(f"the {name} kernel needs scratch memory or a cluster, which the launcher does not support")
+    expected = offsets(arguments, layout.base)
     if layout.parameters != expected:
         raise RuntimeError(
             f"the {name} kernel takes parameters of (offset, bytes) {layout.parameters}, its launcher passes {expected}"
         )
-    return exported
+    return Exported(
+        name, metadata.name, cubin, arguments, inputs, maps, tuple(layout.parameters), threads, tile, metadata.shared
+    )
 
 
 def compiled_launch(config: ExportConfig, name: str) -> Launch:
-    """One kernel, without the path of every source line on this machine."""
+    """Compile the launch of one kernel, without line info, which has paths of this machine."""
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True
         return compiled(launch_of(config, name), config.arch)
 
 
 def launch_of(config: ExportConfig, name: str) -> Launch:
-    """One kernel's launch, of tensors of which only the alignment is fixed."""
+    """Return the uncompiled launch of one kernel, which fixes only the alignment of its tensors."""
     sizes = SIZES if config.grouped else UNGROUPED
-    if name == "delta":  # without a gradient of lse
+    if name == "delta":  # the exported kernel has no dlse
         shape = sizes.batch, sizes.queries, sizes.heads, config.head_dim_v
         out, dout = (torch.empty(shape, dtype=DTYPES[config.dtype], device=META) for _ in range(2))
         return launches(attention_delta, config.arch, dout, out)[0]
@@ -173,7 +170,7 @@ def launch_of(config: ExportConfig, name: str) -> Launch:
 
 
 def variant_of(config: ExportConfig, name: str, sizes: Sizes) -> Variant:
-    """One kernel but delta."""
+    """Return the variant of one kernel except delta."""
     options: Options = ()
     kernel = config.backward if name == "gradients" else name
     if (name, config.forward_kernel) == ("forward", "hopper"):
@@ -187,26 +184,26 @@ def variant_of(config: ExportConfig, name: str, sizes: Sizes) -> Variant:
 
 
 def symbols_of(config: ExportConfig, name: str) -> dict[int, str]:
-    """By its value what a number of a launch is, in words of the launcher's arguments."""
+    """Return the expression of launcher arguments for each size, by its value in ``SIZES``."""
     sizes = SIZES if config.grouped else UNGROUPED
     by_keys = name in BY_KEYS
     heads = ("heads * group", "heads") if by_keys else ("heads", "heads / group")
-    named = {sizes.batch: "batch", sizes.queries: "columns" if by_keys else "rows"}
-    named |= {sizes.keys: "rows" if by_keys else "columns", sizes.heads // sizes.kv_heads: "group"}
-    return named | ({sizes.heads: heads[0], sizes.kv_heads: heads[1]} if config.grouped else {sizes.heads: "heads"})
+    symbols = {sizes.batch: "batch", sizes.queries: "columns" if by_keys else "rows"}
+    symbols |= {sizes.keys: "rows" if by_keys else "columns", sizes.heads // sizes.kv_heads: "group"}
+    return symbols | ({sizes.heads: heads[0], sizes.kv_heads: heads[1]} if config.grouped else {sizes.heads: "heads"})
 
 
 def arguments_of(
     launch: Launch, symbols: Mapping[int, str]
 ) -> tuple[tuple[Argument, ...], tuple[Argument, ...], tuple[TensorMap, ...]]:
-    """(what is passed, in order; what a caller is asked for; tensor maps), as Triton specialised the launch."""
+    """Return the parameters of the binary, the fields that a caller fills in, and the tensor maps."""
     source, metadata = launch.binary.src, getattr(launch.binary.metadata, "tensordesc_meta", None) or []
-    names = [one.name for one in launch.kernel.params]
-    # what is passed twice is asked for under its last name: a state that is continued in place under that of the result
-    given = [*zip(names, launch.arguments, strict=False)]
-    owners = {id(value.ptr): name for name, value in given if hasattr(value, "ptr")}
+    names = [param.name for param in launch.kernel.params]
+    # a tensor that is passed twice gets its last name, so a state that is updated in place has the result's name
+    values = [*zip(names, launch.arguments, strict=False)]
+    owners = {id(value.ptr): name for name, value in values if hasattr(value, "ptr")}
     numbers: dict[int, str] = {}
-    passed: list[Argument] = []
+    parameters: list[Argument] = []
     inputs: list[Argument] = []
     maps: list[TensorMap] = []
 
@@ -215,66 +212,67 @@ def arguments_of(
         if kind == "constexpr":
             return
         if isinstance(value, tuple):
-            own = owners[id(value.ptr)] if hasattr(value, "ptr") else None
-            names_of: tuple[str, ...] = value._fields  # type: ignore[attr-defined]
-            for i, (field, part, of) in enumerate(zip(names_of, value, kind, strict=True)):
-                walk(part, of, (*path, i), field_name(name, field), own and field_name(own, field))
+            owner = owners[id(value.ptr)] if hasattr(value, "ptr") else None
+            field_names: tuple[str, ...] = value._fields  # type: ignore[attr-defined]
+            for i, (field, part, part_kind) in enumerate(zip(field_names, value, kind, strict=True)):
+                walk(part, part_kind, (*path, i), field_name(name, field), owner and field_name(owner, field))
         elif hasattr(value, "block_shape"):
-            made = _map_of(value, name, symbols, metadata[len(maps)], by_pointer=id(value.base) in owners)
-            maps.append(made)
-            passed.extend(made.parameters())
-            inputs.extend(() if made.by_pointer else made.inputs())
+            tensor_map = _map_of(value, name, symbols, metadata[len(maps)], by_pointer=id(value.base) in owners)
+            maps.append(tensor_map)
+            parameters.extend(tensor_map.parameters())
+            inputs.extend(() if tensor_map.by_pointer else tensor_map.inputs())
         else:
-            aligned = ["tt.divisibility", ALIGNMENT] in source.attrs.get(path, [])
+            is_aligned = ["tt.divisibility", ALIGNMENT] in source.attrs.get(path, [])
             is_number = isinstance(value, int) and tensor is None
             made_of = "0" if is_number and value == 0 else None
             same_as = numbers.setdefault(value, name) if is_number else tensor or name
             same_as = None if same_as == name or made_of else same_as
-            at = "&zero" if made_of else None
-            passed.append(Argument(name, kind, same_as, ALIGNMENT if aligned and not made_of else 1, made_of, at))
-            inputs.extend(passed[-1:] if same_as is None and made_of is None else ())
+            multiple, at = ALIGNMENT if is_aligned and not made_of else 1, "&zero" if made_of else None
+            parameters.append(Argument(name, kind, same_as, multiple, made_of, at))
+            inputs.extend(parameters[-1:] if same_as is None and made_of is None else ())
 
-    for index, (name, value) in enumerate(given):
+    for index, (name, value) in enumerate(values):
         walk(value, source.signature[name], (index,), name, None)
-    if len(maps) != len(metadata) or any(one.get("fp4_padded") or one.get("is_im2col") for one in metadata):
-        raise RuntimeError(f"{len(maps)} descriptors, of which the compiler says {metadata}")
-    return tuple(passed), tuple(inputs), tuple(maps)
+    if len(maps) != len(metadata) or any(entry.get("fp4_padded") or entry.get("is_im2col") for entry in metadata):
+        raise RuntimeError(f"the launch has {len(maps)} descriptors, but the compiler's metadata is {metadata}")
+    return tuple(parameters), tuple(inputs), tuple(maps)
 
 
 def _map_of(
     value: Any, name: str, symbols: Mapping[int, str], metadata: Mapping[str, Any], *, by_pointer: bool
 ) -> TensorMap:
-    """What the compiler wants of a descriptor.
+    """Return the tensor map of a descriptor.
 
     Raises:
-        RuntimeError: what no launcher here encodes.
+        RuntimeError: The launcher cannot encode the descriptor.
     """
     dtype = TYPES[value.base.dtype]
     if metadata["elem_size"] != BYTES[dtype] or len(metadata["block_size"]) != len(AXES):
-        raise RuntimeError(f"{name} is a descriptor of {dtype}, of which the compiler says {metadata}")
+        raise RuntimeError(f"{name} is a descriptor of {dtype}, but the compiler's metadata is {metadata}")
     tensor = "dq" if by_pointer else name
     sizes = *(symbols[size] for size in value.shape[:3]), value.shape[3]
     return TensorMap(tensor, dtype, sizes, tuple(metadata["block_size"]), metadata["swizzle"], by_pointer)
 
 
 def field_name(name: str, field: str) -> str:
-    """``q`` and ``stride_b``: q_stride_b; a pointer has the tensor's name; what is not a tensor names its fields."""
+    """Return the argument name of a field, such as q_stride_b; a pointer has the tensor's name."""
     if field == "ptr":
         return name
     return field if name in ("shape", "bounds") else f"{name}_{field}"
 
 
 def offsets(arguments: tuple[Argument, ...], base: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of every parameter, those of SCRATCH after them, as the compiler lays them out.
+    """Return (offset, bytes) of every parameter and of SCRATCH in the compiler's layout.
 
-    ``base`` is where parameters begin in their constant bank: a map is aligned there, and not from the first parameter.
+    ``base`` is the start of the parameters in their constant bank. Maps are aligned in the bank, not relative to
+    ``base``.
     """
-    starts, end = [], base
-    for alignment, size in [*((one.alignment, one.size) for one in arguments), *[(8, 8)] * len(SCRATCH)]:
-        begin = -(-end // alignment) * alignment
-        starts.append((begin - base, size))
-        end = begin + size
-    return starts
+    layout, end = [], base
+    for alignment, size in [*((it.alignment, it.size) for it in arguments), *[(8, 8)] * len(SCRATCH)]:
+        start = -(-end // alignment) * alignment
+        layout.append((start - base, size))
+        end = start + size
+    return layout
 
 
 PARAMETER = re.compile(
@@ -285,44 +283,43 @@ BANK = re.compile(r"EIATTR_PARAM_CBANK.*?Value:\s*0x[0-9a-f]+ 0x([0-9a-f]+)", re
 
 
 class Layout(NamedTuple):
-    """Of the parameters of a binary."""
+    """Layout of the parameters of a binary."""
 
-    base: int  # where they begin in their constant bank
-    parameters: list[tuple[int, int]]  # (offset, bytes), in their order
+    base: int  # start of the parameters in their constant bank
+    parameters: list[tuple[int, int]]  # (offset, bytes) in order
 
 
 def parameter_layout(cubin: bytes) -> Layout:
-    """What a binary says that it takes."""
     text = read_with("cuobjdump", "-elf", cubin=cubin)
     bank = BANK.search(text)
     assert bank is not None
-    layout = sorted(tuple(int(number, 16) for number in one) for one in PARAMETER.findall(text))
-    # of that word the low half is where they begin, the high half how many bytes they take
+    layout = sorted(tuple(int(number, 16) for number in entry) for entry in PARAMETER.findall(text))
+    # the low half of the word is the start, the high half the number of bytes
     return Layout(int(bank[1], 16) & 0xFFFF, [(offset, size) for _, offset, size in layout])
 
 
 # the manifest
 
-SCHEMA = 2  # 1 had no tensor maps: all parameters that were not repeated were asked for
+SCHEMA = 2  # 1 had no tensor maps
 LICENCE = "MIT"
-SCRATCH = [{"name": "scratch", "size": 8, "value": 0}] * 2  # pointers that Triton appends, which no kernel here uses
+SCRATCH = [{"name": "scratch", "size": 8, "value": 0}] * 2  # pointers that Triton appends; no exported kernel uses them
 
 DATA_TYPES = {
     "bf16": "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
     "fp16": "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
     "fp32": "CU_TENSOR_MAP_DATA_TYPE_FLOAT32",
 }
-SWIZZLES = tuple(f"CU_TENSOR_MAP_SWIZZLE_{one}" for one in ("NONE", "32B", "64B", "128B"))
+SWIZZLES = tuple(f"CU_TENSOR_MAP_SWIZZLE_{mode}" for mode in ("NONE", "32B", "64B", "128B"))
 FIXED = {
     "interleave": "CU_TENSOR_MAP_INTERLEAVE_NONE",
     "l2_promotion": "CU_TENSOR_MAP_L2_PROMOTION_L2_128B",
     "oob_fill": "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE",
 }
-"""What is the same for all maps: rows past the end are zeros."""
+"""Settings of all maps; with this ``oob_fill`` rows past the end are zeros."""
 
 
 def manifest(config: ExportConfig, kernels: list[Exported], hashes: dict[str, str]) -> dict[str, Any]:
-    """What the files are, with these SHA-256 sums by name, whence, and what a launcher of one's own needs."""
+    """Return the manifest: files with SHA-256 ``hashes``, versions, and everything that another launcher needs."""
     return {
         "schema": SCHEMA,
         "name": config.prefix,
@@ -332,16 +329,16 @@ def manifest(config: ExportConfig, kernels: list[Exported], hashes: dict[str, st
         "dtype": config.dtype,
         "head_dim": [config.head_dim, config.head_dim_v],
         **{name: getattr(config, name) for name in ("bounded", "grouped", "role", "forward_kernel", "backward")},
-        "run": "not on a GPU by whoever wrote this file",
+        "run": "never on a GPU by this export",
         "sha256": hashes,
         "kernels": [_entry(config, kernel) for kernel in kernels],
     }
 
 
 def _entry(config: ExportConfig, kernel: Exported) -> dict[str, Any]:
-    tile, whence = chosen_tiles(config)[kernel.name]
+    tile, origin = chosen_tiles(config)[kernel.name]
     parameters = [*map(_parameter, kernel.arguments), *SCRATCH]
-    maps = {f"{one.tensor}_map": _map(one) for one in kernel.maps}
+    maps = {f"{tensor_map.tensor}_map": _map(tensor_map) for tensor_map in kernel.maps}
     return {
         "name": kernel.name,
         "cubin": f"{config.prefix}_{kernel.name}.cubin",
@@ -349,12 +346,12 @@ def _entry(config: ExportConfig, kernel: Exported) -> dict[str, Any]:
         "grid": [f"ceil(rows / {kernel.block}) * batch * heads", 1, 1],
         "threads": kernel.threads,
         "shared_memory": kernel.shared,
-        "tile": {one.name: getattr(tile, one.name) for one in fields(Tile)},
-        "tile_from": whence,
-        "arguments": [_parameter(one) for one in kernel.inputs],
+        "tile": {field.name: getattr(tile, field.name) for field in fields(Tile)},
+        "tile_from": origin,
+        "arguments": [*map(_parameter, kernel.inputs)],
         "parameters": [
-            {**one, "offset": begin, **({"tensor_map": maps[one["name"]]} if one["name"] in maps else {})}
-            for one, (begin, _) in zip(parameters, kernel.layout, strict=True)
+            {**data, "offset": offset, **({"tensor_map": maps[data["name"]]} if data["name"] in maps else {})}
+            for data, (offset, _) in zip(parameters, kernel.layout, strict=True)
         ],
     }
 
@@ -367,7 +364,7 @@ def _parameter(argument: Argument) -> dict[str, Any]:
 
 
 def _map(one: TensorMap) -> dict[str, Any]:
-    """Arguments of cuTensorMapEncodeTiled but for address, sizes and strides; dimensions as it has them."""
+    """Return the arguments of cuTensorMapEncodeTiled except the address, innermost dimension first."""
     return {
         "data_type": DATA_TYPES[one.dtype],
         "rank": len(one.box),

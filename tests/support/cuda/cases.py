@@ -301,7 +301,7 @@ FEW = (
 
 CASES = {
     "nccl": NCCL,
-    "copy_engine": {name: replace(NCCL[name], transport="copy_engine") for name in FEW},
+    "nccl_one_sided": {name: replace(NCCL[name], transport="nccl_one_sided") for name in (*FEW, "unshard")},
     "local": {name: replace(NCCL[name], transport="local") for name in (*FEW, *CACHED)},
 }
 """By transport and name."""

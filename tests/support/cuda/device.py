@@ -7,7 +7,6 @@ Every operation lands in one log; `graph.Graph` says which of them the streams a
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import sys
 import threading
@@ -25,7 +24,6 @@ from ringattn.comm import cuda_threads
 
 PATIENCE = 60.0  # seconds until a wait of the host is called a deadlock
 GLOBAL, THREAD_LOCAL = 0, 1  # cudaStreamCaptureMode
-WORD = 1 << 32
 SITED = ("wait", "record", "synchronize", "synchronize event", "write", "await")
 OURS = ("ringattn.comm.", "ringattn.ring.", "ringattn.kernels.shared")
 DEPTH = 40  # frames that are looked at for the place in our code that asked
@@ -106,6 +104,8 @@ class Device:
         self.thread = Here()
         self.captures = False  # a thread captures a graph in global mode
         self.recording = True
+        self.words: dict[object, int] = {}  # that streams write and wait for
+        self.blocks = True  # False: no wait for a word holds up the host, in whose order streams run
         self.adding = threading.RLock()
         self.streams: dict[int, Stream] = {}  # by handle
         self._numbers = itertools.count(1000)
@@ -187,51 +187,38 @@ class Device:
         before, self.thread.capture_mode = self.thread.capture_mode, mode
         return before
 
-    # what libraries beneath put into streams; addresses are those of `resolve`
+    # what libraries beneath put into streams
 
     def transfer(self, kind: str, pointer: int, count: int, stream: int, **more: Any) -> Op:
         """A send or a receive of NCCL."""
         return self.add(kind, self.streams.get(stream), **more)
 
-    def copy(self, stream: int, destination: int, source: int, nbytes: int, **more: Any) -> None:
-        """A copy by the driver."""
-        detail, resolve = (destination, source, nbytes), self.resolve
-        self.put("copy", stream, lambda: ctypes.memmove(resolve(destination), resolve(source), nbytes), detail, **more)
+    def copy(self, stream: int, destination: int, source: int, nbytes: int) -> None:
+        """Bytes that are copied in the order of a stream, by no operator of torch."""
+        self.add("copy", self.streams[stream], detail=(destination, source, nbytes))
 
-    def write(self, stream: int, address: int, value: int) -> None:
-        """A value for a word of memory, in the order of a stream."""
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Memory that is gone at once, whatever streams are at."""
+        self.add("free", self.current())
 
-        def run() -> None:
-            ctypes.c_uint32.from_address(self.resolve(address)).value = value
+    def write(self, stream: int, word: object, value: int, asked: str = "") -> None:
+        """A value for a word of memory, in the order of a stream; `asked` is the `site` that asked for it earlier."""
+        op = self.add("write", self.streams[stream], detail=str(value), flag=(word, value))
+        op.site = asked or op.site
+        self.words[word] = value
 
-        self.put("write", stream, run, (address, value), flag=(self.word(address), value))
-
-    def wait(self, stream: int, address: int, value: int) -> None:
-        """A stream waits until a word has at least this value, modulo 2**32."""
-
-        def up() -> bool:
-            return (ctypes.c_uint32.from_address(self.resolve(address)).value - value) % WORD < WORD // 2
-
-        self.put("await", stream, lambda: self.block(up), (address, value), flag=(self.word(address), value))
-
-    def put(self, kind: str, number: int, run: Callable[[], object], detail: Any, **more: Any) -> None:
-        """Enqueue something by the handle of its stream."""
-        self.add(kind, self.streams[number], detail=detail, **more)
-        self.streams[number].run(run)
+    def wait(self, stream: int, word: object, value: int, asked: str = "") -> None:
+        """A stream waits until a word has at least this value."""
+        op = self.add("await", self.streams[stream], detail=str(value), flag=(word, value))
+        op.site = asked or op.site
+        if self.blocks:
+            self.block(lambda: self.words.get(word, 0) >= value)
 
     def happens_before(self, first: Op, second: Op) -> bool:
         """Whether streams and events force one logged operation to run before another, whatever the host's timing."""
         from .graph import Graph  # which imports this module
 
         return Graph(self.log).happens_before(first, second)
-
-    def resolve(self, address: int) -> int:
-        """What an address of the driver is in this process."""
-        return address
-
-    def word(self, address: int) -> object:
-        """What is the same for all addresses of one word of memory."""
-        return address
 
     def block(self, up: Callable[[], bool]) -> None:
         """Until it is so."""
@@ -242,7 +229,7 @@ class Device:
 
 
 class Stream:
-    """Runs what it is given at once."""
+    """What it is given is over at once."""
 
     def __init__(self, device: Device, priority: int, index: int) -> None:
         self._device = device
@@ -252,14 +239,9 @@ class Stream:
         self.name = f"{'transfer' if priority < 0 else 'compute'} stream {self.cuda_stream - 1000}"
         device.streams[self.cuda_stream] = self
 
-    def run(self, job: Callable[[], object]) -> None:
-        job()
-
     def wait_event(self, event: Event) -> None:
         event.check_recorded()
         self._device.add("wait", self, event)
-        reached = event.reached  # the newest record, now
-        self.run(lambda: self._device.block(reached.is_set))
 
     def wait_stream(self, other: Stream) -> None:
         event = self._device.event()
@@ -268,10 +250,6 @@ class Stream:
 
     def synchronize(self) -> None:
         self._device.add("synchronize", self)
-
-
-REACHED = threading.Event()
-REACHED.set()
 
 
 class Event:
@@ -283,7 +261,6 @@ class Event:
         self.at: float | None = None  # when it was recorded
         self.index: int | None = None  # of the device of its first record, for good
         self.last: Op | None = None  # the newest record: what a wait means, whenever it runs
-        self.reached = REACHED
 
     def record(self, stream: Stream | None = None) -> None:
         if self._device.strict:
@@ -291,8 +268,6 @@ class Event:
             self.index = stream.index if self.index is None else self.index
             if self.index != stream.index:
                 raise RuntimeError(f"event device {self.index} does not match recording stream's device {stream.index}")
-            self.reached = reached = threading.Event()
-            stream.run(reached.set)
         self.at = time.perf_counter()
         self.last = self._device.add("record", stream, self)
 
@@ -301,7 +276,7 @@ class Event:
 
     def query(self) -> bool:
         self.check_place()
-        return self not in self._device.pending and self.reached.is_set()
+        return self not in self._device.pending
 
     def synchronize(self) -> None:
         self.check_place()

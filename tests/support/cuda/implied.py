@@ -51,12 +51,24 @@ COMMON = {
     ),
 }
 
-COPY_ENGINE = COMMON | {
-    f"wait_for of {post} waits for put_up of {post}": (
-        SOMETIMES,
-        "every message has its two flags, whatever else orders it; K and V of one post share one write of each",
-    )
-    for post in ("KeyValues.advance", "DkvAccumulators.post", "DkvAccumulators.send_return")
+OWN = "post of KeyValues.advance waits for mark of KeyValues._held"  # into a slot of its own, for every chunk
+ONE_SIDED = {
+    **{wait: why for wait, why in COMMON.items() if wait != OWN},
+    **{
+        f"_make_room of {post} waits for _make_room of {post}": (
+            SOMETIMES,
+            "every message waits for its room, whatever else orders it: the host of its sender cannot know",
+        )
+        for post in ("KeyValues.advance", "DkvAccumulators.post", "DkvAccumulators.send_return")
+    },
+    **{
+        f"_put of {post} waits for _put of {post}": (
+            SOMETIMES,
+            "every message is waited for, also if the same ranks are ordered by a later one",
+        )
+        for post in ("KeyValues.advance", "DkvAccumulators.post")
+    },
+    "_make_room waits for _make_room": (SOMETIMES, "the first box of an unshard, which is free"),
 }
 
 BOTH = "one fence stands for a post, what came and what went: who waits may need only one of the two"
@@ -99,4 +111,4 @@ LOCAL |= CACHES | {
     "exchange_all of ring_attention waits for _receive of ring_attention": (SOMETIMES, BOTH),
 }
 
-IMPLIED = {"nccl": NCCL, "copy_engine": COPY_ENGINE, "local": LOCAL}
+IMPLIED = {"nccl": NCCL, "nccl_one_sided": ONE_SIDED, "local": LOCAL}

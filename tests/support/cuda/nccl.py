@@ -9,7 +9,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import pytest
@@ -33,6 +33,7 @@ class Group(threading.local):
         self.receives: list[tuple[int, int, Wire]] | None = None
         self.calls: set[Communicator] = set()
         self.given_up: list[Communicator] = []
+        self.pending: list[tuple[Communicator, str, Callable[[], None]]] = []  # one-sided calls
 
 
 class Fabric:
@@ -40,6 +41,7 @@ class Fabric:
 
     NCCL_UINT8 = 1
     available = True
+    version = 22907
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -72,6 +74,9 @@ class Fabric:
         self.device.add("init", detail=(size, unique_id, rank))
         return Communicator(self, unique_id, rank)
 
+    def get_version(self) -> int:
+        return self.version
+
     def groupStart(self) -> None:
         self.device.add("groupStart")
         self.device.thread.group = object()
@@ -84,11 +89,13 @@ class Fabric:
         try:
             if not self.open_group.given_up:
                 self.before_end()
+            launch(self.open_group.pending)
             for pointer, count, wire in receives if self.moves and receives is not None else ():
                 data = self.spoil(self.wire(wire).get(timeout=PATIENCE))
                 assert len(data) == count
                 ctypes.memmove(pointer, data, count)
         finally:
+            self.open_group.pending.clear()
             for communicator in self.open_group.calls:
                 communicator.calls -= 1
             for communicator in self.open_group.given_up:
@@ -126,6 +133,10 @@ class Communicator:
         """Log it; the receives of the open group."""
         pointer, count, *_, stream = arguments
         self._fabric.device.transfer(kind, pointer, count, stream, detail=arguments, wire=wire)
+        return self.enter(kind)
+
+    def enter(self, kind: str) -> list[tuple[int, int, Wire]]:
+        """A call inside of a group; its receives."""
         here = self._fabric.open_group
         assert here.receives is not None, "outside of a group"
         if self.freed:
@@ -166,6 +177,21 @@ class Communicator:
         self.freed = True
         self._fabric.device.add("destroy")
         self._fabric.on_destroy()
+
+
+def launch(pending: Sequence[tuple[Communicator, str, Callable[[], None]]]) -> None:
+    """As NCCL does at the end of a group: in order, but those of several communicators in turns (`doLaunches`).
+
+    A turn is one wait, or all puts and signals up to the next wait (`scheduleRmaTasksToPlan`).
+    """
+    turns: dict[Communicator, list[list[Callable[[], None]]]] = {}
+    for communicator, some in itertools.groupby(pending, key=lambda call: call[0]):
+        for waits, calls in itertools.groupby(some, key=lambda call: call[1] == "wait"):
+            jobs = [job for _, _, job in calls]
+            turns.setdefault(communicator, []).extend([[job] for job in jobs] if waits else [jobs])
+    for turn in itertools.zip_longest(*turns.values(), fillvalue=[]):
+        for job in itertools.chain.from_iterable(turn):
+            job()
 
 
 def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map
 from ringattn.kernels.gpu import assumed_gpu
 
 from .device import Device, Op, Stream, Use, replace_streams
-from .driver import Driver, install_driver
 from .memory import Memory, Ref, Storage
 from .nccl import Fabric, install_nccl
+from .one_sided import install_one_sided
 
 GPU = torch.device("cuda:1")  # not the one that is current in a new thread
 HOST = torch.device("cpu")
@@ -59,8 +59,6 @@ class Recorder(Device):
     def __init__(self) -> None:
         super().__init__()
         self.memory = Memory(self._freed)
-        self.driver = Driver(self)
-        self._words: dict[int, object] = {}  # by address, as one rank has mapped it
 
     # what happens
 
@@ -106,17 +104,17 @@ class Recorder(Device):
         op.action = mail(op, ref)
         return op
 
-    def copy(self, stream: int, destination: int, source: int, nbytes: int, **more: Any) -> None:
-        """By the driver: the bytes move at once, for whoever asks has heard that they are there."""
-        target, origin = (self.memory.at(self.resolve(address), nbytes) for address in (destination, source))
-        self.given_up("copy", self.streams[stream], f"of {nbytes} bytes", target)
-        more |= {"reads": (origin.use,), "writes": (target.use,)}
-        super().copy(stream, destination, source, nbytes, action=lambda give: give(target).copy_(give(origin)), **more)
+    def copy(self, stream: int, destination: int, source: int, nbytes: int) -> None:
+        target, origin = (self.memory.at(address, nbytes) for address in (destination, source))
+        on = self.streams[stream]
+        self.given_up("copy", on, f"of {nbytes} bytes", target)
+        op = self.add("copy", on, detail=f"of {nbytes} bytes", reads=(origin.use,), writes=(target.use,))
+        op.action = lambda give: give(target).copy_(give(origin))
 
-    def word(self, address: int) -> object:
-        if address not in self._words:
-            self._words[address] = self.driver.flag_identity(address)
-        return self._words[address]
+    def forget(self, tensor: torch.Tensor) -> None:
+        storage = self.memory.known(tensor)
+        storage.used_by.clear()  # `record_stream` is nothing to memory that is not torch's
+        self._freed(storage)
 
     # memory
 
@@ -173,12 +171,12 @@ class Recorder(Device):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Fabric]:
-    """Put a recorder in the place of the GPU and its driver, and a fabric on it in the place of NCCL."""
+    """Put a recorder in the place of the GPU, and a fabric on it in the place of NCCL."""
     recorder = Recorder()
     fabric = Fabric(recorder)
     replace_streams(monkeypatch, recorder)
     install_nccl(monkeypatch, fabric)
-    install_driver(monkeypatch, recorder.driver)
+    install_one_sided(monkeypatch, fabric)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorder.record_stream(tensor, stream))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -46,7 +46,7 @@ from .operators import acting
 from .recorder import GPU, Recorder, install
 from .replay import Replay
 
-ARRIVES = ("recv", "copy")
+ARRIVES = ("recv", "copy", "await")
 CACHED_BY = "what is cached by "
 
 
@@ -102,7 +102,7 @@ class Recording:
                 if a >= b:
                     failures.append(f"rank {rank} posts '{second}' after '{first}': that is not the order of keys")
         for op in self.graph.log:
-            if op.kind != "recv" or op.source is None or op.label not in self._by_label:
+            if op.kind not in ("recv", "await") or op.source is None or op.label not in self._by_label:
                 continue
             if self.key(op.label) != self.key(op.source.label):
                 failures.append(f"{op.source} is received by {op}: their keys differ")
@@ -301,7 +301,7 @@ class _Session:
             if self.case.streams > 1:  # new slots would make the host wait behind what is cached
                 self.call(ring, rank, 0, tensors[0])
             self.together(rank, self.begin)
-            self.fabric.moves = False
+            self.fabric.moves = self.recorder.blocks = False
             others = [torch.cuda.Stream(GPU) for _ in range(self.case.streams - 1)]
             streams = [torch.cuda.current_stream(GPU), *others]
             for number in range(len(self.case.calls)):

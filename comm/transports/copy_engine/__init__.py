@@ -1,1 +1,0 @@
-"""Transfers by the copy engines of one node's GPUs, and how its processes find each other."""

@@ -1,0 +1,309 @@
+"""The one-sided transport as it is, on a stand-in for NCCL's calls and rules; and what the library is asked."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.comm import LocalGroup, Message, NcclOneSidedTransport, Placed, Slots, TransportError, windows_of
+from ringattn.comm.limits import NO_LIMITS
+from ringattn.comm.transports import nccl_one_sided
+from ringattn.comm.transports.nccl_one_sided import OneSidedCommunicator, one_sided_missing
+
+from ..support.cuda.cases import CASES as RINGS
+from ..support.cuda.device import Device, install_streams
+from ..support.cuda.nccl import Fabric, install_nccl
+from ..support.cuda.one_sided import OneSided, Windows, install_one_sided, opened
+from ..support.cuda.recorder import Recorder
+from ..support.cuda.ring import record
+from ..support.transport_cases import CASES, filled, neighbours, on_ranks
+from .test_nccl import Library
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return install_streams(monkeypatch)
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch, device: Device) -> Fabric:
+    fabric = Fabric(device)
+    install_nccl(monkeypatch, fabric)
+    return fabric
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch, fabric: Fabric) -> Windows:
+    windows = install_one_sided(monkeypatch, fabric)
+    monkeypatch.setattr(nccl_one_sided, "BOX_BYTES", 1 << 18)  # LARGE is several of them
+    return windows
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_conformance(name: str, world_size: int, windows: Windows) -> None:
+    def fn(group: LocalGroup) -> bool:
+        transport = opened(group)
+        CASES[name](transport, CPU)
+        transport.close()
+        return "aborted" in transport._ended  # then peers may still write there
+
+    assert any(on_ranks(world_size, fn)) or windows.left == (0, 0)
+
+
+def test_slots_in_windows_are_put_in_place(windows: Windows, device: Device) -> None:
+    """By copies that are no operators of torch; they grow together, and what they held is given back."""
+    spec = [((50,), torch.float32)]
+
+    def fn(group: LocalGroup) -> None:
+        transport = opened(group)
+        onward, back = neighbours(transport)
+        slots = Slots(2, CPU, windows_of([transport]))
+        for nbytes in (200, 5000):
+            slots.reserve(nbytes)
+            here, there = (slots.tensors(slot, spec)[0] for slot in (0, 1))
+            here.fill_(transport.rank)
+            sends, receives = [Placed(onward, here, there)], [Message(back, there)]
+            transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
+            assert there.tolist() == [back] * 50
+            transport.gather(None)
+        assert len(transport._comm.windows) == 2, "the boxes, and the newest slots"
+        transport.close()
+
+    on_ranks(3, fn)
+    assert windows.left == (0, 0)
+    copies = [op.detail for op in device.log if op.kind == "copy"]
+    assert len(copies) == 6 and {nbytes for _, _, nbytes in copies} == {200}
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_free_memory_is_not_mistaken_for_bytes(
+    mistaken: bool, windows: Windows, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank sends and receives in one post, the other in two; so one counter for both kinds of signals is wrong."""
+    put = OneSided.put
+
+    def late(self: OneSided, *arguments: int) -> None:
+        time.sleep(0.3)
+        put(self, *arguments)
+
+    def fn(group: LocalGroup) -> int:
+        transport = opened(group)
+        transport.gather(None)
+        monkeypatch.setattr(OneSided, "put", late)
+        if mistaken:
+            transport._comm.free = transport._comm.data
+        sends, receives = [Message(1 - group.rank(), filled(7, 4, CPU))], [Message(1 - group.rank(), filled(0, 4, CPU))]
+        for parts in [(sends, receives)] if group.rank() else [([], receives), (sends, [])]:
+            transport.post(sends=parts[0], receives=parts[1], after=[transport.mark()]).wait()
+        transport.gather(None)
+        return int(receives[0].tensor[0])
+
+    assert on_ranks(2, fn) == [0 if mistaken else 7, 7]
+    device.blocks = False  # whatever is still waited for
+
+
+@pytest.mark.parametrize("call", ["allocate", "register", "no symmetric memory"])
+def test_a_window_that_cannot_be_made_is_named_on_every_rank(call: str, windows: Windows) -> None:
+    """While it opens, and when slots grow."""
+
+    def refused(group: LocalGroup, make: Callable[[LocalGroup], object]) -> None:
+        who = "rank 0" if call.startswith("no") else "rank 1"
+        with pytest.raises(TransportError, match=rf"{who} cannot \w+ a window of \d+ bytes: (unhandled|no symmetric)"):
+            make(group)
+
+    def fn(group: LocalGroup) -> None:
+        transport = opened(group)
+        transport.gather(None)
+        windows.fails, windows.symmetric = {call: 1}, not call.startswith("no")
+        slots = Slots(1, CPU, windows_of([transport]))
+        refused(group, lambda _: slots.reserve(1000))
+        transport.gather(None)
+        refused(group, opened)
+        transport.gather(None)
+        windows.fails, windows.symmetric = {}, True
+        slots.reserve(1001)
+        transport.close()
+
+    on_ranks(2, fn)
+    assert windows.left == (0, 0)
+
+
+def test_windows_of_different_sizes_are_refused(windows: Windows) -> None:
+    def fn(group: LocalGroup) -> None:
+        transport = opened(group)
+        with pytest.raises(
+            TransportError, match=r"disagree on the bytes of a window, which must be equal: \[256, 512\]"
+        ):
+            transport.zeros(256 * (1 + group.rank()))
+        transport.close()
+
+    on_ranks(2, fn)
+
+
+def test_an_abort_returns_while_a_signal_never_comes(
+    windows: Windows, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NCCL's own abort waits for that stream, which nothing frees: neither `abort` nor `close` waits with it."""
+    monkeypatch.setattr(nccl_one_sided, "ABORT_SECONDS", 0.2)
+    caplog.set_level(logging.WARNING)
+
+    def fn(group: LocalGroup) -> None:
+        transport = opened(group)
+        transport.gather(None)
+        if group.rank() == 0:
+            device.blocks = False  # the stream waits, and the host goes on
+            fence: Any = transport.post(sends=[], receives=[Message(1, filled(0, 4, CPU))])
+            device.pending.add(fence._event)
+            device.blocks = True
+            begun = time.monotonic()
+            transport.abort("hop 3 is 20 s late")
+            transport.close()
+            assert time.monotonic() - begun < 10 and not fence.done()
+            assert "rank 0: a signal never came" in caplog.text
+            assert not transport._dropped.alive, "given up once"
+            with pytest.raises(TransportError, match="of rank 0 was aborted: hop 3 is 20 s late"):
+                transport.post(sends=[], receives=[])
+        transport.gather(None)
+        device.blocks = False  # the process ends
+        transport.close()
+
+    on_ranks(2, fn)
+
+
+def test_a_post_that_fails_half_way_is_waited_for(windows: Windows, fabric: Fabric) -> None:
+    def fn(group: LocalGroup) -> None:
+        transport = opened(group)
+        transport.gather(None)
+        fabric.fail_on = "put"
+        tensor = filled(0, 4, CPU)
+        with pytest.raises(TransportError, match="NCCL refused a group of transfers: NCCL_ERROR_INVALID_USAGE"):
+            transport.post(sends=[Message(1 - group.rank(), tensor)], receives=[Message(1 - group.rank(), tensor)])
+        last: Any = transport._last
+        assert last._keep == (tensor, tensor)
+        transport.gather(None)
+        transport.abort("the test is over")
+
+    on_ranks(2, fn)
+
+
+def test_no_graph_captures_it(windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(group: LocalGroup) -> None:
+        transport = opened(group)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(TransportError, match="cannot be captured into a CUDA graph"):
+            transport.post(sends=[], receives=[])
+
+    on_ranks(1, fn)
+
+
+@pytest.mark.parametrize(
+    ("version", "driver", "environment", "match"),
+    [
+        (22902, 12050, {}, None),
+        (22901, 12050, {}, "NCCL 2.29.1 is loaded, and one-sided calls came with 2.29.2"),
+        (22907, 12040, {}, "the CUDA driver is of 12.4, and one-sided calls take 12.5"),
+        (22907, 13000, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment lets a"),
+        (22907, 13000, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, None),
+        (22907, 13000, {"NCCL_WIN_ENABLE": "0"}, "NCCL_WIN_ENABLE=0 in the environment switches"),
+        (22907, 13000, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, "lets ranks share a GPU"),
+    ],
+)
+def test_where_it_cannot_be_used(
+    version: int, driver: int, environment: Any, match: str | None, fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fabric.version = version
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    missing = one_sided_missing(environment)
+    assert missing is None if match is None else match in str(missing)
+
+
+def test_what_the_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of nccl.h; a call that makes no window is an error."""
+    library: Any = Library()
+    monkeypatch.setattr("ringattn.comm.transports.nccl._library", lambda: library)
+    monkeypatch.setattr(nccl_one_sided, "_declare", lambda library: None)
+    communicator = OneSidedCommunicator(3, bytes(128), 2, NO_LIMITS)
+    communicator.put(1000, 24, 1, 55, 512, 9)
+    communicator.signal(1, 9)
+    communicator.wait({0: 2, 1: 1}, 9)
+    communicator.deregister(55)
+    communicator.free(1000)
+    put, signal, wait, *rest = library.calls[1:]
+    assert put == ("ncclPutSignal", (1000, 24, 1, 1, 55, 512, 0, 0, 0, 77, 9))
+    assert signal == ("ncclSignal", (1, 0, 0, 0, 77, 9))
+    assert (wait[0], wait[1][0], wait[1][2:]) == ("ncclWaitSignal", 2, (77, 9))
+    assert [(one.opCnt, one.peer, one.sigIdx, one.ctx) for one in wait[1][1]] == [(2, 0, 0, 0), (1, 1, 0, 0)]
+    assert rest == [("ncclCommWindowDeregister", (77, 55)), ("ncclMemFree", (1000,))]
+    with pytest.raises(TransportError, match="NCCL has no symmetric memory between these GPUs"):
+        communicator.register(1000, 4096)
+    assert communicator.allocate(4096) == 0
+    library.status = 5
+    with pytest.raises(TransportError, match="error 5"):
+        communicator.put(1000, 24, 1, 55, 512, 9)
+    assert ctypes.sizeof(nccl_one_sided._WaitSignalDesc) == 16
+
+
+# what the proof of the waits says of mistakes
+
+
+def forgotten(self: OneSided, peer: int, stream: int) -> None:
+    """No signal that memory is free."""
+
+
+def early(self: NcclOneSidedTransport, outgoing: Any, incoming: Any, stream: int, make_room: Any) -> None:
+    """Memory is said to be free before what still uses it is over."""
+    for peer, pieces in incoming.items():
+        for _ in pieces:
+            self._comm.free.signal(peer, torch.cuda.Stream(self._device).cuda_stream)  # type: ignore[no-untyped-call]
+    make_room(self, outgoing, {}, stream)
+
+
+def one_more(self: NcclOneSidedTransport, outgoing: Any, incoming: Any, stream: int, put: Any) -> None:
+    """The signal of the bytes comes before them."""
+    for peer in outgoing:
+        self._comm.data.signal(peer, stream)
+    put(self, outgoing, incoming, stream)
+
+
+def unwaited(self: NcclOneSidedTransport, outgoing: Any, incoming: Any, stream: int, put: Any) -> None:
+    """Nobody waits for what arrives."""
+    put(self, outgoing, {}, stream)
+
+
+ROOM, PUT = NcclOneSidedTransport._make_room, NcclOneSidedTransport._put
+MISTAKES: list[tuple[Any, str, Any, str, tuple[str, ...]]] = [
+    (OneSided, "signal", forgotten, "world 4", ("waits for a value that nobody writes",)),
+    (NcclOneSidedTransport, "_make_room", lambda self, outgoing, incoming, stream: None, "world 4", ("race", "slot")),
+    (NcclOneSidedTransport, "_make_room", partial(early, make_room=ROOM), "world 4", ("race", "slot", "copy")),
+    (NcclOneSidedTransport, "_put", partial(unwaited, put=PUT), "world 4", ("race", "slot", "kernel")),
+    (NcclOneSidedTransport, "_put", partial(one_more, put=PUT), "world 4", ("race", "slot", "copy")),
+    (Slots, "_settle", lambda self: None, "full, then a longer window", ("race", "frees it")),
+]
+
+
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize(("owner", "name", "value", "case", "words"), MISTAKES)
+def test_a_mistake_is_named(
+    owner: Any, name: str, value: Any, case: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal forgotten, one too early, one that nobody waits for, a window freed."""
+    begin = Recorder.begin
+
+    def begin_with_it(self: Recorder) -> None:
+        """Everything is warmed up by now."""
+        begin(self)
+        monkeypatch.setattr(owner, name, lambda *given: value(*given))
+
+    monkeypatch.setattr(Recorder, "begin", begin_with_it)
+    problems = record(RINGS["nccl_one_sided"][case]).problems()
+    assert any(all(word in problem for word in words) for problem in problems), problems[:5]
