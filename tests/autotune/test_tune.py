@@ -62,10 +62,10 @@ def asked(*arguments: str) -> Any:
         (["--heads", "6", "--kv-heads", "4"], "heads is 6: it must be a multiple of the 4"),
         (["--seqlen", "0"], "seqlen is [0]"),
         (["--kernels", "dq,dk"], "--kernels has 'dk': it must be one of forward, dq, dkdv"),
-        (["--save-dir", "/dev/null/x"], "--save-dir is /dev/null/x: it is no folder to write to"),
+        (["--save-dir", "/dev/null/x"], "--save-dir is /dev/null/x: cannot write to this folder"),
         (["--world", "5"], "--world is given without --ring"),
         (["--ring", "--value-dim", "64"], "--value-dim is 64: with --ring it must be --head-dim"),
-        (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles has no say with --ring"),
+        (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles has no effect with --ring"),
         (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks take"),
     ],
 )

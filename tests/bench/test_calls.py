@@ -18,7 +18,7 @@ from ringattn.bench.suite.calls import CALLS, drawn_calls
 from ..support.nightly import rest_nightly
 
 CPU = torch.device("cpu")
-OFTEN = ("fp32, uneven", "K/V as fp8", "fp32, sinks and a window", "heads for tokens")
+OFTEN = ("fp32, uneven", "K/V as fp8", "fp32, sinks and a window", "Ulysses")
 
 
 def run(name: str, world: int = 2, transport: str = "local") -> list[Number]:

@@ -81,7 +81,7 @@ def test_documents_are_drawn_by_a_seed() -> None:
     drawn = packed(4096, 64, seed=1)
     assert drawn == packed(4096, 64, seed=1) != packed(4096, 64, seed=2)
     assert drawn[0] == 0 and drawn[-1] == 4096 and drawn == sorted({*drawn}) and 32 < len(drawn) < 128
-    with pytest.raises(ValueError, match="documents is 0: it must be at least 1"):
+    with pytest.raises(ValueError, match=r"documents is 0: .* at least 1"):
         packed(64, 0, seed=0)
 
 

@@ -46,15 +46,15 @@ def test_the_command_writes_one_page_into_the_folder(tmp_path: Path) -> None:
     ran = invoke(folder)
     assert ran.exit_code == 0 and ran.stdout == f"{folder / 'report.html'}\n", ran.output
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
-    assert "left out: other.json: it cannot be read: its schema is not 'ringattn result'" in ran.stderr
+    assert "skipped: other.json: it cannot be read: its schema is not 'ringattn result'" in ran.stderr
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("run/results.json", "results.json is no folder: it takes what"),
-        ("empty", "empty holds no results: nothing that a command wrote with --json"),
-        ("damaged", "holds no results: nothing that a command wrote with --json; a.json: Expecting"),
+        ("run/results.json", "results.json is not a folder"),
+        ("empty", "empty holds no results: no file that a command wrote with --json"),
+        ("damaged", "holds no results: no file that a command wrote with --json; a.json: Expecting"),
         ("run --out .", "cannot write .: it is a folder; name a file in it"),
         ("run --out nowhere/page.html", "there is no folder nowhere"),
     ],
@@ -186,7 +186,7 @@ def test_what_a_chart_is_drawn_of() -> None:
     for value in (HOSTILE, None, True, 10**299):
         assert chart(twice, (1, value), (2, value)) == []
     (many,) = chart({"seqlen": "", "by": "", "ms": "ms"}, *((s, f"n{n}", 1.0) for s in (1, 2) for n in range(20)))
-    assert len(many.lines) == 12 and many.title.endswith("the first 12 of 20 lines")
+    assert len(many.lines) == 12 and many.title.endswith("first 12 of 20 lines")
 
 
 # pictures of timelines

@@ -237,12 +237,12 @@ def test_pictures(flags: str, name: str, begins: bytes, tmp_path: Path, monkeypa
     ("--world 4 --nodes 4", "nodes is 4: it must divide 4 ranks into equal nodes of at least 2"),
     ("--seqlen 0", "there are 0 tokens; pass at least 1"),
     ("--block-mask strided,block=4", "does not say all of strided, or more: it must be strided,block=SIZE,"),
-    ("--layout spiral", "'--layout': 'spiral' does not fit: it must be contiguous, zigzag, striped or"),
+    ("--layout spiral", "'--layout': 'spiral': it must be contiguous, zigzag, striped or"),
     ("--layout none.json", "--layout is none.json: No such file"),
     ("--layout none.json --world 4", "--world and --layout are both given"),
     ("--seqlen 1m --block-mask strided,block=1,stride=4", "over 4 ranks in blocks of 1 are too many"),
     ("--per-document", "--per-document needs --documents or --cu-seqlens"),
-    ("--out x.gif", "x.gif is no picture: it must end with one of .png, .svg, .pdf"),
+    ("--out x.gif", "x.gif is not a figure's name: it must end with one of .png, .svg, .pdf"),
 ])  # fmt: skip
 def test_refusals(flags: str, message: str) -> None:
     result = CliRunner().invoke(cli.app, ["show", *flags.split()])
