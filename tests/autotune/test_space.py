@@ -64,6 +64,15 @@ def test_what_arithmetic_leaves(tile: Tile, changed: dict[str, Any], arch: int, 
 
 
 @pytest.mark.parametrize(
+    ("kernel", "values"),
+    [("forward", 64 * 48 + 64 * 32), ("dq", 64 * 96 + 2 * 64 * 32), ("dkdv", 32 * 144 + 2 * 64 * 32)],
+)
+def test_a_program_keeps_its_accumulators_and_scores(kernel: str, values: int) -> None:
+    point = POINT._replace(kernel=kernel, head_dim=96, head_dim_v=48)
+    assert values_kept(Tile(64, 32, 4, 2), point) == values
+
+
+@pytest.mark.parametrize(
     ("changed", "arch", "stages"),
     [
         ({}, 90, {64: [2, 3, 4], 128: [2, 3]}),  # 232,448 B: 32 KB of queries, and by stage 32 or 64 KB

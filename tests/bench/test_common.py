@@ -41,11 +41,19 @@ def test_candidates_take_turns() -> None:
 
 def test_time_is_that_of_the_step_on_the_slowest_member() -> None:
     class Slow(timing.Team):
+        def ready(self) -> None:
+            order.append("ready")
+
         def slowest(self, seconds: float) -> float:
             return seconds + 5
 
-    samples = interleaved({"sleep": partial(time.sleep, 0.02)}, Clock(CPU, Slow()), repeats=3)["sleep"]
-    assert 5.02 <= samples.median < 10
+    def step() -> None:
+        order.append("step")
+        time.sleep(0.02)
+
+    order: list[str] = []
+    samples = interleaved({"sleep": step}, Clock(CPU, Slow()), repeats=3, warmup=0)["sleep"]
+    assert 5.02 <= samples.median < 10 and order == ["ready", "step"] * 3
 
 
 def test_samples() -> None:
@@ -170,9 +178,20 @@ def test_progress_into_a_pipe_is_a_line_now_and_then(monkeypatch: pytest.MonkeyP
 
     seconds = iter(range(0, 100, 4))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    for silent, lines in ((True, []), (False, ["timing: 2 of 5", "timing: 5 of 5"])):
+    for silent, lines in ((True, []), (False, ["timing: 1 of 5", "timing: 4 of 5"])):
         with module.progress(silent=silent) as step:
-            step("timing", 5)
+            step("timing", 2)
+            step("timing", 3)
             for _ in range(5):
                 step("timing", None)
         assert capfd.readouterr() == ("", "".join(f"{line}\n" for line in lines))
+
+
+def test_a_stopwatch_adds_up_its_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 5.0, 7.0])
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    watch = timing.Stopwatch(CPU)
+    for _ in range(2):
+        with watch.stretch():
+            pass
+    assert (watch.take(), watch.take()) == (3.0, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,6 +204,26 @@ def test_floors_and_goals(row: int, rates: Any, by: str, values: list[float], wo
     assert {number.labels["by"] for number in verdicts} == {by} and not any(number.fails for number in verdicts)
     assert [number.value for number in verdicts] == pytest.approx(values)
     assert [number.labels["verdict"] for number in verdicts] == words
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the slowest variant; a copy that goes wrong fails the part."""
+    lasts = []
+    seconds = {one.name: number for number, one in enumerate(speed.BESIDE[-2:], 1)}
+    variants = [SimpleNamespace(name=name, config=lambda *_, name=name, **how: name) for name in seconds]
+    copy = SimpleNamespace(beside=lambda step, stream: step, wrong=lambda: wrong)
+    stand_ins = {
+        "BESIDE": variants, "attention_forward": lambda *_, config: None, "Copy": lambda *_: copy,
+        "new_stream": lambda *_: None, "bytes_for": lambda device, lasting, nbytes: lasts.append(lasting) or nbytes,
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(speed, name, stand_in)
+    monkeypatch.setattr(Clock, "__call__", lambda clock, step: float(seconds[step.keywords["config"]]))
+    *rates, copied = speed._beside_a_transfer(Clock(CPU), SIZES, 0.0)
+    assert lasts == [speed.COPY_LASTS * 2.0] and copied.fails == (wrong > 0)
+    parts = [(number.name, number.labels["by"]) for number in rates]
+    assert parts == [(what, name) for name in seconds for what in (speed.ALONE, speed.FORWARD)]
 
 
 # accuracy

@@ -232,3 +232,12 @@ def test_best_is_the_fastest_of_all_edges_between_processes() -> None:
     assert links.best(Result("", {}, rows)) == ["best between processes: nccl, 4 channels, 32m bytes, ring: 3 GB/s"]
     assert links.best(Result("", {}, rows[-1:]))[0].startswith("best within one process: local, ")
     assert links.best(Result("", {})) == []
+
+
+def test_settling_waits_for_the_stream_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append("over"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: waited.append(device) or stream)
+    for device in (torch.device("cuda", 1), CPU):
+        runs.settle(device)
+    assert waited == [torch.device("cuda", 1), "over"]

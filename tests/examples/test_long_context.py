@@ -52,6 +52,24 @@ def test_words_of_a_copy_are_those_that_the_tokens_before_them_predict(capsys: p
     assert "6 before its copy: 2 of 3 tokens read back; 1 are predicted where it is hidden" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_reports(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    reported: list[object] = []
+    model = SimpleNamespace(set_attn_implementation=lambda name: None)
+    for name, answer in (("load", (model, words)), ("haystack", ("ids", "needles"))):
+        monkeypatch.setattr(long_context, name, lambda *_, answer=answer: answer)
+    for name in ("by_ranks", "in_one_process"):
+        monkeypatch.setattr(long_context, name, lambda *_, name=name: name)
+    monkeypatch.setattr(long_context, "report", lambda *told: reported.append(told))
+    group = {"is_torchelastic_launched": True, "get_world_size": 2, "get_rank": rank}
+    for name, said in {**group, "init_process_group": None, "destroy_process_group": None}.items():
+        monkeypatch.setattr(long_context.dist, name, lambda said=said: said)
+    monkeypatch.setattr(sys, "argv", ["long_context"])
+    long_context.main()
+    assert reported == [(2, "by_ranks", "in_one_process", "needles")] * (rank == 0)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_ranks_read_what_one_process_reads() -> None:
