@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from ringattn import reference
 from ringattn.bench import cli
-from ringattn.bench.common import errors, timing
+from ringattn.bench.common import errors, memory_table, timing
 from ringattn.bench.common.attention import AttentionConfig, mask_title
 from ringattn.bench.common.cases import NotHere
 from ringattn.bench.common.flags import Pattern
 from ringattn.bench.common.result import read
 from ringattn.bench.common.timing import Clock, Samples
-from ringattn.bench.kernels import accuracy, contender, speed
+from ringattn.bench.kernels import accuracy, command, contender, speed
 from ringattn.bench.kernels.contender import OURS, Cannot, Contender, Given, Ready
 from ringattn.reference.masks import by_batch
 
@@ -110,6 +110,10 @@ def test_what_does_not_compute_says_why(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(contender, "free_memory", lambda device: 1000)
     with pytest.raises(Cannot, match="GB free"):
         contender.sdpa(contender.CPU_SDPA["math"], inputs)
+    monkeypatch.setattr(contender, "free_memory", lambda device: 2 * 32**2 / contender.DENSE_SHARE)
+    contender._check_square(inputs, 2, "scores")
+    with pytest.raises(Cannot, match="its scores take"):
+        contender._check_square(Given.drawn(config(32, batch=2), CPU), 2, "scores")
 
 
 # rows
@@ -244,6 +248,13 @@ def test_kernels_of_another_gpu_are_not_here() -> None:
 
 
 # the command
+
+
+def test_room_is_counted_for_our_contenders_and_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(memory_table, "kernels_bytes", lambda config, seqlen, *counts: asked.append(counts[:2]) or 0)
+    command._check_room([config()], 2, 3, CPU)
+    assert {*asked} == {(2, 3)}
 
 
 @pytest.mark.usefixtures("quick")

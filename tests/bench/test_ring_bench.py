@@ -234,8 +234,10 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     assert f"{name}: out, dq, dk, dv errs by more than rounding explains" in line
     assert bool(result.failed) == (name == BASELINE)
     assert "not there: another: it needs a GPU" in result.notes
-    first, second = runs.checked(able, problem, CPU, 0).values()
+    able["flipped"] = Candidate("flipped", positions.flip(0), right)
+    first, second, third = runs.checked(able, problem, CPU, 0).values()
     assert first.shards is second.shards and len(second.shards) == 4
+    assert torch.equal(third.shards[0], first.shards[0].flip(1))
 
 
 # candidates
