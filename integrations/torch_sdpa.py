@@ -42,13 +42,11 @@ def _undispatched(function: Any) -> FunctionType:
     which activation checkpointing runs again in a backward, would be of this rank's tokens alone.
     """
     names = ("has_torch_function", "has_torch_function_unary")
-    made = FunctionType(
+    return FunctionType(
         function.__code__,
         function.__globals__ | dict.fromkeys(names, lambda _: False),
         argdefs=function.__defaults__,
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
 
 
 SEEN_INTO = {

@@ -6,6 +6,7 @@ import csv
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -325,6 +326,26 @@ def test_warmed_edges() -> None:
     assert {world: len(doctor_ring.warmed(Topology.flat(world), None)) for world in counts} == counts
     rails = set(doctor_ring.warmed(Topology.grid(2, 3), 1))
     assert rails == {(a, b) for a in range(6) for b in range(6) if abs(a - b) == 3}
+
+
+def test_every_transport_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def opens(ranks: object, ring: object, name: str, opened: list[Any]) -> str:
+        opened += [SimpleNamespace(close=partial(closed.append, f"{name} {level}")) for level in range(2)]
+        return ""
+
+    for name, stand_in in (("_opens", opens), ("_speeds", lambda *_: ""), ("transport_names", lambda: ("local",))):
+        monkeypatch.setattr(doctor_ring, name, stand_in)
+    assert len([*doctor_ring.transports(None, Topology.flat(2), 1)]) == 3  # type: ignore[arg-type]
+    assert closed == ["local 0", "local 1", "auto 0", "auto 1"]
+
+
+def test_versions_of_cuda_and_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(machine.nvml, "driver_version", lambda: "580.1")
+    versions = machine.facts()["versions"]
+    assert (versions["CUDA of torch"], versions["driver"]) == ("13.0", "580.1")
 
 
 def test_texts() -> None:
