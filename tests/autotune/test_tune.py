@@ -75,7 +75,8 @@ def asked(*arguments: str) -> Any:
 def test_bad_input_is_an_error_that_says_what_fits(
     arguments: list[str], message: str, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_search, "spawn", lambda *args, **how: pytest.fail("a search was started"))
+    for module, name in ((ring_search, "spawn"), (tune, "tune")):
+        monkeypatch.setattr(module, name, lambda *args, **how: pytest.fail("a search was started"))
     result = asked(*arguments)
     assert result.exit_code == 2
     assert message in re.sub(r"\s+", " ", result.output.replace("│", " "))
