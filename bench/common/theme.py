@@ -105,7 +105,7 @@ def inline(figure: Any, name: str) -> str:
 
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(buffer, format="svg")
     # matplotlib names its version and its home page in a comment and a block of metadata
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", buffer.getvalue(), flags=re.DOTALL)
     # and its ids by digests of places, whose last bits the layout's solver gives as it likes: numbers in their place

@@ -56,6 +56,7 @@ def test_every_point_has_candidates_that_fit(arch: int) -> None:
         (Tile(32, 32, 4, 1), {}, 90, True),  # 8
         (Tile(128, 128, 4, 2), {}, 90, False),  # 128 x 128 sums and as many scores: 256 values per thread
         (Tile(128, 128, 4, 2), {}, 100, True),  # tensor memory holds them
+        (Tile(64, 128, 4, 2), {"length": 64}, 90, False),  # longer than the shard
     ],
 )
 def test_what_arithmetic_leaves(tile: Tile, changed: dict[str, Any], arch: int, worth: bool) -> None:

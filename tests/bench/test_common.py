@@ -169,6 +169,9 @@ def test_provenance_changes_with_sources_and_checkout(tmp_path: Path, monkeypatc
         answers = {"rev-parse": "abc\n", "status": status}
         monkeypatch.setattr(subprocess, "run", lambda words, **_: SimpleNamespace(stdout=answers[words[3]]))  # noqa: B023
         assert origin.git() == {"commit": "abc", "modified": bool(status)}
+    chip = SimpleNamespace(name="A10", major=8, minor=6, multi_processor_count=72, total_memory=24 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
+    assert [origin.gpu(GPU)[name] for name in ("name", "capability", "memory_gib")] == ["A10", "8.6", 24.0]
     monkeypatch.setattr(origin, "_read", lambda path: "MemTotal:  12582912 kB" if path == "/proc/meminfo" else "")
     assert origin.cpu()["memory_gib"] == 12.0
 

@@ -16,7 +16,7 @@ from ringattn import reference
 from ringattn.bench import cli
 from ringattn.bench.common import errors, memory_table, timing
 from ringattn.bench.common.attention import AttentionConfig, mask_title
-from ringattn.bench.common.cases import NotHere
+from ringattn.bench.common.cases import NotHere, Number
 from ringattn.bench.common.flags import Pattern
 from ringattn.bench.common.result import read
 from ringattn.bench.common.timing import Clock, Samples
@@ -208,6 +208,13 @@ def test_floors_and_goals(row: int, rates: Any, by: str, values: list[float], wo
     assert {number.labels["by"] for number in verdicts} == {by} and not any(number.fails for number in verdicts)
     assert [number.value for number in verdicts] == pytest.approx(values)
     assert [number.labels["verdict"] for number in verdicts] == words
+
+
+def test_targets_are_judged_by_rates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "_shape", lambda *_: iter([Number("forward", 9.0, "elements", {"by": OURS})]))
+    monkeypatch.setattr(speed, "_beside_a_transfer", lambda *_: iter(()))
+    verdicts = [number.labels["verdict"] for number in speed.targets(CPU, sizes=SIZES) if "verdict" in number.labels]
+    assert {*verdicts} == {"not measured"}
 
 
 @pytest.mark.parametrize("wrong", [0, 3])

@@ -93,9 +93,21 @@ def test_a_transfer_takes_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_transfer_waits_for_the_fences_given() -> None:
     waits: list[Sequence[Fence]] = []
-    transport = SimpleNamespace(rank=0, post=lambda *, sends, receives, after: waits.append(after) or DONE)
+    transport = SimpleNamespace(
+        rank=0, mark=lambda: DONE, post=lambda *, sends, receives, after: waits.append(after) or DONE
+    )
     ends = runs.Ends(transport, runs.Way(ONE_WAY, ((0, 1),)), 4, CPU)  # type: ignore[arg-type]
-    assert ends.post([DONE]) is DONE and waits == [[DONE]]
+    assert ends.post() is DONE
+    ends.enqueue(2)  # behind what the current stream did before
+    assert waits == [(), [DONE], [DONE]]
+
+
+def test_products_on_a_gpu_are_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "randn", lambda *_, device, dtype: drawn.append(dtype) or torch.empty(1))
+    for device in ("cuda", "cpu"):
+        runs.step_of(MATMUL, torch.device(device))
+    assert drawn == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
 def test_events_stand_behind_what_keeps_the_device_busy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,14 @@ def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
 
 
+def test_a_candidate_takes_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    tensors = tuple(torch.randn(1, 4, 1, 8) for _ in range(4))
+    Candidate("x", torch.arange(4), partial(sdpa, causal=True), threads=3).run(tensors)
+    assert asked == [3]
+
+
 def test_every_candidate_is_taken_by_its_name() -> None:
     names = [*candidates.chosen(["zigzag"], (), [2, 4])]
     assert "Ulysses 2 x ring 2" in names

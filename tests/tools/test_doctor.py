@@ -328,6 +328,22 @@ def test_warmed_edges() -> None:
     assert rails == {(a, b) for a in range(6) for b in range(6) if abs(a - b) == 3}
 
 
+def test_one_token_per_rank_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_ring, "examine", lambda *_: iter(()))
+    assert [run("--world", "3", "--seqlen", tokens).exit_code for tokens in ("2", "3")] == [2, 0]
+
+
+def test_each_level_warms_its_own_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, warmed = Topology.grid(2, 3), list[Any]()
+    two = [SimpleNamespace(reason="", warm_up=warmed.append) for _ in range(2)]
+    monkeypatch.setattr(doctor_ring, "open_transports", lambda *_, **how: two)
+    ranks: Any = SimpleNamespace(
+        group=None, device=None, together=lambda what, do, merge=lambda values: None: merge([do()])
+    )
+    doctor_ring._opens(ranks, ring, "local", [])
+    assert warmed == [doctor_ring.warmed(ring, level) for level in (0, 1)]
+
+
 def test_every_transport_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
 
