@@ -10,9 +10,10 @@ import pytest
 
 from ringattn.autotune.bound import Bound, blocks_of, bound_of, bounds_of, clocks, main_bound
 from ringattn.autotune.compile import Variant
-from ringattn.autotune.gate import CONSUMERS, Compiled, hopper_problems, problems
+from ringattn.autotune.gate import Compiled, hopper_problems, problems
 from ringattn.autotune.sass import Loop, Mix, basic_blocks, matrix_loops, mix_of, natural_loops, read_loop
 from ringattn.kernels import Tile, hopper_backward_launch
+from ringattn.kernels.hopper.steps import CONSUMERS
 
 # the gate
 

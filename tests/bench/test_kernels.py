@@ -21,7 +21,7 @@ from ringattn.bench.common.flags import Pattern
 from ringattn.bench.common.result import read
 from ringattn.bench.common.timing import Clock, Samples
 from ringattn.bench.kernels import accuracy, command, contender, speed
-from ringattn.bench.kernels.contender import OURS, Cannot, Contender, Given, Ready
+from ringattn.bench.kernels.contender import FORWARD, OURS, Cannot, Contender, Given, Ready
 from ringattn.reference.masks import by_batch
 
 from ..support.cuda.device import FakeCuda
@@ -220,7 +220,7 @@ def test_targets_are_judged_by_rates_alone(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the slowest variant; a copy that goes wrong fails the part."""
-    lasts = []
+    lasts: Any = []
     seconds = {one.name: number for number, one in enumerate(speed.BESIDE[-2:], 1)}
     variants = [SimpleNamespace(name=name, config=lambda *_, name=name, **how: name) for name in seconds]
     copy = SimpleNamespace(beside=lambda step, stream: step, wrong=lambda: wrong)
@@ -234,7 +234,7 @@ def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest
     *rates, copied = speed._beside_a_transfer(Clock(CPU), SIZES, 0.0)
     assert lasts == [speed.COPY_LASTS * 2.0] and copied.fails == (wrong > 0)
     parts = [(number.name, number.labels["by"]) for number in rates]
-    assert parts == [(what, name) for name in seconds for what in (speed.ALONE, speed.FORWARD)]
+    assert parts == [(what, name) for name in seconds for what in (speed.ALONE, FORWARD)]
 
 
 # accuracy
@@ -258,7 +258,7 @@ def test_kernels_of_another_gpu_are_not_here() -> None:
 
 
 def test_room_is_counted_for_our_contenders_and_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
+    asked: Any = []
     monkeypatch.setattr(memory_table, "kernels_bytes", lambda config, seqlen, *counts: asked.append(counts[:2]) or 0)
     command._check_room([config()], 2, 3, CPU)
     assert {*asked} == {(2, 3)}

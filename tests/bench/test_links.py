@@ -6,13 +6,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common import memory, provenance
+from ringattn.bench.common import flags, memory, provenance
 from ringattn.bench.common.result import Result, Row, read
 from ringattn.bench.links import command as links
 from ringattn.bench.links import runs
@@ -92,7 +93,7 @@ def test_a_transfer_takes_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_transfer_waits_for_the_fences_given() -> None:
-    waits: list[Sequence[Fence]] = []
+    waits: Any = []
     transport = SimpleNamespace(
         rank=0, mark=lambda: DONE, post=lambda *, sends, receives, after: waits.append(after) or DONE
     )
@@ -103,7 +104,7 @@ def test_a_transfer_waits_for_the_fences_given() -> None:
 
 
 def test_products_on_a_gpu_are_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[torch.dtype] = []
+    drawn: Any = []
     monkeypatch.setattr(torch, "randn", lambda *_, device, dtype: drawn.append(dtype) or torch.empty(1))
     for device in ("cuda", "cpu"):
         runs.step_of(MATMUL, torch.device(device))
@@ -255,7 +256,7 @@ def test_best_is_the_fastest_of_all_edges_between_processes() -> None:
 
 
 def test_settling_waits_for_the_stream_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[object] = []
+    waited: Any = []
     stream = SimpleNamespace(synchronize=lambda: waited.append("over"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: waited.append(device) or stream)
     for device in (torch.device("cuda", 1), CPU):
@@ -273,15 +274,15 @@ def test_what_computes_beside_a_transfer(text: str, device: str, name: str) -> N
 
 @pytest.mark.parametrize("transport", ["all", "nccl"])
 def test_flags_of_a_gpu_reach_the_measurement(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[LinksConfig] = []
-    monkeypatch.setattr(links.flags, "device_name", lambda text: "cuda")
-    monkeypatch.setattr(links.flags, "check_transport", lambda *_: None)
+    asked: Any = []
+    monkeypatch.setattr(flags, "device_name", lambda text: "cuda")
+    monkeypatch.setattr(flags, "check_transport", lambda *_: None)
     monkeypatch.setattr(links, "finish", lambda *_: None)
     monkeypatch.setattr(provenance, "provenance", lambda device: {})
     monkeypatch.setattr(runs, "check_room", lambda *_, launched: None)
     monkeypatch.setattr(runs, "everywhere", lambda ranks, config: asked.append(config) or Result("bench links", {}))
-    flags = f"--transport {transport} --channels 4,auto --ctas 8 -n 7 -w 3 -c 2"
-    ran = CliRunner().invoke(cli.app, ["bench", "links", *flags.split()])
+    words = f"--transport {transport} --channels 4,auto --ctas 8 -n 7 -w 3 -c 2"
+    ran = CliRunner().invoke(cli.app, ["bench", "links", *words.split()])
     assert ran.exit_code == 0, ran.output
     (config,) = asked
     assert (config.channels, config.ctas, config.must_open) == ((4, None), (8,), transport != "all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,7 +68,7 @@ def peak_of_freed_blocks(rank: int) -> int:
 def test_freed_blocks_are_kept_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda *option: said.append(option))
-    monkeypatch.setattr(memory_module.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     with freed_at_once(CPU):
         assert said == [(memory_module.M_MMAP_THRESHOLD, memory_module.MAPPED_BYTES)]
     kept = memory_module.KEPT_BYTES

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ringattn.examples import long_context
 from ringattn.examples.long_context import Needle, by_ranks, haystack, in_one_process, load
@@ -64,7 +65,7 @@ def test_rank_0_alone_reports(rank: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(long_context, "report", lambda *told: reported.append(told))
     group = {"is_torchelastic_launched": True, "get_world_size": 2, "get_rank": rank}
     for name, said in {**group, "init_process_group": None, "destroy_process_group": None}.items():
-        monkeypatch.setattr(long_context.dist, name, lambda said=said: said)
+        monkeypatch.setattr(dist, name, lambda said=said: said)
     monkeypatch.setattr(sys, "argv", ["long_context"])
     long_context.main()
     assert reported == [(2, "by_ranks", "in_one_process", "needles")] * (rank == 0)

@@ -21,6 +21,7 @@ from ringattn.bench.common.ranks import member
 from ringattn.bench.common.result import read
 from ringattn.bench.links.runs import Ends
 from ringattn.comm import LocalTransport, TransportError, open_transports
+from ringattn.comm.topology import nvml
 from ringattn.comm.topology.nvml import DeviceInfo
 from ringattn.comm.topology.topology import Topology, ring_topology
 from ringattn.comm.transports import nccl
@@ -359,7 +360,7 @@ def test_every_transport_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_versions_of_cuda_and_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(machine.nvml, "driver_version", lambda: "580.1")
+    monkeypatch.setattr(nvml, "driver_version", lambda: "580.1")
     versions = machine.facts()["versions"]
     assert (versions["CUDA of torch"], versions["driver"]) == ("13.0", "580.1")
 
