@@ -98,7 +98,7 @@ def inline(figure: Any, name: str) -> str:
 
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(buffer, format="svg")
     # matplotlib writes its version and home page into a comment and a metadata block.
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", buffer.getvalue(), flags=re.DOTALL)
     # Its ids are digests of positions whose last bits vary from run to run, so number them instead.

@@ -36,7 +36,7 @@ def limits_list(text: str) -> tuple[int | None, ...]:
     from ...comm import Limits
 
     parts = text.split(",")
-    if not all(part == "auto" or (part.isdigit() and int(part)) for part in parts):
+    if not all(part == "auto" or part.isdigit() for part in parts):
         raise typer.BadParameter(f"{text!r}: it takes a comma-separated list of counts, or auto for a ring's default")
     counts = tuple(None if part == "auto" else int(part) for part in parts)
     try:

@@ -193,6 +193,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_text_goes_on_with_every_row_and_begins_again_at_its_end() -> None:
     part = Part(0, slice(1, 2), torch.tensor([0, 2]), compare.pytorch_attention, lambda x: x[None])
     training = Training(replace(TINY, seqlen=3, batch=2), b"abcdefg", torch.device("cpu"), part)
+    assert training.optimizer.defaults["betas"] == (0.9, 0.95)
     batches = [b"".join(bytes(x.flatten().tolist()) for x in training._batch(step)) for step in range(3)]
     assert batches == [b"dfeg", b"cedf", b"bdce"]
 

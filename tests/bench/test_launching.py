@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench.common import flags, launching, process_group
 from ringattn.bench.common.launching import launch, spawn
+from ringattn.bench.common.output import prints
 from ringattn.bench.common.process_group import PORTS, consequences_later
 from ringattn.bench.common.ranks import JOB, LAUNCHERS, Member, member
 
@@ -39,6 +40,7 @@ CPU = torch.device("cpu")
     [
         ({}, None),
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Member(3, 8, 1, 2)),
+        ({"RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, Member(4, 8, 0, 4)),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Member(0, 1, 0, 1)),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Member(1, 2, 1, 2)),
         ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
@@ -53,6 +55,7 @@ def test_place_under_a_launcher(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert member() == expected
+    assert prints() is (expected is None or expected.rank == 0)
 
 
 def test_ranks_of_a_machine_share_cores(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,8 @@ def test_balanced_shards_make_up_for_a_slow_rank() -> None:
     inputs = replace(INPUTS, perturbation=Perturbation({1: 2.0}), phases=FORWARD)
     even, slow, balanced = straggling(Call(256, 8, kv_heads=8), inputs)
     assert even < balanced < slow and balanced < 1.25 * 8 / 7.5 * even
+    even, same, _ = straggling(Call(256, 8), replace(inputs, perturbation=Perturbation(jitter=0.2)))
+    assert even == same  # jitter is on both sides
 
 
 @pytest.mark.parametrize(("call", "names"), [

@@ -45,7 +45,7 @@ def by_name(result: Result) -> dict[str, Any]:
 
 
 def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
-    flags = "--seqlen 256,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1 --layout zigzag,striped"
+    flags = "--seqlen 256,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1 --layout zigzag,striped --batch 2"
     by = "ringattn,baseline,all-gather,Ulysses,PyTorch"  # others take long to import
     ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags.split(), "--by", by, "--json", str(tmp_path / "r.json")])
     assert ran.exit_code == 0, ran.output
@@ -236,8 +236,10 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     assert f"{name}: out, dq, dk, dv has an error above its limit" in line
     assert bool(result.failed) == (name == BASELINE)
     assert "not available: another: it needs a GPU" in result.notes
-    first, second = runs.checked(able, problem, CPU, 0).values()
+    able["flipped"] = Candidate("flipped", positions.flip(0), right)
+    first, second, third = runs.checked(able, problem, CPU, 0).values()
     assert first.shards is second.shards and len(second.shards) == 4
+    assert torch.equal(third.shards[0], first.shards[0].flip(1))
 
 
 # candidates
@@ -253,6 +255,14 @@ def setting(problem: AttentionConfig, device: str = "cpu", shared: bool = False)
 @pytest.fixture
 def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+
+def test_a_candidate_takes_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    tensors = tuple(torch.randn(1, 4, 1, 8) for _ in range(4))
+    Candidate("x", torch.arange(4), partial(sdpa, causal=True), threads=3).run(tensors)
+    assert asked == [3]
 
 
 def test_every_candidate_is_taken_by_its_name() -> None:
@@ -281,6 +291,18 @@ def test_every_candidate_is_taken_by_its_name() -> None:
 def test_refused_candidates(make: Any, ring_setting: Setting, message: str) -> None:
     with pytest.raises(Refused, match=message):
         make(ring_setting)
+
+
+@pytest.mark.usefixtures("rank_zero")
+def test_a_key_head_that_several_ranks_share_travels_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("init_device_mesh", "resolve_mesh"):
+        monkeypatch.setattr(candidates, name, lambda *_, **named: None)
+    by_ring = []
+    for kv_heads in (1, 2):
+        problem = AttentionConfig(64, 4, heads=4, kv_heads=kv_heads)
+        sent = candidates.ulysses_by_ring(2, setting(problem)).sent
+        by_ring.append((sent or 0) - candidates.exchanged_bytes(problem, 2))
+    assert by_ring[0] == by_ring[1] > 0
 
 
 # memory

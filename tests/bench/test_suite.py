@@ -23,6 +23,7 @@ from ringattn.bench import cli
 from ringattn.bench.common.memory_table import ALL_CORES, BASELINE, WHOLE
 from ringattn.bench.common.provenance import provenance
 from ringattn.bench.common.result import Result, Row, read
+from ringattn.bench.links.command import steps
 from ringattn.bench.ring.candidates import chosen
 from ringattn.bench.suite import command as suite
 from ringattn.bench.suite import device_cases, parts, processes
@@ -117,6 +118,7 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
             part("good", FILE, code=leaves(notes=["first", "best: 3"])),
             part("plain", FILE, code=leaves()),
             part("raises", code="raise ValueError('it went wrong')"),
+            part("crashes", code="import os; os.abort()"),
             part("lacks", code="print('no such library'); raise SystemExit(69)"),
             part("hangs", FILE, code=leaves() + child + HANGS, seconds=0.1),
             part("absent", missing="no GPU"),
@@ -127,12 +129,13 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
         tmp_path, budget=500.0,  # of which it has 3 seconds
     )  # fmt: skip
     assert {name: row["state"] for name, row in result.items()} == {
-        "good": "done", "plain": "done", "raises": "failed", "lacks": "not here", "hangs": "failed",
-        "absent": "not here", "wrong": "failed", "silent": "failed", "last": "done",
+        "good": "done", "plain": "done", "raises": "failed", "crashes": "failed", "lacks": "not here",
+        "hangs": "failed", "absent": "not here", "wrong": "failed", "silent": "failed", "last": "done",
     }  # fmt: skip
     for name, words in {
         "good": "best: 3", "plain": "1 rows", "raises": "exit code 1: ValueError: it went wrong",
-        "lacks": "no such library", "hangs": "it was killed after", "absent": "no GPU", "wrong": "a is 2",
+        "crashes": "exit code -6", "lacks": "no such library",
+        "hangs": "it was killed after", "absent": "no GPU", "wrong": "a is 2",
         "silent": "silent.json cannot be read", "last": "",
     }.items():  # fmt: skip
         assert words in str(result[name]["found"]), name
@@ -227,7 +230,11 @@ def test_parts_are_commands_that_leave_a_result(
         if module == "ringattn":
             name = " ".join(words[: 1 + (words[0] == "bench")])
             app = import_module(f"ringattn.{cli.COMMANDS[name][0]}").app
-            typer.main.get_command(app).make_context(name, words[len(name.split()) :])  # refuses unknown flags
+            context = typer.main.get_command(app).make_context(
+                name, words[len(name.split()) :]
+            )  # refuses unknown flags
+            if name == "bench links":
+                assert steps(*(context.params[flag] for flag in ("minbytes", "maxbytes", "stepfactor")))
         else:
             inspect.signature(device_cases.CASES[device][words[0]]).bind(CPU)
 
@@ -299,6 +306,7 @@ def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     code, states, text = call("--only", "last")
     assert code == 0 and len(states) == 3 and "1 parts have results" in text and "first" not in text
     assert count.read_text() == "x"
+    assert "1 parts take up to" in call("--only", "fails")[2]  # what failed is run again
     listed[0] = replace(listed[0], command=(*listed[0].command, "another"))
     assert "1 parts take at most 25 s" in call("--only", "first")[2] and count.read_text() == "xx"
 

@@ -76,7 +76,11 @@ def test_in_a_graph() -> None:
         ([], [], "outs has 0 tensors, lses has 0: the numbers must be equal"),
         ([torch.zeros(1, 3, 2, 4)], [], "outs has 1 tensors, lses has 0"),
         ([5], [torch.zeros(1, 2, 3)], r"outs\[0\] is <class 'int'>: it must be a torch.Tensor"),
-        ([torch.zeros(1, 3, 2, 4)], [torch.zeros(1, 3, 2)], r"lses\[0\] is .* \[1, 3, 2\] on cpu, .*: they do not match"),
+        (
+            [torch.zeros(1, 3, 2, 4)],
+            [torch.zeros(1, 3, 2)],
+            r"lses\[0\] is .* \[1, 3, 2\] on cpu, .*: they do not match",
+        ),
         ([torch.zeros(3, 2, 4)], [torch.zeros(2, 3)], r"outs\[0\] is .*: it must be a floating tensor \[B, S, H, D\]"),
         (
             [torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 2, 4).half()],

@@ -22,6 +22,7 @@ from ringattn.ring.schedule import mask as patterns
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
+from ringattn.tools import pictures, show
 from ringattn.tools.call import ShownCall, mask_cells
 
 from ..support.layouts import block_layouts, block_masks, layouts, masks, sees
@@ -223,6 +224,19 @@ def test_pictures(flags: str, name: str, begins: bytes, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert run(f"{flags} --out {name}").endswith(f"picture: {name}\n")
     assert Path(name).read_bytes().startswith(begins)
+
+
+def test_a_picture_has_the_mask_at_the_left_and_the_schedule_at_the_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(pictures, "write_figure", lambda figure, *_: figures.append(figure))
+    run("--world 8 --seqlen 1k --layout contiguous --window 100,0 --out x.png")
+    mask, schedule, *_ = figures[0].axes
+    assert mask.get_title().startswith("mask: ") and schedule.get_title().startswith("schedule: ")
+    assert ([*schedule.get_xticks()], [*schedule.get_yticks()]) == ([0, 1], [*range(8)])
+
+
+def test_hops_have_marks() -> None:
+    assert [show._mark(hop) for hop in (-1, 0, 10, 35, 36)] == [".", "0", "a", "z", "+"]
 
 
 @pytest.mark.parametrize(("flags", "message"), [
