@@ -59,17 +59,17 @@ def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
         for part, names in (("exposed", (*ours, BASELINE, ALL_GATHER, ULYSSES)), ("compute", ours)):
             here = [rows[name][part] / rows[name]["time"] for name in names if rows[name][part] is not None]
             assert all(0 <= ratio <= 1 for ratio in here), part  # none where the machine was busy meanwhile
-        kv, queries = 2 * 2 * 16 * 4, 4 * 16 * 4
+        kv, queries = 2 * 2 * 2 * 16 * 4, 2 * 4 * 16 * 4  # bytes per token of both batch rows
         assert rows[ALL_GATHER]["sent"] * 1e6 == tokens // 2 * 2 * kv  # K/V there, fp32 dK/dV back
         assert rows[ULYSSES]["sent"] * 1e6 == tokens // 2 * (4 * queries + 2 * kv) // 2
         assert rows[ours[0]]["sent"] * 1e6 == tokens // 2 * 3 * kv  # the local dK/dV never leave
         assert rows[BASELINE]["sent"] * 1e6 == tokens // 2 * 4 * kv
-        flops = 3.5 * 4 * 16 * 4 * tokens * (tokens + 1) / 2
+        flops = 2 * 3.5 * 4 * 16 * 4 * tokens * (tokens + 1) / 2
         for name, ranks in ((WHOLE, 1), (ours[0], 2)):
             of = rows[name]
             assert of["rate of a rank"] == pytest.approx(flops / (of["time"] / 1e3) / ranks / 1e12)
             assert of["of ideal"] == pytest.approx(100 * rows[WHOLE]["time"] / 2 / of["time"])
-            assert of["throughput"] == pytest.approx(tokens / (of["time"] / 1e3))
+            assert of["throughput"] == pytest.approx(2 * tokens / (of["time"] / 1e3))
     assert runs.ONE_RUN in result.notes
     assert f"not available: {CONTEXT_PARALLEL}: it has no sharding strategy" in ran.stdout
     assert [note.split()[2] for note in result.notes[-3:-1]] == [ALL_GATHER, ULYSSES]

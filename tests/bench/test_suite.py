@@ -306,7 +306,7 @@ def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     code, states, text = call("--only", "last")
     assert code == 0 and len(states) == 3 and "1 parts have results" in text and "first" not in text
     assert count.read_text() == "x"
-    assert "1 parts take up to" in call("--only", "fails")[2]  # what failed is run again
+    assert "1 parts take at most" in call("--only", "fails")[2]  # what failed is run again
     listed[0] = replace(listed[0], command=(*listed[0].command, "another"))
     assert "1 parts take at most 25 s" in call("--only", "first")[2] and count.read_text() == "xx"
 
