@@ -80,14 +80,14 @@ class Calling:
 
     def __init__(self, function: Callable[[], object]) -> None:
         self.function = function
-        self.waits = 0
+        self.waited = False
 
     def wait(self) -> None:
-        self.waits += 1
+        self.waited = True
         self.function()
 
     def done(self) -> bool:
-        return self.waits > 0
+        return self.waited
 
 
 def until(condition: Callable[[], object], what: str = "it never came to that") -> None:
