@@ -63,6 +63,12 @@ def test_every_byte_that_moves_is_recorded(flat: Traces) -> None:
     assert sum(sent) == sum(received)
 
 
+def test_the_last_dkv_that_leave_a_rank_are_those_of_the_other_node() -> None:
+    for rank, (_, moved, _) in enumerate(traces(nodes=2)):
+        last = [span.name for span in moved if (span.phase, span.kind, span.hop) == ("backward", "send", WORLD - 1)]
+        assert {*last} == {f"dK/dV of {other}" for other in range(WORLD) if other // 2 != rank // 2}
+
+
 def test_spans_do_not_overlap_and_transfers_end_after_they_begin(flat: Traces) -> None:
     for spans, moved, _ in flat:
         assert all(span.end >= span.begin for span in (*spans, *moved))
