@@ -229,10 +229,8 @@ def nothing_leaves_before_after_is_over(transport: Transport, device: torch.devi
         if device.type == "cuda":  # this fence is a point of the host
             torch.cuda.synchronize(device)
 
-    ready = Calling(write)
-    fence = transport.post(sends=[Message(onward, outgoing)], receives=[Message(back, arrived)], after=[ready])
-    fence.wait()
-    expect(ready.done(), True, "whether `after` was waited for")
+    after = [Calling(write)]
+    transport.post(sends=[Message(onward, outgoing)], receives=[Message(back, arrived)], after=after).wait()
     expect(arrived, filled(back, 1000, device))
 
 

@@ -240,6 +240,8 @@ class Broken:
         given = [*receives]
         if self.mistake == "order":
             given = given[::-1]
+        if self.mistake == "early":
+            sends = [Message(message.peer, message.tensor.clone()) for message in sends]
         try:
             fence = self.inner.post(sends=sends, receives=given, after=() if self.mistake == "after" else after)
         except ValueError as error:
@@ -263,6 +265,7 @@ class Broken:
     [
         ("order", "a_pair_matches_in_order"),
         ("after", "nothing_leaves_before_after_is_over"),
+        ("early", "nothing_leaves_before_after_is_over"),
         ("bits", "a_pair_matches_in_order"),
         ("large", "sizes_and_dtypes_arrive_bit_for_bit"),
         ("40", "a_ring_reuses_its_slots"),
