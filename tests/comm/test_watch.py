@@ -568,6 +568,15 @@ def test_only_streams_of_a_gpu_end_the_process(
     assert ("this process ends: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(codes)
 
 
+def test_fences_of_a_gpu_are_not_waited_for() -> None:
+    """The host would make a stream wait."""
+    watch = Watch(controls(2)[0], deadline=3.0, device=torch.device("cuda", 0), transports=list)
+    fence = Mock(done=Mock(return_value=True))
+    watch.posted("a hop", fence, [DONE], [(1, 8)], [])
+    watch._posts.poll(time.monotonic())
+    fence.wait.assert_not_called()
+
+
 def test_the_first_failure_stays_and_aborts_once(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(2, deadline=HANGS)
     for text in ("the first", "another"):

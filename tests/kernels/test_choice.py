@@ -295,6 +295,12 @@ def test_requested_single_pass_uses_its_measured_tile(gpu: Folders) -> None:
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
+def test_a_margin_of_the_whole_gpu_is_refused_before_the_first_hop() -> None:
+    x, config = inputs(SIZES), KernelConfig(SMALL, SMALL, SMALL, persistent=True, sm_margin=10_000)
+    with pytest.raises(ValueError, match=r"config\.sm_margin is 10000: this GPU has"):
+        fused.Triton().check(x.q, x.v, scores=Scores(), block=None, config=config)
+
+
 @pytest.mark.parametrize("field", ["forward", "dq", "dkdv", "single_pass"])
 def test_a_tile_that_does_not_fit_is_refused_with_one_that_does(field: str, gpu: Folders, seen: Seen) -> None:
     """By the entry that launches it, a whole backward included, and by a ring before its first hop."""

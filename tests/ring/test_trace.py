@@ -87,6 +87,7 @@ def test_a_slot_holds_one_thing_at_a_time(flat: Traces, nodes: int, settings: di
         for span in (slot for slot in slots if slot.kind.startswith("slot")):
             read = [use for use in spans if (use.phase, use.hop, use.kind) == (span.phase, span.hop, "compute")]
             assert all(span.begin <= c.begin and c.end <= span.end for c in read)
+        assert {span.phase for span in slots} == {"forward", "backward"}
         kept = [span.name for span in slots if span.phase == "forward"]
         assert len(kept) == len(set(kept)) == WORLD - 1
 
