@@ -226,6 +226,13 @@ def test_late_ranks_are_named_and_a_gather_can_be_stopped() -> None:
         waiting.scope("ring").gather(0, what="shapes", timeout=5.0)
 
 
+def test_a_closed_connection_gives_its_socket_back(host: StoreHost) -> None:
+    connection = StoreConnection(host.client())
+    files = len(os.listdir("/proc/self/fd"))
+    connection.close()
+    until(lambda: len(os.listdir("/proc/self/fd")) < files)
+
+
 def test_a_killed_store_is_an_error_at_once(host: StoreHost, capfd: pytest.CaptureFixture[str]) -> None:
     control, client, others = opened(host.client(), 0, 2), host.client(), {*threading.enumerate()}
     control.publish("x", 1)
