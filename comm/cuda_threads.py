@@ -46,8 +46,8 @@ def on_device(device: torch.device) -> Iterator[None]:
     """Make `device` current and let this thread query events while another thread captures a graph.
 
     A new thread starts on GPU 0, where its first CUDA call would create a context of about 500 MiB. `torch.cuda.graph`
-    captures in global mode, in which a query by any thread fails the capture unless that thread has exchanged its capture
-    mode. PyTorch's watchdog does the same. Does nothing on the CPU or if the process has not used CUDA.
+    captures in global mode, in which a query by any thread fails the capture unless that thread has exchanged its
+    capture mode. PyTorch's watchdog does the same. Does nothing on the CPU or if the process has not used CUDA.
     """
     if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield

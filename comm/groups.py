@@ -20,8 +20,8 @@ def resolve_group(group: GroupLike = None) -> Group:
     """Return the ranks that `group` names.
 
     Args:
-        group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a `LocalWorld` member. None is the default
-            group if torch.distributed is initialised, and otherwise this device alone.
+        group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a `LocalWorld` member. None is the
+            default group if torch.distributed is initialised, and otherwise this device alone.
 
     Raises:
         ValueError: `group` is anything else, a mesh of more dimensions, or a process group without this rank.
@@ -68,8 +68,8 @@ def dims_of(group: GroupLike) -> tuple[Group, Group] | None:
         return None
     if group.mesh_dim_names not in (None, MESH_DIMS):
         raise ValueError(
-            f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; their names must be {MESH_DIMS}, "
-            f"or None. If the mesh has other dimensions, pass only those of the sequence, such as {_example(group)}"
+            f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; they must be {MESH_DIMS} or have "
+            f"no names. If the mesh has other dimensions, pass only those of the sequence, such as {_example(group)}"
         )
     return group.get_group(0), group.get_group(1)
 

@@ -44,8 +44,8 @@ def kept_of(group: LocalGroup | dist.ProcessGroup) -> Kept:
 def end_destroyed() -> None:
     """Close the caches of groups that `destroy_process_group` has destroyed.
 
-    `destroy_process_group` notifies nobody, and a weak reference does not help because a ring holds its group. Call this
-    function now and then.
+    `destroy_process_group` notifies nobody, and a weak reference does not help because a ring holds its group. Call
+    this function now and then.
     """
     alive = dist.distributed_c10d._world.pg_map
     for group in [group for group in list(_KEPT) if group not in alive]:

@@ -41,10 +41,11 @@ class Limits:
 
     Attributes:
         channels: (nccl) exact number of channels for all point-to-point transfers together.
-        ctas: (nccl) highest number of thread blocks of one group of transfers; each occupies a whole SM. The default is 8
-            if neither `channels` nor `ctas` is given.
+        ctas: (nccl) highest number of thread blocks of one group of transfers; each occupies a whole SM. The default is
+            8 if neither `channels` nor `ctas` is given.
         bytes_per_second: (process_group on the CPU) highest speed of every link.
-        cga_cluster_size: (nccl, sm_90 and later) number of thread blocks that start together in one cluster. Default: 1.
+        cga_cluster_size: (nccl, sm_90 and later) number of thread blocks that start together in one cluster. Default:
+            1.
 
     Raises:
         ValueError: a limit has a value that no transport can keep.
@@ -72,8 +73,8 @@ class Limits:
     def multiprocessors(self) -> int:
         """Number of free multiprocessors that always have room for all thread blocks.
 
-        The number exceeds `blocks` if blocks start in clusters, because every GPC may have too few free multiprocessors left
-        for one more cluster.
+        The number exceeds `blocks` if blocks start in clusters, because every GPC may have too few free multiprocessors
+        left for one more cluster.
         """
         text = os.environ.get(CLUSTER_VARIABLE, "")
         cluster = self.cga_cluster_size or (int(text) if text.isdigit() else 0) or CGA_CLUSTER_SIZE

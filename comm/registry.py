@@ -86,8 +86,8 @@ def register_transport(
 
     All ranks call `factory(group, device, **opening)` together, and each gets its end of one :class:`Transport`. The
     factory must accept further keywords. Today's are `control` (lets the ranks agree), `limits`, `timeout` (of the
-    warm-up, in seconds), `members` (the ranks to reach, in ring order) and `nodes` (the ranks of each node, or ()). If the
-    factory raises on one rank, all ranks raise a `TransportError` and close what they opened.
+    warm-up, in seconds), `members` (the ranks to reach, in ring order) and `nodes` (the ranks of each node, or ()). If
+    the factory raises on one rank, all ranks raise a `TransportError` and close what they opened.
 
     This transport counts the bytes that another transport sends::
 
@@ -110,20 +110,20 @@ def register_transport(
 
         register_transport("counting", open_counting)
 
-    `ringattn.comm.testing.check_transport` runs the conformance suite on a transport. A package can name its module in the
-    entry points `ringattn.transports`; the module is then imported when a transport is first looked up.
+    `ringattn.comm.testing.check_transport` runs the conformance suite on a transport. A package can name its module in
+    the entry points `ringattn.transports`; the module is then imported when a transport is first looked up.
 
     Args:
         name: name that selects the transport.
         factory: opens the transport.
         devices: types of the devices whose tensors the transport moves.
         ranks: kinds of ranks: "processes" of a process group, "threads" of a `LocalWorld`.
-        preference: `auto` tries the highest first. At 0 the transport comes after the built-in transports that `auto` may
-            choose; `auto` never chooses a transport below 0.
+        preference: `auto` tries the highest first. At 0 the transport comes after the built-in transports that `auto`
+            may choose; `auto` never chooses a transport below 0.
         limits: fields of :class:`Limits` that the transport supports. A ring that sets another limit raises.
         across_nodes: False if the transport connects only ranks of one node; another transport then connects the nodes.
-        unavailable: called with the group, the device and the limits; returns why this rank cannot use the transport, or
-            None.
+        unavailable: called with the group, the device and the limits; returns why this rank cannot use the transport,
+            or None.
 
     Raises:
         ValueError: the name is taken or not valid, or the factory is not callable.

@@ -65,8 +65,8 @@ class Fence(Protocol):
 class Transport(Protocol):
     """Moves tensors between the ranks of one group and tells when their memory may be reused.
 
-    The tensors of a post must stay allocated until the stream that owns them has waited for the post's fence. Until then
-    the fence holds them. All ranks open transports and call `warm_up`, `post` and `gather` in the same order.
+    The tensors of a post must stay allocated until the stream that owns them has waited for the post's fence. Until
+    then the fence holds them. All ranks open transports and call `warm_up`, `post` and `gather` in the same order.
 
     `comm.register_transport` has an example, and `comm.testing` has a conformance suite. `TransportBase` and
     `check_messages` provide the common parts.
@@ -87,9 +87,9 @@ class Transport(Protocol):
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
         """Enqueue one group of transfers, in program order, on the transport's single transfer stream.
 
-        No byte of the group moves before every fence in `after` is over. These fences come from `mark` or `post`, of this
-        transport or of another. Messages between one (source, destination) pair match in order. A rank may send to itself
-        within one post. The returned fence covers the sends and the receives.
+        No byte of the group moves before every fence in `after` is over. These fences come from `mark` or `post`, of
+        this transport or of another. Messages between one (source, destination) pair match in order. A rank may send to
+        itself within one post. The returned fence covers the sends and the receives.
 
         Raises:
             ValueError: the transport cannot send a message; nothing was sent.
@@ -103,20 +103,22 @@ class Transport(Protocol):
 
         Raises:
             ValueError: an edge has a rank outside the group.
-            TransportError: on every rank, with the edge and its number of wrong bytes, or with the failed rank and its error.
+            TransportError: on every rank, with the edge and its number of wrong bytes, or with the failed rank and its
+                error.
         """
 
     def gather(self, value: object) -> list[object]:
         """Return one small JSON value of every rank, in rank order. Tuples become lists."""
 
     def check(self) -> str | None:
-        """Return the error of a background failure that no post has raised yet, or None. Cheap; any thread may call it."""
+        """Return the error of a background failure that no post has raised yet, or None. Any thread may call it."""
 
     def abort(self, reason: str) -> None:
         """End every transfer in flight. Any thread may call it. Idempotent; the first reason is kept.
 
-        On host transports, blocked and later waits and posts raise a `TransportError` with the reason. On CUDA the communicator
-        is aborted and later posts raise. The streams compute garbage from then on, so the process should end.
+        On host transports, blocked and later waits and posts raise a `TransportError` with the reason. On CUDA the
+        communicator is aborted and later posts raise. The streams compute garbage from then on, so the process should
+        end.
         """
 
     def close(self) -> None:
@@ -176,7 +178,7 @@ ZLIB = b"x"  # first byte of zlib data; JSON never starts with it
 
 
 def encoded(value: object) -> bytes:
-    """Encode a value for other ranks as JSON, compressed if long. JSON is used because received data must never be code.
+    """Encode a value for other ranks as JSON, compressed if long. Received data must never be code, so pickle is out.
 
     Raises:
         TypeError: JSON cannot represent the value.

@@ -57,7 +57,7 @@ class Hub:
         self._lines: dict[tuple[Hashable, tuple[int, ...]], Hub] = {}
 
     def line(self, name: Hashable, ranks: tuple[int, ...]) -> Hub:
-        """Return the hub of a subset of the ranks, which are numbered from 0 there. The same name and ranks give the same hub."""
+        """Return the hub of a subset of the ranks, numbered from 0. The same name and ranks give the same hub."""
         with self._changed:
             if (name, ranks) not in self._lines:
                 sub_hub = self._lines[name, ranks] = Hub(len(ranks), self.timeout)
@@ -180,8 +180,9 @@ class LocalGroup:
     def check_thread(self) -> None:
         """Raise if a wait for the other ranks could never end.
 
-        The other ranks respond only while `LocalWorld.run` runs them, and only in their own threads. By default PyTorch runs
-        the backward pass of all CUDA nodes of one device in an extra thread. `run` disables that for the threads of its ranks.
+        The other ranks respond only while `LocalWorld.run` runs them, and only in their own threads. By default PyTorch
+        runs the backward pass of all CUDA nodes of one device in an extra thread. `run` disables that for the threads
+        of its ranks.
         """
         if self._hub.size > 1 and (threading.get_ident() != self._member._thread or os.getpid() != self._process):
             raise RuntimeError(
@@ -190,7 +191,7 @@ class LocalGroup:
             )
 
     def mesh(self, ring: int, ulysses: int) -> LocalMesh:
-        """Return this rank's membership in a ``ring x ulysses`` mesh over the world, for two-dimensional ``group`` arguments.
+        """Return this rank's membership in a ``ring x ulysses`` mesh over the world.
 
         Raises:
             ValueError: an argument is not a number of ranks, or their product is not the size of the world.
@@ -276,8 +277,8 @@ class LocalWorld:
     def run(self, fn: Callable[[LocalGroup], T]) -> list[T]:
         """Call `fn(group)` once per virtual rank, all at the same time, and return the results in rank order.
 
-        Gradients are recorded if the caller records them. A backward pass that waits for other ranks belongs inside `fn`. If a
-        rank raises, the other ranks are woken, and the first error is raised here.
+        Gradients are recorded if the caller records them. A backward pass that waits for other ranks belongs inside
+        `fn`. If a rank raises, the other ranks are woken, and the first error is raised here.
         """
         if not callable(fn):
             raise ValueError(f"fn is {fn!r}; it must be a function of one argument, the rank's group")
@@ -348,7 +349,7 @@ class LocalWorld:
 
     @contextmanager
     def _stream_of(self, rank: int, caller: torch.cuda.Stream | None) -> Iterator[None]:
-        """Make the rank's own compute stream current, after the caller's work, and synchronise the stream at the end."""
+        """Make the rank's compute stream current, after the caller's work, and synchronise the stream at the end."""
         stream = self._streams[rank]
         if stream is None or caller is None:
             yield

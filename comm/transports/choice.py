@@ -138,20 +138,21 @@ def open_transports(
 ) -> tuple[Transport, ...]:
     """Open the transports between the ranks of a group, for tensors on one device. All ranks call it together.
 
-    A flat ring has one transport. If `topology` has two levels and `flat` is False, one transport serves the rings inside
-    the nodes and another serves the rings between them. If the selected transport only works inside a node, the most
-    preferred transport that reaches further connects the nodes. Without a topology the ring follows the rank order.
+    A flat ring has one transport. If `topology` has two levels and `flat` is False, one transport serves the rings
+    inside the nodes and another serves the rings between them. If the selected transport only works inside a node, the
+    most preferred transport that reaches further connects the nodes. Without a topology the ring follows the rank
+    order.
 
     "auto" selects the most preferred registered transport that all ranks can use and whose warm-up succeeds. This is
-    `local` for a `LocalWorld` member or a single device, `nccl` or `process_group` for CUDA tensors, and `process_group`
-    for CPU tensors. The selection and its reason are logged and stored in `reason` of the transport. Both directions of
-    every ring edge are verified with known bytes.
+    `local` for a `LocalWorld` member or a single device, `nccl` or `process_group` for CUDA tensors, and
+    `process_group` for CPU tensors. The selection and its reason are logged and stored in `reason` of the transport.
+    Both directions of every ring edge are verified with known bytes.
 
     The ranks agree through `control`; None uses the group's own. No wait lasts longer than its patience.
 
     Raises:
-        ValueError: the name is unknown, the transport cannot be used with this group or device, or it does not support the
-            limits. Nothing was sent.
+        ValueError: the name is unknown, the transport cannot be used with this group or device, or it does not support
+            the limits. Nothing was sent.
         TransportError: the ranks' requests differ, a rank could not open the transport, or no warm-up succeeded.
     """
     TRANSPORT.of("transport", transport)

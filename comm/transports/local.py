@@ -108,7 +108,7 @@ class LocalTransport(TransportBase):
         return [decoded(self._take("value", peer), f"what rank {peer} gathers") for peer in range(self.size)]
 
     def abort(self, reason: str) -> None:
-        """Abort this transport on every rank, because nothing arrives on any of them any more. See `Transport.abort`."""
+        """Abort this transport on every rank, because nothing can arrive any more. See `Transport.abort`."""
         self._hub.stop(self._channel, str(self._aborted_error(reason)))
 
     def close(self) -> None:

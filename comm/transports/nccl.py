@@ -107,7 +107,7 @@ def overridden(limits: Limits, environment: Mapping[str, str] = os.environ) -> s
 
 
 def loaded_libraries(maps: str | None = None) -> list[Path]:
-    """Return all NCCL libraries mapped into a process, without duplicates. None for `maps` reads this process's own map.
+    """Return all NCCL libraries mapped into a process, without duplicates; `maps` defaults to this process's map.
 
     More than one library is an error; see `several_loaded`.
     """
@@ -115,7 +115,9 @@ def loaded_libraries(maps: str | None = None) -> list[Path]:
     for line in (MAPS.read_text() if maps is None else maps).splitlines():
         parts = line.split(maxsplit=5)
         if len(parts) == 6 and LIBRARY_FILE.fullmatch(Path(parts[5].removesuffix(" (deleted)")).name):
-            files.setdefault((parts[3], parts[4]), Path(parts[5]))  # keyed by device and inode, because a file can have several names
+            files.setdefault(
+                (parts[3], parts[4]), Path(parts[5])
+            )  # keyed by device and inode, because a file can have several names
     return [*files.values()]
 
 
@@ -234,11 +236,11 @@ def nccl_missing() -> str | None:
 class NcclTransport(TransportBase):
     """Transport through an NCCL communicator over some or all ranks of a group.
 
-    `rank`, `size`, the peers of messages and the result of `gather` refer to the whole group. All ranks of the group open
-    their transports in the same order, even if the members differ, as for the rings inside the nodes.
+    `rank`, `size`, the peers of messages and the result of `gather` refer to the whole group. All ranks of the group
+    open their transports in the same order, even if the members differ, as for the rings inside the nodes.
 
-    Opening connects nothing. The first transfer to a peer connects to it and blocks the host, which `warm_up` takes care
-    of.
+    Opening connects nothing. The first transfer to a peer connects to it and blocks the host, which `warm_up` takes
+    care of.
 
     Args:
         rank: this rank in the group.
@@ -335,7 +337,7 @@ class NcclTransport(TransportBase):
         return self._control.gather(value, what="gather of the nccl transport", timeout=2 * self._timeout)
 
     def check(self) -> str | None:
-        """Return NCCL's asynchronous error, if any. NCCL reports network errors, but not a dead peer of the same node."""
+        """Return NCCL's asynchronous error, if any. NCCL reports network errors, but no dead peer of the same node."""
         with self._ending:  # otherwise another thread could free the communicator
             try:
                 if not self._ended:
@@ -442,8 +444,9 @@ class NcclTransport(TransportBase):
 def _abort(nccl: Any, comm: Any, calling: threading.Lock) -> None:
     """Abort a communicator and free it only when no call uses it. No new call starts, because its transport has ended.
 
-    `ncclCommAbort` sets the flag that ends kernels and calls, then frees memory that a running call still reads. Inside a
-    group, NCCL delays the freeing to the end of the group. So this function sets the flag, waits for the call, and frees.
+    `ncclCommAbort` sets the flag that ends kernels and calls, then frees memory that a running call still reads. Inside
+    a group, NCCL delays the freeing to the end of the group. So this function sets the flag, waits for the call, and
+    frees.
 
     Setting the flag blocks on nothing, and a first transfer, which connects and blocks, polls the flag. So there is no
     deadlock. If a call does not return, its communicator leaks together with the open group of this thread.
@@ -451,7 +454,9 @@ def _abort(nccl: Any, comm: Any, calling: threading.Lock) -> None:
     nccl.groupStart()
     comm.abort()
     if not calling.acquire(timeout=CALL_SECONDS):
-        logger.warning("an NCCL call did not end within %g s of its abort, so its communicator is not freed", CALL_SECONDS)
+        logger.warning(
+            "an NCCL call did not end within %g s of its abort, so its communicator is not freed", CALL_SECONDS
+        )
         return
     calling.release()
     with contextlib.suppress(RuntimeError):  # the reason for the end has been reported already
@@ -482,8 +487,8 @@ def _abandon(joined: list[Any]) -> None:
 class ByNodeTransport(NcclTransport):
     """Transport over all ranks of ``nodes`` with two communicators. The other arguments are those of the base class.
 
-        rank 0 ── inside ── rank 1 │ rank 2 ── inside ── rank 3
-          └────────────── between (all ranks) ─────────────┘
+    rank 0 ── inside ── rank 1 │ rank 2 ── inside ── rank 3
+      └────────────── between (all ranks) ─────────────┘
     """
 
     def __init__(

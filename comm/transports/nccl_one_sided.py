@@ -4,9 +4,9 @@
     signal "memory is free"  ──────────►  wait for the signal
     wait for "data arrived"  ◄──────────  put the bytes, with a signal
 
-No host waits for another. Slots of a ring lie in windows, which is memory that NCCL maps on all ranks. Data sent between
-slots is written in place. Other tensors go through boxes, in pieces, with one copy at either end. Boxes are a window of
-the transport.
+No host waits for another. Slots of a ring lie in windows, which is memory that NCCL maps on all ranks. Data sent
+between slots is written in place. Other tensors go through boxes, in pieces, with one copy at either end. Boxes are a
+window of the transport.
 
 The design rests on NCCL's sources (2.29.7 and 2.30.7: ``src/rma``, ``src/enqueue.cc``, ``src/dev_runtime.cc``). No GPU
 has confirmed the following facts yet:
@@ -65,7 +65,10 @@ ABORT_SECONDS = 1.0
 REFUSED = {
     ("NCCL_WIN_ENABLE", "0"): "disables NCCL's windows",
     ("NCCL_CUMEM_ENABLE", "0"): "disables the memory that NCCL's windows need",
-    ("NCCL_MULTI_RANK_GPU_ENABLE", "1"): "lets ranks share a GPU, where streams that wait for signals block other streams",
+    (
+        "NCCL_MULTI_RANK_GPU_ENABLE",
+        "1",
+    ): "lets ranks share a GPU, where streams that wait for signals block other streams",
     ("CUDA_DEVICE_MAX_CONNECTIONS", "1"): "lets a wait for a signal block all streams (NVIDIA/nccl#2238)",
 }
 """Environment settings under which one-sided calls cannot be used, with the reason."""
@@ -217,7 +220,9 @@ def tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class NcclOneSidedTransport(NcclTransport):
-    """Transport through NCCL's one-sided calls over some or all ranks of a group. The arguments are those of the base class.
+    """Transport through NCCL's one-sided calls over some or all ranks of a group.
+
+    The arguments are those of the base class.
 
     Raises:
         TransportError: on every rank, with the window that a rank cannot allocate or register.
@@ -244,7 +249,8 @@ class NcclOneSidedTransport(NcclTransport):
         """Return `nbytes` zero bytes that all members map. Every rank of the group calls it together.
 
         Raises:
-            TransportError: on every rank, with the window and the rank that cannot allocate it. Nothing stays allocated.
+            TransportError: on every rank, with the window and the rank that cannot allocate it. Nothing stays
+                allocated.
         """
         if self._ended:
             raise TransportError(self._ended)

@@ -79,8 +79,8 @@ class HostFence:
 class HostStream:
     """Runs work in a thread, in the order of `submit`, which never blocks.
 
-    The first failure is final: later work fails with the same text, because a failed transfer leaves garbage that must not
-    be sent on.
+    The first failure is final: later work fails with the same text, because a failed transfer leaves garbage that must
+    not be sent on.
 
     `interrupt` makes the running work raise, and returns True if the backend supports that. Another thread calls it, at
     most once.
@@ -195,9 +195,9 @@ _OPENED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 def _interrupt(group: dist.ProcessGroup | None) -> bool:
     """End every transfer of the group in flight, in both directions. The group is unusable afterwards.
 
-    Any thread may call it. A receive that times out closes every connection of its gloo context, which wakes all waiters in
-    all threads. `Work` has no abort, and `ProcessGroup.abort` does not end gloo's waits (torch 2.13). A wait with a timeout
-    on the pending work itself could take its completion away from the thread that waits for it.
+    Any thread may call it. A receive that times out closes every connection of its gloo context, which wakes all
+    waiters in all threads. `Work` has no abort, and `ProcessGroup.abort` does not end gloo's waits (torch 2.13). A wait
+    with a timeout on the pending work itself could take its completion away from the thread that waits for it.
 
     Other host backends have no such mechanism, so nothing happens.
 
@@ -223,8 +223,8 @@ def _interrupt(group: dist.ProcessGroup | None) -> bool:
 class ProcessGroupTransport(TransportBase):
     """Transport through one torch.distributed process group. Peers are ranks of that group, not of the world.
 
-    On the CPU a separate thread runs the transfers, so that the caller can compute meanwhile. On CUDA the backend's kernels
-    run on a stream of the transport.
+    On the CPU a separate thread runs the transfers, so that the caller can compute meanwhile. On CUDA the backend's
+    kernels run on a stream of the transport.
     """
 
     name = "process_group"
@@ -248,7 +248,9 @@ class ProcessGroupTransport(TransportBase):
         self._control = (control or control_of(group)).fresh_scope("process_group")
         self.names = self._control.names
         self._rate = limits.bytes_per_second
-        self._tag = FIRST_TAG if self._lane else self._shared_tag()  # CUDA transfers match in stream order and need no tags
+        self._tag = (
+            FIRST_TAG if self._lane else self._shared_tag()
+        )  # CUDA transfers match in stream order and need no tags
         # Use a weak reference: if the thread held the last one, the group's destructor could run in the thread while
         # the interpreter shuts down, which aborts the process.
         group_ref = weakref.ref(group)
