@@ -171,7 +171,7 @@ class StoreConnection(Connection):
         self._stop.atexit = False
 
     def ask(self, do: Callable[[Store], T], timeout: float) -> T:
-        """Run `do` in the thread; see `Connection.ask`. A failed store is not asked again, because torch prints a trace."""
+        """Run `do` in the thread; see `Connection.ask`. Never asks a failed store again: torch prints a trace."""
         if self._gone is not None:
             raise TransportError(self._gone)
         answer: Future[T] = Future()
@@ -208,8 +208,8 @@ class StoreConnection(Connection):
     def hopeless(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
         """Detect a dead rank by its gloo connection, or on the same machine by its process.
 
-        A dead rank on another host is not detected if the group has only NCCL, nor if the rank died before it first
-        used this group for a ring. Such waits end by their deadline.
+        Two kinds of dead ranks on other hosts stay undetected: those in a group with NCCL alone, and those that died
+        before they first used this group for a ring. Waits for them end by their deadline.
         """
         group = None if self._group is None else self._group()
         if group is None or not self._looks.due(time.monotonic()):

@@ -68,8 +68,8 @@ def dims_of(group: GroupLike) -> tuple[Group, Group] | None:
         return None
     if group.mesh_dim_names not in (None, MESH_DIMS):
         raise ValueError(
-            f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; they must be {MESH_DIMS} or have "
-            f"no names. If the mesh has other dimensions, pass only those of the sequence, such as {_example(group)}"
+            f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; they must be {MESH_DIMS} or "
+            f"have no names. If the mesh has more dimensions, pass those of the sequence, such as {_example(group)}"
         )
     return group.get_group(0), group.get_group(1)
 

@@ -85,9 +85,15 @@ def register_transport(
     """Register a transport for `Ring(transport=name)`, `auto` and all commands. Every rank must do the same.
 
     All ranks call `factory(group, device, **opening)` together, and each gets its end of one :class:`Transport`. The
-    factory must accept further keywords. Today's are `control` (lets the ranks agree), `limits`, `timeout` (of the
-    warm-up, in seconds), `members` (the ranks to reach, in ring order) and `nodes` (the ranks of each node, or ()). If
-    the factory raises on one rank, all ranks raise a `TransportError` and close what they opened.
+    factory must accept further keywords. At present these are:
+
+    - `control`: lets the ranks agree,
+    - `limits`: the limits to keep,
+    - `timeout`: timeout of the warm-up in seconds,
+    - `members`: the ranks to reach, in ring order,
+    - `nodes`: the ranks of each node, or ().
+
+    If the factory raises on one rank, all ranks raise a `TransportError` and close what they opened.
 
     This transport counts the bytes that another transport sends::
 
@@ -188,7 +194,7 @@ class _TransportKind(Kind):
         known = [AUTO, *transport_names()]
         if callable(value) or (isinstance(value, str) and value in known):
             return value
-        raise ValueError(f"{name} is {shown(value)}; it must be one of {', '.join(known)}, or a factory")
+        raise ValueError(f"{name} is {shown(value)}: it must be one of {', '.join(known)}, or a factory")
 
 
 TRANSPORT = _TransportKind("a name or a factory", lambda value: value)

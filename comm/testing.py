@@ -115,7 +115,7 @@ def neighbours(transport: Transport) -> tuple[int, int]:
 def pass_on(
     transport: Transport, outgoing: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], *after: Fence
 ) -> Fence:
-    """Post sends to the next rank and receives from the previous one. Without ``after``, wait for the compute so far."""
+    """Post sends to the next rank and receives from the previous one. ``after`` defaults to the compute so far."""
     onward, back = neighbours(transport)
     sends, receives = ([Message(peer, x) for x in given] for peer, given in ((onward, outgoing), (back, arriving)))
     return transport.post(sends=sends, receives=receives, after=after or [transport.mark()])

@@ -252,7 +252,7 @@ def library() -> Any:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise NoNvml(f"NVML found no driver ({type(error).__name__}: {error})") from None
+        raise NoNvml(f"NVML finds no driver ({type(error).__name__}: {error})") from None
     return nvml
 
 
@@ -269,7 +269,7 @@ def handle(device: torch.device) -> tuple[Any, Any]:
     try:
         return nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError as error:
-        raise NoNvml(f"NVML does not know {uuid}, which torch calls {device} ({type(error).__name__})") from None
+        raise NoNvml(f"NVML knows no {uuid}, which torch calls {device} ({type(error).__name__})") from None
 
 
 def uuid_of(device: torch.device) -> str:

@@ -71,7 +71,7 @@ class Topology:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """All ranks in ring order."""
+        """Ranks in ring order."""
         return tuple(rank for node in self.nodes for rank in node)
 
     @property
@@ -87,12 +87,12 @@ class Topology:
 
     @cached_property
     def nics(self) -> tuple[Nic | None, ...]:
-        """By rank, the NIC to use for messages to other nodes."""
+        """NIC of each rank for messages to other nodes."""
         return _nics(self.devices) if self.devices else (None,) * self.world
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Every (rank, next rank) of the ring with its link.
+        """Pairs (rank, next rank) of the ring with their link.
 
         A two-level ring has the cycle of each node first and then the cycle of each rail. A flat ring has one cycle.
         """
@@ -121,7 +121,7 @@ class Topology:
 
     @cached_property
     def _sharers(self) -> tuple[int, ...]:
-        """By rank, the number of ranks of its host that use its NIC. On a two-level ring they all send at once."""
+        """Number of ranks that share each rank's NIC. On a two-level ring they all send at once."""
         used = [(device.host, nic) for device, nic in zip(self.devices, self.nics, strict=True)]
         counts = Counter(used)
         return tuple(counts[nic] for nic in used)
@@ -199,7 +199,7 @@ def _node(
 
 @lru_cache(maxsize=64)  # most nodes of a cluster have the same links
 def _cycle(grades: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Return the best cycle from 0 through all ranks. Higher grades are worse; ties prefer the order 0, 1, 2, …"""
+    """Return the best cycle from 0 through all ranks. Higher grades are worse, and ties prefer rank order."""
     count = len(grades)
     if count < 4 or len({grades[a][b] for a, b in combinations(range(count), 2)}) == 1:
         return tuple(range(count))

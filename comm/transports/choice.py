@@ -163,7 +163,7 @@ def open_transports(
     if isinstance(members, LocalGroup):
         members.check_thread()
     if topology is not None and topology.world != members.size():
-        raise ValueError(f"topology has {topology.world} ranks and the group has {members.size()}")
+        raise ValueError(f"topology has {topology.world} ranks, the group has {members.size()}")
     levels = _levels(members.rank(), topology or Topology.flat(members.size()), flat=flat)
     control = (control or control_of(members)).fresh_scope("open")
     request = request_of(members, transport, device, topology, limits, len(levels))

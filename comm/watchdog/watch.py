@@ -438,7 +438,7 @@ class Watchdog:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End the thread at exit. A thread that returns from C++ after the interpreter's shutdown would crash the process."""
+        """End the thread at exit. Returning from C++ after the interpreter's shutdown would crash the process."""
         self._end.set()
         thread = self._thread
         if thread is not None:
