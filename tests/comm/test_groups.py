@@ -162,7 +162,7 @@ def test_what_one_device_alone_cannot_open(
             "auto",
             "cpu:gloo,cuda:gloo",
             CUDA,
-            r"transport that works: nccl: on rank 0 CuPy.*; process_group: on rank 0 .*; nccl_one_sided: on rank 0 CuPy",
+            r"that works: nccl: on rank 0 CuPy.*; process_group: on rank 0 .*; nccl_one_sided: on rank 0 CuPy",
         ),
     ],
 )

@@ -149,7 +149,7 @@ Body = Callable[[LocalGroup], object]
     ("first", "second", "match"),
     [
         (exchange, str, "rank 1 has already returned"),
-        (send, str, "rank 0 waits until rank 1 takes 12 bytes: rank 1 has returned"),
+        (send, str, "rank 0 waits until rank 1 takes 12 bytes: rank 1 has already returned"),
         (send, lambda group: receive(group, 4), "expects 16 bytes from rank 0, which sent 12"),
         (
             receive,
