@@ -85,12 +85,10 @@ class Slots:
 
     @property
     def count(self) -> int:
-        """Number of slots."""
         return len(self._fences)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one slot."""
         return self._nbytes
 
     def reserve(self, nbytes: int) -> None:

@@ -66,7 +66,6 @@ class Hub:
             return self._lines[name, ranks]
 
     def put(self, box: Hashable, item: object) -> None:
-        """Append an item to a box."""
         with self._changed:
             self._boxes.setdefault(box, deque()).append(item)
             self._changed.notify_all()
@@ -170,11 +169,9 @@ class LocalGroup:
         """Objects cached for this member and closed with it."""
 
     def rank(self) -> int:
-        """Return the number of this virtual rank."""
         return self._rank
 
     def size(self) -> int:
-        """Return the number of virtual ranks."""
         return self._hub.size
 
     def check_thread(self) -> None:

@@ -94,7 +94,6 @@ class HostLane:
     """Lane for CPU tensors, where compute and copies are over when their call returns."""
 
     def mark(self) -> Fence:
-        """Return a fence for the compute so far."""
         return DONE
 
     def follow(self, fences: Sequence[Fence]) -> None:
@@ -103,11 +102,9 @@ class HostLane:
             fence.wait()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy at once."""
         destination.copy_(source)
 
     def point(self, keep: Sequence[torch.Tensor] = ()) -> Fence:
-        """Return a fence for the transfers so far."""
         return DONE
 
 
@@ -132,7 +129,6 @@ class StreamLane:
                 fence.wait()  # a host fence is over once this returns
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue a copy on the transfer stream."""
         with torch.cuda.stream(self.stream):
             destination.copy_(source, non_blocking=True)
 

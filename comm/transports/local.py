@@ -81,7 +81,6 @@ class LocalTransport(TransportBase):
         self._channel = next(group.channels)
 
     def mark(self) -> Fence:
-        """Return a fence for the compute so far."""
         return self._lane.mark()
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:

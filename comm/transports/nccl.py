@@ -4,8 +4,8 @@ A ring through several nodes uses two communicators: one for the edges inside th
 that leave it. With a single communicator, NCCL would give all peers as few channels as the slowest needs, so one peer
 behind a NIC would throttle every NVLink edge.
 
-NCCL requires that operations of several communicators on one GPU run one after the other, in the same order on all
-ranks (user guide, "Using multiple NCCL communicators concurrently"). So both communicators use one stream, and the
+Operations of several communicators on one GPU must run one after the other, in the same order on all ranks (NCCL user
+guide, "Using multiple NCCL communicators concurrently"). So both communicators use one stream, and the
 transfers inside the node go first in every post. Each transfer waits only for earlier ones in that order, at both ends.
 Hence the first unfinished transfer can always run, and no deadlock occurs.
 """
@@ -161,11 +161,9 @@ class ConfiguredCommunicator:
         )
 
     def send(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Call `ncclSend`."""
         self._check(self._library.ncclSend(pointer, count, dtype, peer, self._comm, stream))
 
     def recv(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Call `ncclRecv`."""
         self._check(self._library.ncclRecv(pointer, count, dtype, peer, self._comm, stream))
 
     def check_async_error(self) -> None:
@@ -175,13 +173,11 @@ class ConfiguredCommunicator:
         self._check(error.value)
 
     def abort(self) -> None:
-        """Call `ncclCommAbort` once."""
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm:
             self._library.ncclCommAbort(comm)
 
     def destroy(self) -> None:
-        """Call `ncclCommDestroy` once."""
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm:
             self._library.ncclCommDestroy(comm)
@@ -292,11 +288,9 @@ class NcclTransport(TransportBase):
 
     @property
     def lane(self) -> StreamLane:
-        """Stream that transfers run on."""
         return self._lane
 
     def mark(self) -> StreamFence:
-        """Return a fence for the compute enqueued so far on the current stream."""
         return self._lane.mark()
 
     def post(

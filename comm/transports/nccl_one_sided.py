@@ -121,13 +121,11 @@ class OneSidedCommunicator(ConfiguredCommunicator):
         _declare(self._library)
 
     def allocate(self, nbytes: int) -> int:
-        """Call `ncclMemAlloc` on the current device."""
         pointer = ctypes.c_void_p()
         self._check(self._library.ncclMemAlloc(ctypes.byref(pointer), nbytes))
         return pointer.value or 0
 
     def free(self, pointer: int) -> None:
-        """Call `ncclMemFree`."""
         self._check(self._library.ncclMemFree(pointer))
 
     def register(self, pointer: int, nbytes: int) -> int:
@@ -142,16 +140,13 @@ class OneSidedCommunicator(ConfiguredCommunicator):
         return window.value
 
     def deregister(self, window: int) -> None:
-        """Call `ncclCommWindowDeregister`, which is not collective."""
         self._check(self._library.ncclCommWindowDeregister(self._comm, window))
 
     def put(self, source: int, nbytes: int, peer: int, window: int, offset: int, stream: int) -> None:
-        """Call `ncclPutSignal`."""
         place = (peer, window, offset, 0, 0, 0)
         self._check(self._library.ncclPutSignal(source, nbytes, UINT8, *place, self._comm, stream))
 
     def signal(self, peer: int, stream: int) -> None:
-        """Call `ncclSignal`."""
         self._check(self._library.ncclSignal(peer, 0, 0, 0, self._comm, stream))
 
     def wait(self, counts: Mapping[int, int], stream: int) -> None:

@@ -258,7 +258,6 @@ class ProcessGroupTransport(TransportBase):
         weakref.finalize(self, self._host.close).atexit = False
 
     def mark(self) -> Fence:
-        """Return a fence for the compute enqueued so far."""
         return self._lane.mark() if self._lane else DONE
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
