@@ -1,4 +1,4 @@
-"""Moves bytes between ranks and says when a buffer may be touched; knows nothing of attention."""
+"""Transports between ranks, receive buffers, deadlines and checks; this package knows nothing of attention."""
 
 from .control import Control
 from .groups import Group, GroupLike, group_rank_size, resolve_group, resolve_mesh

@@ -1,4 +1,4 @@
-"""Kinds of arguments of transports, topologies and limits."""
+"""Validators for arguments of transports, topologies and limits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from ..kinds import RANK, Kind, listed, narrowed, number, optional, whole
 from .cuda_threads import indexed
 
-LONGEST_SECONDS = 1e9  # some 30 years, which every clock that waits can count
-MOST_CLUSTER = 8  # thread blocks: NCCL's NCCL_MAX_CGA_CLUSTER_SIZE
-MOST_CHANNELS = 64  # NCCL's MAXCHANNELS: never less, and a transfer that took more would leave no room for attention
+LONGEST_SECONDS = 1e9  # about 30 years; every waiting function accepts that
+MOST_CLUSTER = 8  # thread blocks; NCCL's NCCL_MAX_CGA_CLUSTER_SIZE
+MOST_CHANNELS = 64  # NCCL's MAXCHANNELS; more would leave no multiprocessors for attention
 SECONDS = number("a positive number of seconds, 1e9 at most", lambda value: 0 < value <= LONGEST_SECONDS)
 _LIST = listed("a list")
 
 
 def _nodes(value: Any) -> tuple[tuple[int, ...], ...]:
-    made = tuple(tuple(map(RANK.read, _LIST.read(node))) for node in _LIST.read(value))
-    ranks = sorted(chain(*made))
-    if not ranks or not all(made) or ranks != [*range(len(ranks))]:
+    nodes = tuple(tuple(map(RANK.read, _LIST.read(node))) for node in _LIST.read(value))
+    ranks = sorted(chain(*nodes))
+    if not ranks or not all(nodes) or ranks != [*range(len(ranks))]:
         raise ValueError
-    return made
+    return nodes
 
 
 def _device(value: Any) -> torch.device:

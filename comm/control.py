@@ -1,4 +1,4 @@
-"""Small things that the ranks of a group tell each other through a store, beside the bytes that transports move."""
+"""Small values that the ranks of a group exchange through a store, separate from the tensors that transports move."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from .processes import has_ended, own_process, shut_socket
 from .transport import TransportError, decoded, encoded
 from .world import DEFAULT_TIMEOUT, Hub, LocalGroup, WorldAborted
 
-# What a rank that gives up, or leaves, grants the store for its last words.
+# Time that a rank that gives up or leaves allows the store for its final messages.
 LAST_SECONDS = 1.0
-# How often `gather` looks for the others' values: at first so that ranks in step lose nothing, later so that 1,000
-# ranks that wait for one do not keep the store busy.
+# Pauses between reads of a waiting `gather`. The first is short, so that ranks in step lose no time. The last is long,
+# so that 1,000 ranks that wait for one rank do not overload the store.
 FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 2e-4, 2e-2
-# Nobody ever sends with this tag: a receive of it always times out.
+# No rank ever sends with this tag, so a receive with it always times out.
 INTERRUPT_TAG = 20000
 
 
 def connection_closed(group: dist.ProcessGroup, peer: int) -> bool:
-    """Whether the connection to a peer is closed: it has ended, or broken off all transfers. False for other backends.
+    """Return True if the connection to a peer is closed, by either side. False for backends other than gloo.
 
-    A receive of a tag that nobody sends is refused once gloo has seen the end of the connection. One that is not
-    refused is let go of at once: gloo knows it weakly, so that no thread waits and nothing is left to end. It costs
-    some bytes in both processes until the group ends: ask seldom.
+    A receive with an unused tag fails if gloo has seen the connection close. Otherwise the receive is dropped at once:
+    gloo holds it weakly, so no thread waits and nothing has to be ended. Each call leaves some bytes in both processes
+    until the group ends, so call it seldom.
     """
     if "gloo" not in dist.get_backend_config(group):
         return False
@@ -53,21 +53,21 @@ def connection_closed(group: dist.ProcessGroup, peer: int) -> bool:
 
 
 def server_gone(seconds: float) -> str:
-    """Return words for an error about the store if rank 0 of the job is seen to be gone in that time, else ""."""
+    """Return text for an error about the store if rank 0 of the job is found dead within `seconds`, else ""."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.rank() == 0:
         return ""
     begun, pause = time.monotonic(), LONGEST_POLL_SECONDS
-    while not connection_closed(world, 0):  # its connections break one after the other
+    while not connection_closed(world, 0):  # the connections of a dead process break one after the other
         if time.monotonic() - begun >= seconds:
             return ""
         time.sleep(pause)
         pause *= 2
-    return ", and so is rank 0 of the job, which serves it unless the launcher does"
+    return ", and rank 0 of the job, which usually serves it, is gone, too"
 
 
 def receive_nothing(group: dist.ProcessGroup, peer: int) -> dist.Work:
-    scratch = torch.empty(1, dtype=torch.uint8, device="cpu")  # whatever the default device is
+    scratch = torch.empty(1, dtype=torch.uint8, device="cpu")  # the default device may be another
     work = dist.irecv(scratch, group=group, group_src=peer, tag=INTERRUPT_TAG)
     assert work is not None
     return work
@@ -75,43 +75,47 @@ def receive_nothing(group: dist.ProcessGroup, peer: int) -> dist.Work:
 
 T = TypeVar("T")
 
-# One answer of a store takes microseconds on a host and milliseconds across a cluster. A host that vanished without
-# closing its connections never answers: torch's stores would wait for ever, this bounds it.
+# Timeout of one answer of a store, which takes microseconds on a host and milliseconds across a cluster. Without it,
+# torch would wait for ever if the store's host vanished without closing its connections.
 ANSWER_SECONDS = 20.0
-# How often a rank that waits looks whether those that it waits for have died: once a wait is as old as the first, then
-# each time that its age has doubled, at most as far apart as the second.
+# A waiting rank checks for dead ranks after the first of these times, then each time the wait's age has doubled, but at
+# least at the second interval.
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 10.0
 
 
 @dataclass
 class Scope:
-    """What a connection remembers of the keys below one prefix, whichever `Control` speaks of them."""
+    """A connection's counters for the keys below one prefix, shared by every `Control` with that prefix."""
 
-    gathers: int = 0  # how many there were: every rank counts the same
-    answer: str | None = None  # rank 0's key of the last one, which others may still have to read
-    fresh: dict[str, int] = field(default_factory=dict)  # name of a fresh scope -> how many there were
+    gathers: int = 0  # number of gathers so far, equal on every rank
+    answer: str | None = None  # rank 0's key of the last result, which other ranks may not have read yet
+    fresh: dict[str, int] = field(default_factory=dict)  # name of a fresh scope -> number of such scopes so far
 
 
 class Connection(Protocol):
-    """One rank's way to the store of its group."""
+    """One rank's connection to the store of its group."""
 
-    patience: float  # seconds that a gather waits unless told otherwise
-    scopes: defaultdict[str, Scope]  # by prefix
-    published: set[str]  # this rank's keys that are in the store
+    patience: float  # default timeout of a gather in seconds
+    scopes: defaultdict[str, Scope]  # keyed by prefix
+    published: set[str]  # this rank's keys in the store
 
     def __init__(self, patience: float) -> None:
         self.patience, self.scopes, self.published = patience, defaultdict(Scope), set()
 
     def ask(self, do: Callable[[Store], T], timeout: float) -> T:
-        """What `do` returns; TransportError where the store fails or has not answered after `timeout` seconds."""
+        """Run `do` with the store and return its result.
+
+        Raises:
+            TransportError: the store fails or does not answer within `timeout` seconds.
+        """
 
     def tell(self, do: Callable[[Store], object]) -> None:
-        """Have it done soon; nobody waits for it, and a store that fails is no error."""
+        """Run `do` soon. Nobody waits for it, and a failure of the store is ignored."""
 
     def hopeless(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
-        """Why nothing will come from these ranks any more, where that is known; who waits asks again and again.
+        """Return an error if one of these ranks is known to be dead. A waiting rank calls this repeatedly.
 
-        `names` is what errors call each rank; `timeout` is how many seconds the look may take.
+        `names` are rank numbers for errors, and `timeout` limits the check in seconds.
         """
 
     def close(self) -> None:
@@ -119,14 +123,14 @@ class Connection(Protocol):
 
 
 class Looks:
-    """When a rank that waits should look at what costs something to look at."""
+    """Schedule of a waiting rank's expensive checks."""
 
     def __init__(self) -> None:
         self._since = self._last = self._next = -math.inf
 
     def due(self, now: float) -> bool:
-        """Whether to look; asked all the while that a rank waits, and not in between."""
-        if now - self._last > FIRST_LOOK_SECONDS:  # another wait
+        """Return True if a check is due. Called continuously during a wait, and not between waits."""
+        if now - self._last > FIRST_LOOK_SECONDS:  # a new wait has begun
             self._since, self._next = now, now + FIRST_LOOK_SECONDS
         self._last = now
         if now < self._next:
@@ -136,21 +140,21 @@ class Looks:
 
 
 class StoreConnection(Connection):
-    """A connection of our own to a store that may stop answering, spoken to by one thread so that no caller hangs.
+    """A separate connection to a store, used by one thread so that a store that stops answering blocks no caller.
 
-    torch's stores are clients of a server in another process: a blocked `get` of somebody else must not hold us up,
-    hence the connection; and a server that vanished without a reset never answers, hence the thread.
+    torch's stores are clients of a server in another process. The connection is separate because a blocked `get` of
+    another user must not delay us. The thread is needed because a server that vanished without a reset never answers.
 
     Args:
-        store: the group's.
-        seconds: in which to connect.
-        group: whose ranks may be seen to die.
+        store: the group's store.
+        seconds: timeout of connecting.
+        group: group whose dead ranks can be detected.
     """
 
     def __init__(self, store: Store, seconds: float = ANSWER_SECONDS, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(DEFAULT_TIMEOUT)
         self.prefix = ""
-        self._group = None if group is None else weakref.ref(group)  # which a connection does not outlive
+        self._group = None if group is None else weakref.ref(group)  # the connection must not keep the group alive
         self._looks = Looks()
         self._gone: str | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -159,7 +163,7 @@ class StoreConnection(Connection):
         thread.start()
         self._store = store
         try:
-            self._store = self.ask(lambda theirs: _connected(theirs, seconds), seconds)
+            self._store = self.ask(lambda group_store: _connected(group_store, seconds), seconds)
         except BaseException:
             self._jobs.put(None)
             raise
@@ -167,7 +171,7 @@ class StoreConnection(Connection):
         self._stop.atexit = False
 
     def ask(self, do: Callable[[Store], T], timeout: float) -> T:
-        """See `Connection.ask`. A store that failed once is not asked again: torch prints a stack trace each time."""
+        """Run `do` in the thread; see `Connection.ask`. Never asks a failed store again: torch prints a trace."""
         if self._gone is not None:
             raise TransportError(self._gone)
         answer: Future[T] = Future()
@@ -202,10 +206,10 @@ class StoreConnection(Connection):
             self._jobs.put(job)
 
     def hopeless(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
-        """A rank is seen to be gone by its connection where the group has gloo, by its process on the same machine.
+        """Detect a dead rank by its gloo connection, or on the same machine by its process.
 
-        Nothing is known of a rank on another host whose group has NCCL alone, nor of one there that was killed before
-        it ever used this group for a ring: such a wait ends by its deadline.
+        Two kinds of dead ranks on other hosts stay undetected: those in a group with NCCL alone, and those that died
+        before they first used this group for a ring. Waits for them end by their deadline.
         """
         group = None if self._group is None else self._group()
         if group is None or not self._looks.due(time.monotonic()):
@@ -224,36 +228,40 @@ class StoreConnection(Connection):
     def close(self) -> None:
         self._gone = "the group was destroyed"
         self._stop()
-        self._store = None  # type: ignore[assignment]  # and with it the connection
+        self._store = None  # type: ignore[assignment]  # closes the connection
 
 
 def connect(group: dist.ProcessGroup, seconds: float) -> StoreConnection:
-    """A connection to the store of a group, made in so many seconds; TransportError where that is not possible."""
-    # What torch keeps beside every group since before 2.11
+    """Connect to the store of a group within `seconds`.
+
+    Raises:
+        TransportError: the store did not accept the connection or did not answer.
+    """
+    # All supported versions of torch keep a store for every group.
     store: Store = dist.distributed_c10d._get_process_group_store(group)
     process = encoded(own_process())
     connection = StoreConnection(store, seconds, group)
 
     def go(own: Store) -> str:
-        # A store may outlive the processes: torchrun's serves the next attempt, below another prefix of the group's,
-        # which only the group's own store has. So one word there, whichever rank comes first, names our keys.
-        word = bytes(store.compare_set("ringattn", "", uuid4().hex)).decode()
-        prefix = f"ringattn/{word}/{group.group_name}/"
-        # It may outlive a group, too, and serve the next of its name: what is left of the last must not be read again.
-        times = own.add(f"{prefix}opened{group.rank()}", 1)
-        own.set(f"{prefix}{times}/process/{group.rank()}", process)  # type: ignore[arg-type]
-        return f"{prefix}{times}/"
+        # A store may outlive the processes: torchrun's store serves the next attempt under another group prefix, which
+        # only the group's own store adds. So the first rank writes a random id there, and all our keys contain the id.
+        job_id = bytes(store.compare_set("ringattn", "", uuid4().hex)).decode()
+        prefix = f"ringattn/{job_id}/{group.group_name}/"
+        # A store may also outlive a group and serve the next group of the same name, which must not read old keys.
+        opened = own.add(f"{prefix}opened{group.rank()}", 1)
+        own.set(f"{prefix}{opened}/process/{group.rank()}", process)  # type: ignore[arg-type]
+        return f"{prefix}{opened}/"
 
     connection.prefix = connection.ask(go, seconds)
     return connection
 
 
 def _connected(store: Store, seconds: float) -> Store:
-    """A connection of our own, whose own waits end after ANSWER_SECONDS; without the prefix of the group's."""
+    """Return a separate connection without the group's prefix, whose waits end after ANSWER_SECONDS."""
     plain = getattr(store, "_underlying_non_prefix_store", store)
     if isinstance(plain, TCPStore):
-        # Not clone(): where the server is gone it tries for as long as the group's timeout, half an hour. Half of the
-        # seconds, for it may try twice.
+        # Do not clone(): if the server is gone, clone retries for the group's timeout of half an hour. Pass half of
+        # the seconds, because TCPStore may try twice.
         own: Store = TCPStore(
             plain.host, plain.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds / 2)
         )
@@ -266,22 +274,22 @@ def _connected(store: Store, seconds: float) -> Store:
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # it holds the caller's values until the next one comes
+        del job  # release the caller's values before waiting for the next job
 
 
-# The threads that speak to stores, with their jobs.
+# Threads that use stores, with their jobs.
 _SERVING: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Callable[[], None] | None]] = (
     weakref.WeakKeyDictionary()
 )
-# How often the end of the process looks at a thread whose store does not answer.
+# Interval at which the exit of the process checks a thread whose store does not answer.
 SHUT_SECONDS = 0.1
 
 
 @atexit.register
 def _end_all() -> None:
-    """Wait for every thread that speaks to a store: returning into an interpreter that is gone aborts the process.
+    """Wait for every store thread, because a thread that returns after the interpreter's shutdown aborts the process.
 
-    A store that does not answer is given up after LAST_SECONDS: its socket is shut, so that the blocked call returns.
+    After LAST_SECONDS without an answer, the socket is shut down so that the blocked call returns.
     """
     serving = [*_SERVING.items()]
     for _, jobs in serving:
@@ -296,13 +304,13 @@ def _end_all() -> None:
 
 
 class LocalConnection(Connection):
-    """Virtual ranks share one store in memory, which always answers."""
+    """Connection of virtual ranks to their common store in memory, which always answers."""
 
     def __init__(self, group: LocalGroup) -> None:
         self._group = group
         self._hub: Hub = group._hub
         super().__init__(self._hub.timeout)
-        self._lock = threading.Lock()  # the rank's own thread, and the watchdog
+        self._lock = threading.Lock()  # shared by the rank's thread and the watchdog
 
     def ask(self, do: Callable[[Store], T], timeout: float) -> T:
         with self._lock:
@@ -312,28 +320,30 @@ class LocalConnection(Connection):
         self.ask(do, 0.0)
 
     def hopeless(self, missing: Sequence[int], names: Sequence[int], timeout: float) -> TransportError | None:
-        """Another rank raised, or has returned from what the world runs."""
+        """Return an error if another rank raised, or if a missing rank has returned from `fn`."""
         failure = self._hub.failure
         if failure is not None:
-            return WorldAborted(f"{self._group} gave up waiting, another rank raised {type(failure).__name__}")
+            return WorldAborted(f"{self._group} gave up waiting because another rank raised {type(failure).__name__}")
         gone = self._hub.returned(missing)
         if gone:
-            return TransportError(
-                f"{self._group} waits for rank {names[gone[0]]}, which has returned and will never get there"
-            )
+            return TransportError(f"{self._group} waits for rank {names[gone[0]]}, which has already returned")
         return None
 
     def close(self) -> None:
-        """Nothing to give back: the store goes with its world."""
+        """Do nothing, because the store ends with its world."""
 
 
 class Control:
-    """What the ranks of one group tell each other: small, ready for JSON, rare.
+    """Exchange of small, rare JSON values between the ranks of one group.
 
-    `gather` and `merged` are collective, every rank in the same order; `publish` and `look` wait for nobody. The ranks
-    can be processes (through the store of torch.distributed, on a connection of its own) or the virtual ranks of a
-    `LocalWorld`. Any thread may call. Tuples come as lists. No wait is longer than `patience` seconds, whatever the
-    timeout of the group; that of the connection where it is None.
+    `gather` and `merged` are collective: every rank calls them in the same order. `publish` and `look` never wait for
+    other ranks. The ranks are processes (through the store of torch.distributed, on a separate connection) or virtual
+    ranks of a `LocalWorld`. Any thread may call. Tuples become lists. No wait exceeds `patience` seconds, whatever the
+    group's timeout is; None uses the connection's patience.
+
+        rank 1 ─ value ─┐
+        rank 2 ─ value ─┼─► store ─► rank 0: merge ─► store ─► all ranks
+        rank 3 ─ value ─┘
     """
 
     def __init__(
@@ -346,14 +356,14 @@ class Control:
         self._prefix = prefix
         self._closed = False
         self.names: Sequence[int] = range(size)
-        """What errors call each rank; shared with the scopes that are made of this one."""
+        """Rank numbers for errors; inherited by scopes."""
         self.stop: Callable[[], str | None] | None = None
-        """Asked while a rank waits here, and shared likewise; a reason that it returns ends the wait."""
+        """Called while a rank waits; a returned reason ends the wait. Inherited by scopes."""
 
     def gather(
         self, value: object, *, what: str, timeout: float | None = None, stop: Callable[[], str | None] | None = None
     ) -> list[object]:
-        """`value` of every rank, in rank order; otherwise as `merged`."""
+        """Return `value` of every rank, in rank order. See `merged` for the arguments and errors."""
         result = self.merged(value, list, what=what, timeout=timeout, stop=stop)
         assert isinstance(result, list)
         return result
@@ -367,21 +377,21 @@ class Control:
         timeout: float | None = None,
         stop: Callable[[], str | None] | None = None,
     ) -> object:
-        """What rank 0 makes of the `value` of every rank.
+        """Return the result of `merge`, which rank 0 applies to the values of all ranks.
 
-        Rank 0 alone reads all of them, or what the store moves would grow with the square of the ranks.
+        Only rank 0 reads all values. Otherwise the store's traffic would grow with the square of the number of ranks.
 
         Args:
-            value: what JSON has a form for.
-            merge: of the values in rank order, on rank 0; makes what JSON has a form for.
-            what: what errors say that the ranks were about to tell each other.
+            value: JSON value of this rank.
+            merge: maps the values in rank order to a JSON value; called on rank 0.
+            what: name of the exchange in errors.
             timeout: seconds, if less than `patience`.
-            stop: asked while waiting; a reason that it returns ends the wait.
+            stop: called during the wait; a returned reason ends the wait.
 
         Raises:
-            TypeError: JSON has no form for `value`.
-            TransportError: the store is gone, `stop` said so, or ranks (they are named) are gone, or did not answer in
-                time; on other ranks also for what ended rank 0's part.
+            TypeError: `value` is not a JSON value.
+            TransportError: the store is gone, `stop` returned a reason, or ranks died or did not answer in time. Other
+                ranks also raise the error that ended rank 0's part.
         """
         if self.size == 1:
             return decoded(encoded(merge([decoded(encoded(value), what)])), what)
@@ -403,10 +413,12 @@ class Control:
     def _merge(
         self, keys: Mapping[int, str], answer: str, merge: Callable[[list[object]], object], *, what: str, **wait: Any
     ) -> object:
-        """Rank 0's part: the others wait for its answer, so that it says what went wrong, too."""
+        """Merge on rank 0, and publish the result or the error for the waiting ranks."""
         try:
-            merged = decoded(encoded(merge(self.collect(keys, what=what, **wait))), what)  # as the others see it
-        except WorldAborted:  # they see that for themselves
+            merged = decoded(
+                encoded(merge(self.collect(keys, what=what, **wait))), what
+            )  # encode and decode, so that rank 0 gets the same as the others
+        except WorldAborted:  # the other ranks see the abort themselves
             raise
         except BaseException as error:
             problem = (
@@ -420,7 +432,7 @@ class Control:
         self.publish(answer, (None, merged))
         scope = self._connection.scopes[self._prefix]
         for key in (keys[0], scope.answer):
-            if key is not None:  # who has published for this merge has read the answer of the last
+            if key is not None:  # a rank that published for this merge has read the last answer
                 self.forget(key)
         scope.answer = answer
         return merged
@@ -433,14 +445,14 @@ class Control:
         timeout: float | None = None,
         stop: Callable[[], str | None] | None = None,
     ) -> list[object]:
-        """Wait until each of these ranks has published its one of these keys, then read them; otherwise as `merged`."""
+        """Wait until each rank has published its key, and return the values. See `merged` for the other arguments."""
         self._await(keys, what, self._within(timeout), stop)
         full = [self._prefix + key for key in keys.values()]
         values = self._connection.ask(lambda store: store.multi_get(full), self._within(ANSWER_SECONDS))
         return [decoded(data, key) for data, key in zip(values, full, strict=True)]
 
     def publish(self, key: str, value: object) -> None:
-        """Leave `value` under `key`, in the place of what was there. Waits for no other rank.
+        """Store `value` under `key`, replacing the previous value. Waits for no other rank.
 
         Raises:
             TransportError: the store is gone.
@@ -448,7 +460,7 @@ class Control:
         self.exchange({key: value})
 
     def look(self, key: str) -> object | None:
-        """What was published last under `key`, by whichever rank; None where nobody has. Waits for no other rank.
+        """Return the value last published under `key` by any rank, or None. Waits for no other rank.
 
         Raises:
             TransportError: the store is gone.
@@ -458,10 +470,10 @@ class Control:
     def exchange(
         self, publish: Mapping[str, object] | None = None, look: Sequence[str] = (), timeout: float = ANSWER_SECONDS
     ) -> dict[str, object]:
-        """Publish all of these, then look at all of those, in one go; what was not there is missing in the answer.
+        """Publish some keys and then read others, in one request. Missing keys are left out of the result.
 
         Raises:
-            TransportError: the store is gone, or has not answered after `timeout` seconds.
+            TransportError: the store is gone, or has not answered within `timeout` seconds.
         """
         values = {self._prefix + key: encoded(value) for key, value in (publish or {}).items()}
 
@@ -470,22 +482,22 @@ class Control:
                 return {}
             self._connection.published.update(values)
             for key, data in values.items():
-                store.set(key, data)  # type: ignore[arg-type]  # the stub knows str alone, the store takes bytes
+                store.set(key, data)  # type: ignore[arg-type]  # the stub declares str, but the store accepts bytes
             return {key: store.get(self._prefix + key) for key in look if store.check([self._prefix + key])}
 
         data_by_key = self._connection.ask(go, self._within(timeout))
         return {key: decoded(data, self._prefix + key) for key, data in data_by_key.items()}
 
     def hopeless(self, missing: Sequence[int], timeout: float | None = None) -> TransportError | None:
-        """Why nothing will come from these ranks any more, where that is known.
+        """Return an error if one of these ranks is known to be dead, else None.
 
         Raises:
-            TransportError: the store is gone, or has not answered after `timeout` seconds or `patience`.
+            TransportError: the store is gone, or has not answered within `timeout` seconds or `patience`.
         """
         return self._connection.hopeless(missing, self.names, min(self._within(timeout), ANSWER_SECONDS))
 
     def count(self, key: str, more: int) -> int:
-        """Add to a number that all ranks share, at first 0; what it is then. Waits for no other rank.
+        """Add to a counter that all ranks share and that starts at 0; return its new value. Waits for no other rank.
 
         Raises:
             TransportError: the store is gone.
@@ -499,7 +511,7 @@ class Control:
         return self._connection.ask(go, self._within(ANSWER_SECONDS))
 
     def forget(self, key: str) -> None:
-        """Take away what nobody will look for any more. Waits for nobody, the store included."""
+        """Delete a key that nobody will read again. Does not wait for the store."""
         full = self._prefix + key
 
         def go(store: Store) -> None:
@@ -509,21 +521,21 @@ class Control:
         self._connection.tell(go)
 
     def scope(self, name: str) -> Control:
-        """The same ranks with other keys; the same `name` names the same keys again."""
+        """Return a control of the same ranks with other keys. The same `name` gives the same keys again."""
         scope = Control(self._connection, self.rank, self.size, f"{self._prefix}{name}/", self.patience)
         scope.names, scope.stop = self.names, self.stop
         return scope
 
     def fresh_scope(self, name: str) -> Control:
-        """Keys that nobody has used: every rank calls it in the same order."""
+        """Return a control with unused keys. Every rank calls it in the same order."""
         fresh = self._connection.scopes[self._prefix].fresh
         fresh[name] = fresh.get(name, 0) + 1
         return self.scope(f"{name}{fresh[name]}")
 
     def close(self) -> None:
-        """Publish nothing any more; the last rank to call takes everything below this scope out of the store.
+        """Stop publishing. The last rank to close deletes everything below this scope from the store.
 
-        Idempotent. Raises nothing: what a store keeps that is gone, or silent, is nobody's concern.
+        Idempotent and never raises, because nobody needs the contents of a store that is gone or silent.
         """
 
         def go(store: Store) -> None:
@@ -555,7 +567,10 @@ class Control:
         stop: Callable[[], str | None] | None,
         said: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
-        """Wait for the keys `wanted`, by rank; late are those that have not left their key of `said`, else of these."""
+        """Wait for the keys in `wanted`, by rank.
+
+        If the wait times out, the error names the ranks without their key of `said`, or of `wanted` if `said` is empty.
+        """
         begun, pause = time.monotonic(), FIRST_POLL_SECONDS
         missing, stop = list(wanted), stop or self.stop
 
@@ -570,10 +585,10 @@ class Control:
             return there([wanted[rank] for rank in ranks])
 
         while not all_there(missing):
-            # Only the first that is missing is asked for again: cheap, however many ranks wait.
+            # Poll only the first missing key, which is cheap for any number of ranks.
             while True:
                 now, reason = time.monotonic(), stop() if stop is not None else None
-                # Before the look: a rank may leave its value and be gone, and that value is still an answer.
+                # Check for dead ranks first: a rank may publish its value and then end, and the value still counts.
                 hopeless = self._connection.hopeless(missing[:1], self.names, left())
                 if all_there(missing[:1]):
                     break
@@ -590,14 +605,14 @@ class Control:
 
 
 def control_of(group: LocalGroup | dist.ProcessGroup, patience: float | None = None) -> Control:
-    """The control of a group; every rank asks for it together the first time. The same group shares one connection.
+    """Return the control of a group, which shares one connection. The first call is collective.
 
     Args:
-        group: whose ranks.
-        patience: seconds that any wait may take, connecting among them; None: 300, in a `LocalWorld` the world's own.
+        group: group of the ranks.
+        patience: longest wait in seconds, including connecting. None: 300, or the world's timeout in a `LocalWorld`.
 
     Raises:
-        TransportError: no connection to the store, in that time.
+        TransportError: the store did not accept a connection in time.
     """
     kept = kept_of(group)
     if isinstance(group, LocalGroup):

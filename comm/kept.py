@@ -1,4 +1,4 @@
-"""What is kept for a group from call to call, and ends with it; and handles that stand for objects."""
+"""Objects cached per group and closed with it, and integer handles that stand for objects."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 class Closes(Protocol):
-    """What can be kept."""
+    """An object that can be cached for a group."""
 
     def close(self) -> None:
-        """Give everything back. Raises nothing."""
+        """Release all resources without raising."""
 
 
 Kept = dict[object, Closes]
 CONNECTION = "connection"
-"""The key of a group's way to its store."""
+"""Key of a group's connection to its store."""
 
 _KEPT: weakref.WeakKeyDictionary[dist.ProcessGroup, Kept] = weakref.WeakKeyDictionary()
 _INHERITED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def kept_of(group: LocalGroup | dist.ProcessGroup) -> Kept:
-    """What is kept for a group, for the caller to add to."""
+    """Return the cache of a group, which the caller may add to."""
     if not isinstance(group, dist.ProcessGroup):
         return group.kept
     end_destroyed()
@@ -42,34 +42,35 @@ def kept_of(group: LocalGroup | dist.ProcessGroup) -> Kept:
 
 
 def end_destroyed() -> None:
-    """End what is kept for groups that destroy_process_group has ended, which tells nobody.
+    """Close the caches of groups that `destroy_process_group` has destroyed.
 
-    To be called now and then: a ring holds its group, so that no weak reference would ever notice.
+    `destroy_process_group` notifies nobody, and a weak reference does not help because a ring holds its group. Call
+    this function now and then.
     """
     alive = dist.distributed_c10d._world.pg_map
     for group in [group for group in list(_KEPT) if group not in alive]:
-        # in a thread of its own: what waits for transfers that never come must not hold up who watches other rings
+        # Use a separate thread: closing may wait for transfers that never arrive, and the caller watches other rings.
         start(partial(end, _KEPT.pop(group, {})), HOST, "end")
 
 
 def end(kept: Mapping[object, Closes]) -> None:
-    """Close everything; the connection first, for a store that may be gone has nothing to be told any more."""
+    """Close all cached objects, the connection first because the store may be gone."""
     for key, thing in sorted(kept.items(), key=lambda item: item[0] != CONNECTION):
         device = key[0] if isinstance(key, tuple) else key
-        with on_device(device if isinstance(device, torch.device) else HOST):  # rings are kept by device, and deadline
+        with on_device(device if isinstance(device, torch.device) else HOST):  # keys of rings begin with their device
             thing.close()
 
 
 def check_process(group: dist.ProcessGroup) -> None:
-    """Raise in a process that was forked while it had this group: nobody answers there.
+    """Raise if this process inherited the group through a fork, because no peer answers here.
 
     Raises:
-        RuntimeError: the group is its parent's.
+        RuntimeError: the group belongs to the parent process.
     """
     if group in _INHERITED:
         raise RuntimeError(
-            f"group belongs to the process that process {os.getpid()} was forked from, which has none of its threads "
-            "and must not use its connections: make a group of its own, or start the process by spawn"
+            f"group belongs to the process that process {os.getpid()} was forked from; its threads and connections do "
+            "not work here. Create a new group in this process, or start the process with spawn"
         )
 
 
@@ -80,18 +81,18 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-# Handles stand for objects where numbers may pass and objects may not: the arguments of a torch.library op.
-_HANDLES = count(1)  # 0 stands for nothing
+# Arguments of a torch.library op may be numbers but not arbitrary objects, so handles stand for objects.
+_HANDLES = count(1)  # 0 stands for no object
 _ALIVE: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
 
 def handle_of(thing: object) -> int:
-    """A handle of ``thing`` in this process, which does not keep it alive."""
+    """Return a new handle for ``thing`` in this process. The handle does not keep ``thing`` alive."""
     handle = next(_HANDLES)
     _ALIVE[handle] = thing
     return handle
 
 
 def of_handle(handle: int) -> object | None:
-    """What ``handle`` was given to; None for 0, and once it is gone."""
+    """Return the object of ``handle``; None for handle 0 and for an object that no longer exists."""
     return _ALIVE.get(handle)

@@ -1,4 +1,4 @@
-"""What a transport is held to: a share of the GPU, or of a link."""
+"""Limits on the share of a GPU or of a link that a transport may use."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from .checked import LIMITS
 
 CTAS = 8
-"""Thread blocks of a group of transfers through NCCL where nobody says: its own choice may take 32 multiprocessors."""
+"""Default number of thread blocks of a group of NCCL transfers; NCCL's own default can occupy 32 multiprocessors."""
 
 CGA_CLUSTER_SIZE = 1
-"""Of a cluster where nobody says: NCCL's own 4 (on sm_90) start only where 4 multiprocessors of one GPC are free."""
+"""Default cluster size. NCCL's own default (4 on sm_90) needs 4 free multiprocessors in one GPC before it starts."""
 
 GPCS = 8
-"""Of one GPU, at most (H100, B200): groups of multiprocessors, in one of which a whole cluster must lie."""
+"""Highest number of GPCs of one GPU (H100, B200). All blocks of a cluster run in the same GPC."""
 
 
-# These hold for every communicator of the process, and NCCL lets them override what a communicator asks for.
+# These apply to every communicator of the process and override a communicator's own configuration.
 CTA_VARIABLES = ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS")
 CLUSTER_VARIABLE = "NCCL_CGA_CLUSTER_SIZE"
 NCCL_CTAS = 32
-"""The most that NCCL takes where only the fewest are bounded."""
+"""Highest number of thread blocks that NCCL uses if only the minimum is set."""
 
 
 def environment_ctas(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The most thread blocks that the environment lets NCCL take; None where it says nothing of them."""
+    """Return the highest number of thread blocks that the environment allows NCCL, or None if no variable is set."""
     counts = {name: int(text) for name in CTA_VARIABLES if (text := environment.get(name, "")).isdigit() and int(text)}
     most = [count for name, count in counts.items() if "MAX" in name]
     return min(most, default=NCCL_CTAS) if counts else None
@@ -34,17 +34,21 @@ def environment_ctas(environment: Mapping[str, str] = os.environ) -> int | None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one transport; None takes its default.
+    """Limits of one transport; None uses the default.
 
-    `channels` (nccl) is how many channels point-to-point transfers use in all, no more and no fewer; `ctas` (nccl) is
-    the most thread blocks that one group of transfers may take, each on a whole SM: 8 where neither is given. NCCL
-    makes either a power of two, so that nothing else is taken here. `cga_cluster_size` (nccl, from sm_90 on) is how
-    many of them start together, in one cluster: 1. Where nothing is given, what the environment says of these
-    (`NCCL_MAX_CTAS`, `NCCL_CGA_CLUSTER_SIZE`, …) holds instead. `bytes_per_second` (process_group, on the CPU) makes
-    every link at most that fast.
+    Environment variables such as `NCCL_MAX_CTAS` and `NCCL_CGA_CLUSTER_SIZE` apply where no limit is given. NCCL rounds
+    the numbers of channels and thread blocks to powers of two, so only powers of two are accepted.
+
+    Attributes:
+        channels: (nccl) exact number of channels for all point-to-point transfers together.
+        ctas: (nccl) highest number of thread blocks of one group of transfers; each occupies a whole SM. The default is
+            8 if neither `channels` nor `ctas` is given.
+        bytes_per_second: (process_group on the CPU) highest speed of every link.
+        cga_cluster_size: (nccl, sm_90 and later) number of thread blocks that start together in one cluster. Default:
+            1.
 
     Raises:
-        ValueError: a value that nothing could keep.
+        ValueError: a limit has a value that no transport can keep.
     """
 
     channels: int | None = None
@@ -56,29 +60,32 @@ class Limits:
         for name, kind in LIMITS.items():
             object.__setattr__(self, name, kind.of(name, getattr(self, name)))
         if self.channels is not None and self.ctas is not None and self.channels > self.ctas:
-            raise ValueError(f"channels is {self.channels} and ctas {self.ctas}: a channel takes a thread block")
+            raise ValueError(f"channels is {self.channels} and ctas is {self.ctas}; each channel needs a thread block")
         if self.cga_cluster_size is not None and self.cga_cluster_size > self.blocks:
-            raise ValueError(f"cga_cluster_size is {self.cga_cluster_size}, of {self.blocks} thread blocks in all")
+            raise ValueError(f"cga_cluster_size is {self.cga_cluster_size}; there are only {self.blocks} thread blocks")
 
     @property
     def blocks(self) -> int:
-        """The most thread blocks that one group of transfers through NCCL takes."""
+        """Highest number of thread blocks that one group of NCCL transfers uses."""
         return self.channels or self.ctas or environment_ctas() or CTAS
 
     @property
     def multiprocessors(self) -> int:
-        """How many free multiprocessors are room for them, wherever those lie: of each GPC too few for a cluster may
-        be left over."""
+        """Number of free multiprocessors that always have room for all thread blocks.
+
+        The number exceeds `blocks` if blocks start in clusters, because every GPC may have too few free multiprocessors
+        left for one more cluster.
+        """
         text = os.environ.get(CLUSTER_VARIABLE, "")
         cluster = self.cga_cluster_size or (int(text) if text.isdigit() else 0) or CGA_CLUSTER_SIZE
         return self.blocks + GPCS * (cluster - 1)
 
     def refused_by(self, transport: str, *keeps: str) -> str | None:
-        """Which limit a transport that keeps only `keeps` cannot keep, None where it can keep all that are set."""
+        """Return an error text for the first limit that the transport does not support, or None."""
         for name in LIMITS:
             value = getattr(self, name)
             if value is not None and name not in keeps:
-                return f"limits.{name} is {value}, and {transport} cannot keep that"
+                return f"limits.{name} is {value}, which the transport {transport} does not support"
         return None
 
 

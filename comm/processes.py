@@ -1,4 +1,4 @@
-"""What the system tells of processes and threads: who has ended, and which socket a thread is blocked on."""
+"""Facts from /proc about processes and threads: has a process ended, and which socket blocks a thread."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import suppress
 from pathlib import Path
 
 PROC = Path("/proc")
-STATE, START = 0, 19  # fields of /proc/PID/stat behind the name, counted from 0
-ENDED = "ZX"  # states of a process that runs no more, though nobody has asked for its exit code yet
-FIRST_FILE = 3  # behind the standard streams
+STATE, START = 0, 19  # fields of /proc/PID/stat after the name, counted from 0
+ENDED = "ZX"  # zombie (nobody has read its exit code yet) and dead
+FIRST_FILE = 3  # after the standard streams
 
 
 def own_process() -> list[str]:
-    """Identify this process: machine and process namespace, number and start time."""
+    """Return an identity of this process: machine with PID namespace, process number and start time."""
     return [_machine(), str(os.getpid()), _stat(str(os.getpid()))[START]]
 
 
 def has_ended(process: object) -> bool:
-    """Return True if the process that `own_process` identified has ended; False if it runs or cannot be seen."""
+    """Return True if the process that `own_process` identified has ended; False if it runs or is not visible."""
     match process:
         case [str(machine), str(number), str(start)] if machine and machine == _machine():
             stat = _stat(number)
@@ -29,7 +29,7 @@ def has_ended(process: object) -> bool:
 
 
 def _machine() -> str:
-    """Return the same text in all processes that see each other's numbers; "" if the system does not tell."""
+    """Return a text that is equal in all processes that see each other's PIDs; "" if /proc does not tell."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text().strip() + os.readlink(PROC / "self/ns/pid")
     except OSError:
@@ -44,18 +44,19 @@ def _stat(number: str) -> list[str]:
 
 
 def shut_socket(thread: threading.Thread) -> bool:
-    """Shut the socket that a thread of this process is blocked on, so that its call returns with an error.
+    """Shut down the socket that a thread of this process is blocked on, so that its call returns with an error.
 
     Does nothing if the thread is not blocked on a socket right now.
 
     Returns:
-        False if the system does not tell what the thread is blocked on.
+        False if /proc does not tell what the thread is blocked on.
     """
     try:
         call = (PROC / f"self/task/{thread.native_id}/syscall").read_text().split()
     except OSError:
         return not thread.is_alive()
-    # The number of the call and its arguments; one word if the thread runs. recv, read and send name the file first.
+    # The line has the system call's number and arguments, or one word if the thread is running. The first argument of
+    # recv, read and send is the file descriptor.
     file = int(call[1], 16) if len(call) > 1 else 0
     if FIRST_FILE <= file < 2**31:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=os.dup(file)) as blocking:

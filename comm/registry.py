@@ -1,4 +1,4 @@
-"""The transports by name: what opens each one, and where it can be used."""
+"""Registry of transports by name: their factories, and where each of them can be used."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .world import LocalGroup
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-PROCESSES, THREADS = "processes", "threads"  # kinds of ranks: of a process group, and of a `LocalWorld`
+PROCESSES, THREADS = "processes", "threads"  # kinds of ranks: those of a process group, and those of a `LocalWorld`
 ENTRY_POINTS = "ringattn.transports"
 TransportFactory = Callable[..., Transport]
-"""Opens one transport, see `register_transport`."""
+"""Function that opens one transport; see `register_transport`."""
 Unavailable = Callable[[Group, torch.device, Limits], str | None]
 
 
@@ -34,7 +34,7 @@ def _always_available(group: Group, device: torch.device, limits: Limits) -> Non
 
 @dataclass(frozen=True)
 class TransportEntry:
-    """One transport of the registry, with the arguments of `register_transport`."""
+    """A registered transport, with the arguments of `register_transport`."""
 
     name: str
     open: TransportFactory
@@ -46,22 +46,22 @@ class TransportEntry:
     unavailable: Unavailable = _always_available
 
     def serves(self, group: Group, device: torch.device) -> bool:
-        """Return True if it is made for ranks and devices of this kind."""
+        """Return True if the transport supports this device type and this kind of ranks."""
         return self._mismatch(group, device) is None
 
     def problem(self, group: Group, device: torch.device, limits: Limits) -> str | None:
-        """Return why this rank cannot use it, None if it can."""
+        """Return why this rank cannot use the transport, or None if it can."""
         try:
             reason = self._mismatch(group, device) or self.unavailable(group, device, limits)
-        except Exception as error:  # a reason too, for the other ranks wait for an answer
+        except Exception as error:  # report any error as the reason, because the other ranks wait for an answer
             reason = f"{type(error).__name__}: {error}"
         return reason or limits.refused_by(self.name, *self.limits)
 
     def _mismatch(self, group: Group, device: torch.device) -> str | None:
         if device.type not in self.devices:
-            return f"it moves {' and '.join(self.devices).upper()} tensors, device is {device}"
+            return f"it moves {' and '.join(self.devices).upper()} tensors and device is {device}"
         kind = THREADS if isinstance(group, LocalGroup) else PROCESSES
-        if kind in self.ranks or group.size() == 1:  # one rank alone is of both kinds
+        if kind in self.ranks or group.size() == 1:  # a single rank can use both kinds
             return None
         ranks = f"the group has {group.size()} processes"
         ranks = "the ranks of a LocalWorld share one process" if kind == THREADS else ranks
@@ -82,14 +82,20 @@ def register_transport(
     across_nodes: bool = True,
     unavailable: Unavailable = _always_available,
 ) -> None:
-    """Add a transport that `Ring(transport=name)`, `auto` and all commands know from now on; on every rank alike.
+    """Register a transport for `Ring(transport=name)`, `auto` and all commands. Every rank must do the same.
 
-    Every rank calls `factory(group, device, **opening)` together, and gets its end of one :class:`Transport`. It may
-    get more than these keywords: `control`, through which the ranks can agree, `limits` to keep, `timeout` of the
-    warm-up in seconds, `members`, the ranks to reach in ring order, and `nodes`, the ranks of each node or (). If it
-    raises on one rank, all ranks raise a `TransportError` and what the others opened is closed.
+    All ranks call `factory(group, device, **opening)` together, and each gets its end of one :class:`Transport`. The
+    factory must accept further keywords. At present these are:
 
-    This transport counts the bytes that another one sends::
+    - `control`: lets the ranks agree,
+    - `limits`: the limits to keep,
+    - `timeout`: timeout of the warm-up in seconds,
+    - `members`: the ranks to reach, in ring order,
+    - `nodes`: the ranks of each node, or ().
+
+    If the factory raises on one rank, all ranks raise a `TransportError` and close what they opened.
+
+    This transport counts the bytes that another transport sends::
 
         class Counting:
             def __init__(self, inner):
@@ -110,34 +116,35 @@ def register_transport(
 
         register_transport("counting", open_counting)
 
-    `ringattn.comm.testing.check_transport` runs the conformance suite on it. A package that names the module in its
-    entry points, under `ringattn.transports`, has it imported when a transport is first looked up.
+    `ringattn.comm.testing.check_transport` runs the conformance suite on a transport. A package can name its module in
+    the entry points `ringattn.transports`; the module is then imported when a transport is first looked up.
 
     Args:
-        name: selects the transport.
-        factory: opens it.
-        devices: types of the devices whose tensors it moves.
-        ranks: kinds of ranks it connects: "processes" of a process group, "threads" of a `LocalWorld`.
-        preference: `auto` tries the highest first. At 0 it comes after the built-in transports that `auto` may choose;
-            below 0 `auto` never chooses it.
-        limits: fields of :class:`Limits` that it keeps; a ring that sets another one is refused.
-        across_nodes: False if it connects ranks of one node only, so that another transport connects the nodes.
-        unavailable: called with the group, the device and the limits; returns why this rank cannot use it, or None.
+        name: name that selects the transport.
+        factory: opens the transport.
+        devices: types of the devices whose tensors the transport moves.
+        ranks: kinds of ranks: "processes" of a process group, "threads" of a `LocalWorld`.
+        preference: `auto` tries the highest first. At 0 the transport comes after the built-in transports that `auto`
+            may choose; `auto` never chooses a transport below 0.
+        limits: fields of :class:`Limits` that the transport supports. A ring that sets another limit raises.
+        across_nodes: False if the transport connects only ranks of one node; another transport then connects the nodes.
+        unavailable: called with the group, the device and the limits; returns why this rank cannot use the transport,
+            or None.
 
     Raises:
-        ValueError: a name that is taken or cannot be one, or a factory that cannot be called.
+        ValueError: the name is taken or not valid, or the factory is not callable.
     """
     if not isinstance(name, str) or not name or "," in name or name == AUTO:
-        raise ValueError(f"name is {shown(name)}: it must be text without a comma, and not {AUTO!r}")
+        raise ValueError(f"name is {shown(name)}; it must be a string without a comma, other than {AUTO!r}")
     if not callable(factory):
-        raise ValueError(f"factory is {shown(factory)}: it must be a function open(group, device, **opening)")
+        raise ValueError(f"factory is {shown(factory)}; it must be a function open(group, device, **opening)")
     if name in _REGISTRY:
-        raise ValueError(f"name is {name!r}: {label(_REGISTRY[name].open)} is registered under it")
+        raise ValueError(f"name is {name!r}, which is already registered for {label(_REGISTRY[name].open)}")
     _REGISTRY[name] = TransportEntry(name, factory, devices, ranks, preference, limits, across_nodes, unavailable)
 
 
 def unregister_transport(name: str) -> None:
-    """Remove a transport from the registry; those that are open stay open."""
+    """Remove a transport from the registry. Open transports stay open."""
     del _REGISTRY[name]
 
 
@@ -146,30 +153,34 @@ def _load_entry_points() -> None:
     for point in entry_points(group=ENTRY_POINTS):
         try:
             point.load()
-        except Exception as error:  # a broken package must not keep rings from opening
-            logger.warning("entry point %s = %s does not load: %s", point.name, point.value, error)
+        except Exception as error:  # a broken package must not prevent rings from opening
+            logger.warning("could not load the entry point %s = %s: %s", point.name, point.value, error)
 
 
 def transports() -> list[TransportEntry]:
-    """Return every registered transport, the most preferred first."""
+    """Return all registered transports, the most preferred first."""
     _load_entry_points()
     return sorted(_REGISTRY.values(), key=lambda entry: -entry.preference)
 
 
 def transport_names() -> list[str]:
-    """Return the name of every registered transport, the most preferred first."""
+    """Return the names of all registered transports, the most preferred first."""
     return [entry.name for entry in transports()]
 
 
 def find_transport(transport: str | TransportFactory) -> TransportEntry:
-    """Return the entry of a registered name, or one for a factory, which gets all limits; `KeyError` if unknown."""
+    """Return the entry of a registered name, or an entry for a factory, which supports all limits.
+
+    Raises:
+        KeyError: no transport has this name.
+    """
     if callable(transport):
         return TransportEntry(label(transport), transport, limits=(*LIMITS,))
     return {entry.name: entry for entry in transports()}[transport]
 
 
 def label(transport: str | TransportFactory) -> str:
-    """Return the text by which ranks compare transports: a name, or where a factory is defined."""
+    """Return the text by which ranks compare transports: a name, or the module and name of a factory."""
     if isinstance(transport, str):
         return transport
     named: Any = transport if hasattr(transport, "__qualname__") else type(transport)
@@ -177,7 +188,7 @@ def label(transport: str | TransportFactory) -> str:
 
 
 class _TransportKind(Kind):
-    """The argument `transport`, whose error lists the names that are registered by then."""
+    """Validator of the argument `transport`, whose error lists all registered names."""
 
     def of(self, name: str, value: object) -> Any:
         known = [AUTO, *transport_names()]

@@ -1,6 +1,6 @@
-"""The conformance suite of transports: what every one must do, as functions of an open transport.
+"""Conformance suite of transports, as functions of an open transport.
 
-`check_transport` runs all of it::
+`check_transport` runs all cases::
 
     with LocalWorld(3) as world:
         world.run(partial(check_transport, open_counting))
@@ -24,21 +24,21 @@ from . import Fence, GroupLike, Message, Slots, Transport, TransportError, Trans
 Case = Callable[[Transport, torch.device], None]
 CASES: dict[str, Case] = {}
 HOST_CASES: dict[str, Case] = {}
-"""For transports of CPU tensors, whose transfers the host waits for; a process group may be of no use after these."""
+"""Cases for transports of CPU tensors, whose transfers block the host. A process group may be unusable afterwards."""
 
 HANGS = 60.0
-"""Seconds after which a short wait is taken for a hang: far more than a busy machine needs."""
-# More than any backend buffers on its own: a send of this size is only over once its receiver takes it.
+"""Seconds after which a short wait counts as a hang; far more than a busy machine needs."""
+# More than any backend buffers, so a send of this size is only over once its receiver takes the data.
 LARGE = 1 << 20
 
 
 def check_transport(
     transport: str | TransportFactory, group: GroupLike = None, *, device: torch.device | str = "cpu"
 ) -> None:
-    """Run every case on a transport that is opened for it; every rank of the group calls this together.
+    """Open a transport for every case and run the case. Every rank of the group calls this together.
 
     Raises:
-        AssertionError: naming the case that failed, and what was wrong.
+        AssertionError: with the case that failed and the reason.
     """
     device = torch.device(device)
     for name, case in (CASES | (HOST_CASES if device.type == "cpu" else {})).items():
@@ -65,14 +65,14 @@ def expect(arrived: Any, expected: Any, what: str = "what arrived") -> None:
 
 @contextmanager
 def refused(kind: type[Exception], words: str = "") -> Iterator[None]:
-    """Raise an `AssertionError` unless this error, with these words, is raised inside."""
+    """Raise an `AssertionError` unless the block raises this type of error with `words` in its text."""
     try:
         yield
     except kind as error:
         if words not in str(error):
-            raise AssertionError(f"a {kind.__name__} must say {words!r}, this one says {str(error)!r}") from error
+            raise AssertionError(f"a {kind.__name__} must contain {words!r}; its text is {str(error)!r}") from error
     else:
-        raise AssertionError(f"nothing was raised, expected a {kind.__name__}")
+        raise AssertionError(f"no error was raised, expected a {kind.__name__}")
 
 
 class Calling:
@@ -90,8 +90,8 @@ class Calling:
         return self.waited
 
 
-def until(condition: Callable[[], object], what: str = "it never came to that") -> None:
-    """Wait for a state, as long as a busy machine may take to get there."""
+def until(condition: Callable[[], object], what: str = "the condition never became true") -> None:
+    """Poll until a condition is true, and raise an `AssertionError` after `HANGS` seconds."""
     ends = time.monotonic() + HANGS
     while not condition():
         if time.monotonic() > ends:
@@ -104,7 +104,7 @@ def filled(value: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def values(tensor: torch.Tensor) -> list[float]:
-    """The distinct values of a tensor."""
+    """Return the distinct values of a tensor."""
     return sorted(set(tensor.tolist())) if tensor.numel() < 100 else torch.unique(tensor).tolist()
 
 
@@ -115,7 +115,7 @@ def neighbours(transport: Transport) -> tuple[int, int]:
 def pass_on(
     transport: Transport, outgoing: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], *after: Fence
 ) -> Fence:
-    """Post tensors to the next rank, and as many from the one before; ``after`` what is given, else compute so far."""
+    """Post sends to the next rank and receives from the previous one. ``after`` defaults to the compute so far."""
     onward, back = neighbours(transport)
     sends, receives = ([Message(peer, x) for x in given] for peer, given in ((onward, outgoing), (back, arriving)))
     return transport.post(sends=sends, receives=receives, after=after or [transport.mark()])
@@ -171,9 +171,9 @@ def a_ring_reuses_its_slots(transport: Transport, device: torch.device) -> None:
         fence = pass_on(transport, current, arriving, *slots.free(slot), transport.mark())
         slots.busy(slot, fence)
         if held is not None:
-            slots.busy(held, fence)  # its bytes leave from there
+            slots.busy(held, fence)  # the post sends from this slot
         if (hop + transport.rank) % 7 == 0:
-            time.sleep(0.002)  # ranks drift apart
+            time.sleep(0.002)  # lets the ranks drift apart
         fence.wait()
         expected = (transport.rank - hop - 1) % transport.size
         expect([values(tensor) for tensor in arriving], [[expected]] * len(arriving), f"hop {hop}")
@@ -223,7 +223,7 @@ def nothing_leaves_before_after_is_over(transport: Transport, device: torch.devi
 
     def write() -> None:
         outgoing.fill_(transport.rank)
-        if device.type == "cuda":  # this fence is a point of the host
+        if device.type == "cuda":  # the fence blocks the host
             torch.cuda.synchronize(device)
 
     pass_on(transport, [outgoing], [arrived], Calling(write)).wait()
@@ -248,16 +248,16 @@ def nothing_arrives_before_after_is_over(transport: Transport, device: torch.dev
 @case
 def a_post_may_follow_another(transport: Transport, device: torch.device) -> None:
     first, second = filled(-1, LARGE // 4, device), filled(-1, LARGE // 4, device)
-    came = pass_on(transport, [filled(transport.rank, LARGE // 4, device)], [first])
-    # Sends on what is still arriving, as a ring that runs ahead does.
-    pass_on(transport, [first], [second], came).wait()
+    arrived = pass_on(transport, [filled(transport.rank, LARGE // 4, device)], [first])
+    # Send a tensor that is still arriving, as a ring that runs ahead does.
+    pass_on(transport, [first], [second], arrived).wait()
     expect(values(second), [(transport.rank - 2) % transport.size])
-    came.wait()
+    arrived.wait()
 
 
 @case
 def posts_run_ahead(transport: Transport, device: torch.device) -> None:
-    """Twice around the ring, every hop posted before any is waited for."""
+    """Send twice around the ring, posting every hop before waiting for any."""
     held = filled(transport.rank, 1000, device)
     fences: list[Fence] = [transport.mark()]
     for _ in range(2 * transport.size):
@@ -273,10 +273,10 @@ def posts_run_ahead(transport: Transport, device: torch.device) -> None:
 @case
 def done_says_what_is_over(transport: Transport, device: torch.device) -> None:
     _, back = neighbours(transport)
-    until(transport.mark().done)  # a point of a device is over some time after the host has gone past it
+    until(transport.mark().done)  # a device passes a point some time after the host
     tensor, arrived = filled(transport.rank, LARGE // 4, device), filled(-1, LARGE // 4, device)
     fence = pass_on(transport, [tensor], [arrived])
-    until(fence.done)  # nobody needs to wait for it
+    until(fence.done)  # a fence is done without anyone waiting for it
     fence.wait()
     expect(values(arrived), [back])
     expect(fence.done(), True, "done() of a fence that is over")
@@ -292,7 +292,7 @@ def a_sent_buffer_is_free_after_the_wait(transport: Transport, device: torch.dev
     elif transport.rank % 2 == 0 and transport.rank + 1 < transport.size:
         sent = transport.post(sends=sends, receives=[], after=[transport.mark()])
         sent.wait()
-        outgoing.fill_(-1)  # the receiver, late as it is, has what was there before
+        outgoing.fill_(-1)  # a late receiver must still get the old values
         received = transport.post(sends=[], receives=receives, after=[transport.mark()])
     else:
         time.sleep(0.1)
@@ -348,13 +348,13 @@ def wrong_messages_are_refused(transport: Transport, device: torch.device) -> No
         ([Message(0, filled(0, 12, device)[::2])], []),  # not contiguous
         ([], [Message(0, filled(0, 0, device))]),  # no bytes
         ([Message(0, tensor.to("meta"))], []),  # another device
-        ([Message(me, tensor)], []),  # to oneself, and never received
+        ([Message(me, tensor)], []),  # sent to itself, but never received
         ([Message(me, tensor)], [Message(me, tensor[:3])]),
     ]
     for sends, receives in wrong:
         with refused(ValueError):
             transport.post(sends=sends, receives=receives)
-    transport.gather(None)  # nothing was sent: the transport still works
+    transport.gather(None)  # nothing was sent, so the transport still works
 
 
 @case
@@ -369,7 +369,7 @@ def every_pair_warms_up(transport: Transport, device: torch.device) -> None:
 
 @case
 def an_aborted_transport_refuses_posts(transport: Transport, device: torch.device) -> None:
-    transport.gather(None)  # nobody aborts under another rank's last transfer
+    transport.gather(None)  # do not abort during another rank's last transfer
     transport.abort("somebody said so")
     transport.abort("for the second time")
     for _ in range(2):
@@ -379,9 +379,9 @@ def an_aborted_transport_refuses_posts(transport: Transport, device: torch.devic
 
 
 def abort_ends_a_wait(transport: Transport, device: torch.device) -> None:
-    """Nobody sends. Another thread of rank 0 ends its wait, and what was posted behind it; the others wait for that."""
+    """Abort rank 0's receive from another thread, without any sender. The other ranks wait until that is over."""
     onward, back = neighbours(transport)
-    if transport.size == 1:  # a rank alone waits for nobody
+    if transport.size == 1:  # a single rank never waits
         return
     transport.gather(None)
     fences: list[Fence] = []
@@ -397,7 +397,7 @@ def abort_ends_a_wait(transport: Transport, device: torch.device) -> None:
         with suppress(TransportError):
             transport.gather(None)
     else:
-        with suppress(TransportError):  # a virtual rank is told with rank 0
+        with suppress(TransportError):  # rank 0's abort also reaches virtual ranks
             transport.gather(None)
         transport.abort("it took too long")
     for fence in fences:
@@ -413,7 +413,7 @@ HOST_CASES[abort_ends_a_wait.__name__] = abort_ends_a_wait
 
 @case
 def closing_twice_is_fine(transport: Transport, device: torch.device) -> None:
-    transport.gather(None)  # nobody closes under another rank's last transfer
+    transport.gather(None)  # do not close during another rank's last transfer
     transport.close()
     transport.close()
     with refused(TransportError, "closed"):

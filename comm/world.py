@@ -1,4 +1,4 @@
-"""Virtual ranks: threads of one process that share one device; also the world of one rank."""
+"""Virtual ranks, which are threads of one process that share one device, and the group of a single rank."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from .cuda_threads import new_stream
 from .kept import end, handle_of
 from .transport import Fence, TransportError
 
-# A rank that waits this long hangs: one that raised or returned wakes the others at once, so only a real deadlock, or
-# compute far slower than any test's, gets here.
+# A rank that raises or returns wakes the others at once, so only a deadlock or extremely slow compute takes this long.
 DEFAULT_TIMEOUT = 300.0
 
 
@@ -35,45 +34,44 @@ class WorldAborted(TransportError):
 
 @dataclass(eq=False)
 class Parcel:
-    """A sent tensor on its way to its receiver, and the news that it has been copied."""
+    """A sent tensor on its way to its receiver, with the fences of both sides."""
 
     tensor: torch.Tensor | None
-    ready: Fence  # the bytes are there
-    taken: Fence | None = None  # the receiver's copy is over: the sender may write again
+    ready: Fence  # the tensor has its final content
+    taken: Fence | None = None  # the receiver has copied the tensor, so the sender may overwrite it
 
 
 class Hub:
-    """What the ranks of one world share: mailboxes behind one lock, and why nobody should wait any longer."""
+    """State that the ranks of one world share: mailboxes behind one lock, and the failure that ends all waits."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
-        self.names: Sequence[int] = range(size)  # of the ranks, in errors
-        self.store = dist.HashStore()  # type: ignore[attr-defined]  # for `Control`: small values by name
+        self.names: Sequence[int] = range(size)  # rank numbers for errors
+        self.store = dist.HashStore()  # type: ignore[attr-defined]  # holds the small values that `Control` exchanges
         self.failure: BaseException | None = None
         self.timeout = timeout
         self._changed = threading.Condition()
-        self._boxes: dict[Hashable, deque[Any]] = {}  # none that is empty: every transport has its own
+        self._boxes: dict[Hashable, deque[Any]] = {}  # without empty boxes, because every transport adds new ones
         self._returned: set[int] = set()
         self._stopped: dict[int, str] = {}
         self._lines: dict[tuple[Hashable, tuple[int, ...]], Hub] = {}
 
     def line(self, name: Hashable, ranks: tuple[int, ...]) -> Hub:
-        """What some of the ranks share, which are 0, 1, 2, ... there; for each of them the same by the same name."""
+        """Return the hub of a subset of the ranks, numbered from 0. The same name and ranks give the same hub."""
         with self._changed:
             if (name, ranks) not in self._lines:
-                made = self._lines[name, ranks] = Hub(len(ranks), self.timeout)
-                made.names, made.failure = ranks, self.failure
-                made._returned.update(i for i, rank in enumerate(ranks) if rank in self._returned)
+                sub_hub = self._lines[name, ranks] = Hub(len(ranks), self.timeout)
+                sub_hub.names, sub_hub.failure = ranks, self.failure
+                sub_hub._returned.update(i for i, rank in enumerate(ranks) if rank in self._returned)
             return self._lines[name, ranks]
 
     def put(self, box: Hashable, item: object) -> None:
-        """Add an item to a box."""
         with self._changed:
             self._boxes.setdefault(box, deque()).append(item)
             self._changed.notify_all()
 
     def take(self, box: Hashable, peer: int, what: str, channel: int, patience: float) -> Any:
-        """Take the next item of a box that `peer` fills on a channel; wait for it `patience` seconds at most."""
+        """Take the next item of a box that `peer` fills on a channel, waiting at most `patience` seconds."""
         with self._changed:
             self._wait_until(lambda: box in self._boxes, peer, what, channel, patience)
             item = self._boxes[box].popleft()
@@ -82,27 +80,27 @@ class Hub:
             return item
 
     def settle(self, parcel: Parcel, taken: Fence) -> None:
-        """Tell the sender of a parcel where its copy ends."""
+        """Give the sender of a parcel the fence of the receiver's copy."""
         with self._changed:
-            parcel.taken, parcel.tensor = taken, None  # the bytes are no longer needed for it
+            parcel.taken, parcel.tensor = taken, None
             self._changed.notify_all()
 
     def taken(self, parcel: Parcel, peer: int, what: str, channel: int, patience: float) -> Fence:
-        """The point where `peer` has copied the parcel; blocks until it has enqueued that copy."""
+        """Block until `peer` has enqueued its copy of the parcel, and return the fence of that copy."""
         with self._changed:
             self._wait_until(lambda: parcel.taken is not None, peer, what, channel, patience)
         assert parcel.taken is not None
         return parcel.taken
 
     def begin(self) -> None:
-        """Every rank is about to run."""
+        """Reset the set of returned ranks before a run."""
         with self._changed:
             self._returned.clear()
             for line in self._lines.values():
                 line.begin()
 
     def end(self, rank: int) -> None:
-        """A rank has returned: whoever waits for it is told."""
+        """Record that a rank has returned, and wake all ranks that wait for it."""
         with self._changed:
             self._returned.add(rank)
             self._changed.notify_all()
@@ -111,12 +109,12 @@ class Hub:
                     line.end(ranks.index(rank))
 
     def returned(self, peers: Iterable[int]) -> list[int]:
-        """Which of these have returned: they will not do anything any more."""
+        """Return those of `peers` that have returned and will not act any more."""
         with self._changed:
             return sorted(self._returned.intersection(peers))
 
     def abort(self, error: BaseException, note: str) -> None:
-        """Wake every waiting rank; the first error stays."""
+        """Wake every waiting rank with an error; the first error is kept."""
         with self._changed:
             if self.failure is None:
                 error.add_note(note)
@@ -131,30 +129,32 @@ class Hub:
             self._changed.notify_all()
 
     def stop(self, channel: int, reason: str) -> None:
-        """Wake every rank that waits on a channel; the first reason stays."""
+        """Wake every rank that waits on a channel; the first reason is kept."""
         with self._changed:
             self._stopped.setdefault(channel, reason)
             self._changed.notify_all()
 
     def stopped(self, channel: int) -> str | None:
-        """Why nothing moves on this channel any more."""
+        """Return why this channel was stopped, or None."""
         return self._stopped.get(channel)
 
     def _wait_until(self, ready: Callable[[], bool], peer: int, what: str, channel: int, patience: float) -> None:
         deadline = time.monotonic() + patience
         while not ready():
             if self.failure is not None:
-                raise WorldAborted(f"{what}: given up, another rank raised {type(self.failure).__name__}")
+                raise WorldAborted(f"{what}: given up, because another rank raised {type(self.failure).__name__}")
             if channel in self._stopped:
                 raise TransportError(f"{what}: {self._stopped[channel]}")
             if peer in self._returned:
-                raise TransportError(f"{what}: rank {self.names[peer]} has returned and will never get there")
+                raise TransportError(f"{what}: rank {self.names[peer]} has already returned")
             if not self._changed.wait(deadline - time.monotonic()):
-                raise TransportError(f"{what}: nothing happened for {patience:g} s; do all ranks post in one order?")
+                raise TransportError(
+                    f"{what}: nothing happened for {patience:g} s; do all ranks post in the same order?"
+                )
 
 
 class LocalGroup:
-    """One virtual rank's membership in its `LocalWorld`; what `fn` is called with, and what `group=` takes."""
+    """One virtual rank's membership in a `LocalWorld`: the argument of `fn`, and a value for `group`."""
 
     def __init__(self, hub: Hub, rank: int, member: LocalGroup | None = None) -> None:
         self._hub = hub
@@ -162,51 +162,52 @@ class LocalGroup:
         self._member = member or self  # of the whole world
         self._thread: int | None = None
         self.channels = itertools.count()
-        """Numbers of this rank's transports: every rank opens its own in the same order."""
-        self.number = handle_of(self)  # what names this member in a graph of torch.compile
+        """Channel numbers of this rank's transports; they match because all ranks open transports in the same order."""
+        self.number = handle_of(self)  # stands for this member in graphs of torch.compile
         self._process = os.getpid()
         self.kept: dict[object, Any] = {}
-        """What others keep for this member, and what goes with it."""
+        """Objects cached for this member and closed with it."""
 
     def rank(self) -> int:
-        """This virtual rank."""
         return self._rank
 
     def size(self) -> int:
-        """Number of virtual ranks."""
         return self._hub.size
 
     def check_thread(self) -> None:
-        """Raise where a wait for the other ranks could never end.
+        """Raise if a wait for the other ranks could never end.
 
-        Peers answer only while `LocalWorld.run` runs them, and only from their own threads. PyTorch runs the backward
-        of all CUDA nodes of one device in one thread of its own, unless that is switched off in the thread that calls
-        backward(), which `run` does.
+        The other ranks respond only while `LocalWorld.run` runs them, and only in their own threads. By default PyTorch
+        runs the backward pass of all CUDA nodes of one device in an extra thread. `run` disables that for the threads
+        of its ranks.
         """
         if self._hub.size > 1 and (threading.get_ident() != self._member._thread or os.getpid() != self._process):
             raise RuntimeError(
-                f"{self} was used from thread {threading.current_thread().name!r}, outside of the call that "
-                "LocalWorld.run makes for this rank: its peers only answer there. Call backward() inside fn"
+                f"{self} was used from thread {threading.current_thread().name!r}, but the other ranks only respond "
+                "inside the call that LocalWorld.run makes for this rank. Call backward() inside fn"
             )
 
     def mesh(self, ring: int, ulysses: int) -> LocalMesh:
-        """This world as ``ring x ulysses`` ranks, for ``group=`` of what takes two dimensions; made once, and kept.
+        """Return this rank's membership in a ``ring x ulysses`` mesh over the world.
 
         Raises:
-            ValueError: they are not numbers of ranks, or not as many in all as the world has.
+            ValueError: an argument is not a number of ranks, or their product is not the size of the world.
         """
         shape = RANKS.of("ring", ring), RANKS.of("ulysses", ulysses)
         if ring * ulysses != self.size():
-            raise ValueError(f"ring is {ring}, ulysses is {ulysses}: {self} has {self.size()} ranks in all")
+            raise ValueError(
+                f"ring is {ring} and ulysses is {ulysses}; their product must be {self.size()}, the world size"
+            )
         if shape not in self.kept:
             column, row = self._rank % ulysses, self._rank // ulysses
             lines = tuple(range(column, self.size(), ulysses)), tuple(range(row * ulysses, (row + 1) * ulysses))
-            # by shape and dimension: channels and keys are counted by group, also where two groups are the same ranks
+            # Name each hub by shape and dimension: channels and keys belong to one group, even if two groups have the
+            # same ranks.
             hubs = (self._hub.line((shape, dim), ranks) for dim, ranks in enumerate(lines))
             groups = (LocalGroup(hub, ranks.index(self._rank), self) for hub, ranks in zip(hubs, lines, strict=True))
             self.kept[shape] = LocalMesh(*groups)
-        made: LocalMesh = self.kept[shape]
-        return made
+        mesh: LocalMesh = self.kept[shape]
+        return mesh
 
     def __repr__(self) -> str:
         return f"rank {self._member._rank} of LocalWorld({self._member._hub.size})"
@@ -214,20 +215,20 @@ class LocalGroup:
 
 @dataclass(frozen=True, eq=False)
 class LocalMesh:
-    """One virtual rank's membership in a mesh of two dimensions: rank ``r * ulysses.size() + u`` of its world."""
+    """One virtual rank's membership in a two-dimensional mesh: rank ``r * ulysses.size() + u`` of its world."""
 
     ring: LocalGroup
     ulysses: LocalGroup
 
     def close(self) -> None:
-        """End what is kept for its two groups."""
+        """Close everything cached for both groups."""
         for group in (self.ring, self.ulysses):
             end(group.kept)
 
 
 @functools.cache
 def single_rank() -> LocalGroup:
-    """The group of this device alone: for ``group=`` of a rank that computes by itself inside ``torch.distributed``."""
+    """Return the group of this device alone, for a rank that computes by itself inside ``torch.distributed``."""
     return LocalGroup(Hub(1, DEFAULT_TIMEOUT), 0)
 
 
@@ -235,10 +236,14 @@ T = TypeVar("T")
 
 
 class LocalWorld:
-    """`world_size` virtual ranks in one process on one device: `with LocalWorld(4) as world: outs = world.run(fn)`.
+    """`world_size` virtual ranks in one process on one device.
 
-    `device` is where the ranks compute: by default the current CUDA device, else the CPU. `timeout` bounds, in seconds,
-    every wait of one rank for another.
+    Example: `with LocalWorld(4) as world: outs = world.run(fn)`.
+
+    Args:
+        world_size: number of virtual ranks.
+        device: device of all ranks. The default is the current CUDA device, or else the CPU.
+        timeout: longest wait of one rank for another, in seconds.
     """
 
     def __init__(
@@ -251,7 +256,7 @@ class LocalWorld:
         self._running = threading.Lock()
         self._open = True
         self._process = os.getpid()
-        # Threads live as long as the world: CPU kernels keep a team of helper threads per calling thread.
+        # Keep the threads as long as the world, because CPU kernels keep helper threads for each calling thread.
         self._workers = [
             ThreadPoolExecutor(
                 1, thread_name_prefix=f"ringattn-rank{rank}", initializer=_prepare_thread, initargs=(self.device,)
@@ -261,32 +266,34 @@ class LocalWorld:
         cuda = self.device.type == "cuda"
         self._streams = [new_stream(self.device) if cuda else None for _ in range(world_size)]
         self._groups: list[LocalGroup] = []
-        # Also where nobody closes: the threads hold no world, or it would never go.
+        # End the threads also if nobody calls close. They hold no reference to the world, so it can be collected.
         self._end = weakref.finalize(self, _end, self._workers, self._groups)
         self._end.atexit = False
         self._renew()
 
     def run(self, fn: Callable[[LocalGroup], T]) -> list[T]:
-        """Call `fn(group)` once per virtual rank, all at the same time; their results in rank order.
+        """Call `fn(group)` once per virtual rank, all at the same time, and return the results in rank order.
 
-        Whether gradients are recorded is the caller's setting. A backward pass that waits for other ranks belongs
-        inside `fn`. If a rank raises, the others are woken, and the first error is raised here.
+        Gradients are recorded if the caller records them. A backward pass that waits for other ranks belongs inside
+        `fn`. If a rank raises, the other ranks are woken, and the first error is raised here.
         """
         if not callable(fn):
-            raise ValueError(f"fn is {fn!r}: it must be a function of one argument, the rank's group")
+            raise ValueError(f"fn is {fn!r}; it must be a function of one argument, the rank's group")
         if not self._open:
-            raise RuntimeError("this LocalWorld is closed: call run inside its with block")
+            raise RuntimeError("this LocalWorld is closed; call run inside its with block")
         if os.getpid() != self._process:
-            raise RuntimeError("this LocalWorld has its threads in the process that this one was forked from")
+            raise RuntimeError(
+                "this LocalWorld belongs to the process that this one was forked from; create a new LocalWorld here"
+            )
         if not self._running.acquire(blocking=False):
-            raise RuntimeError("this LocalWorld is already running: one run at a time, and none inside of fn")
+            raise RuntimeError("this LocalWorld is already running; call run once at a time, and never inside fn")
         try:
             return self._run(fn)
         finally:
             self._running.release()
 
     def close(self) -> None:
-        """End the threads, and the rings that were kept for the ranks. Idempotent."""
+        """End the threads and close everything cached for the ranks. Idempotent."""
         self._open = False
         if os.getpid() == self._process:
             self._end()
@@ -307,7 +314,7 @@ class LocalWorld:
         futures = [worker.submit(call, group) for worker, group in zip(self._workers, self._groups, strict=True)]
         try:
             wait(futures)
-        except BaseException as error:  # the caller was interrupted: the ranks must not wait on
+        except BaseException as error:  # the caller was interrupted, so the ranks must stop waiting
             hub.abort(error, "LocalWorld.run was interrupted")
             wait(futures)
         if hub.failure is not None:
@@ -320,7 +327,7 @@ class LocalWorld:
     ) -> T:
         hub = group._hub
         try:
-            group._thread = threading.get_ident()  # the only one that may act for this rank
+            group._thread = threading.get_ident()  # the only thread that may act for this rank
             with self._stream_of(group.rank(), caller), torch.set_grad_enabled(grad):
                 return fn(group)
         except BaseException as error:
@@ -331,7 +338,7 @@ class LocalWorld:
             hub.end(group.rank())
 
     def _renew(self) -> None:
-        # After a failure messages may lie around that nobody fetched: new groups cannot see them.
+        # After a failure, mailboxes may hold messages that nobody fetched. A new hub starts without them.
         self._hub = Hub(len(self._workers), self._timeout)
         for group in self._groups:
             end(group.kept)
@@ -339,7 +346,7 @@ class LocalWorld:
 
     @contextmanager
     def _stream_of(self, rank: int, caller: torch.cuda.Stream | None) -> Iterator[None]:
-        """A compute stream of the rank's own: after what the caller had enqueued, and over before `run` returns."""
+        """Make the rank's compute stream current, after the caller's work, and synchronise the stream at the end."""
         stream = self._streams[rank]
         if stream is None or caller is None:
             yield
@@ -353,7 +360,7 @@ class LocalWorld:
 
 
 def _prepare_thread(device: torch.device) -> None:
-    torch.autograd.set_multithreading_enabled(False)  # of this thread: see LocalGroup.check_thread
+    torch.autograd.set_multithreading_enabled(False)  # for this thread; see LocalGroup.check_thread
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

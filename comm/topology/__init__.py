@@ -1,1 +1,1 @@
-"""Which ranks share a node, what joins two of them, and the order of the ring through them."""
+"""Nodes and links of the ranks, and the order of the ring through them."""

@@ -1,11 +1,11 @@
-"""Where ranks sit, what joins two of them, and how fast their clocks run, as far as NVML and /sys know.
+"""Devices of the ranks, the links between them and their clocks, as far as NVML and /sys tell.
 
-Bandwidths are GB/s (10^9 bytes) per direction. "Expected" is what copies are known to reach of the nominal rate where
-nothing else is in the way: an upper figure to hold a measurement against, not a measurement.
+Bandwidths are in GB/s (10^9 bytes) per direction. An "expected" bandwidth is the part of the nominal rate that copies
+reach without other traffic. Compare measurements with it; it is not a measurement.
 
-NVML counts all GPUs of a host, whatever CUDA_VISIBLE_DEVICES says: a device of torch's is found by its UUID, never by
-its number. `pynvml` (nvidia-ml-py, extra `cli`) is imported when it is needed; where it, the driver or the GPU is
-missing, what it would have told is empty, with the reason.
+NVML numbers all GPUs of a host, whatever CUDA_VISIBLE_DEVICES says, so devices are matched by UUID. `pynvml`
+(nvidia-ml-py, extra `cli`) is imported when it is needed. If pynvml, the driver or the GPU is missing, the fields that
+depend on it are empty, and `unknown` has the reason.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-SWITCH = "switch"  # the peer of links into an NVSwitch: they reach every GPU that is linked to it too
+SWITCH = "switch"  # peer of links into an NVSwitch, which reach every other GPU that is linked to the switch
 
-# nominal GB/s per direction: of one NVLink by generation, of one PCIe lane by generation
+# Nominal GB/s per direction of one NVLink and of one PCIe lane, by generation.
 NVLINK_GB_PER_S = {1: 20, 2: 25, 3: 25, 4: 25, 5: 50, 6: 50}
 PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 1, 4: 2, 5: 4, 6: 8}
 BITS_PER_BYTE = 8
-# reached over nominal: copy engines on NVLink 4, the middle of what PCIe 5 x16 and 400G InfiniBand are known to reach
+# Reached over nominal rate: copy engines on NVLink 4, and the middle of reported values for PCIe 5 x16 and 400G
+# InfiniBand.
 NVLINK_REACHED = 380 / 450
 PCIE_REACHED = 52.5 / 64
 NETWORK_REACHED = 47 / 50
 
-# what two ranks of one host share of their PCIe paths, by number of common ancestors: see `DeviceInfo.pcie`
+# Path between two devices of one host, by the number of common PCIe ancestors; see `DeviceInfo.pcie`.
 _SHARED = ("between sockets", "inside a socket", "host bridge")
 _SWITCH_DEPTH = len(_SHARED)
 
 
 @dataclass(frozen=True)
 class NvLink:
-    """The NVLinks of one GPU to one peer."""
+    """NVLinks of one GPU to one peer."""
 
     peer: str
     """PCI address of the other GPU, or ``switch``."""
@@ -57,70 +58,70 @@ class Nic:
 
     name: str
     gigabits: float | None = None
-    """Rate per direction; None where the system does not tell."""
+    """Rate per direction; None if unknown."""
     pcie: tuple[str, ...] = ()
-    """As `DeviceInfo.pcie`."""
+    """PCIe ancestors; see `DeviceInfo.pcie`."""
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What is known of where one rank computes. Every field but the host may be unknown."""
+    """Known facts about the device of one rank. All fields except the host may be unknown."""
 
     host: str
-    """One name for one machine."""
+    """Unique name of the machine."""
     gpu: str | None = None
     """UUID."""
     index: int | None = None
-    """Of NVML, which counts all GPUs of the host."""
+    """NVML's index, which counts all GPUs of the host."""
     name: str | None = None
     nvlinks: tuple[NvLink, ...] = ()
     fabric: str | None = None
-    """The NVLink domain that reaches beyond the host: GPUs with the same one are linked through its switches."""
+    """NVLink domain that spans several hosts. Its switches link all GPUs with the same value."""
     pcie: tuple[str, ...] = ()
     """Ancestors from the socket down to the device: NUMA node, root complex, bridges, the device's own address."""
     pcie_gigabytes: float | None = None
-    """Nominal rate of its slot per direction, GB/s."""
+    """Nominal rate of the slot per direction, in GB/s."""
     nics: tuple[Nic, ...] = ()
     """All NICs of the host."""
     unknown: str | None = None
-    """Why what is missing is missing."""
+    """Reason why fields are missing."""
 
     @property
     def domain(self) -> str:
-        """Places of one domain make a node of the ring: those of a host, or of an NVLink fabric of several hosts."""
+        """Node of the ring that the device belongs to: its NVLink fabric if that spans several hosts, else its host."""
         return self.host if self.fabric is None else self.fabric
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, without what is unknown."""
+        """Return the known fields as plain data."""
         return {name: value for name, value in asdict(self).items() if value not in (None, ())}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DeviceInfo:
-        """The device that `to_json` wrote."""
+        """Return the device that `to_json` wrote."""
         nvlinks = tuple(NvLink(**link) for link in data.get("nvlinks", ()))
         nics = tuple(Nic(**{**nic, "pcie": tuple(nic.get("pcie", ()))}) for nic in data.get("nics", ()))
         return cls(**{**data, "nvlinks": nvlinks, "nics": nics, "pcie": tuple(data.get("pcie", ()))})
 
 
 class Link(NamedTuple):
-    """What joins two ranks."""
+    """Link between two ranks."""
 
     kind: str
     """``nvlink``, ``pcie``, ``network``, ``one gpu`` or ``host memory``."""
     text: str
     gigabytes_per_second: float | None
-    """Expected per direction; None where nothing is known."""
+    """Expected per direction; None if unknown."""
     distance: int = 0
-    """Orders links of one bandwidth: fewer common ancestors are farther."""
+    """Orders links of equal bandwidth. The fewer common ancestors, the larger the distance."""
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """A better link has a smaller one: NVLink comes first also where its generation, hence its rate, is unknown."""
+        """Sort key; better links are smaller. NVLink comes first, even if its generation is unknown."""
         return self.kind != "nvlink", -(self.gigabytes_per_second or 0.0), self.distance
 
 
 def link_between(a: DeviceInfo, b: DeviceInfo) -> Link:
-    """The best link inside a host or an NVLink fabric; the network without a rate where they share neither."""
+    """Return the best link inside a host or an NVLink fabric, or else the network without a rate."""
     direct = _nvlink(a, b)
     if direct is not None:
         return direct
@@ -138,26 +139,27 @@ def link_between(a: DeviceInfo, b: DeviceInfo) -> Link:
 
 
 def pairs_by_link(devices: Iterable[DeviceInfo]) -> dict[str, int]:
-    """How many pairs of GPUs are joined by what, by the text of the link; pairs of one host alone."""
-    held = [device for device in dict.fromkeys(devices) if device.gpu is not None]
-    pairs = [link_between(a, b).text for a, b in combinations(held, 2) if a.host == b.host]
+    """Return the number of GPU pairs by the text of their link, for pairs within one host."""
+    gpus = [device for device in dict.fromkeys(devices) if device.gpu is not None]
+    pairs = [link_between(a, b).text for a, b in combinations(gpus, 2) if a.host == b.host]
     return dict(Counter(pairs))
 
 
 def network(ends: Iterable[tuple[Nic | None, int]]) -> Link:
-    """The network between the NICs at both ends, each with the number of ranks that send through it at once."""
+    """Return the network link between two NICs, each given with the number of ranks that share it."""
     ends = [*ends]
     rates = [nic.gigabits / sharers if nic is not None and nic.gigabits else None for nic, sharers in ends]
     names = " - ".join(dict.fromkeys("unknown NIC" if nic is None else nic.name for nic, _ in ends))
     known = [rate for rate in rates if rate is not None]
-    whole = len(known) == len(rates)
-    return Link("network", names, min(known) / BITS_PER_BYTE * NETWORK_REACHED if whole else None, _SWITCH_DEPTH + 1)
+    all_known = len(known) == len(rates)
+    rate = min(known) / BITS_PER_BYTE * NETWORK_REACHED if all_known else None
+    return Link("network", names, rate, _SWITCH_DEPTH + 1)
 
 
 def nearest_nics(devices: Sequence[DeviceInfo]) -> list[Nic | None]:
-    """For each of the devices of one host, the NIC that shares the most PCIe ancestors and the fewest other ranks.
+    """Return for each device of one host the NIC that shares most PCIe ancestors and is used by the fewest other ranks.
 
-    Not the slow ones beside fast ones, which are for management or storage.
+    Slow NICs beside fast NICs are left out, because they serve management or storage.
     """
     fastest = max((nic.gigabits or 0 for nic in devices[0].nics), default=0)
     nics = [nic for nic in devices[0].nics if (nic.gigabits or 0) * 2 >= fastest]
@@ -173,7 +175,7 @@ def nearest_nics(devices: Sequence[DeviceInfo]) -> list[Nic | None]:
 
 
 def shared(a: Sequence[str], b: Sequence[str]) -> int:
-    """Number of common ancestors, from the root on."""
+    """Return the number of common ancestors, counted from the root."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
@@ -183,7 +185,7 @@ def _nvlink(a: DeviceInfo, b: DeviceInfo) -> Link | None:
         return None
     ends = [link for mine in (_to(a, SWITCH), _to(b, SWITCH)) for link in mine[:1]]
     switched = len(ends) == 2
-    if not switched and a.host == b.host:  # one end is enough: a container may hide the address of the other
+    if not switched and a.host == b.host:  # one end is enough, because a container may hide the other's address
         ends = _to(a, *b.pcie[-1:]) + _to(b, *a.pcie[-1:])
     if not ends or (a.host != b.host and not switched):
         return None
@@ -200,12 +202,12 @@ def _to(device: DeviceInfo, *peers: str) -> list[NvLink]:
 
 SYS = Path("/sys")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-MOST_LINKS = 36  # of any GPU so far
-# the numbers by which NVML tells NVLink generations (1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0, 6.0), from its header
+MOST_LINKS = 36  # highest number of NVLinks of any GPU so far
+# NVML's numbers of the NVLink generations 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0 and 6.0, from its header.
 GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
 REMOTE_IS_SWITCH = 2
 FABRIC_READY = 3
-# why clocks are lower than they could be, by bit; from NVML's header
+# Reasons for reduced clocks, by bit; from NVML's header.
 THROTTLE_REASONS = {
     0x1: "idle",
     0x2: "clocks set by the user",
@@ -230,23 +232,23 @@ READINGS: dict[str, Query] = {
     "celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
     "throttled": lambda nvml, gpu: throttle_reasons(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)),
 }
-"""What changes while a GPU works, each with its unit: MHz, watts, degrees Celsius, names of reasons."""
+"""Readings that change while a GPU works, in MHz, watts, degrees Celsius or as names of throttle reasons."""
 
 
 class NoNvml(RuntimeError):
-    """NVML cannot tell; the message says why, and what to install."""
+    """NVML cannot be used. The message has the reason and what to install."""
 
 
 def library() -> Any:
-    """The `pynvml` module, initialised.
+    """Return the initialised `pynvml` module.
 
     Raises:
-        NoNvml: it is not installed, or finds no driver.
+        NoNvml: pynvml is not installed, or NVML found no driver.
     """
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        raise NoNvml("pynvml is not installed: pip install nvidia-ml-py") from None
+        raise NoNvml("pynvml is not installed; run pip install nvidia-ml-py") from None
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -255,10 +257,10 @@ def library() -> Any:
 
 
 def handle(device: torch.device) -> tuple[Any, Any]:
-    """(`pynvml`, NVML's handle of one of torch's devices), matched by UUID.
+    """Return `pynvml` and NVML's handle of a torch device, matched by UUID.
 
     Raises:
-        NoNvml: no NVML, not a GPU, or a GPU that NVML does not know.
+        NoNvml: NVML is missing, the device is not a GPU, or NVML does not know the GPU.
     """
     if device.type != "cuda":
         raise NoNvml(f"{device} is not a GPU")
@@ -271,29 +273,29 @@ def handle(device: torch.device) -> tuple[Any, Any]:
 
 
 def uuid_of(device: torch.device) -> str:
-    """The UUID of one of torch's devices, as NVML writes it."""
+    """Return the UUID of a torch device in NVML's format."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
 
 def driver_version() -> str:
-    """Of the NVIDIA driver.
+    """Return the version of the NVIDIA driver.
 
     Raises:
-        NoNvml: NVML cannot tell.
+        NoNvml: NVML cannot be used.
     """
     return _text(library().nvmlSystemGetDriverVersion())
 
 
 class Reader:
-    """Reads the clocks of one device: a call gives a dict of `READINGS`, without those that the device does not tell.
+    """Reads the clocks of one device. Each call returns a dict of those `READINGS` that the device supports.
 
-    The device is looked up once; a reading costs a few calls into the driver, and nothing without one.
+    The device is looked up once. A reading costs a few driver calls, or nothing without a driver.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.reason: str | None = None
-        """Why nothing can be read; None where it can."""
+        """Reason why nothing can be read, or None."""
         self._queries: dict[str, Query] = {}
         try:
             self._nvml, self._gpu = handle(device)
@@ -303,23 +305,23 @@ class Reader:
             self._queries = dict(READINGS)
 
     def __call__(self) -> dict[str, Any]:
-        """What the device tells now."""
+        """Return the current readings."""
         readings: dict[str, Any] = {}
         for name, query in [*self._queries.items()]:
             try:
                 readings[name] = query(self._nvml, self._gpu)
             except (self._nvml.NVMLError, AttributeError):
-                del self._queries[name]  # what a device does not support now, it does not support later
+                del self._queries[name]  # a device that does not support a reading never will
         return readings
 
 
 def throttle_reasons(bits: int) -> tuple[str, ...]:
-    """The names of NVML's reasons for clocks that are lower than they could be."""
+    """Return the names of NVML's throttle reasons in a bit mask."""
     return tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
 
 
 def device_info(device: torch.device, *, sys: Path = SYS) -> DeviceInfo:
-    """Where a device of this process sits, as far as NVML and /sys tell."""
+    """Return the known facts about a device of this process."""
     host, nics = host_name(), nics_of(sys)
     if device.type != "cuda":
         return DeviceInfo(host, nics=nics, unknown=f"{device} is not a GPU")
@@ -332,18 +334,18 @@ def device_info(device: torch.device, *, sys: Path = SYS) -> DeviceInfo:
         known["fabric"] = _query(nvml, lambda: _fabric(nvml, gpu))
         known["pcie_gigabytes"] = _query(nvml, lambda: _slot(nvml, gpu))
         known["pcie"] = pcie_path(sys / "bus/pci/devices" / bus) or (bus,)
-    except Exception as error:  # the driver's answers are not ours to trust: a ring runs without them
+    except Exception as error:  # any unexpected answer of the driver; a ring runs without these facts
         known["unknown"] = str(error) or type(error).__name__
     return DeviceInfo(host, nics=nics, **known)
 
 
 def host_name() -> str:
-    """This host's name and the start of its boot id: hosts that are all called localhost are not one."""
+    """Return the host's name with the start of its boot id, because several hosts may be called localhost."""
     return f"{platform.node()}/{_read(BOOT_ID)[:8]}"
 
 
 def pcie_path(device: Path) -> tuple[str, ...]:
-    """NUMA node, root complex, bridges and address of a PCI device of /sys; empty where it is none, or not there."""
+    """Return NUMA node, root complex, bridges and address of a PCI device in /sys; empty if there is no such device."""
     try:
         parts = device.resolve(strict=True).parts
     except OSError:
@@ -355,42 +357,42 @@ def pcie_path(device: Path) -> tuple[str, ...]:
     if len(path) < 2:
         return ()
     node = _read(Path(*parts[: root + len(path)]) / "numa_node")
-    # -1: the machine has one node, or does not tell; then nothing says that two devices are on different ones
+    # -1 means that the machine has one NUMA node or does not tell, so all devices count as being on the same node.
     return (f"numa{node if node.isdigit() else ''}", *path)
 
 
 def nics_of(sys: Path = SYS) -> tuple[Nic, ...]:
-    """The InfiniBand and RoCE adapters of this host, and the Ethernet interfaces that are none of those."""
+    """Return the InfiniBand and RoCE adapters of this host, and its other Ethernet interfaces."""
     nics = [
         Nic(entry.name, _infiniband_rate(entry), pcie_path(entry / "device"))
         for entry in _entries(sys / "class/infiniband")
     ]
-    taken = {nic.pcie for nic in nics if nic.pcie}
+    rdma_paths = {nic.pcie for nic in nics if nic.pcie}
     for entry in _entries(sys / "class/net"):
         path = pcie_path(entry / "device")
-        # loopback, bridges and tunnels have no device; what an RDMA adapter shows as an interface is that adapter
-        if not (entry / "device").exists() or (path and path in taken):
+        # Loopback, bridges and tunnels have no device. Interfaces of an RDMA adapter are in the list already.
+        if not (entry / "device").exists() or (path and path in rdma_paths):
             continue
-        speed = _read(entry / "speed")  # Mbit/s; -1, or an error, where the link is down or virtual
+        speed = _read(entry / "speed")  # Mbit/s; -1 or an error if the link is down or virtual
         nics.append(Nic(entry.name, int(speed) / 1e3 if speed.isdigit() and int(speed) else None, path))
     return tuple(nics)
 
 
 def _infiniband_rate(adapter: Path) -> float | None:
-    """Gbit/s of its ports together: ``400 Gb/sec (4X NDR)``."""
+    """Return the sum over the adapter's ports in Gbit/s. A port's file reads ``400 Gb/sec (4X NDR)``."""
     rates = [re.match(r"([\d.]+) Gb/sec", _read(port / "rate")) for port in _entries(adapter / "ports")]
     return sum(float(rate[1]) for rate in rates if rate) or None
 
 
 def _nvlinks(nvml: Any, gpu: Any) -> Iterator[NvLink]:
-    """The active links, counted by peer."""
+    """Yield the active links, counted by peer."""
     links: Counter[tuple[str, int | None]] = Counter()
     for number in range(MOST_LINKS):
         if not _query(nvml, lambda number=number: nvml.nvmlDeviceGetNvLinkState(gpu, number)):  # type: ignore[misc]
             continue
         peer = _query(nvml, lambda number=number: _peer(nvml, gpu, number))  # type: ignore[misc]
         if peer is None:
-            continue  # a link to nobody knows where joins nobody
+            continue  # a link without a known peer is of no use
         version = _query(nvml, lambda number=number: nvml.nvmlDeviceGetNvLinkVersion(gpu, number))  # type: ignore[misc]
         links[peer, None if version is None else GENERATIONS.get(version)] += 1
     for (peer, version), count in links.items():
@@ -405,7 +407,7 @@ def _peer(nvml: Any, gpu: Any, link: int) -> str:
 
 
 def _fabric(nvml: Any, gpu: Any) -> str | None:
-    """Cluster and clique of a GPU whose NVLink switches reach other hosts; None for one host's own."""
+    """Return cluster and clique of a GPU whose NVLink switches reach other hosts, else None."""
     info = nvml.c_nvmlGpuFabricInfoV_t()
     nvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
     cluster = bytes(info.clusterUuid)
@@ -415,20 +417,23 @@ def _fabric(nvml: Any, gpu: Any) -> str | None:
 
 
 def _slot(nvml: Any, gpu: Any) -> float | None:
-    """Nominal GB/s of its slot: the best generation, for idle links are slow ones, and the width that is connected."""
+    """Return the nominal GB/s of the GPU's slot.
+
+    Uses the highest generation, because idle links run at a lower one, and the connected width.
+    """
     lane = PCIE_LANE_GB_PER_S.get(nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu))
     return None if lane is None else lane * int(nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu))
 
 
 def _query(nvml: Any, ask: Callable[[], Any]) -> Any:
-    """What NVML tells; None where this device, driver or pynvml does not support the question."""
+    """Return NVML's answer, or None if the device, driver or pynvml does not support the question."""
     with contextlib.suppress(nvml.NVMLError, AttributeError):
         return ask()
     return None
 
 
 def _address(bus: str | bytes) -> str:
-    """A PCI address as /sys writes it: NVML's domain has eight digits, that of /sys four."""
+    """Return a PCI address in the format of /sys, whose domain has four digits and not NVML's eight."""
     domain, _, rest = _text(bus).lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and the order of the ring through them: data that schedules and transports read."""
+"""Nodes of the ranks and the order of the ring through them, as data for schedules and transports."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..checked import NODES
 from ..control import Control
 from .nvml import DeviceInfo, Link, Nic, device_info, link_between, nearest_nics, network
 
-EXACT = 8  # ranks of a node up to which all cycles are looked at
-PRINTED = 16  # nodes, rails and ranks of a line: what is longer is printed with its middle left out
+EXACT = 8  # largest number of ranks of a node for which all cycles are tried
+PRINTED = 16  # largest number of nodes, rails, or ranks per line that are printed without leaving out the middle
 
 
 class Edge(NamedTuple):
@@ -26,52 +26,52 @@ class Edge(NamedTuple):
     source: int
     destination: int
     level: int
-    """0 inside the nodes (or of a flat ring), 1 between them."""
+    """0 inside the nodes and for a flat ring, 1 between the nodes."""
     link: Link
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of a group, node by node, in ring order.
+    """Ranks of a group, node by node, in ring order.
 
-    The index of a rank inside its node is its rail: ranks of one rail talk over the same NIC of their nodes.
+    A rank's index in its node is its rail. The ranks of a rail communicate over the same NIC of their nodes.
 
     Raises:
-        ValueError: a rank that is missing or there twice, or an empty node.
+        ValueError: a rank is missing or occurs twice, or a node is empty.
     """
 
     nodes: tuple[tuple[int, ...], ...]
     devices: tuple[DeviceInfo, ...] = field(default=(), compare=False, repr=False)
-    """The device of each rank, by rank; empty where that is not known. Two topologies of the same order are equal."""
+    """Device of each rank, or empty if unknown. Topologies of the same order are equal, whatever their devices."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", NODES.of("nodes", self.nodes))
         if not isinstance(self.devices, tuple) or not all(isinstance(device, DeviceInfo) for device in self.devices):
             raise ValueError(
-                f"devices is {shown(self.devices)}: it must be a tuple with the DeviceInfo of every rank, or empty"
+                f"devices is {shown(self.devices)}; it must be a tuple with the DeviceInfo of every rank, or empty"
             )
         if self.devices and len(self.devices) != self.world:
-            raise ValueError(f"devices has {len(self.devices)} entries for {self.world} ranks: it takes one for each")
+            raise ValueError(f"devices has {len(self.devices)} entries for {self.world} ranks; it must have one each")
 
     @classmethod
     def flat(cls, world: int) -> Topology:
-        """One node, ring in rank order."""
+        """Return a single node with the ring in rank order."""
         world = RANKS.of("world", world)
         return cls((tuple(range(world)),))
 
     @classmethod
     def grid(cls, nodes: int, per_node: int) -> Topology:
-        """``nodes`` of ``per_node`` ranks each, numbered node by node."""
+        """Return ``nodes`` nodes of ``per_node`` ranks each, numbered node by node."""
         nodes, per_node = RANKS.of("nodes", nodes), RANKS.of("per_node", per_node)
         return cls(tuple(tuple(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: the nodes and the devices, from which the edges follow."""
+        """Return the nodes and devices as plain data; the edges follow from them."""
         return {"nodes": [list(node) for node in self.nodes], "devices": [device.to_json() for device in self.devices]}
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """All ranks in ring order."""
+        """Ranks in ring order."""
         return tuple(rank for node in self.nodes for rank in node)
 
     @property
@@ -81,19 +81,21 @@ class Topology:
 
     @property
     def two_level(self) -> bool:
-        """Whether a ring inside each node and one between the nodes can be built: several nodes of one size above 1."""
+        """True if a two-level ring is possible: several nodes of equal size above 1."""
         sizes = {len(node) for node in self.nodes}
         return len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
 
     @cached_property
     def nics(self) -> tuple[Nic | None, ...]:
-        """By rank, the NIC that a rank's messages to other nodes should leave by."""
+        """NIC of each rank for messages to other nodes."""
         return _nics(self.devices) if self.devices else (None,) * self.world
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Every (rank, next rank) of the ring with what joins them: of a two-level ring the cycle of each node, then
-        the cycle of each rail; of a flat one the cycle through all ranks."""
+        """Pairs (rank, next rank) of the ring with their link.
+
+        A two-level ring has the cycle of each node first and then the cycle of each rail. A flat ring has one cycle.
+        """
         if not self.two_level:
             return tuple(self._edge(a, b, 0) for a, b in _around(self.order))
         inside = [self._edge(a, b, 0) for node in self.nodes for a, b in _around(node)]
@@ -101,12 +103,12 @@ class Topology:
         return (*inside, *(self._edge(a, b, 1) for rail in rails for a, b in _around(rail)))
 
     def slowest(self, level: int) -> Edge | None:
-        """The edge of a level with the least bandwidth to expect; None where none is known."""
+        """Return the edge of a level with the lowest expected bandwidth, or None if no bandwidth is known."""
         known = [edge for edge in self.edges if edge.level == level and edge.link.gigabytes_per_second is not None]
         return min(known, key=lambda edge: edge.link.gigabytes_per_second or 0.0, default=None)
 
     def describe(self) -> str:
-        """The ring's order with the bandwidth expected on every edge, and the rails, as text."""
+        """Return the ring's order, the expected bandwidth of every edge and the rails as text."""
         return "\n".join(_description(self))
 
     def _edge(self, source: int, destination: int, level: int) -> Edge:
@@ -119,29 +121,30 @@ class Topology:
 
     @cached_property
     def _sharers(self) -> tuple[int, ...]:
-        """By rank: how many ranks of its host use its NIC. On a two-level ring all of them do at once."""
+        """Number of ranks that share each rank's NIC. On a two-level ring they all send at once."""
         used = [(device.host, nic) for device, nic in zip(self.devices, self.nics, strict=True)]
         counts = Counter(used)
         return tuple(counts[nic] for nic in used)
 
 
 def ring_topology(devices: Sequence[DeviceInfo]) -> Topology:
-    """The ring through ranks at ``devices`` (by rank): fast links first, as few slow ones as possible.
+    """Return the ring through ranks on ``devices`` (by rank) that uses as few slow links as possible.
 
-    A node is a host, or an NVLink fabric of several. Inside it the cycle has the fewest links of the worst kind, then
-    of the second worst, and so on (NVLink before PCIe, the most links first, then the fewest PCIe ancestors away),
-    found among all cycles of up to 8 ranks; of more, the next rank is the one with the best link to the last. Of
-    equals, in the order of PCIe. Nodes follow in the order of their lowest ranks, which is how schedulers number
-    neighbours. Where the links leave a choice, the other nodes are turned so that the same rail leaves every node by
-    the NIC of the same name.
+    A node is a host, or an NVLink fabric of several hosts. Inside a node the cycle minimises the number of links of the
+    worst kind, then of the second worst, and so on. NVLink is better than PCIe, then more links are better, then more
+    common PCIe ancestors. Up to 8 ranks all cycles are tried. With more ranks, the next rank is always the rank with
+    the best link to the last one. Ties follow the order of PCIe.
 
-    Pure: ranks that pass the same devices get the same topology.
+    Nodes follow in the order of their lowest ranks, because schedulers number neighbours that way. If the links leave a
+    choice, the cycles of later nodes are rotated so that each rail uses NICs of the same name.
+
+    The function is pure: ranks that pass equal devices get equal topologies.
 
     Raises:
-        ValueError: no devices.
+        ValueError: ``devices`` is empty.
     """
     if not devices:
-        raise ValueError("devices is empty: it takes the device of every rank")
+        raise ValueError("devices is empty; it must have the device of every rank")
     domains: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
         domains.setdefault(device.domain, []).append(rank)
@@ -154,16 +157,16 @@ def ring_topology(devices: Sequence[DeviceInfo]) -> Topology:
 
 
 def discover(control: Control, device: torch.device) -> Topology:
-    """The ring through all ranks, which every rank asks for together; rank 0 knows the devices, too.
+    """Return the ring through all ranks. All ranks call it together; only rank 0's result has the devices.
 
-    It decides, and the others hear of the order alone: their devices are a megabyte at 1,024 ranks.
+    Rank 0 decides and sends only the order, because the devices of 1,024 ranks are a megabyte.
     """
     devices: list[DeviceInfo] = []
 
     def ordered(gathered: list[object]) -> tuple[list[int], list[int]]:
         devices.extend(DeviceInfo.from_json(device) for device in gathered)  # type: ignore[arg-type]
         ring = ring_topology(devices)
-        # as steps, which are much the same: at 1,024 ranks a tenth of the bytes, deflated
+        # Send differences, which compress to a tenth of the bytes at 1,024 ranks because they are mostly equal.
         return [len(node) for node in ring.nodes], [b - a for a, b in pairwise((0, *ring.order))]
 
     steps: Any = control.merged(device_info(device).to_json(), ordered, what="the devices of the ranks")
@@ -174,7 +177,7 @@ def discover(control: Control, device: torch.device) -> Topology:
 def _node(
     devices: Sequence[DeviceInfo], ranks: Sequence[int], nics: Sequence[Nic | None], pattern: Sequence[str | None]
 ) -> tuple[int, ...]:
-    """The order of one node; ``pattern`` names the NICs of the first node's rails."""
+    """Return the order of one node; ``pattern`` has the NIC names of the first node's rails."""
     rails = {name: rail for rail, name in reversed([*enumerate(pattern)])}
     first = {devices[rank].host: rank for rank in reversed(ranks)}
 
@@ -182,21 +185,21 @@ def _node(
         device, rail = devices[rank], rails.get(_name(nics[rank]), len(pattern))
         return rail, first[device.host], device.pcie, -1 if device.index is None else device.index, rank
 
-    held = sorted(ranks, key=natural)
-    links = [[link_between(devices[a], devices[b]).rank if a != b else None for b in held] for a in held]
+    in_order = sorted(ranks, key=natural)
+    links = [[link_between(devices[a], devices[b]).rank if a != b else None for b in in_order] for a in in_order]
     kinds = {kind: number for number, kind in enumerate(sorted({kind for row in links for kind in row if kind}))}
-    order = [held[at] for at in _cycle(tuple(tuple(kinds[kind] if kind else 0 for kind in row) for row in links))]
+    order = [in_order[at] for at in _cycle(tuple(tuple(kinds[kind] if kind else 0 for kind in row) for row in links))]
     if len(pattern) != len(order):
         return tuple(order)
-    # The same cycle from every start. Backwards is not tried: ties go to the direction of the rails.
-    turned = [(*order[start:], *order[:start]) for start in range(len(order))]
+    # Try the same cycle from every start. The reverse direction is not tried, because ties follow the rails' direction.
+    rotations = [(*order[start:], *order[:start]) for start in range(len(order))]
     names = [_name(nic) for nic in nics]
-    return max(turned, key=lambda cycle: sum(names[a] == name for a, name in zip(cycle, pattern, strict=True)))
+    return max(rotations, key=lambda cycle: sum(names[a] == name for a, name in zip(cycle, pattern, strict=True)))
 
 
-@lru_cache(maxsize=64)  # the nodes of a cluster are alike
+@lru_cache(maxsize=64)  # most nodes of a cluster have the same links
 def _cycle(grades: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """A cycle from 0 through everyone, by how bad each link is; of equals the one nearest to 0, 1, 2, …"""
+    """Return the best cycle from 0 through all ranks. Higher grades are worse, and ties prefer rank order."""
     count = len(grades)
     if count < 4 or len({grades[a][b] for a, b in combinations(range(count), 2)}) == 1:
         return tuple(range(count))
@@ -205,10 +208,10 @@ def _cycle(grades: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
             ((0, *rest) for rest in permutations(range(1, count))),
             key=lambda order: sorted((grades[a][b] for a, b in _around(order)), reverse=True),
         )
-    order, left = [0], [*range(1, count)]
-    while left:
-        order.append(min(left, key=lambda one: grades[order[-1]][one]))
-        left.remove(order[-1])
+    order, remaining = [0], [*range(1, count)]
+    while remaining:
+        order.append(min(remaining, key=lambda rank: grades[order[-1]][rank]))
+        remaining.remove(order[-1])
     return tuple(order)
 
 
@@ -227,7 +230,7 @@ def _name(nic: Nic | None) -> str | None:
 
 
 def _around(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """(rank, next rank) all around; none for one rank alone."""
+    """Return all pairs (rank, next rank) of the cycle; none for a single rank."""
     return [*zip(ranks, (*ranks[1:], ranks[0]), strict=True)] if len(ranks) > 1 else []
 
 
@@ -258,7 +261,7 @@ def _host(ring: Topology, node: Sequence[int]) -> str:
 
 
 def _walk(ranks: Sequence[int], level: int, links: Mapping[tuple[int, int, int], Link]) -> str:
-    """``0 -380-> 1 -380-> 0``, and what the links are."""
+    """Return ``0 -380-> 1 -380-> 0``, followed by the kinds of links."""
     around = _around(ranks)
     steps = _abridged([f"-{_rate(links[a, b, level])}-> {b}" for a, b in around])
     kinds = _abridged([*dict.fromkeys(links[a, b, level].text for a, b in around)], most=4)
@@ -270,5 +273,5 @@ def _rate(link: Link) -> str:
 
 
 def _abridged(items: list[str], most: int = PRINTED) -> list[str]:
-    """The items; where there are many, an ellipsis in place of their middle."""
+    """Return the items, with an ellipsis in place of the middle of a long list."""
     return items if len(items) <= most else [*items[: most - 4], "…", *items[-3:]]

@@ -1,4 +1,4 @@
-"""Choose the transports that every rank of a group can open, and open them."""
+"""Selection of the transports that every rank of a group can open, and their opening."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..world import LocalGroup
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN = "no transport of that name is registered"
-BY_NAME = "it is taken by name alone: `ringattn tune --ring` measures whether it is faster here"
+UNKNOWN = "no transport with that name is registered"
+BY_NAME = "it is only used when requested by name; `ringattn tune --ring` measures whether it is faster here"
 
 
 class Request(NamedTuple):
-    """What one rank asks for, and why this rank cannot use each transport that comes into question."""
+    """A rank's request, and why this rank cannot use each candidate transport."""
 
     transport: str
     device: str
@@ -41,7 +41,7 @@ class Request(NamedTuple):
 def request_of(
     group: Group, transport: str | TransportFactory, device: torch.device, topology: object, limits: Limits, levels: int
 ) -> Request:
-    """Return what this rank brings to the choice."""
+    """Return this rank's request for the selection."""
     served = [entry for entry in transports() if entry.serves(group, device)]
     entries = served
     if transport != AUTO:
@@ -54,18 +54,18 @@ def request_of(
         if transport == AUTO and entry.preference < 0:
             problems[entry.name] = problems[entry.name] or BY_NAME
         if group.size() == 1 and problems[entry.name] is None:
-            break  # nobody else has a say, and looking for a library may import it
+            break  # a single rank needs no further candidate, and checking one may import a library
     return Request(label(transport), device.type, brief(topology), repr(limits), problems)
 
 
 def choose(control: Control, request: Request, levels: int) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return the transports that every rank could open, the best first, and why each other one is passed over.
+    """Return the transports that every rank can open, the best first, and the reasons against each other transport.
 
-    Each choice has one name per level. The same on every rank.
+    Each choice has one name per level. All ranks get the same result.
 
     Raises:
-        ValueError: on every rank: some rank cannot open what was asked for, or there is nothing that all can.
-        TransportError: on every rank: they do not ask for the same.
+        ValueError: on every rank, if some rank cannot open the requested transport, or no transport works on all ranks.
+        TransportError: on every rank, if the requests differ.
     """
     merge = partial(_chosen, levels=levels, names=control.names)
     choice: Any = control.merged(tuple(request), merge, what="the choice of a transport")
@@ -76,7 +76,7 @@ def choose(control: Control, request: Request, levels: int) -> tuple[list[tuple[
 
 
 def _chosen(values_of_ranks: list[Any], levels: int, names: Sequence[int]) -> tuple[str, object, list[str]]:
-    """Return the kind of error and its text, or "" and what `choose` returns."""
+    """Merge the requests; return the type of error and its text, or "" and the result of `choose`."""
     requests = [Request(*values) for values in values_of_ranks]
     for field in ("transport", "device", "topology", "limits"):
         values = [getattr(request, field) for request in requests]
@@ -94,14 +94,14 @@ def _chosen(values_of_ranks: list[Any], levels: int, names: Sequence[int]) -> tu
         else:
             passed_over.append(f"{name}: {problem}")
     if not choices:
-        return "ValueError", f'transport "auto" finds none that works: {"; ".join(passed_over)}', []
+        return "ValueError", f'transport "auto" found no transport that works: {"; ".join(passed_over)}', []
     return "", choices, passed_over
 
 
 def _per_level(
     name: str, requests: Sequence[Request], levels: int, names: Sequence[int]
 ) -> tuple[tuple[str, ...], str | None]:
-    """Return the names for all levels, and why some rank cannot have them."""
+    """Return the transport names of all levels, and why some rank cannot use them or None."""
     problem = _first_problem(name, requests, names)
     within_nodes = [entry.name for entry in transports() if not entry.across_nodes]
     if problem or levels == 1 or name not in within_nodes:
@@ -112,7 +112,7 @@ def _per_level(
         if problem is None:
             return (name, other), None
     problems = "; ".join(f"{other}: {problem}" for other, problem in others.items())
-    return (name, ""), f"there is nothing for the level between the nodes ({problems})"
+    return (name, ""), f"no transport works between the nodes ({problems})"
 
 
 def _first_problem(name: str, requests: Sequence[Request], names: Sequence[int]) -> str | None:
@@ -121,7 +121,7 @@ def _first_problem(name: str, requests: Sequence[Request], names: Sequence[int])
 
 
 def open_transport(group: GroupLike = None, **opening: Any) -> Transport:
-    """Open the one transport of a flat ring; see `open_transports`, whose `topology` gives the order here."""
+    """Open the transport of a flat ring. See `open_transports`; `topology` only sets the order here."""
     (opened,) = open_transports(group, **opening, flat=True)
     return opened
 
@@ -136,28 +136,29 @@ def open_transports(
     control: Control | None = None,
     flat: bool = False,
 ) -> tuple[Transport, ...]:
-    """Open the transports between the ranks of a group for tensors of one device; every rank calls it together.
+    """Open the transports between the ranks of a group, for tensors on one device. All ranks call it together.
 
-    One for a flat ring. Where `topology` makes two levels, and the ring is not to be `flat`, one for the rings inside
-    the nodes and one for the rings between them. If the transport connects ranks of one node only, the level between
-    the nodes takes the most preferred one that reaches further. Without a topology the ring goes by rank.
+    A flat ring has one transport. If `topology` has two levels and `flat` is False, one transport serves the rings
+    inside the nodes and another serves the rings between them. If the selected transport only works inside a node, the
+    most preferred transport that reaches further connects the nodes. Without a topology the ring follows the rank
+    order.
 
-    "auto" takes the most preferred transport of the registry that all ranks can use and whose warm-up passed: `local`
-    for a `LocalWorld` member or one device alone; for CUDA tensors `nccl` or `process_group`; for CPU
-    tensors `process_group`. It logs what it took and why; `reason` of a transport says the same. Both directions of
-    every ring edge are checked with patterned bytes before it returns.
+    "auto" selects the most preferred registered transport that all ranks can use and whose warm-up succeeds. This is
+    `local` for a `LocalWorld` member or a single device, `nccl` or `process_group` for CUDA tensors, and
+    `process_group` for CPU tensors. The selection and its reason are logged and stored in `reason` of the transport.
+    Both directions of every ring edge are verified with known bytes.
 
-    Through `control` the ranks agree, and no wait of opening is longer than its patience; None: the group's own.
+    The ranks agree through `control`; None uses the group's own. No wait lasts longer than its patience.
 
     Raises:
-        ValueError: an unknown name, or a transport that this group or device cannot use, or limits that the transport
-            cannot keep; nothing has been sent.
-        TransportError: the ranks disagree on what to open, or a rank could not open it, or no warm-up passed.
+        ValueError: the name is unknown, the transport cannot be used with this group or device, or it does not support
+            the limits. Nothing was sent.
+        TransportError: the ranks' requests differ, a rank could not open the transport, or no warm-up succeeded.
     """
     TRANSPORT.of("transport", transport)
     device = torch.device(DEVICE.of("device", device))
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device}, and torch sees no CUDA device here")
+        raise ValueError(f"device is {device} and torch sees no CUDA device")
     members = resolve_group(group)
     if isinstance(members, LocalGroup):
         members.check_thread()
@@ -168,30 +169,30 @@ def open_transports(
     request = request_of(members, transport, device, topology, limits, len(levels))
     choices, passed_over = choose(control, request, len(levels))
     for names in choices:
-        called = " and ".join(dict.fromkeys(names))
-        chosen = f"auto takes {called}" if transport == AUTO else f"{called} as asked for"
+        joined_names = " and ".join(dict.fromkeys(names))
+        reason = f"auto selected {joined_names}" if transport == AUTO else f"{joined_names} as requested"
         entries = [find_transport(transport if callable(transport) else name) for name in names]
         try:
             opened = _open(entries, levels, members, device, limits, control)
         except TransportError as error:
             if transport != AUTO:
                 raise
-            logger.info('rank %d: transport "auto" passes over %s: %s', members.rank(), called, error)
-            passed_over.append(f"{called}: {error}")
+            logger.info('rank %d: transport "auto" skips %s: %s', members.rank(), joined_names, error)
+            passed_over.append(f"{joined_names}: {error}")
             continue
-        for one in opened:
-            one.reason = "; not ".join([chosen, *passed_over])
+        for opened_transport in opened:
+            opened_transport.reason = "; not ".join([reason, *passed_over])
         logger.info("rank %d of %d, tensors on %s: %s", members.rank(), members.size(), device, opened[0].reason)
         return opened
-    raise TransportError(f'transport "auto" finds none that works: {"; ".join(passed_over)}')
+    raise TransportError(f'transport "auto" found no transport that works: {"; ".join(passed_over)}')
 
 
 class _Level(NamedTuple):
-    """One level of a ring, as one rank sees it."""
+    """One level of a ring, as seen by one rank."""
 
-    members: tuple[int, ...]  # of the communicator that this rank is in
-    edges: list[Edge]  # of all ranks
-    nodes: tuple[tuple[int, ...], ...] = ()  # of a ring some of whose edges leave a node, and some do not
+    members: tuple[int, ...]  # ranks of this rank's communicator
+    edges: list[Edge]  # edges of all ranks
+    nodes: tuple[tuple[int, ...], ...] = ()  # set if some edges of the ring leave a node and some do not
 
 
 def _levels(rank: int, topology: Topology, *, flat: bool = False) -> list[_Level]:
@@ -212,12 +213,12 @@ def _open(
     limits: Limits,
     control: Control,
 ) -> tuple[Transport, ...]:
-    """Open and warm up all levels; raise a `TransportError` on every rank if that failed on any."""
-    # Keys of its own: what ranks that gave up early say must not be heard where the others still are.
+    """Open and warm up all levels. Raise a `TransportError` on every rank if any rank failed."""
+    # Use separate keys, so that ranks that gave up early do not disturb an exchange of the other ranks.
     inner = control.fresh_scope(entries[0].name)
-    # Half: who waits for what the others say of a warm-up has had one of its own.
+    # Use half of the patience, because a rank waits for the result of the others' warm-up after its own.
     timeout = min(WARM_UP_SECONDS, control.patience / 2)
-    # A factory may wait for a rank whose factory has raised.
+    # A factory may be waiting for a rank whose factory has raised; this check ends that wait.
     inner.stop = partial(_failure, inner, Looks())
     opened: list[Transport] = []
 
@@ -229,7 +230,7 @@ def _open(
             missing = [attribute for attribute in TRANSPORT_ATTRIBUTES if not hasattr(opened[-1], attribute)]
             if missing:
                 name = label(entry.open)
-                raise TypeError(f"{name} returned {shown(opened[-1])}, no Transport: it has no {', '.join(missing)}")
+                raise TypeError(f"{name} returned {shown(opened[-1])}, which lacks {', '.join(missing)} of a Transport")
             if entry in transports():
                 opened[-1].name = entry.name
 
@@ -254,13 +255,13 @@ def _failure(control: Control, looks: Looks) -> str | None:
 
 
 def _on_every_rank(step: Callable[[], None], control: Control, inner: Control, what: str) -> None:
-    """Take one step of opening; raise a `TransportError` on every rank if it failed on any."""
+    """Run one step of opening. Raise a `TransportError` on every rank if the step failed on any rank."""
     problem = None
     try:
         step()
     except TransportError as error:
         problem = str(error)
-    except Exception as error:  # the others must hear of it all the same
+    except Exception as error:  # any error must reach the other ranks
         problem = f"rank {control.names[control.rank]}: {type(error).__name__}: {error}"
     if problem:
         inner.publish("failure", problem)

@@ -1,4 +1,4 @@
-"""Where a transport's copies are enqueued: at once on the host, or on a high-priority CUDA stream of their own."""
+"""Places where copies of a transport run: at once on the host, or on a separate high-priority CUDA stream."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ import torch
 from ..cuda_threads import HIGH_PRIORITY, new_stream, on_device
 from ..transport import DONE, Fence
 
-# Of every record in this process: on one stream, a larger number is a later point, as both are taken under the lock.
+# Numbers all recorded events of the process. On one stream a larger number is a later point, because recording and
+# numbering happen under one lock.
 _numbers = itertools.count()
 _recording = threading.Lock()
 
 POLL_SECONDS = 0.001
 
-# (who waits, for whom) -> the number of the latest point that was waited for. torch's own streams live as long as the
-# process; a foreign one that is destroyed under a running transfer, and its handle given to another, would be mistaken.
+# (waiting stream, recorded stream) -> number of the latest point waited for. The entries assume that streams live as
+# long as the process, as torch's do. A foreign stream whose handle is reused during a transfer would be confused.
 Passed = dict[tuple[torch.cuda.Stream, torch.cuda.Stream], int]
 
 
 class StreamOrdered:
-    """A fence that can hold back any stream, without touching the current one. No ABC: every post asks who is one."""
+    """A fence that can order any stream, not only the current one. No ABC, because isinstance must be fast."""
 
     def order(self, stream: torch.cuda.Stream) -> None:
-        """Let what is enqueued on `stream` from now on run after this point."""
+        """Order later work on `stream` after this point."""
         raise NotImplementedError
 
 
 class StreamFence(StreamOrdered):
-    """A recorded CUDA event, and the tensors that must stay allocated until the compute stream has waited for it."""
+    """A recorded CUDA event, with the tensors that must stay allocated until the compute stream has waited for it."""
 
     def __init__(
         self, stream: torch.cuda.Stream, device: torch.device, passed: Passed, keep: Sequence[torch.Tensor] = ()
@@ -47,19 +48,19 @@ class StreamFence(StreamOrdered):
         self._keep = tuple(keep)
 
     def wait(self) -> None:
-        """Order the current stream behind this point."""
+        """Order the current stream after this point."""
         self.order(torch.cuda.current_stream(self._device))
-        # Memory that is freed from here on is reused in the order of the stream that has just been held back.
+        # Memory freed from here on is reused in the order of the current stream, which now runs after this point.
         self._keep = ()
 
     def take_over(self, earlier: StreamFence) -> None:
-        """Hold what an earlier point of the same stream holds, in its place."""
+        """Hold the tensors of an earlier point of the same stream, so that the earlier fence can go."""
         self._keep, earlier._keep = (*self._keep, *earlier._keep), ()
 
     def order(self, stream: torch.cuda.Stream) -> None:
-        """Order `stream` behind this point; the tensors stay held, for the stream that owns them has not waited.
+        """Order `stream` after this point. The tensors stay held, because the stream that owns them has not waited.
 
-        What its own order implies, or an earlier wait of it for the same stream, is not waited for again.
+        Skips the wait if the stream's own order or an earlier wait already implies it.
         """
         waits = (stream, self._stream)
         if stream != self._stream and self._passed.get(waits, -1) < self._number:
@@ -67,13 +68,17 @@ class StreamFence(StreamOrdered):
             self._passed[waits] = self._number
 
     def done(self) -> bool:
-        """Whether the device has passed this point; RuntimeError where the device has failed."""
+        """Return True if the device has passed this point.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
         with on_device(self._device):
             return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 def passed(fence: StreamFence | None, seconds: float) -> bool:
-    """Whether the device has passed a point, after at most so many seconds; one that has failed never does."""
+    """Wait at most `seconds` for a point, and return True if the device passed it. A failed device gives False."""
     deadline = time.monotonic() + seconds
     try:
         while fence is not None and not fence.done():
@@ -86,10 +91,9 @@ def passed(fence: StreamFence | None, seconds: float) -> bool:
 
 
 class HostLane:
-    """CPU tensors: compute and copies are over when their call returns, so every point is past when it is made."""
+    """Lane for CPU tensors, where compute and copies are over when their call returns."""
 
     def mark(self) -> Fence:
-        """The point that compute has reached."""
         return DONE
 
     def follow(self, fences: Sequence[Fence]) -> None:
@@ -98,16 +102,14 @@ class HostLane:
             fence.wait()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy at once."""
         destination.copy_(source)
 
     def point(self, keep: Sequence[torch.Tensor] = ()) -> Fence:
-        """The point that this lane has reached."""
         return DONE
 
 
 class StreamLane:
-    """One high-priority CUDA stream: transfers run there in program order, beside compute."""
+    """One high-priority CUDA stream that runs transfers in program order beside compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -115,24 +117,23 @@ class StreamLane:
         self._passed: Passed = {}
 
     def mark(self) -> StreamFence:
-        """The point that compute has reached on the current stream."""
+        """Return a fence for the compute enqueued so far on the current stream."""
         return StreamFence(torch.cuda.current_stream(self._device), self._device, self._passed)
 
     def follow(self, fences: Sequence[Fence]) -> None:
-        """Let transfers enqueued from now on run after every fence; the compute stream goes on."""
+        """Order later transfers after every fence. The compute stream does not wait."""
         for fence in fences:
             if isinstance(fence, StreamOrdered):
                 fence.order(self.stream)
             else:
-                fence.wait()  # a point of the host: over once this returns
+                fence.wait()  # a host fence is over once this returns
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue a copy on the transfer stream."""
         with torch.cuda.stream(self.stream):
             destination.copy_(source, non_blocking=True)
 
     def point(self, keep: Sequence[torch.Tensor] = ()) -> StreamFence:
-        """The point that the transfers enqueued so far will reach."""
+        """Return a fence for the transfers enqueued so far."""
         return StreamFence(self.stream, self._device, self._passed, keep)
 
 

@@ -1,4 +1,4 @@
-"""Copies between the virtual ranks of one process."""
+"""Transport between the virtual ranks of one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .lanes import HostLane, Lane, StreamLane, StreamOrdered
 
 
 class _LocalFence(StreamOrdered):
-    """The receives of a post are over, and every receiver has copied what the post sent."""
+    """Fence of a post: its receives are over, and every receiver has copied the sent tensors."""
 
     def __init__(
         self, hub: Hub, channel: int, arrived: Fence, sent: Sequence[tuple[Parcel, int, str]], patience: float
@@ -38,34 +38,34 @@ class _LocalFence(StreamOrdered):
         self._sent = sent
 
     def wait(self) -> None:
-        """Hold back the current stream; on the CPU, block."""
+        """Order the current stream after the post; on the CPU, block."""
         for fence in self._parts():
             fence.wait()
 
     def order(self, stream: torch.cuda.Stream) -> None:
-        """Hold back `stream`."""
+        """Order `stream` after the post."""
         for fence in self._parts():
             if isinstance(fence, StreamOrdered):
                 fence.order(stream)
 
     def done(self) -> bool:
-        """See `Fence.done`."""
+        """Return True if the post is over or failed; see `Fence.done`."""
         if self._hub.failure is not None or self._hub.stopped(self._channel) is not None:
             return True
         taken = [parcel.taken for parcel, _, _ in self._sent]
         return all(fence is not None and fence.done() for fence in taken) and self._arrived.done()
 
     def _parts(self) -> Iterator[Fence]:
-        # Receivers first: waiting for `arrived` lets go of the tensors that they read.
+        # Wait for the receivers first, because waiting for `arrived` releases the tensors that they read.
         for parcel, peer, what in self._sent:
             yield self._hub.taken(parcel, peer, what, self._channel, self._patience)
         yield self._arrived
 
 
 class LocalTransport(TransportBase):
-    """Copies between the virtual ranks of one process, each on its receiver's own transfer stream.
+    """Copies between the virtual ranks of one process, each on the receiver's own transfer stream.
 
-    `patience` bounds, in seconds, every wait for another rank; None: as long as the world waits.
+    `patience` is the longest wait for another rank, in seconds; None is the world's timeout.
     """
 
     name = "local"
@@ -81,18 +81,17 @@ class LocalTransport(TransportBase):
         self._channel = next(group.channels)
 
     def mark(self) -> Fence:
-        """The point that compute has reached."""
         return self._lane.mark()
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
-        """See `Transport.post`. Blocks until every peer has posted the sends that match `receives`.
+        """Send and receive, blocking until every peer has posted the sends that match `receives`. See `Transport.post`.
 
-        No deadlock: sends are published before anything is waited for, and all ranks post in one global order.
+        There is no deadlock: sends are published before any wait, and all ranks post in the same global order.
         """
         self._check()
         check_messages(self, self._device, sends, receives)
         self._lane.follow(after)
-        ready = self._lane.point()  # what the sends hold is final here: the receivers' copies run after it
+        ready = self._lane.point()  # the sent tensors are final here, and the receivers copy after this point
         sent = [self._publish(message, ready) for message in sends]
         for message in receives:
             self._receive(message)
@@ -100,7 +99,7 @@ class LocalTransport(TransportBase):
         return _LocalFence(self._hub, self._channel, arrived, sent, self._patience)
 
     def gather(self, value: object) -> list[object]:
-        """See `Transport.gather`. Values are encoded here too: ranks share nothing that processes could not."""
+        """Gather encoded values, so that the result is the same as between processes. See `Transport.gather`."""
         self._check()
         data = encoded(value)
         for peer in range(self.size):
@@ -108,11 +107,11 @@ class LocalTransport(TransportBase):
         return [decoded(self._take("value", peer), f"what rank {peer} gathers") for peer in range(self.size)]
 
     def abort(self, reason: str) -> None:
-        """See `Transport.abort`. Every rank's end of this transport is aborted, as nothing arrives there any more."""
+        """Abort this transport on every rank, because nothing can arrive any more. See `Transport.abort`."""
         self._hub.stop(self._channel, str(self._aborted_error(reason)))
 
     def close(self) -> None:
-        """Stop. The world goes on."""
+        """Close this transport. The world stays usable."""
         self._open = False
 
     def _check(self) -> None:
@@ -137,7 +136,7 @@ class LocalTransport(TransportBase):
                 f"rank {self.names[self.rank]} expects {destination.numel()} bytes from rank "
                 f"{self.names[message.peer]}, which sent {parcel.tensor.numel()}"
             )
-        self._lane.follow([parcel.ready])  # the sender's compute, and what it had to wait for
+        self._lane.follow([parcel.ready])  # the sender's compute and the fences in its `after`
         self._lane.copy(destination, parcel.tensor)
         self._hub.settle(parcel, self._lane.point())
 
@@ -148,7 +147,7 @@ class LocalTransport(TransportBase):
 
 
 def _open(group: Group, device: torch.device, *, control: Control, **_: Any) -> LocalTransport:
-    members = group if isinstance(group, LocalGroup) else single_rank()  # of a process group of one rank
+    members = group if isinstance(group, LocalGroup) else single_rank()  # the else case is a process group of one rank
     opened = LocalTransport(members, device, patience=control.patience)
     opened.names = control.names
     return opened

@@ -1,4 +1,4 @@
-"""Transfers through any backend of torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors."""
+"""Transport through any backend of torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ from ..transport import (
 from ..world import LocalGroup
 from .lanes import StreamLane
 
-# Backends of torch.distributed that read memory from the host: they cannot take CUDA tensors in stream order.
+# Backends of torch.distributed that read memory from the host, so they cannot send CUDA tensors in stream order.
 HOST_BACKENDS = ("gloo", "mpi")
 
-# zero would mean the group's own timeout
+# Zero would mean the group's own timeout.
 AT_ONCE = timedelta(milliseconds=1)
 
-# what the end of a process grants a transfer that nothing interrupts
+# Time that the exit of the process allows a transfer that cannot be interrupted.
 FAREWELL_SECONDS = 1.0
 
 Work = Callable[[], None]
-"""Blocks until its transfers are over; raises where they failed."""
+"""Function that blocks until its transfers are over and raises if they failed."""
 
 
 class HostFence:
-    """Transfers that a `HostStream` runs; `wait` blocks until they are over."""
+    """Fence of transfers that a `HostStream` runs; `wait` blocks until they are over."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
         self._problem: str | None = None
         self.over_at = 0.0
-        """When the transfers were over, by `time.perf_counter`; 0 until then."""
+        """Time by `time.perf_counter` when the transfers were over; 0 until then."""
 
     def wait(self) -> None:
-        """Block until every transfer is over; `TransportError` where one failed or was aborted."""
+        """Block until every transfer is over, and raise `TransportError` if any failed or was aborted."""
         self._over.wait()
         if self._problem is not None:
             raise TransportError(self._problem)
 
     def done(self) -> bool:
-        """Whether the transfers are over, also by failure."""
+        """Return True if the transfers are over or failed."""
         return self._over.is_set()
 
     def finish(self, problem: str | None) -> None:
-        """Let go of whoever waits. The first verdict stays; under the stream's lock."""
+        """Wake all waiters with the first verdict. The caller holds the stream's lock."""
         if not self._over.is_set():
             self._problem = problem
             self.over_at = time.perf_counter()
@@ -77,30 +77,30 @@ class HostFence:
 
 
 class HostStream:
-    """Runs work in the order of `submit`, which never blocks.
+    """Runs work in a thread, in the order of `submit`, which never blocks.
 
-    What fails once has failed for good: what was sent on from a failed transfer would be garbage, so that everything
-    submitted later fails with the same words.
+    The first failure is final: later work fails with the same text, because a failed transfer leaves garbage that must
+    not be sent on.
 
-    `interrupt` makes the work that runs right now raise, and returns whether it can; it is called from another thread,
-    at most once.
+    `interrupt` makes the running work raise, and returns True if the backend supports that. Another thread calls it, at
+    most once.
     """
 
     def __init__(self, name: str, interrupt: Callable[[], bool]) -> None:
         self._name = name
         self._interrupt = interrupt
-        self._ends = True  # the thread, once it is told to
+        self._ends = True  # False if the thread may not end when asked to
         self._queue: queue.SimpleQueue[tuple[Work, HostFence] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._waiting: deque[HostFence] = deque()  # of what runs, and of what is queued
+        self._waiting: deque[HostFence] = deque()  # fences of running and of queued work
         self._running = False
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
         self.stopped = threading.Event()
-        """Set by `abort`: work that only sleeps should wait for this."""
+        """Set by `abort`. Work that only sleeps should wait on this event."""
 
     def submit(self, work: Work) -> HostFence:
-        """Run `work` after everything submitted before. Raises `TransportError` once something has failed."""
+        """Run `work` after all earlier work. Raise `TransportError` if something has failed already."""
         fence = HostFence()
         with self._lock:
             if self._problem is not None:
@@ -112,7 +112,7 @@ class HostStream:
         return fence
 
     def abort(self, problem: str) -> None:
-        """Fail all that is not over, at once. From any thread; idempotent."""
+        """Fail all unfinished work at once. Any thread may call it. Idempotent."""
         with self._lock:
             if self.stopped.is_set():
                 return
@@ -125,21 +125,21 @@ class HostStream:
             self._ends = self._interrupt()
 
     def close(self) -> None:
-        """End the thread, after what is queued."""
+        """End the thread after the queued work."""
         self._queue.put(None)
 
     def _start(self) -> None:
         _streams().add(self)
-        # A daemon: a transfer that nothing interrupts must not keep the process from ending.
+        # Use a daemon thread, so that a transfer that cannot be interrupted does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        # Buffers that were made in inference mode may only be written in it; ordinary ones may be, too.
+        # Tensors created in inference mode may only be written in it; ordinary tensors may be written there, too.
         with torch.inference_mode():
             while (item := self._queue.get()) is not None:
                 self._run_one(*item)
-                del item  # and with it the tensors
+                del item  # release the tensors
 
     def _run_one(self, work: Work, fence: HostFence) -> None:
         with self._lock:
@@ -176,7 +176,7 @@ def _streams() -> weakref.WeakSet[HostStream]:
     streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
 
     def end_all() -> None:
-        # A thread that comes back from a backend while the interpreter is being torn down would crash it.
+        # A thread that returns from a backend while the interpreter shuts down would crash the process.
         for stream in list(streams):
             stream._end()
 
@@ -184,8 +184,8 @@ def _streams() -> weakref.WeakSet[HostStream]:
     return streams
 
 
-# Transports of one group use the tags behind this one in turn: two of them, or one and its user's own messages, never
-# take each other's. All below 32767, the least that an MPI must offer.
+# Transports of one group take turns with the tags from here on, so that two transports, or a transport and the user's
+# own messages, never match. All tags are below 32767, which every MPI supports.
 FIRST_TAG = INTERRUPT_TAG + 1
 TAGS = 8192
 
@@ -193,13 +193,13 @@ _OPENED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 
 
 def _interrupt(group: dist.ProcessGroup | None) -> bool:
-    """End every transfer of the group in flight, in both directions; from any thread. The group is of no use then.
+    """End every transfer of the group in flight, in both directions. The group is unusable afterwards.
 
-    A receive that times out closes every connection of its gloo context, and whoever waits for one, in any thread, is
-    told (`Work` has no abort; `ProcessGroup.abort` leaves gloo's waits alone, tried with torch 2.13). A wait with a
-    timeout on the pending work itself could take the news of its end from the thread that waits for it.
+    Any thread may call it. A receive that times out closes every connection of its gloo context, which wakes all
+    waiters in all threads. `Work` has no abort, and `ProcessGroup.abort` does not end gloo's waits (torch 2.13). A wait
+    with a timeout on the pending work itself could take its completion away from the thread that waits for it.
 
-    Other host backends have no such thing: nothing happens there.
+    Other host backends have no such mechanism, so nothing happens.
 
     Returns:
         True if no transfer of the group is left in flight.
@@ -214,17 +214,17 @@ def _interrupt(group: dist.ProcessGroup | None) -> bool:
         try:
             receive_nothing(group, peer).wait(AT_ONCE)
         except RuntimeError as error:
-            # Where the connection to this peer is broken already, the receive ends before its time: try the next.
+            # If the connection to this peer is broken already, the receive fails early. Try the next peer.
             if "Timed out" in str(error):
                 break
     return True
 
 
 class ProcessGroupTransport(TransportBase):
-    """One torch.distributed process group. Peers are ranks of that group, not of the world.
+    """Transport through one torch.distributed process group. Peers are ranks of that group, not of the world.
 
-    On the CPU a thread of its own runs the transfers, so that they go on while the caller computes. On CUDA the
-    backend's own kernels run on a stream of ours.
+    On the CPU a separate thread runs the transfers, so that the caller can compute meanwhile. On CUDA the backend's
+    kernels run on a stream of the transport.
     """
 
     name = "process_group"
@@ -248,22 +248,23 @@ class ProcessGroupTransport(TransportBase):
         self._control = (control or control_of(group)).fresh_scope("process_group")
         self.names = self._control.names
         self._rate = limits.bytes_per_second
-        self._tag = FIRST_TAG if self._lane else self._shared_tag()  # what works in stream order has no tags
-        # Weakly: the thread must not be the last to hold the group, whose destructor would then run there, perhaps
-        # while the interpreter is being taken down, which ends the process with an abort.
-        seen = weakref.ref(group)
-        self._host = HostStream(f"ringattn-transfers-{self.rank}", lambda: _interrupt(seen()))
+        self._tag = (
+            FIRST_TAG if self._lane else self._shared_tag()
+        )  # CUDA transfers match in stream order and need no tags
+        # Use a weak reference: if the thread held the last one, the group's destructor could run in the thread while
+        # the interpreter shuts down, which aborts the process.
+        group_ref = weakref.ref(group)
+        self._host = HostStream(f"ringattn-transfers-{self.rank}", lambda: _interrupt(group_ref()))
         weakref.finalize(self, self._host.close).atexit = False
 
     def mark(self) -> Fence:
-        """The point that compute has reached."""
         return self._lane.mark() if self._lane else DONE
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
-        """See `Transport.post`. Returns at once, also on the CPU."""
+        """Enqueue transfers and return at once, on the CPU as well. See `Transport.post`."""
         self._check_running()
         check_messages(self, self._device, sends, receives)
-        # torch.distributed leaves sending to oneself to its backends, and not all of them can.
+        # Copy messages from a rank to itself here, because not all backends of torch.distributed support them.
         copies = self_pairs(self.rank, sends, receives)
         outgoing = [message for message in sends if message.peer != self.rank]
         incoming = [message for message in receives if message.peer != self.rank]
@@ -277,11 +278,11 @@ class ProcessGroupTransport(TransportBase):
 
     def gather(self, value: object) -> list[object]:
         self._check_open()
-        # A peer may still be in its warm-up, until the deadline of that.
+        # A peer may still be in its warm-up, which has the same timeout.
         return self._control.gather(value, what="gather of the process_group transport", timeout=2 * self._timeout)
 
     def abort(self, reason: str) -> None:
-        """See `Transport.abort`. Where transfers are in flight, the process group that carries them ends with them."""
+        """Abort the transport, and with it the process group if transfers are in flight. See `Transport.abort`."""
         if self._aborted:
             return
         self._aborted = reason
@@ -290,7 +291,7 @@ class ProcessGroupTransport(TransportBase):
             self._group._get_backend(self._device).abort()
 
     def close(self) -> None:
-        """Stop. The process group belongs to the caller and stays."""
+        """Close the transport. The process group belongs to the caller and stays open."""
         self._open = False
         self._host.close()
 
@@ -301,7 +302,7 @@ class ProcessGroupTransport(TransportBase):
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
         after: Sequence[Fence],
     ) -> None:
-        """One group of transfers, on the thread of the host's stream: blocks until they are over."""
+        """Run one group of transfers and block until they are over. Called in the host stream's thread."""
         for fence in after:
             fence.wait()
         begun = time.monotonic()
@@ -309,7 +310,7 @@ class ProcessGroupTransport(TransportBase):
             destination.copy_(source)
         pending: list[_Pending] = []
         try:
-            # Receives first: bytes that find a waiting buffer need none in between.
+            # Start the receives first: data that finds a waiting buffer needs no intermediate copy.
             for message in receives:
                 pending.append(self._start(dist.irecv, "group_src", "receive of {} bytes from", message))
             for message in sends:
@@ -318,11 +319,11 @@ class ProcessGroupTransport(TransportBase):
                 _wait(pending[0])
                 del pending[0]
         except TransportError:
-            if len(pending) > 1:  # nobody will wait for those: they must not write to memory that is free by then
+            if len(pending) > 1:  # nobody waits for the rest, which must not write to memory that is freed
                 _interrupt(self._group)
             raise
-        if self._rate is not None:  # by the busier direction of the link
-            nbytes = max(sum(message.tensor.nbytes for message in way) for way in (sends, receives))
+        if self._rate is not None:  # the busier direction of the link counts
+            nbytes = max(sum(message.tensor.nbytes for message in messages) for messages in (sends, receives))
             self._host.stopped.wait(max(0.0, begun + nbytes / self._rate - time.monotonic()))
 
     def _start(self, operation: object, peer_keyword: str, what: str, message: Message) -> _Pending:
@@ -336,8 +337,8 @@ class ProcessGroupTransport(TransportBase):
         return _Pending(work, tensor, described)
 
     def _shared_tag(self) -> int:
-        """A tag of this transport's own, the same on every rank."""
-        # Counting alone is not enough: where one rank fails to open a transport the others may have counted it.
+        """Return a tag that no other transport of the group uses, the same on every rank."""
+        # A local count is not enough: if one rank fails to open a transport, the others may have counted it.
         counted = self._control.gather(
             _OPENED.get(self._group, 0), what="the tag of a transport", timeout=self._timeout
         )
@@ -348,8 +349,8 @@ class ProcessGroupTransport(TransportBase):
     def _start_on_stream(self, lane: StreamLane, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         operations = [self._operation(dist.isend, message) for message in sends]
         operations += [self._operation(dist.irecv, message) for message in receives]
-        # The backend starts after the stream that is current here, and wait() holds back that stream and not the host:
-        # with our own stream current, compute neither delays the transfer nor is delayed by it.
+        # The backend orders its work after the current stream, and wait() orders the current stream and not the host.
+        # With the transport's stream current, compute and transfers do not delay each other.
         with torch.cuda.stream(lane.stream):
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
@@ -360,7 +361,7 @@ class ProcessGroupTransport(TransportBase):
 
 class _Pending(NamedTuple):
     work: dist.Work
-    tensor: torch.Tensor  # held: the backend reads or writes this memory until the work is over
+    tensor: torch.Tensor  # held because the backend uses this memory until the work is over
     what: str
 
 
@@ -383,11 +384,11 @@ def _unavailable(group: Group, device: torch.device, limits: Limits) -> str | No
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     backend = {device_type: backend for device_type, _, backend in pairs}.get(device.type, "")
     if device.type == "cpu" and not backend:
-        return 'the group has no backend for CPU tensors: init_process_group("cpu:gloo,cuda:nccl") makes one with both'
+        return 'the group has no backend for CPU tensors; init_process_group("cpu:gloo,cuda:nccl") gives it both'
     if device.type == "cuda" and (not backend or backend in HOST_BACKENDS):
         return (
-            f"the group's backend for CUDA tensors is {backend or 'none'}: it takes one that works in stream order, as "
-            'init_process_group("cpu:gloo,cuda:nccl") makes, or transport="nccl" beside any group'
+            f"the group's backend for CUDA tensors is {backend or 'none'}, which does not work in stream order; use "
+            'init_process_group("cpu:gloo,cuda:nccl"), or transport="nccl" with any group'
         )
     return limits.refused_by("process_group") if device.type == "cuda" else None
 

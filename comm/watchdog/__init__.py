@@ -1,1 +1,1 @@
-"""Deadlines, preflight checks and telemetry: one thread per process, and what it knows."""
+"""Deadlines, preflight checks and telemetry, all run by one thread per process."""

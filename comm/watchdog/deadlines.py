@@ -1,4 +1,4 @@
-"""When a transfer is late: a clock for each, from the moment when what it waits for, and the one before it, is over."""
+"""Deadlines of transfers. The clock of a transfer starts when its `after` fences and the previous transfer are over."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 from ..transport import DONE, Fence
 
-# Without a deadline of the user's, a transfer is late after this many times the median of the last ones ...
+# Without a user-defined deadline, a transfer is late after this many times the median of the recent transfers ...
 MEDIANS = 100
-# ... but never before this many seconds: a rank may pause for a checkpoint, or the garbage collector, ...
+# ... but not before this many seconds, because a rank may pause for a checkpoint or the garbage collector, ...
 LEAST_SECONDS = 60.0
-# ... nor before this many times the longest that came: hops may be long where compute is slow, or work is uneven.
+# ... and not before this many times the longest recent transfer, because slow or uneven compute makes hops long.
 LONGESTS = 4
-# The first transfers of a call wait for ranks that enter it late (data loading, a checkpoint), and those that this ring
-# has never seen to their end for ranks that compile.
+# The first transfers of a call may wait for ranks that enter late (data loading, a checkpoint). Transfers that this
+# ring has never finished may wait for ranks that compile.
 FIRST_SECONDS = 600.0
-# as many of the last transfers make the median
+# Number of recent transfers that the median covers.
 RECENT = 128
-# As many that are not over are looked at in one poll: those behind run after them, and a long ring posts a thousand.
+# Number of unfinished transfers that one poll checks. Later transfers run after them, and a long ring posts a thousand.
 LOOKS = 64
 
 Sizes = Sequence[tuple[int, int]]  # (peer, bytes) per message
@@ -30,7 +30,7 @@ Sizes = Sequence[tuple[int, int]]  # (peer, bytes) per message
 
 @dataclass(slots=True, eq=False)
 class Post:
-    """One group of transfers on its way."""
+    """One group of transfers in flight."""
 
     label: object
     fence: Fence
@@ -39,16 +39,21 @@ class Post:
     received: Sizes
     posted: float
     call: int
-    ready: float | None = None  # when what it waits for was over
+    ready: float | None = None  # time when its `after` fences were over
     problem: str | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its messages."""
+        """Bytes of all messages."""
         return sum(nbytes for _, nbytes in (*self.sent, *self.received))
 
     def edges(self, rank: int, names: Sequence[int]) -> str:
-        """Its messages: `4096 bytes rank 0 -> rank 1, ...`; those of one edge in one. Ranks are called `names`."""
+        """Describe the messages, summed by edge, as `4096 bytes rank 0 -> rank 1, ...`.
+
+        Args:
+            rank: this rank.
+            names: rank numbers to print.
+        """
         sizes: dict[tuple[int, int], int] = {}
         for peer, nbytes in self.received:
             sizes[peer, rank] = sizes.get((peer, rank), 0) + nbytes
@@ -59,48 +64,48 @@ class Post:
 
 
 class Deadlines:
-    """The transfers of one ring that are not over, oldest first.
+    """Unfinished transfers of one ring, oldest first.
 
     Args:
-        seconds: how long each may take; None: many times the median of the last ones; inf: as long as it likes.
-        ask_why: whether a fence that is over may be asked if it failed: on a host, where asking does nothing else.
+        seconds: longest time of a transfer. None: a multiple of the median of recent transfers; inf: no limit.
+        ask_why: True if waiting for a finished fence is free of side effects and raises its error, as on the host.
     """
 
     def __init__(self, seconds: float | None, *, ask_why: bool) -> None:
         self._seconds = seconds
         self._ask_why = ask_why
-        self._inbox: deque[tuple[Any, ...]] = deque()  # what makes a Post
+        self._inbox: deque[tuple[Any, ...]] = deque()  # arguments of Post
         self._pending: list[Post] = []
         self._durations: deque[float] = deque(maxlen=RECENT)
-        self._longest: deque[float] = deque(maxlen=RECENT)  # without those that began their call
-        self._known: set[object] = set()  # labels of transfers that were over once
-        self._arrived_in = 0  # the last call of which some transfer is over
-        self._moved = -NEVER  # when the last one was over: they run one after the other
+        self._longest: deque[float] = deque(maxlen=RECENT)  # without the first transfers of calls
+        self._known: set[object] = set()  # labels of transfers that have finished at least once
+        self._arrived_in = 0  # last call with a finished transfer
+        self._moved = -NEVER  # time when the last transfer finished; transfers run one after the other
         self.nbytes = 0
         self.last: object = None
         """Label of the newest transfer."""
         self.failed: Post | None = None
-        """The first transfer that failed, with its `problem`."""
+        """First failed transfer, with its `problem`."""
 
     def add(
         self, label: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes, now: float, call: int
     ) -> None:
-        """Watch a transfer, from any thread; the hot path: a poll makes posts of all that came since the last one."""
+        """Watch a transfer. Any thread may call it. `poll` creates the `Post` later, because this is the hot path."""
         self._inbox.append((label, fence, after, sent, received, now, call))
         self.last = label
 
     @property
     def first(self) -> Post | None:
-        """The oldest transfer that is not over, as of the last poll."""
+        """Oldest transfer that was not over at the last poll."""
         return self._pending[0] if self._pending else None
 
     @property
     def busy(self) -> bool:
-        """Whether some transfer is not known to be over."""
+        """True if some transfer is not known to be over."""
         return bool(self._pending or self._inbox)
 
     def poll(self, now: float) -> Post | None:
-        """Look at the transfers in the order of their posts; the oldest that is late, if any."""
+        """Check the transfers in the order of their posts, and return the oldest late transfer or None."""
         pending, looked = self._pending, 0
         left: list[Post] = []
         while self._inbox:
@@ -112,14 +117,14 @@ class Deadlines:
             looked += 1
             if not self._over(post, now, moved):
                 left.append(post)
-        self._pending = [*left, *pending[looked:]]  # in one step: another thread may ask for the first
+        self._pending = [*left, *pending[looked:]]  # assign once, because another thread may read `first`
         for post in left:
             if post.ready is not None and now - max(post.ready, self._moved) >= self.limit(post):
                 return post
         return None
 
     def limit(self, post: Post) -> float:
-        """Seconds that a transfer may take once what it waits for is over."""
+        """Return the seconds that a transfer may take once it can start."""
         if self._seconds is not None:
             return self._seconds
         if post.call > self._arrived_in or post.label not in self._known:
@@ -128,11 +133,11 @@ class Deadlines:
         return max(LEAST_SECONDS, usual, LONGESTS * max(self._longest, default=0.0))
 
     def resume(self, now: float) -> None:
-        """This process stood still until now, and so may have all others: no clock ran."""
+        """Restart all clocks, because this process, and perhaps all others, stood still until now."""
         self._moved = now
 
     def clear(self) -> None:
-        """Forget all transfers: they were aborted, or the ring is closed."""
+        """Forget all transfers, because they were aborted or the ring is closed."""
         self._inbox.clear()
         self._pending = []
 
@@ -140,7 +145,7 @@ class Deadlines:
         try:
             if not post.fence.done():
                 if post.ready is None and all(fence.done() for fence in post.after):
-                    # Exact where nothing had to be waited for; else late by one poll at most.
+                    # Exact if there was nothing to wait for, and otherwise late by at most one poll.
                     post.ready = post.posted if all(fence is DONE for fence in post.after) else now
                 return False
             self.nbytes += post.nbytes

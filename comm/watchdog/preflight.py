@@ -1,10 +1,14 @@
-"""What the ranks of a ring must have in common, compared before anything moves.
+"""Preflight: comparison of the ranks' calls before anything is sent.
 
-Every call has a number, and all ranks make the same calls in the same order. What the next one will be follows from
-those before: by the same rule on every rank. A rank whose call is the expected one asks nobody. A rank whose call is
-another one stops until all have come to the same call; where they have not, each says what its call is, and the
-watchdog of a rank that went on answers for it. So two ranks cannot make different calls unless at least one of them
-stops first.
+Every call has a number, and all ranks make the same calls in the same order. A rule that is equal on every rank
+predicts each call from the previous calls. A rank whose call matches the prediction does not communicate. A rank whose
+call differs stops until all ranks have arrived at the same call. If they have not, each rank states its call, and the
+watchdog of a rank that has gone on answers for that rank. So two ranks cannot make different calls unless at least one
+of them stops first.
+
+    call as predicted      ──────────────────────────────►  go on without communication
+    call not as predicted  ─► count arrivals ─► all here ─►  go on
+                                     └► compare statements ─► verdict (the same text on all ranks)
 """
 
 from __future__ import annotations
@@ -23,62 +27,62 @@ from ..world import WorldAborted
 
 Fields = Mapping[str, str]  # name -> repr of the value
 
-# Calls of which a rank can still say what they were: more than ranks can be apart.
+# Number of past calls that a rank can still state; more than ranks can be apart.
 KEPT_CALLS = 256
-# The next call is looked up by this many calls before it, since layers of several kinds alternate, else by the last.
+# The prediction looks up this many preceding calls, because layers of several kinds alternate, and then the last call.
 CONTEXT = 8
-# as many are remembered
+# Number of remembered predictions.
 MOST = 4096
-# A call that was not made counts the same on every rank: they may go on together.
+# Stands for a call that was not made. It counts the same on every rank, so the ranks can go on together.
 NOT_MADE = ("", "")
 
-# A rank that is waited for mostly comes within one answer of the store.
+# First pause of a waiting rank; the others usually arrive within one round trip to the store.
 FIRST_PAUSE_SECONDS = 2e-5
-# A rank that has waited this long says what its call is, and asks the others ...
+# A rank that has waited this long states its call and asks the others ...
 LATE_SECONDS = 0.02
-# ... and repeats the question this often: another rank may have asked about another call in between.
+# ... and repeats the question this often, because a question about another call may have replaced it.
 ASK_SECONDS = 0.25
-# A rank that is gone may have said something, and the watchdog of one that has returned may still answer, in this time.
+# Time to wait for a statement of a rank that is gone, or for the watchdog of a rank that has returned.
 WORD_SECONDS = 0.6
-# Characters of a value, before its digest stands for the rest: a topology of 1,024 ranks has 5,000.
+# Characters of a value that are kept before its digest; a topology of 1,024 ranks has 5,000.
 LONG_TEXT = 200
-# As many ranks' words are looked at in one go: all ranks wait at once, and they have one store.
+# Number of ranks whose statements are read at once; all ranks wait at the same time and share one store.
 LOOKS = 16
 
 
 class Said(NamedTuple):
-    """What one rank says of one call."""
+    """A rank's statement about one call."""
 
-    fields: Fields | None  # None: it refused the call
+    fields: Fields | None  # None: the rank refused the call
     refusal: str | None
-    going_on: bool  # it did not stop: its transfers may be in flight
+    going_on: bool  # the rank did not stop, so its transfers may be in flight
 
 
 class Verdict(NamedTuple):
-    """Why the ranks cannot go on, in words that are the same on every rank."""
+    """Reason why the ranks cannot go on, with the same text on every rank."""
 
     text: str
-    in_flight: bool  # some rank did not stop, so that the transports are lost too
+    in_flight: bool  # some rank did not stop, so the transports are lost, too
 
 
 class _Call(NamedTuple):
     number: int
-    fields: Fields | None  # None: refused, or refused by the others
+    fields: Fields | None  # None: the call was refused by this rank or another
 
 
 def digest_of(*parts: object) -> str:
-    """Text that tells these parts from any others."""
+    """Return a digest that identifies these parts."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 def brief(value: object) -> str:
-    """What tells a value from any other, in few words: every rank may read every other's."""
+    """Return a short text that identifies a value, because every rank may read it from every other."""
     text = repr(value)
     return text if len(text) <= LONG_TEXT else f"{text[:LONG_TEXT]}…, digest {digest_of(text)}"
 
 
 def difference(said: Mapping[int, Fields]) -> str | None:
-    """The first field that is not the same on these ranks and who has what; None where all agree."""
+    """Return the first field that differs between ranks and its values by rank, or None if all are equal."""
     for name in dict.fromkeys(name for _, fields in sorted(said.items()) for name in fields):
         values = {rank: fields.get(name, "not given") for rank, fields in sorted(said.items())}
         if len(set(values.values())) > 1:
@@ -88,7 +92,7 @@ def difference(said: Mapping[int, Fields]) -> str | None:
 
 
 class _Expected:
-    """What the next call is, going by those before; the same on every rank that has made the same calls."""
+    """Predicts the next call from the previous calls. Ranks that made the same calls predict the same."""
 
     def __init__(self) -> None:
         self._next: dict[tuple[str, ...], str] = {}
@@ -96,15 +100,18 @@ class _Expected:
         self._last: deque[str] = deque(maxlen=CONTEXT)
 
     def is_next(self, fields: str, values: str) -> bool:
-        """Whether a call has the fields that came after the same calls before, else those of the last call, and the
-        values that came with these fields the last time."""
+        """Return True if the call is predicted.
+
+        The predicted fields are those that followed the same preceding calls, or else the fields of the last call. The
+        predicted values are those of the last call with these fields.
+        """
         known = (self._next[context] for context in self._contexts() if context in self._next)
         return fields == next(known, self._last[-1] if self._last else None) and values == self._values.get(fields)
 
     def add(self, fields: str, values: str) -> None:
-        """The call that was made."""
+        """Record a call that was made."""
         for known in (self._next, self._values):
-            if len(known) >= MOST:  # all ranks forget at the same call
+            if len(known) >= MOST:  # all ranks clear at the same call
                 known.clear()
         self._next |= dict.fromkeys(self._contexts(), fields)
         self._values[fields] = values
@@ -116,11 +123,11 @@ class _Expected:
 
 
 class Preflight:
-    """One rank's calls, and what it has to say of them.
+    """One rank's calls, and its statements about them.
 
-    A rank that waits at a call asks about it, by one key, and says what its own call is; so does a rank that refuses a
-    call. The watchdog of a rank that went on past the call asked about answers. `agree` and `refuse` belong to the
-    thread that computes, `wanted` and `hear` to whoever looks at the store for the watch.
+    A rank that waits at a call, or refuses a call, publishes its statement and asks the others by writing one key. The
+    watchdog of a rank that has passed the call answers. The compute thread calls `agree` and `refuse`; the watchdog
+    calls `wanted` and `hear`.
     """
 
     def __init__(self, control: Control) -> None:
@@ -128,17 +135,17 @@ class Preflight:
         self._expected = _Expected()
         self._calls: deque[_Call] = deque(maxlen=KEPT_CALLS)
         self._chain = ""  # digest of all calls
-        self._lock = threading.RLock()  # over what follows
-        self._met = 0  # the last call of which all ranks are known to have come or said something
-        self._words: dict[int, Said] = {}  # what this rank has said of its calls, the last met and those after it
-        self._unpublished = False  # whether the watchdog should tell the words: another thread's may have come after
-        self._heard: dict[int, dict[int, Said]] = {}  # call that this rank has passed -> what others say of it
-        self._turn = 0  # of looking at other ranks' words
-        self._arrived: str | None = None  # where the ranks last waited for each other
+        self._lock = threading.RLock()  # protects all attributes below
+        self._met = 0  # last call that all ranks are known to have reached or stated
+        self._words: dict[int, Said] = {}  # this rank's statements, from the last agreed call on
+        self._unpublished = False  # the watchdog should publish the statements
+        self._heard: dict[int, dict[int, Said]] = {}  # call that this rank has passed -> statements by rank
+        self._turn = 0  # offset into the ranks whose statements to read
+        self._arrived: str | None = None  # key of the last arrival count
 
     @property
     def number(self) -> int:
-        """How many calls there were."""
+        """Number of calls so far."""
         calls = self._calls
         return calls[-1].number if calls else 0
 
@@ -151,13 +158,13 @@ class Preflight:
         always: bool = False,
         stop: Callable[[], str | None],
     ) -> Verdict | None:
-        """Count a call; unless it is the expected one, wait until all ranks have come to the same.
+        """Count a call. If the call is not predicted, wait until all ranks have arrived at the same call.
 
-        No longer than the control's patience. See `Watch.agree`; `values` are expected to be what they were with these
-        `fields` the last time, and a reason that `stop` returns while this rank waits ends the wait.
+        The wait is limited by the control's patience. See `Watch.agree` for the arguments. A reason returned by `stop`
+        ends the wait.
 
         Raises:
-            TransportError: a rank did not answer, `stop` said so, or the store is gone.
+            TransportError: a rank did not answer, `stop` returned a reason, or the store is gone.
         """
         number = self.number + 1
         texts, changing = ({name: brief(value) for name, value in (part or {}).items()} for part in (fields, values))
@@ -170,22 +177,22 @@ class Preflight:
         return verdict
 
     def refuse(self, error: BaseException) -> None:
-        """Count a call that this rank does not make, and tell the others why. Raises nothing."""
+        """Count a call that this rank does not make, and tell the others why. Never raises."""
         number, said = self.number + 1, Said(None, f"{type(error).__name__}: {error}", False)
         self._count(None, NOT_MADE)
         with self._lock:
             self._heard[number] = {self._control.rank: said}
-        with contextlib.suppress(TransportError):  # without a store the others find out by their deadlines
+        with contextlib.suppress(TransportError):  # without a store the other ranks' deadlines end their waits
             self._say(number, said)
 
     def wanted(self) -> list[str]:
-        """The keys that the watchdog should look at."""
+        """Return the keys that the watchdog should read."""
         with self._lock:
             missing = {rank for said in self._heard.values() for rank in range(self._control.size) if rank not in said}
         return ["asked", *map(_words_of, self._some(sorted(missing)))]
 
     def hear(self, published: Mapping[str, object]) -> tuple[dict[str, object], Verdict | None]:
-        """What was found under those keys; returns what to publish, and a verdict where there is one."""
+        """Process the published values of those keys; return values to publish and a verdict, if there is one."""
         with self._lock:
             asked = published.get("asked")
             requested = asked if isinstance(asked, int) else self._met
@@ -199,12 +206,12 @@ class Preflight:
             publish: dict[str, object] = {_words_of(self._control.rank): self._own_words()} if self._unpublished else {}
             self._unpublished = False
             refused = min((call for call, said in self._heard.items() if said[self._control.rank].refusal), default=0)
-            if refused and not self._met < requested <= refused:  # its question had no place, or lost it
+            if refused and not self._met < requested <= refused:  # another question was there or replaced it
                 publish["asked"] = refused
             return publish, verdict
 
     def _judged(self, published: Mapping[str, object]) -> Verdict | None:
-        """Why this rank cannot go on from calls that it has passed."""
+        """Return a verdict on a call that this rank has passed already, or None."""
         for number, said in sorted(self._heard.items()):
             for rank in range(self._control.size):
                 if (word := _word(published, rank, number)) is not None:
@@ -212,12 +219,12 @@ class Preflight:
             verdict = self._verdict_of(said)
             if verdict is not None and verdict.in_flight:
                 return verdict
-            if len(said) == self._control.size:  # all raise for the same reason, or agree
+            if len(said) == self._control.size:  # all ranks raise for the same reason, or agree
                 self._all_met(number)
         return None
 
     def _verdict_of(self, said: Mapping[int, Said]) -> Verdict | None:
-        """Judge what these ranks say of one call; None if they can go on."""
+        """Judge the statements about one call; return None if the ranks can go on."""
         in_flight = any(word.going_on for word in said.values())
         named = sorted((self._control.names[rank], word) for rank, word in said.items())
         for name, word in named:
@@ -227,7 +234,7 @@ class Preflight:
         return None if differs is None else Verdict(differs, in_flight)
 
     def _meet(self, number: int, fields: Fields, chain: str, stop: Callable[[], str | None]) -> Verdict | None:
-        """Wait until all ranks have come to this call; where one is at another, hear what each says of its own."""
+        """Wait until all ranks have arrived at this call. If a rank is at a different call, compare all statements."""
         control = self._control
         here = f"arrived{number}/{chain}"
         verdict = None
@@ -236,7 +243,7 @@ class Preflight:
         if verdict is not None:
             control.forget(here)
         else:
-            if self._arrived is not None:  # whoever has come here has left there
+            if self._arrived is not None:  # a rank that has arrived here no longer reads the previous count
                 control.forget(self._arrived)
             self._arrived = here
         with self._lock:
@@ -244,15 +251,15 @@ class Preflight:
         return verdict
 
     def _wait(self, number: int, fields: Fields, here: str, stop: Callable[[], str | None]) -> Verdict | None:
-        """None once all ranks have come; a verdict once each has said what its call is."""
+        """Return None once all ranks have arrived, or a verdict once every rank has stated its call."""
         control, mine = self._control, Said(fields, None, False)
-        what = f"what the ranks say of call {number}"
+        what = f"comparing call {number}"
         said = {control.rank: mine}
         begun = gone_at = time.monotonic()
         gone: TransportError | None = None
         pause, ask_at = FIRST_PAUSE_SECONDS, begun + LATE_SECONDS
         while True:
-            # Before the looks: a rank may have come, or have said where it is, and be gone.
+            # Check for dead ranks before reading, because a rank may arrive or state its call and then end.
             silent = [rank for rank in range(control.size) if rank not in said]
             now, reason, hopeless = time.monotonic(), stop(), control.hopeless(silent)
             if all(word == mine for word in said.values()) and control.count(here, 0) == control.size:
@@ -271,7 +278,7 @@ class Preflight:
                 )
             if reason is not None:
                 raise TransportError(f"{what}: {reason}")
-            if hopeless is not None and gone is None:  # once: it is not looked for again and again
+            if hopeless is not None and gone is None:  # keep the first time
                 gone, gone_at = hopeless, now
             if gone is not None and (isinstance(gone, WorldAborted) or now > gone_at + WORD_SECONDS):
                 raise gone
@@ -284,12 +291,12 @@ class Preflight:
             pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
 
     def _say(self, number: int, said: Said) -> None:
-        """Tell the others what this rank's call is, and ask for theirs."""
+        """Publish this rank's statement and ask for those of the others."""
         with self._lock:
             self._words[number], self._unpublished = said, True
             words = {_words_of(self._control.rank): self._own_words()}
         requested = self._control.look("asked")
-        # Somebody waits at a call before this one, perhaps for this rank, whose watchdog answers: first things first
+        # Another rank may be asking about an earlier call, perhaps waiting for this rank. Keep that question.
         standing = isinstance(requested, int) and self._met < requested < number
         self._control.exchange(words if standing else {**words, "asked": number})
 
@@ -297,7 +304,7 @@ class Preflight:
         return {str(number): list(said) for number, said in self._words.items()}
 
     def _some(self, ranks: list[int]) -> list[int]:
-        """Those whose words to look at now: all of a few, of many each in its turn."""
+        """Return the ranks whose statements to read now, taking turns if there are many."""
         if len(ranks) <= LOOKS:
             return ranks
         self._turn += LOOKS
@@ -305,7 +312,7 @@ class Preflight:
         return (ranks[start:] + ranks[:start])[:LOOKS]
 
     def _all_met(self, number: int) -> None:
-        """All ranks have come to a call, or have said that they did not: what came before is nobody's question."""
+        """Record that all ranks have agreed on or stated a call, and drop everything about earlier calls."""
         self._met = number
         self._words = {call: said for call, said in self._words.items() if call >= number}
         self._heard = {call: said for call, said in self._heard.items() if call > number}

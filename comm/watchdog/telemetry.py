@@ -1,8 +1,8 @@
-"""What every rank knows of every other without anybody in the middle: how long work takes, gossip, stragglers.
+"""Telemetry without a central rank: durations of work, gossip between ranks, and stragglers.
 
-At each tick a rank pulls the table of one peer, merges it into its own and leaves the result for whoever pulls next.
-The peer is a power of two away, the next power at the next tick, as in a dissemination barrier (Hensgen, Finkel and
-Manber, 1988): were all ticks at the same moment, log2(ranks) of them would do.
+At each tick a rank reads the table of one peer, merges it into its own and publishes the result. The distance to the
+peer is a power of two that doubles from tick to tick, as in a dissemination barrier (Hensgen, Finkel and Manber, 1988).
+If all ranks ticked at the same moment, log2(ranks) ticks would spread a report to all.
 """
 
 from __future__ import annotations
@@ -24,78 +24,78 @@ from .deadlines import NEVER
 logger = logging.getLogger(__name__)
 
 
-# Seconds between two ticks of a rank, up to this many ranks; with more of them the time grows in proportion, so that a
-# rank moves no more bytes a second the more there are.
+# Seconds between two ticks of a rank, up to this many ranks. With more ranks the time grows in proportion, so that the
+# bytes per second of a rank stay constant.
 TICK_SECONDS, TICK_RANKS = 0.25, 32
 
-# A straggler is named when it is busy for at least this many times as long as the median of the others ...
+# A straggler is reported if it is busy for at least this many times as long as the median of the others, ...
 SLOW_FACTOR = 1.1
-# ... while these wait in the ring for at least this share of all time, ...
+# ... the others wait in the ring for at least this share of all time, ...
 WAITING_SHARE = 0.1
-# ... it itself for at most this part of what they do, ...
+# ... its own wait is at most this fraction of theirs, ...
 LOW_WAIT = 0.4
-# ... and this has been so at as many looks in a row. It is over when it has not been so at as many in a row.
+# ... and all this holds at this many looks in a row. The episode ends after as many looks without it.
 LOOKS = 4
 
 
 class RankRow(NamedTuple):
-    """What one rank says of itself."""
+    """A rank's report about itself."""
 
-    version: int  # counts what the rank has said
+    version: int  # number of reports of the rank so far
     stamp: float  # seconds since the epoch, by the rank's own clock
-    step: str  # the last step of a call that it is known to have reached
+    step: str  # last step of a call that the rank is known to have reached
     calls: int = 0  # phases (forward or backward) begun
     nbytes: int = 0  # sent and received since the ring opened
     compute: float = 0.0  # seconds of the last `window`
     wait: float = 0.0  # seconds of the last `window`
-    window: float = 0.0  # seconds that compute and wait were looked at
-    gauges: Mapping[str, object] | None = None  # clocks and throttle reasons of its GPU; None where there is none
+    window: float = 0.0  # seconds that compute and wait cover
+    gauges: Mapping[str, object] | None = None  # clocks and throttle reasons of the GPU, if any
 
 
 class Report(NamedTuple):
-    """A row as another rank knows it."""
+    """A rank's row as known to another rank."""
 
     rank: int
-    age: float  # seconds since the rank said it
+    age: float  # seconds since the report
     row: RankRow
 
 
 class Table:
-    """The newest row known of every rank."""
+    """Newest known row of every rank."""
 
     def __init__(self) -> None:
         self.rows: dict[int, RankRow] = {}
 
     def merge(self, rows: Mapping[int, RankRow]) -> None:
-        """Keep what is newer than what is known."""
+        """Keep the rows that are newer than the known ones."""
         for rank, row in rows.items():
             known = self.rows.get(rank)
             if known is None or known.version < row.version:
                 self.rows[rank] = row
 
     def reports(self, now: float) -> tuple[Report, ...]:
-        """All rows in rank order, with their age at `now` (seconds since the epoch)."""
+        """Return all rows in rank order, with their age at `now` (seconds since the epoch)."""
         return tuple(Report(rank, max(0.0, now - row.stamp), row) for rank, row in sorted(self.rows.items()))
 
     def packed(self) -> list[list[object]]:
-        """Its rows for JSON, without the names of their fields, which would be most of the bytes."""
+        """Return the rows as lists for JSON, without field names, which would be most of the bytes."""
         return [[rank, *row] for rank, row in self.rows.items()]
 
     def merge_packed(self, packed: object) -> None:
-        """Merge what `packed` of a peer's table gave; nothing where a peer has not left any yet."""
+        """Merge a peer's packed table, or nothing if the peer has not published one."""
         self.merge({rank: RankRow(*row) for rank, *row in packed} if isinstance(packed, list) else {})
 
 
 def period(size: int) -> float:
-    """Seconds between two ticks of a rank in a group of this size."""
+    """Return the seconds between two ticks of a rank in a group of this size."""
     return TICK_SECONDS * max(1.0, size / TICK_RANKS)
 
 
 def peer_at(rank: int, size: int, tick: int) -> int:
-    """Whose table a rank pulls at a tick; never its own. Ticks are counted by the clock, so that all ranks agree.
+    """Return the peer whose table a rank reads at a tick. The clock counts ticks, so that all ranks agree.
 
-    At 1,024 ranks that tick at random moments, with clocks half a tick apart, everyone knows everyone after 16 ticks;
-    with a random peer each time it takes 25.
+    With 1,024 ranks that tick at random moments and clocks half a tick apart, every rank knows every other after 16
+    ticks. A random peer at each tick would need 25.
     """
     powers = (size - 1).bit_length()
     return (rank + (1 << tick % powers)) % size
@@ -110,20 +110,20 @@ class Straggler(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} holds the ring up: it is busy {self.factor:.2f} times as long as the median of the "
-            "other ranks, which wait for it"
+            f"rank {self.rank} is a straggler: it is busy {self.factor:.2f} times as long as the median of the other "
+            "ranks, which wait for it"
         )
 
 
 def slowest(rows: Mapping[int, RankRow]) -> tuple[int, float] | None:
-    """The rank that waits little while all others wait much, and its factor; None where there is none."""
+    """Return the rank that waits little while all others wait long, with its factor; None if there is no such rank."""
     waits = {rank: row.wait / row.window for rank, row in rows.items() if row.compute > 0 and row.window > 0}
     if len(waits) < 2:
         return None
     least = min(waits, key=lambda rank: (waits[rank], rank))
     others = [waits[rank] for rank in waits if rank != least]
     waited = statistics.median(others)
-    # What a rank does not wait it is busy, in the ring or elsewhere: one that comes late from elsewhere counts too.
+    # Count all time that is not waiting as busy, because a rank that enters the ring late is a straggler, too.
     factor = (1 - waits[least]) / max(1 - waited, 1e-9)
     if waited < WAITING_SHARE or waits[least] > LOW_WAIT * waited or factor < SLOW_FACTOR:
         return None
@@ -131,17 +131,17 @@ def slowest(rows: Mapping[int, RankRow]) -> tuple[int, float] | None:
 
 
 class Stragglers:
-    """Follows who is slow, and says each time once."""
+    """Follows the straggler and reports each episode once."""
 
     def __init__(self) -> None:
         self.current: Straggler | None = None
-        """Who holds the ring up now."""
-        self._candidate: int | None = None  # the rank that the last looks found, where that is another
-        self._looks = 0  # in a row that found another
+        """Straggler of the current episode, if any."""
+        self._candidate: int | None = None  # rank found by the last looks, if it differs from the current straggler
+        self._looks = 0  # number of looks in a row that differ from the current straggler
         self._since = 0.0
 
     def look(self, rows: Mapping[int, RankRow], now: float) -> Straggler | None:
-        """Look at the table; the straggler where a new episode begins just now, else None."""
+        """Check the table, and return the straggler if a new episode begins now, else None."""
         slow = slowest(rows)
         rank = slow[0] if slow is not None else None
         if self.current is not None and rank == self.current.rank:
@@ -160,7 +160,7 @@ class Stragglers:
 
 
 class _Measured:
-    """One piece of work; a class, as every hop has some and a generator costs several calls more."""
+    """Context manager for one measured block. A class, because a generator costs several more calls in every hop."""
 
     __slots__ = ("_begun", "_end", "_kind", "_stopwatch", "_stream")
 
@@ -174,7 +174,7 @@ class _Measured:
             return
         self._begun, self._end = stopwatch._event(), stopwatch._event()
         self._stream = torch.cuda.current_stream(stopwatch._device)
-        # an event is of the device of its first record, and the pool's are of this one
+        # An event belongs to the device of its first record, and the pool's events to this device.
         self._begun.record(self._stream)
 
     def __exit__(self, error: object, *_: object) -> None:
@@ -189,10 +189,10 @@ class _Measured:
 
 
 class Stopwatch:
-    """How long pieces of work take: by host clock on the CPU, by events of the compute stream on a GPU.
+    """Measures blocks of work: by the host's clock on the CPU, by events of the compute stream on a GPU.
 
-    Noted as they are issued, handed out when they are over. One thread notes, one (the same or another) asks for what
-    is over.
+    Blocks are recorded when they are issued and returned when they are over. One thread records, and one thread (the
+    same or another) collects.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -203,11 +203,11 @@ class Stopwatch:
         self._pool: deque[torch.cuda.Event] = deque()  # a new event costs a call into the driver
 
     def measure(self, kind: str) -> AbstractContextManager[None]:
-        """Note how long what is done (CPU) or enqueued on the device's current stream (CUDA) inside takes."""
+        """Measure the work done (CPU) or enqueued on the device's current stream (CUDA) inside the block."""
         return _Measured(self, kind)
 
     def finished(self) -> Iterator[tuple[str, float]]:
-        """What is over, in the order in which it was noted, with its seconds; each once."""
+        """Yield the kind and the seconds of each finished block once, in the order of recording."""
         with on_device(self._device):
             while self._running:
                 kind, start, end = self._running[0]
@@ -220,20 +220,20 @@ class Stopwatch:
             yield self._over.popleft()
 
     def _event(self) -> torch.cuda.Event:
-        # one thread alone takes from the pool
+        # Only one thread takes from the pool.
         return self._pool.popleft() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-# Compute and wait in a row are those of this many last seconds.
+# Compute and wait of a row cover this many seconds.
 WINDOW_SECONDS = 10.0
-# A reading of a GPU's clocks takes milliseconds in the driver.
+# Interval of reading a GPU's clocks, which takes milliseconds in the driver.
 GAUGE_SECONDS = 2.0
 
 Gauges = Callable[[], Mapping[str, object]]
 
 
 class Telemetry:
-    """What a rank reports of itself and knows of the others."""
+    """This rank's own report, and its knowledge about the other ranks."""
 
     def __init__(self, rank: int, size: int, device: torch.device, gauges: Gauges | None) -> None:
         self.table = Table()
@@ -247,10 +247,10 @@ class Telemetry:
         self._tick = -1
         self._stragglers = Stragglers()
         self._looked = -NEVER
-        self._reporting = threading.Lock()  # the watchdog, and whoever asks for telemetry
+        self._reporting = threading.Lock()  # the watchdog and users may report at the same time
 
     def spent(self, kind: str, seconds: float) -> None:
-        """Count seconds of one kind; others than compute and wait are not reported."""
+        """Count seconds of one kind. Only compute and wait are reported."""
         if kind in self._seconds:
             self._seconds[kind] += seconds
 
@@ -273,12 +273,12 @@ class Telemetry:
             self.table.merge({self._rank: RankRow(version, time.time(), step, calls, nbytes, *spent, self._read)})
 
     def expect(self, step: str) -> None:
-        """Note the first thing that is known of every rank, until it reports something itself."""
+        """Set the step of all ranks that have not reported yet."""
         if len(self.table.rows) < self._size:
             self.table.merge({rank: RankRow(0, time.time(), step) for rank in range(self._size)})
 
     def next_peer(self) -> int | None:
-        """Whose table to pull now; None between two ticks of the gossip."""
+        """Return the peer whose table to read now; None between two ticks."""
         tick = int(time.time() / period(self._size))
         if tick == self._tick:
             return None
@@ -286,10 +286,10 @@ class Telemetry:
         return peer_at(self._rank, self._size, tick)
 
     def warn(self, now: float) -> None:
-        """Name a straggler, once per episode; rank 0 speaks for all."""
+        """Log a straggler once per episode. Only rank 0 logs."""
         if self._rank != 0 or now - self._looked < WINDOW_SECONDS:
             return
-        self._looked = now  # once per window: what one long pause did is in one look only
+        self._looked = now  # look once per window, so that one long pause affects only one look
         fresh = {report.rank: report.row for report in self.table.reports(time.time()) if report.age < WINDOW_SECONDS}
         straggler = self._stragglers.look(fresh, time.time())
         if straggler is not None:

@@ -1,4 +1,4 @@
-"""One thread that watches all rings of a process: late transfers, failed ranks, calls that differ, who is slow."""
+"""The watchdog: one thread per process that watches all rings for late transfers, failed ranks and differing calls."""
 
 from __future__ import annotations
 
@@ -30,51 +30,55 @@ from .telemetry import TICK_RANKS, TICK_SECONDS, Gauges, Report, Telemetry, peri
 logger = logging.getLogger(__name__)
 
 
-# A store that does not answer must not hold up the deadlines.
+# Timeout of one exchange, so that a silent store does not delay the deadlines.
 STORE_SECONDS = 1.0
-# Then it is left alone for this long, the next time for twice as long, up to the second: the machine that serves it may
-# only have stood still for a moment.
+# After a timeout the store is left alone for the first time, then twice as long each time, up to the second. The host
+# that serves the store may only have stalled for a moment.
 SILENT_STORE_SECONDS, MOST_SILENT_SECONDS = 2.0, 16.0
-# A communicator whose peers died may not come back from its abort.
+# Aborting a communicator whose peers died may never return.
 ABORT_SECONDS = 2.0
-# Two ticks that are so far apart mean that the process was stopped: a signal, a debugger, a machine that swaps.
+# Two ticks this far apart mean that the process was stopped, for example by a signal, a debugger or swapping.
 STOPPED_SECONDS = 5.0
-# After a call a rank goes on talking for a while, so that its last news get around.
+# After a call a rank exchanges news for this long, so that its last report spreads.
 GRACE_SECONDS = 0.5
-# Then it only answers ranks that wait for it, and looks for their questions this often (in larger worlds less).
+# Then it only answers waiting ranks, and reads their questions this often (less often in larger worlds).
 IDLE_SECONDS = 1.0
-# Where a last report is asked for directly when something failed; in larger worlds, the edge's ends among them.
+# Number of ranks whose report is read directly after a failure. The ends of the failed edge come first.
 ASKED_RANKS = 16
 
 
 class Failure(NamedTuple):
-    """Why a ring cannot go on, as it stands in the store."""
+    """Failure of a ring, as published in the store."""
 
-    rank: int  # that found it
-    kind: str  # "ValueError" where the ranks disagree, else "TransportError"
+    rank: int  # rank that found the failure
+    kind: str  # "ValueError" if the ranks' calls differ, else "TransportError"
     text: str
 
 
 class FailTogether:
-    """The watches of this process that fail together, such as those of the two rings of a mesh, and their one lock."""
+    """Watches of this process that fail together, such as those of a mesh's two rings, with their shared lock."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # what one thread finds wrong, another must not find at the same time
+        self.lock = threading.RLock()  # only one thread at a time may report a problem
         self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 class Watch:
-    """What the watchdog does for one ring; see `watchdog.open_watch`.
+    """The watchdog's state for one ring. Create it with `open_watch`.
+
+        entering a call   begin_call -> agree_on_call
+        the ring loop     begin_loop -> add_post, span -> end_loop
+        the watchdog      tick: check transfers, exchange news with other ranks, fail the ring if necessary
 
     Args:
-        control: keys of this ring's own.
-        deadline: seconds that a transfer may take; None: many times the median; inf: no limit.
-        device: where the ring computes.
-        transports: the transports that are open now; must not hold the ring.
-        fatal: called with the words of a failure after the transports are aborted: a process whose streams wait for
-            bytes that never come has to end. None: aborted transports raise in whoever waits.
-        together: the ranks end together, whatever ends one of them: virtual ranks of one process.
-        rings: the watches that fail with this one; None: it fails alone.
+        control: keys of this ring.
+        deadline: longest time of a transfer in seconds. None: a multiple of the median; inf: no limit.
+        device: device of the ring.
+        transports: returns the open transports; must not hold a reference to the ring.
+        fatal: called with the failure's text after the transports are aborted, because a process whose streams wait for
+            ever has to end. None: aborted transports raise in their waiters.
+        together: True for virtual ranks of one process, which all end if one of them does.
+        rings: the group of watches that fail with this watch; None: this watch fails alone.
         gauges: reads clocks and throttle reasons.
     """
 
@@ -105,8 +109,8 @@ class Watch:
         self._failure: Failure | None = None
         self._calls = 0
         self._phase: str | None = None
-        self._waiting = False  # in the preflight
-        self._number: int | None = 0  # of the call that is agreed on; 0: not yet; None: the ranks could not agree
+        self._waiting = False  # True in the preflight
+        self._number: int | None = 0  # number of the agreed call; 0: not agreed yet; None: the ranks did not agree
         self._active = -NEVER  # when this ring was last in use
         self._ticked = NEVER
         self._answered = -NEVER
@@ -124,7 +128,7 @@ class Watch:
         self._number = 0
 
     def leave(self) -> None:
-        """Mark the end of a call, after `left` where an error ended it."""
+        """Mark the end of a call. If an error ended the call, `left` comes first."""
         self._number = 0
 
     def agree(
@@ -135,19 +139,20 @@ class Watch:
         of: int | None = None,
         always: bool = False,
     ) -> int:
-        """Compare what this rank is about to compute with every other rank's, before anything moves.
+        """Compare this rank's call with those of all other ranks before anything is sent.
 
         Args:
-            fields: compared by `repr`; a call that was to be expected, going by those before, costs no traffic.
-            values: compared likewise; what changes from batch to batch.
-            of: the number of the forward whose backward this is.
-            always: compare an expected call, too: where nothing moves, nothing else would tell.
+            fields: compared by `repr`. A call that the previous calls predict costs no traffic.
+            values: compared likewise, but expected to change from batch to batch.
+            of: call number of the forward, for a backward.
+            always: compare a predicted call as well, because no transfer would reveal a difference.
 
         Returns:
-            The number of the call, the same on every rank.
+            The number of the call, equal on every rank.
 
         Raises:
-            ValueError: on every rank, naming the first field that differs and who has what, or who refused the call.
+            ValueError: on every rank, with the first field that differs and its values by rank, or the rank that
+                refused.
             TransportError: a rank did not answer, or the ring has failed before.
         """
         if self.size == 1:
@@ -171,11 +176,11 @@ class Watch:
         return self._number
 
     def left(self, error: BaseException) -> None:
-        """Tell the other ranks that an error ended a call, unless they know. Raises nothing.
+        """Tell the other ranks that an error ended a call, unless they know already. Never raises.
 
-        An error before the ranks agreed on the call is a refusal: they raise it, too, and may go on with other calls.
-        A `TransportError` is none, because the ring that it came from is lost, nor is anything that ends a call on
-        which a ring of the same mesh has agreed.
+        An error before the ranks have agreed on the call refuses the call: all ranks raise that error, and later calls
+        may succeed. A `TransportError` fails the ring instead. So does any error in a call on which a ring of the same
+        mesh has agreed.
         """
         if self.size == 1 or self._failure is not None or self._number is None:
             return
@@ -185,51 +190,59 @@ class Watch:
             self._preflight.refuse(error)
 
     def call_off(self) -> None:
-        """No rank makes the call that was agreed on: another ring of theirs has refused it."""
+        """Cancel the agreed call because another ring of these ranks refused it."""
         self._number = None
 
     def begin(self, phase: str) -> None:
-        """The loop of a call begins."""
+        """Mark the start of a call's loop."""
         self._calls += 1
         self._phase = phase
 
     def end(self) -> None:
-        """The loop of a call is over."""
+        """Mark the end of a call's loop."""
         self._phase = None
         self._active = time.monotonic()
 
     def posted(self, label: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
-        """A group of transfers was posted: `label` is what errors call it; (peer, bytes) per message. O(1), no lock."""
+        """Record a posted group of transfers, in O(1) and without a lock.
+
+        Args:
+            label: name of the transfers in errors.
+            fence: fence of the post.
+            after: fences that the post waits for.
+            sent: (peer, bytes) of each sent message.
+            received: (peer, bytes) of each received message.
+        """
         if self.size > 1:
             self._posts.add(label, fence, after, sent, received, time.monotonic(), self._calls)
 
     def span(self, kind: str, hop: object = None) -> AbstractContextManager[None]:
-        """Around "compute" or "wait", for the telemetry, which asks for no hop."""
+        """Measure a block of "compute" or "wait" for the telemetry, which ignores `hop`."""
         return self._telemetry.stopwatch.measure(kind) if self.size > 1 else contextlib.nullcontext()
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the others that `error` ended this rank's part of a call; what to raise in its place.
+        """Tell the other ranks that `error` ended this rank's part of a call, and return the error to raise.
 
-        For a `TransportError`: one that names hop, edge, bytes and the last step each rank reported, or what another
-        rank found. Anything else stays as it is.
+        For a `TransportError` the result names hop, edge, bytes and the last step of each rank, or the failure that
+        another rank found. Any other error is returned unchanged.
         """
         if self.size == 1:
             return error
         known = isinstance(error, TransportError)
         with self._lock:
             if self._failure is None and self._together:
-                return error  # whoever runs the ranks tells the others, and who was first
+                return error  # LocalWorld tells the other ranks and raises the first error
             if self._failure is None:
                 self._posts.poll(time.monotonic())
                 problem = str(error) if known else f"{type(error).__name__}: {error}"
-                if self._fatal is not None:  # the process ends in here: nobody else will show where this came from
+                if self._fatal is not None:  # the process ends here, so log the traceback now
                     logger.error("rank %d failed", self.rank, exc_info=error)
                 self._find(self._posts.failed or self._posts.first, f"failed: {problem}", look_first=known)
             assert self._failure is not None
             return self._as_error(self._failure) if known else error
 
     def telemetry(self) -> tuple[Report, ...]:
-        """What this rank knows of every rank, in rank order, with its age."""
+        """Return the latest report of every known rank, in rank order, with its age."""
         self._telemetry.report(self._step(), self._calls, self._posts.nbytes)
         return self._telemetry.table.reports(time.time())
 
@@ -241,7 +254,7 @@ class Watch:
     # -- the watchdog's thread ---------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Look at every transfer, at what other ranks say, and spread the news."""
+        """Check every transfer, read other ranks' failures and questions, and spread reports."""
         if self.closed or self._failure is not None:
             return
         now = time.monotonic()
@@ -256,9 +269,7 @@ class Watch:
             if noticed is not None:
                 return self._find(self._posts.first, f"failed: {noticed}")
             if late is not None:
-                return self._find(
-                    late, f"not over {self._posts.limit(late):g} s after what it waits for (its deadline)"
-                )
+                return self._find(late, f"not over {self._posts.limit(late):g} s after it could start (its deadline)")
         if self._phase is not None or self._waiting or self._posts.busy:
             self._active = now
         if now - self._active < GRACE_SECONDS + period(self.size):
@@ -267,7 +278,7 @@ class Watch:
             self._answer(self._exchange(look=self._preflight.wanted()), {})
 
     def _talk(self, now: float) -> None:
-        """One round with the store: failures of others, questions of others, and the gossip."""
+        """Exchange failures, questions and reports with the store once."""
         self._telemetry.report(self._step(), self._calls, self._posts.nbytes)
         peer = self._telemetry.next_peer()
         table = [] if peer is None else [f"table/{peer}"]
@@ -282,7 +293,7 @@ class Watch:
         self._telemetry.warn(now)
 
     def _answer(self, published: Mapping[str, object] | None, table: Mapping[str, object]) -> None:
-        """Say what other ranks have asked for, and the news; also in a rank that computes something else for long."""
+        """Answer other ranks' questions and publish the table, also in a rank that is busy outside the ring."""
         self._answered = time.monotonic()
         if published is None:
             return
@@ -295,7 +306,10 @@ class Watch:
     def _exchange(
         self, publish: Mapping[str, object] | None = None, look: Sequence[str] = (), *, at_once: bool = False
     ) -> dict[str, Any] | None:
-        """None where the store does not answer; it is then left alone for a while, unless it is asked `at_once`."""
+        """Publish and read keys. Return None if the store does not answer.
+
+        A silent store is then left alone for a while, unless `at_once` is set.
+        """
         if time.monotonic() < self._ask_again and not at_once:
             return None
         try:
@@ -312,7 +326,7 @@ class Watch:
     # -- what went wrong ---------------------------------------------------------------------------------------------
 
     def _find(self, post: Post | None, what: str, theirs: Failure | None = None, *, look_first: bool = True) -> None:
-        """This rank found something wrong: say what, unless another rank's find (`theirs`, if known) explains it."""
+        """Report a problem that this rank found, unless another rank's failure (`theirs`, if known) explains it."""
         where = f"{post.label} ({post.edges(self.rank, self._names)})" if post is not None else self._step()
         if theirs is None and look_first:
             theirs = self._explained()
@@ -325,8 +339,8 @@ class Watch:
         self._fail(Failure(self.rank, "TransportError", f"{text}. {self._last_steps(post)}"))
 
     def _explained(self) -> Failure | None:
-        """What another rank has found or said that explains what this one sees."""
-        for _ in range(2):  # the first round may bring a question, the second what others said to it
+        """Return a failure of another rank that explains this rank's problem, or None."""
+        for _ in range(2):  # the first round may bring a question, and the second the answers to it
             published = self._exchange(look=["failure", *self._preflight.wanted()])
             if published is None:
                 return None
@@ -339,10 +353,10 @@ class Watch:
         return None
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
-        """End this ring, and the rings that fail with it.
+        """End this ring and the rings that fail with it.
 
-        The ranks of all of them are told first: what they see when the transports break must have its reason in the
-        store. The ranks of the other rings hear it from this rank, which `tell` does not concern.
+        The failure is published first, so that the store has the reason when other ranks see broken transports. `tell`
+        applies only to this ring: the other rings always publish the failure.
         """
         with self._lock:
             if self._failure is not None:
@@ -361,7 +375,7 @@ class Watch:
             self._fatal(failure.text)
 
     def _tell(self, failure: Failure) -> None:
-        # with a look, for a TCPStore confirms only what it is asked
+        # Read the key as well, because a TCPStore confirms only reads.
         self._exchange({"failure": tuple(failure)}, look=["failure"], at_once=True)
 
     def _abort(self, reason: str) -> None:
@@ -369,9 +383,9 @@ class Watch:
             transport.abort(reason)
 
     def _last_steps(self, post: Post | None) -> str:
-        """What each rank reported last, asked for once more."""
-        near = [peer for peer, _ in (*post.sent, *post.received)] if post is not None else []
-        others = [rank for rank in dict.fromkeys((*near, *range(self.size))) if rank != self.rank][:ASKED_RANKS]
+        """Return text with the last reported step of each rank, after asking for newer reports."""
+        peers = [peer for peer, _ in (*post.sent, *post.received)] if post is not None else []
+        others = [rank for rank in dict.fromkeys((*peers, *range(self.size))) if rank != self.rank][:ASKED_RANKS]
         for table in (self._exchange(look=[f"table/{rank}" for rank in others]) or {}).values():
             self._telemetry.table.merge_packed(table)
         known = {report.rank: report for report in self._telemetry.table.reports(time.time())}
@@ -389,10 +403,10 @@ class Watch:
         after = f" after {last}" if last is not None else ""
         if self._phase is not None:
             return f"in a {self._phase}{after}"
-        return f"comparing what the ranks pass{after}" if self._waiting else f"between calls{after}"
+        return f"comparing the ranks' calls{after}" if self._waiting else f"between calls{after}"
 
     def stopped(self) -> str | None:
-        """Why nothing comes any more, for whoever waits; None while it may."""
+        """Return the text of this ring's failure, which ends waits, or None."""
         return self._failure.text if self._failure is not None else None
 
     @staticmethod
@@ -400,14 +414,14 @@ class Watch:
         return ValueError(failure.text) if failure.kind == "ValueError" else TransportError(failure.text)
 
 
-# sysexits' EX_TEMPFAIL: what torchrun and schedulers restart
+# EX_TEMPFAIL of sysexits.h, after which torchrun and schedulers restart.
 EXIT_CODE = 75
-# A pipe that nobody reads must not keep the process.
+# Timeout for flushing, so that a pipe that nobody reads does not keep the process alive.
 FLUSH_SECONDS = 1.0
 
 
 class Watchdog:
-    """The thread. It runs while there is a ring to watch."""
+    """The watchdog's thread, which runs while there is a ring to watch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -416,7 +430,7 @@ class Watchdog:
         self._end = threading.Event()
 
     def add(self, watch: Watch) -> None:
-        """Watch one more ring, until it is closed or nobody holds it any more."""
+        """Watch a ring until it is closed or garbage-collected."""
         with self._lock:
             self._watches.add(watch)
             if self._thread is None:
@@ -424,7 +438,7 @@ class Watchdog:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End with the process: a thread that returns from C++ into an interpreter that is gone brings it down."""
+        """End the thread at exit. Returning from C++ after the interpreter's shutdown would crash the process."""
         self._end.set()
         thread = self._thread
         if thread is not None:
@@ -443,12 +457,12 @@ class Watchdog:
 
 
 def _tick(watches: list[Watch]) -> None:
-    """Look at the last one, and let go of it: nobody else may hold it any more, and what it holds is freed here."""
+    """Tick the last watch and drop the reference to it, so that a watch that nobody else holds is freed here."""
     rank, device, left = watches[-1].rank, watches[-1].device, len(watches) - 1
     try:
         with on_device(device):
             watches.pop().tick()
-    except Exception:  # a fault in here must not end the watch over the other rings
+    except Exception:  # an error here must not end the watchdog of the other rings
         logger.exception("the watchdog of rank %d failed", rank)
     finally:
         del watches[left:]
@@ -460,7 +474,7 @@ atexit.register(lambda: _WATCHDOG.stop())
 
 def _after_fork() -> None:
     global _WATCHDOG
-    _WATCHDOG = Watchdog()  # threads stay behind
+    _WATCHDOG = Watchdog()  # a forked process does not inherit threads
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -476,10 +490,10 @@ def open_watch(
     rings: FailTogether | None = None,
     gauges: Gauges | None = None,
 ) -> Watch:
-    """Watch over a ring of this group until it is closed; every rank opens its rings in the same order.
+    """Watch a ring of this group until it is closed. Every rank opens its rings in the same order.
 
     The arguments are those of `Watch`. `control` comes from `ring_control`, and the preflight waits no longer than its
-    patience. In a `LocalWorld`, which has a limit of its own, no `deadline` means no limit.
+    patience. In a `LocalWorld`, which has its own timeout, no `deadline` means no limit.
     """
     local = isinstance(group, LocalGroup)
     watch = Watch(
@@ -498,18 +512,18 @@ def open_watch(
 
 
 def ring_control(group: Group, deadline: float | None) -> Control:
-    """What the ranks of a ring tell each other, where nothing waits longer than the ring's deadline allows.
+    """Return the control of a new ring, whose waits do not exceed the ring's deadline.
 
     Raises:
-        TransportError: no connection to the store of the group, in that time.
+        TransportError: the store did not accept a connection in time.
     """
-    # A LocalWorld has a patience of its own; elsewhere the first wait is for ranks that compile.
+    # A LocalWorld has its own timeout. Elsewhere the first wait may be for ranks that are still compiling.
     first = None if isinstance(group, LocalGroup) else FIRST_SECONDS
     return control_of(group, deadline or first).fresh_scope("ring")
 
 
 def end_process(reason: str) -> None:
-    """Leave at once, non-zero, so that torchrun restarts: the streams of this process wait for bytes for ever."""
-    logger.critical("this process ends: %s", reason)
-    within(FLUSH_SECONDS, sys.stdout.flush, HOST, "flush")  # os._exit does not
+    """End the process with a non-zero exit code, so that torchrun restarts it. Its streams would wait for ever."""
+    logger.critical("ending this process: %s", reason)
+    within(FLUSH_SECONDS, sys.stdout.flush, HOST, "flush")  # os._exit does not flush
     os._exit(EXIT_CODE)

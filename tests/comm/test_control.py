@@ -122,7 +122,8 @@ def test_one_connection_per_group_and_nothing_read_of_an_earlier_group() -> None
 
 
 @pytest.mark.parametrize(
-    ("ends", "match"), [(str, "rank 1, which has returned"), (lambda group: 1 / 0, "another rank raised ZeroDivision")]
+    ("ends", "match"),
+    [(str, "rank 1, which has already returned"), (lambda group: 1 / 0, "another rank raised ZeroDivision")],
 )
 def test_virtual_ranks_do_not_wait_for_one_that_is_gone(ends: Callable[[LocalGroup], object], match: str) -> None:
     messages: list[str] = []
@@ -391,7 +392,7 @@ def test_invalid_store_values_are_an_error(value: bytes) -> None:
         store.set(f"test/{key}", value)  # type: ignore[arg-type]
     reads: list[Callable[[], object]] = [lambda: control.look("news"), lambda: control.gather(1, what="shapes")]
     for read in reads:
-        with pytest.raises(TransportError, match=r"^test/(news|gather0/1) is no JSON, so that no rank of ours"):
+        with pytest.raises(TransportError, match=r"^test/(news|gather0/1) is not JSON"):
             read()
 
 

@@ -110,5 +110,5 @@ def test_the_mode_is_exchanged_in_torch_s_runtime(
     cuda_threads._exchange.cache_clear()
     assert exchange_capture_mode(THREAD_LOCAL) == exchange_capture_mode(THREAD_LOCAL) == THREAD_LOCAL
     (record,) = caplog.records  # a runtime without it is told once
-    assert "graphs that other threads capture may fail" in record.message
+    assert "graph capture in another thread may fail" in record.message
     cuda_threads._exchange.cache_clear()

@@ -92,13 +92,13 @@ def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ring",))
     assert group_rank_size(mesh) == (0, 1)
     both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "ring"))
-    with pytest.raises(ValueError, match=r"DeviceMesh of 2 dimensions, a ring runs along one: pass mesh\['ring'\]"):
+    with pytest.raises(ValueError, match=r"DeviceMesh of 2 dimensions and .*pass mesh\['ring'\]"):
         resolve_group(both)
     assert group_rank_size(both["ring"]) == (0, 1)
-    with pytest.raises(ValueError, match="with mesh_dim_names given"):
+    with pytest.raises(ValueError, match="with mesh_dim_names"):
         resolve_group(init_device_mesh("cpu", (1, 1)))
     other: Any = 3
-    with pytest.raises(ValueError, match=r"it takes a torch\.distributed ProcessGroup, a one-dimensional DeviceMesh"):
+    with pytest.raises(ValueError, match=r"it must be a torch\.distributed ProcessGroup, a one-dimensional DeviceMesh"):
         resolve_group(other)
     outside: Any = dist.GroupMember.NON_GROUP_MEMBER
     with pytest.raises(ValueError, match="this rank is not a member"):
@@ -135,8 +135,8 @@ def test_transports_of_processes_and_of_virtual_ranks(gloo: dist.ProcessGroup, m
             "device is device\\(type='meta'\\): it must be cpu or a CUDA device that torch sees",
         ),
         ("process_group", CPU, "torch.distributed is not initialised"),
-        ("nccl", CPU, "it moves CUDA tensors, device is cpu"),
-        ("nccl_one_sided", CPU, '"nccl_one_sided", and on rank 0 it moves CUDA tensors, device is cpu'),
+        ("nccl", CPU, "it moves CUDA tensors and device is cpu"),
+        ("nccl_one_sided", CPU, '"nccl_one_sided", and on rank 0 it moves CUDA tensors and device is cpu'),
         (
             "nccl",
             torch.device("cuda"),
@@ -159,12 +159,12 @@ def test_what_one_device_alone_cannot_open(
     [
         ("process_group", "cpu:gloo,cuda:gloo", CUDA, "on rank 0 the group's backend for CUDA tensors is gloo"),
         ("process_group", "cuda:nccl", CPU, "the group has no backend for CPU tensors"),
-        ("nccl", "cuda:nccl", CUDA, r'CuPy does not import.*pip install "ringattn\[cupy-cuda'),
+        ("nccl", "cuda:nccl", CUDA, r'CuPy could not be imported.*pip install "ringattn\[cupy-cuda'),
         (
             "auto",
             "cpu:gloo,cuda:gloo",
             CUDA,
-            r"none that works: nccl: on rank 0 CuPy.*; process_group: on rank 0 .*; nccl_one_sided: on rank 0 CuPy",
+            r"that works: nccl: on rank 0 CuPy.*; process_group: on rank 0 .*; nccl_one_sided: on rank 0 CuPy",
         ),
     ],
 )
@@ -336,9 +336,9 @@ def able(monkeypatch: pytest.MonkeyPatch) -> Peers:
 def test_auto_chooses_a_transport_of_all_ranks(able: Peers) -> None:
     assert able.choose("auto", CUDA) == [("nccl",), ("process_group",)]
     assert able.choose("auto", CPU) == [("process_group",)]
-    able.change = {"nccl": "CuPy does not import"}  # on the other rank; here it does
+    able.change = {"nccl": "CuPy could not be imported"}  # on the other rank; here it does
     assert able.choose("auto", CUDA) == [("process_group",)]
-    with pytest.raises(ValueError, match='transport is "nccl", and on rank 1 CuPy does not import'):
+    with pytest.raises(ValueError, match='transport is "nccl", and on rank 1 CuPy could not be imported'):
         able.choose("nccl", CUDA)
 
 
@@ -347,7 +347,7 @@ def test_a_transport_of_one_node_leaves_the_level_between_nodes_to_another(able:
     try:
         assert able.choose("nccl", CUDA, levels=2) == [("nccl", "nccl")]
         assert able.choose("of_a_node", CUDA, levels=2) == [("of_a_node", "nccl")]
-        able.change = {"nccl": "CuPy does not import"}
+        able.change = {"nccl": "CuPy could not be imported"}
         assert able.choose("of_a_node", CUDA, levels=2) == [("of_a_node", "process_group")]
         able.change["process_group"] = "it has gloo alone"
         with pytest.raises(ValueError, match=r"between the nodes \(nccl: on rank 1 CuPy.*; process_group: on ra"):
@@ -366,7 +366,7 @@ def test_auto_chooses_a_transport_within_the_limits(able: Peers) -> None:
         ("process_group", CUDA, slow),
         ("nccl", CUDA, slow),
     ):
-        with pytest.raises(ValueError, match=rf"limits\.\w+ is [\d.]+, and {name} cannot keep that"):
+        with pytest.raises(ValueError, match=rf"limits\.\w+ is [\d.]+, which the transport {name} does not support"):
             able.choose(name, device, limits)
-    with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1.0, and local cannot keep that"):
+    with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1.0, which the transport local does not"):
         open_transport(device="cpu", limits=slow)

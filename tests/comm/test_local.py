@@ -150,8 +150,8 @@ Body = Callable[[LocalGroup], object]
 @pytest.mark.parametrize(
     ("first", "second", "match"),
     [
-        (exchange, str, "rank 1 has returned and will never get there"),
-        (send, str, "rank 0 waits until rank 1 takes 12 bytes: rank 1 has returned"),
+        (exchange, str, "rank 1 has already returned"),
+        (send, str, "rank 0 waits until rank 1 takes 12 bytes: rank 1 has already returned"),
         (send, lambda group: receive(group, 4), "expects 16 bytes from rank 0, which sent 12"),
         (
             receive,
@@ -173,7 +173,7 @@ def refused(call: Callable[[], object], match: str) -> None:
 def test_misuse_is_refused() -> None:
     refused(lambda: LocalWorld(0), "world_size is 0")
     world = world_of(2)
-    refused(lambda: world.run(lambda group: world.run(exchange)), "none inside of fn")
+    refused(lambda: world.run(lambda group: world.run(exchange)), "never inside fn")
     world.close()
     world.close()
     refused(lambda: world.run(exchange), "this LocalWorld is closed")

@@ -160,7 +160,7 @@ def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeyp
     monkeypatch.setattr(Path, "read_text", lambda path: single)
     assert loaded_libraries() == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
     assert several_loaded() is None
-    both = r"2 NCCL libraries are loaded, /opt/a b/nccl/lib/libnccl\.so\.2 and /usr/lib/libnccl\.so\.2\.30\.7"
+    both = r"2 NCCL libraries are loaded: /opt/a b/nccl/lib/libnccl\.so\.2 and /usr/lib/libnccl\.so\.2\.30\.7"
     for maps, match in ((two, both), (none, r"libnccl\.so\.2 is not loaded")):
         monkeypatch.setattr(Path, "read_text", lambda path, maps=maps: maps)
         nccl._library.cache_clear()
@@ -375,10 +375,10 @@ def test_cupy_import_warnings_are_the_reason(
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"members": [1, 2]}, r"members is \[1, 2\]: rank 0 is not one of them"),
+        ({"members": [1, 2]}, r"members is \[1, 2\]; it must contain rank 0"),
         (
             {"limits": Limits(bytes_per_second=1e9)},
-            r"limits\.bytes_per_second is 1000000000.0, and nccl cannot keep that",
+            r"limits\.bytes_per_second is 1000000000.0, which the transport nccl does not support",
         ),
         ({"limits": Limits(ctas=4)}, "NCCL_MAX_CTAS=8 in the environment overrides it for the whole process"),
     ],
@@ -404,7 +404,7 @@ def test_a_hop_between_two_communicators(device: Device) -> None:
         fence.wait()
         assert alive() is None
         assert transport.lane.stream is transport._inside.lane.stream
-        with pytest.raises(ValueError, match=r"receives\[0\]: peer is 3, the ranks of this group are 0 to 2"):
+        with pytest.raises(ValueError, match=r"receives\[0\]: peer is 3; the ranks of this group are 0 to 2"):
             transport.post(sends=[Message(following, came)], receives=[Message(3, came)])
         assert transport.check() is None
         transport._inside.check = lambda: "a network error"  # type: ignore[method-assign]
@@ -465,7 +465,7 @@ def test_a_communicator_for_each_ring_inside_and_between_the_nodes(
         )
         assert isinstance(inside, NcclTransport) and isinstance(between, NcclTransport)
         assert inside._lane.stream is not between._lane.stream
-        with pytest.raises(TransportError, match=r"rank 0: peer is 5, this communicator joins ranks \[0, 3\]"):
+        with pytest.raises(TransportError, match=r"rank 0: peer is 5; this communicator joins ranks \[0, 3\]"):
             between.warm_up([(0, 5)])
 
     on_ranks(6, fn)
@@ -480,8 +480,8 @@ def test_a_communicator_for_each_ring_inside_and_between_the_nodes(
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("get_unique_id", "^NCCL of rank 0 draws no unique id: NCCL_ERROR_SYSTEM_ERROR$"),
-        ("NcclCommunicator", r"rank \d: NCCL makes no communicator: NCCL_ERROR_SYSTEM_ERROR"),
+        ("get_unique_id", "^NCCL of rank 0 could not create a unique id: NCCL_ERROR_SYSTEM_ERROR$"),
+        ("NcclCommunicator", r"rank \d: NCCL could not create a communicator: NCCL_ERROR_SYSTEM_ERROR"),
     ],
 )
 def test_nccl_init_errors_are_raised_on_all_ranks(

@@ -169,7 +169,7 @@ def test_an_abort_returns_while_a_signal_never_comes(
             transport.abort("hop 3 is 20 s late")
             transport.close()
             assert time.monotonic() - begun < 10 and not fence.done()
-            assert "rank 0: a signal never came" in caplog.text
+            assert "rank 0: a signal never arrived" in caplog.text
             assert not transport._dropped.alive, "given up once"
             with pytest.raises(TransportError, match="of rank 0 was aborted: hop 3 is 20 s late"):
                 transport.post(sends=[], receives=[])
@@ -210,11 +210,11 @@ def test_no_graph_captures_it(windows: Windows, monkeypatch: pytest.MonkeyPatch)
     ("version", "driver", "environment", "match"),
     [
         (22902, 12050, {}, None),
-        (22901, 12050, {}, "NCCL 2.29.1 is loaded, and one-sided calls came with 2.29.2"),
-        (22907, 12040, {}, "the CUDA driver is of 12.4, and one-sided calls take 12.5"),
+        (22901, 12050, {}, "NCCL 2.29.1 is loaded; one-sided calls need 2.29.2"),
+        (22907, 12040, {}, "the CUDA driver is for 12.4; one-sided calls need 12.5"),
         (22907, 13000, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment lets a"),
         (22907, 13000, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, None),
-        (22907, 13000, {"NCCL_WIN_ENABLE": "0"}, "NCCL_WIN_ENABLE=0 in the environment switches"),
+        (22907, 13000, {"NCCL_WIN_ENABLE": "0"}, "NCCL_WIN_ENABLE=0 in the environment disables"),
         (22907, 13000, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, "lets ranks share a GPU"),
     ],
 )

@@ -226,7 +226,7 @@ def test_missing_nvml_data_is_left_out(stand_in: StandIn, tree: Path, monkeypatc
     assert (device.gpu, device.name, device.nvlinks) == (f"GPU-{UUID}", "H100", ())
     assert device.unknown == "NVML finds no driver (NVMLError: Not Supported)"
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert nvml.device_info(GPU, sys=tree).unknown == "pynvml is not installed: pip install nvidia-ml-py"
+    assert nvml.device_info(GPU, sys=tree).unknown == "pynvml is not installed; run pip install nvidia-ml-py"
 
 
 def test_a_fabric_of_many_hosts(stand_in: StandIn, tree: Path) -> None:

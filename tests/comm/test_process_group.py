@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ringattn.comm.transport import TransportError
 from ringattn.comm.transports import process_group
@@ -122,6 +123,6 @@ def test_an_interrupt_goes_on_behind_a_broken_connection(monkeypatch: pytest.Mon
         return Mock(wait=Mock(side_effect=RuntimeError("Timed out" if peer else "Connection closed by peer")))
 
     monkeypatch.setattr(process_group, "receive_nothing", receive)
-    monkeypatch.setattr(process_group.dist, "get_backend_config", lambda group: "cpu:gloo")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
     assert process_group._interrupt(Mock(size=lambda: 4, rank=lambda: 1))
     assert asked == [0, 2]

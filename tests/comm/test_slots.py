@@ -104,13 +104,13 @@ def test_slots_keep_their_high_water_mark() -> None:
 
 @pytest.mark.parametrize("slot", [-1, 2])
 def test_what_slots_refuse(slot: int) -> None:
-    with pytest.raises(ValueError, match="count is 0: a ring needs at least one slot"):
+    with pytest.raises(ValueError, match="count is 0; a ring needs at least one slot"):
         Slots(0, CPU)
     slots = Slots(2, CPU)
     slots.reserve(ALIGNMENT)
     for call in (lambda: slots.tensors(slot, []), lambda: slots.busy(slot, Noted()), lambda: slots.free(slot)):
-        with pytest.raises(IndexError, match=f"slot is {slot}, the slots are 0 to 1"):
+        with pytest.raises(IndexError, match=f"slot is {slot}; it must be between 0 and 1"):
             call()
     slots.tensors(0, [((ALIGNMENT,), torch.uint8)])
-    with pytest.raises(ValueError, match=r"these tensors take 512 bytes, a slot holds 256: reserve\(512\) first"):
+    with pytest.raises(ValueError, match=r"specs need 512 bytes and a slot has 256; call reserve\(512\) first"):
         slots.tensors(0, [((ALIGNMENT + 1,), torch.uint8)])

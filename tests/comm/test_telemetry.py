@@ -231,7 +231,7 @@ def test_a_straggler_is_reported_once_by_one_rank(
                 watch._telemetry.warn(clock.now)
     messages = [record.message for record in caplog.records]
     assert len(messages) == (not age and windows == 1)
-    assert all("rank 1 holds the ring up: it is busy 1.95 times as long as" in text for text in messages)
+    assert all("rank 1 is a straggler: it is busy 1.95 times as long as" in text for text in messages)
 
 
 def test_telemetry_beside_the_watchdog() -> None:

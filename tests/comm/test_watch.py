@@ -52,8 +52,8 @@ def test_late_transfers_are_propagated_to_all_ranks(clock: Clock) -> None:
     ranks.watches[2].tick()
     (text,) = ranks.transports[2].reasons
     assert text.startswith(
-        "rank 2: forward hop 1: K/V (64 bytes rank 1 -> rank 2, 64 bytes rank 2 -> rank 0) not over 3 s after what it "
-        "waits for (its deadline). Last reported: rank 0: in a forward after forward hop 1: K/V ("
+        "rank 2: forward hop 1: K/V (64 bytes rank 1 -> rank 2, 64 bytes rank 2 -> rank 0) not over 3 s after it "
+        "could start (its deadline). Last reported: rank 0: in a forward after forward hop 1: K/V ("
     )
     assert "; rank 1: in a forward after forward hop 1: K/V (" in text
     requests = ranks.connection(0).asked
@@ -565,7 +565,7 @@ def test_only_streams_of_a_gpu_end_the_process(
     watch = open_watch(group, torch.device(device), control=controls(2)[0], deadline=5.0, transports=list)
     watch.failed(TransportError("the connection is gone"))
     assert ended == codes and os.EX_TEMPFAIL == 75
-    assert ("this process ends: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(codes)
+    assert ("ending this process: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(codes)
 
 
 def test_fences_of_a_gpu_are_not_waited_for() -> None:

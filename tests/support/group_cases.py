@@ -127,7 +127,7 @@ def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> Non
         unregister_transport("flaky")
         unregister_transport("never")
     never = "never: on rank 0 of another kind"
-    assert transport.reason == f"auto takes process_group; not {never}; not flaky: {failed}"
+    assert transport.reason == f"auto selected process_group; not {never}; not flaky: {failed}"
     transport.post(sends=[], receives=[]).wait()
     for other in made:
         with pytest.raises(TransportError, match="is closed"):

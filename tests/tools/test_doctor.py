@@ -76,7 +76,7 @@ def test_a_well_machine(target: Path) -> None:
     rows, (*lines, _, last) = checks(target), result.stdout.splitlines()
     assert all(len(line) <= 80 for line in lines) and last.startswith("no problems found: ")
     assert "ok       transport local: patterned bytes over 12 edges" in lines
-    assert rows["transport auto"] == "ok auto takes local"
+    assert rows["transport auto"] == "ok auto selected local"
     assert rows["ring order"].startswith("ok flat ring of 4 ranks")
     assert rows["ring of 128 tokens"].startswith("ok causal, zigzag, float32, transport local: out ")
     assert all(edge in rows["GB/s local"] for edge in ("0->1", "1->2", "2->3", "3->0"))
