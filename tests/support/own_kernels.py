@@ -1,4 +1,4 @@
-"""Local kernels from outside the package: public names of ringattn and torch alone."""
+"""Local kernels written outside of the package, from public names of ringattn and torch only."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> t
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    """Return its gradients."""
+    """Return the gradients of SDPA's flash attention on the CPU."""
     given = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, causal, scale=scale)
     return tuple(x.transpose(1, 2) for x in grads)
 
 
 def sdpa() -> RectangleAttention:
-    """Return the kernel."""
     return RectangleAttention("sdpa", forward, backward, supports=Supports(devices=("cpu",)))
 
 
 class Dense:
-    """Attention in plain torch without a state, for as many key heads as query heads."""
+    """Local kernel without state in plain torch, for equal numbers of query and key heads."""
 
     name = "dense"
     supports = Supports(devices=("cpu",), dtypes=(torch.float32,), features=("bounds", "backward"))
@@ -51,7 +50,7 @@ class Dense:
 
 
 class DenseShards:
-    """A forward of one shard, or a backward."""
+    """Forward or backward of one query shard."""
 
     def __init__(self, q: Tensor, scale: float, *given: Tensor) -> None:
         self.q, self.scale, self.given = q, scale, given

@@ -1,9 +1,9 @@
-"""Runs the ring loop with transfers that only start when both ends are there, the strictest way there is.
+"""The ring loop on rendezvous transfers, which start only when both ends are ready: the strictest model.
 
-Every rank is a thread, one of which runs at a time. Each level of the ring has a queue of groups per rank, which run
-one after the other once what they wait for is over; a message moves when both its ends are in a group that runs. K/V
-hold the shard's number, dK/dV count the ranks that added to them. From when its group runs until it arrives, a slot
-holds NaN, so that whoever still wanted what was in it fails.
+Every rank is a thread, and one thread runs at a time. Each level of the ring has one queue of groups per rank. The
+groups of a queue run one after the other, each when the fences in its ``after`` are done. A message moves when both its
+ends are in running groups. K/V hold the shard's number, and dK/dV count the ranks that added to them. A slot holds NaN
+from the start of its group until the message arrives, so that a late reader of the old contents fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sizes = Sequence[tuple[int, int]]
 
 @dataclass(eq=False)
 class Group:
-    """One post, and its fence."""
+    """One post and its fence."""
 
     world: World
     rank: int
@@ -55,7 +55,7 @@ class Group:
 
 
 class World:
-    """What the ranks have posted, and for what each waits."""
+    """Queues of all ranks' posts, and the group that each rank waits for."""
 
     def __init__(self, size: int) -> None:
         self.running = size
@@ -65,7 +65,11 @@ class World:
         self.errors: list[BaseException] = []
 
     def run(self, body: Callable[[int], None]) -> None:
-        """All ranks to their ends; AssertionError where they wait for each other for ever."""
+        """Run all ranks to their ends.
+
+        Raises:
+            AssertionError: the ranks wait for each other.
+        """
 
         def one(rank: int) -> None:
             with self.turn:
@@ -94,7 +98,7 @@ class World:
         del self.waits[group.rank]
 
     def post(self, level: int, group: Group) -> None:
-        """Start every group that may run, and move every message of which both ends are in one that does."""
+        """Start every group that may run, and move every message whose two ends are running."""
         self.queues[level, group.rank].append(group)
         moved = True
         while moved:
@@ -113,7 +117,7 @@ class World:
 
     @staticmethod
     def runs(queue: deque[Group]) -> bool:
-        """Whether the first group that is not over runs."""
+        """Return True if the first unfinished group of the queue is running."""
         while queue and queue[0].done():
             queue.popleft()
         if queue and not queue[0].runs and all(fence.done() for fence in queue[0].after):
@@ -122,7 +126,7 @@ class World:
 
 
 class Level:
-    """One level's transport of one rank: of a transport what the loop calls."""
+    """One rank's transport of one level, with the methods that the loop calls."""
 
     def __init__(self, world: World, level: int, rank: int, edges: Sequence[Edge]) -> None:
         self.world, self.level, self.rank = world, level, rank
@@ -140,17 +144,17 @@ class Level:
 
 @dataclass
 class Rank:
-    """One rank: the backend of all its chunks, which finds the hop where the kernels find their bounds."""
+    """One rank that records its work; it is the backend of all chunks and gets hops in place of bounds."""
 
     rank: int
     done: dict[str, Pairs] = field(default_factory=lambda: {"out": [], "dq": [], "dkdv": []})
-    """(rank, shard) of everything that was computed, once per chunk."""
+    """Every (rank, shard) that was computed, once per chunk."""
     dkdv_of_own: list[Counter[int]] = field(default_factory=list)
-    """Per chunk the ranks that added to dK/dV of the own shard."""
+    """Per chunk, the ranks that added to dK/dV of this rank's shard."""
     lines: list[str] = field(default_factory=list)
-    """What it did, as text."""
+    """Log of posts and launches as text."""
     posts: list[tuple[Key, list[int], list[int]]] = field(default_factory=list)
-    """Of what it posted the key, the peers sent to, and the peers received from."""
+    """Every post: its key, the peers sent to and the peers received from."""
 
     def posted(self, key: Any, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
         assert not self.posts or self.posts[-1][0] < key, "out of the one order"
@@ -191,7 +195,7 @@ class Rank:
 
 
 def steps(plan: Schedule, rank: int, parts: int = 1) -> Plan:
-    """A plan of shards of one token, whose masks are the hops themselves."""
+    """Return a plan of one-token shards whose masks are the hops themselves."""
     hops = plan.hops(rank)
     masks = [
         tuple(HopMask(hop, None, hop.shard) for _ in range(parts if hop.computes or not hop.index else 0))  # type: ignore[arg-type]
@@ -218,12 +222,12 @@ def steps(plan: Schedule, rank: int, parts: int = 1) -> Plan:
 
 
 def active_end(plan: Schedule, shard: int, begin: int) -> int:
-    """How far from its root a shard is last computed with, in the outer step that begins at a hop."""
+    """Return the last inner step, counted from its root at hop ``begin``, that computes with a shard."""
     return max(step for step in range(plan.inner) if not step or plan.active[shard][begin + step])
 
 
 def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1, parts: int = 1) -> list[Rank]:
-    """All ranks after a forward or a backward, of masks of so many parts."""
+    """Run a forward or a backward on all ranks, with ``parts`` mask parts per hop, and check the posts."""
     world, ranks = World(plan.world), [Rank(rank) for rank in range(plan.world)]
 
     def one(rank: int) -> None:
@@ -251,5 +255,5 @@ def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1,
 
 
 def gathered(ranks: Sequence[Rank], what: str) -> Pairs:
-    """(rank, shard) of everything of a kind that was computed, once per chunk."""
+    """Return every (rank, shard) that was computed, once per chunk."""
     return [pair for rank in ranks for pair in rank.done[what]]

@@ -1,7 +1,7 @@
-"""The snippets of all pages: what is found in them, and the names that the Python of each section takes for granted.
+"""Code snippets of all documentation pages, and the names that each section's Python assumes.
 
-The Python blocks of a section (a heading) run one after the other in one namespace. ``SETUPS`` has the names that a
-reader is to have; a section that is not listed has none.
+The Python blocks of a section run one after the other in one namespace. ``SETUPS`` provides the names that the reader
+is assumed to have; a section that is not listed has none.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ PAGES = sorted(
     if not {".venv", ".tox", "build", "node_modules"} & {*path.relative_to(ROOT).parts}
 )
 DATED = {"LOG.md"}
-"""Pages that keep the file names and commands of an earlier date."""
+"""Dated logs, which keep the file names and commands of their time."""
 
 LANGUAGES = {"python", "sh", "console", "json", "c", "text"}
-"""Every fence says which it is; ``console`` is a command behind ``$`` and what it prints, ``text`` is no code."""
+"""Languages of fences; ``console`` is a command after ``$`` with its output, ``text`` is no code."""
 
 PLACEHOLDERS = {"DIR": "folder", "FILE": "file.json", "SECONDS": "480", "FLAGS": "", "…": "", "...": ""}
-"""Words of a command that stand for the reader's own."""
+"""Words of a command that stand for the reader's own values."""
 
 
 class Snippet(NamedTuple):
     """One fenced block of a page."""
 
     page: str
-    """Its path from the root."""
+    """Path of the page from the root."""
     section: str
     """The anchor of the heading above it."""
     line: int
@@ -52,7 +52,7 @@ class Snippet(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One command of a page: of a fence, or a span of code in a line."""
+    """One command of a page, in a fence or in an inline code span."""
 
     page: str
     line: int
@@ -61,12 +61,12 @@ class Command(NamedTuple):
 
 
 def anchor(heading: str) -> str:
-    """Return what a link calls a heading: lower case, spaces as dashes, without signs."""
+    """Return a heading's link anchor: lower case, dashes for spaces, no punctuation."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def parse(page: str, text: str) -> tuple[list[Snippet], list[tuple[int, str]]]:
-    """Return the fenced blocks of a page, and its other lines by number.
+    """Return the fenced blocks of a page, and its other lines with their numbers.
 
     Raises:
         ValueError: a fence is never closed.
@@ -100,7 +100,7 @@ def snippets() -> tuple[Snippet, ...]:
 
 
 def python_sections() -> dict[str, list[Snippet]]:
-    """Return the Python of every section, by ``page#section``."""
+    """Return the Python blocks of every section, by ``page#section``."""
     blocks = [one for one in snippets() if one.language == "python"]
     return {
         f"{page}#{section}": [*group] for (page, section), group in groupby(blocks, key=lambda one: (one[0], one[1]))
@@ -108,7 +108,7 @@ def python_sections() -> dict[str, list[Snippet]]:
 
 
 def commands() -> Iterator[Command]:
-    """Return every command of every page: the lines of ``sh`` and ``console``, and spans of code in the text."""
+    """Yield every command of every page: lines of ``sh`` and ``console`` fences, and inline code spans."""
     for one in snippets():
         if one.language in ("sh", "console"):
             text = one.text.replace("\\\n", " ")
@@ -122,7 +122,7 @@ def commands() -> Iterator[Command]:
             continue
         page = str(path.relative_to(ROOT))
         _, lines = parse(page, path.read_text())
-        # a span may go on in the next line
+        # a span may continue on the next line
         for span in re.finditer(
             r"`((?:ringattn|python -m|torchrun|srun|mpirun) [^`]+)`", "\n".join(x for _, x in lines)
         ):
@@ -132,7 +132,7 @@ def commands() -> Iterator[Command]:
 
 
 def own_arguments(command: str) -> list[str] | None:
-    """Return the arguments that our command line gets, without launcher and placeholders; None of another program."""
+    """Return the arguments of our command line without launcher and placeholders, or None for other programs."""
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command, comments=True)]
     words = [word for word in words if word]
     for start, word in enumerate(words):
@@ -142,21 +142,21 @@ def own_arguments(command: str) -> list[str] | None:
     return None
 
 
-# what the Python of a section takes for granted
+# Names that the Python of a section assumes.
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The names that a section takes for granted, and how many ranks it runs on."""
+    """The names that a section assumes, and the ranks it runs on."""
 
     names: Callable[[GroupLike], Any]
-    """A context manager of them, on every rank."""
+    """Context manager that yields the names on every rank."""
     virtual: int = 0
-    """Virtual ranks, each with its member as ``group``; 0: none."""
+    """Number of virtual ranks, each with its member as ``group``; 0 for none."""
     processes: int = 0
-    """Processes over gloo; 0: none."""
+    """Number of processes over gloo; 0 for none."""
     replaced: tuple[str, str] = ("", "")
-    """What only a GPU takes, and what stands there on the CPU."""
+    """Text that needs a GPU, and its replacement on the CPU."""
     nightly: bool = False
 
 
@@ -204,14 +204,14 @@ def a_model(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def readme(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield those of a model, in a script."""
+    """Yield the names of `a_model`, for a script."""
     with a_model(group) as names:
         yield names | {"__name__": "__main__"}
 
 
 @contextmanager
 def accelerated(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield a model, and accelerate's mesh of the processes."""
+    """Yield the names of `a_model`, with accelerate's mesh of the processes."""
     from accelerate.utils import ParallelismConfig
 
     with a_model(group) as names:
@@ -229,13 +229,13 @@ def of_diffusers(group: GroupLike) -> Iterator[dict[str, Any]]:
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=4,
         joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
-    with patch("torch.accelerator.device_count", lambda: 1):  # it divides by that, which is 0 on a CPU
+    with patch("torch.accelerator.device_count", lambda: 1):  # diffusers divides by it; on a CPU it is 0
         yield {"model": model}
 
 
 @contextmanager
 def of_sdpa(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield a model of one attention."""
+    """Yield a model with one attention."""
 
     def model(tokens: torch.Tensor) -> torch.Tensor:
         x = tokens.view(1, 1, -1, 1).expand(-1, 4, -1, 16).float().requires_grad_()
@@ -246,7 +246,7 @@ def of_sdpa(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def adapters(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield boundaries of documents; what the process calls ``flash_attention_2`` is put back."""
+    """Yield document boundaries, and restore ``flash_attention_2`` afterwards."""
     import transformers
 
     interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
@@ -260,7 +260,7 @@ def adapters(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def of_lucidrains(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield nothing; its module is put back."""
+    """Yield nothing, and restore lucidrains' module afterwards."""
     import ring_attention_pytorch.ring_attention as theirs
 
     with patch.object(theirs, "ring_flash_attn", theirs.ring_flash_attn):
@@ -269,7 +269,7 @@ def of_lucidrains(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def the_kernels(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield every public name of the kernels, tensors of one device, and its keys in two shards."""
+    """Yield every public name of the kernels, tensors, and the keys in two shards."""
     from ringattn import kernels
     from ringattn.kernels import FULL, KernelConfig
 
@@ -285,7 +285,7 @@ def the_kernels(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def of_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield what tells a ring: its sizes, its device and its group."""
+    """Yield the sizes, the device and the group of a ring."""
     from ringattn import Ring, autotune, kernels
 
     yield {
@@ -315,7 +315,7 @@ SETUPS = {
 
 
 def execute(key: str, group: GroupLike = None) -> dict[str, Any]:
-    """Run the Python of a section on this rank; its names afterwards."""
+    """Run the Python of a section on this rank and return its names."""
     setup = SETUPS.get(key, Setup(nothing))
     source, instead = setup.replaced
     assert source in "".join(one.text for one in python_sections()[key])
@@ -323,6 +323,6 @@ def execute(key: str, group: GroupLike = None) -> dict[str, Any]:
     with setup.names(group) as names:
         for one in python_sections()[key]:
             text = one.text.replace(source, instead) if source else one.text
-            # so that a traceback shows the page's own line
+            # leading newlines, so that a traceback shows the page's line number
             exec(compile("\n" * one.line + text, str(ROOT / one.page), "exec"), names)
         return names
