@@ -60,7 +60,6 @@ def run_ring(
         calls: number of calls on one ring; the results are the last call's.
         **call: arguments of ``ring_attention``.
     """
-
     with LocalWorld(layout.world) as world:
         parts = world.run(lambda group: rank_part(layout, whole, group, group.rank(), ring=ring, calls=calls, **call))
     return together(layout, parts)

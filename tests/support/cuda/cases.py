@@ -1,4 +1,4 @@
-"""What the proof runs: calls of every rank, the values they are given, what they should read, and all its cases."""
+"""The cases of the stream-order proof: calls of all ranks, their inputs and their expected results."""
 
 from __future__ import annotations
 
@@ -24,39 +24,38 @@ GIVEN = ("q", "k", "v", "dout", "dlse")
 
 
 class RecordedCall(NamedTuple):
-    """One forward of every rank, with its backward or without."""
+    """One forward of every rank, optionally with its backward."""
 
     layout: Layout
     mask: Mask
     backward: bool = True
-    hidden: tuple[int, ...] = ()  # positions without keys: there `key_mask` is False
-    dropout: bool = False  # which asks for positions and a seed; the stand-ins drop nothing
+    hidden: tuple[int, ...] = ()  # positions where `key_mask` is False
+    dropout: bool = False  # passes positions and a seed; the stand-ins drop nothing
 
 
 @dataclass(frozen=True)
 class Case:
-    """Calls, one after the other on one ring, and the ring that they go through."""
+    """Consecutive calls on one ring, and the arguments of that ring."""
 
     calls: tuple[RecordedCall, ...]
     transport: str = "nccl"
     dtype: torch.dtype = torch.float32
     ring: dict[str, Any] = field(default_factory=dict)  # arguments of Ring
     config: KernelConfig | None = None
-    unshards: bool = False  # the calls gather q, and sum up the gradients of all ranks, in place of attention
-    ulysses: int = 1  # ranks that exchange heads for tokens: the ring is of as many fewer
-    streams: int = 1  # of each rank, that its calls take in turn: nothing orders the calls of two of them
+    unshards: bool = False  # the calls unshard q and sum the ranks' gradients, instead of attention
+    ulysses: int = 1  # Ulysses ranks; the ring has world / ulysses ranks
+    streams: int = 1  # per rank, used by its calls in turn; nothing orders calls on different streams
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
         return self.calls[0].layout.world
 
     def on_ring(self, call: RecordedCall) -> RecordedCall:
-        """A call as the ring has it, whose ranks hold what several exchange."""
+        """Return a call with the layout of the ring, whose ranks hold the tokens of several Ulysses ranks."""
         return call if self.ulysses == 1 else call._replace(layout=joined(call.layout, self.ulysses))
 
     def kernels(self, call: RecordedCall) -> tuple[str, ...]:
-        """What a call launches once per shard, part of the mask and chunk of heads."""
+        """Return the kernels that a call launches once per shard, mask part and chunk of heads."""
         if self.unshards:
             return ()
         if not call.backward:
@@ -68,7 +67,7 @@ class Case:
 
 
 def inputs(case: Case, number: int) -> dict[str, Tensor]:
-    """Ones and twos: every sum of them is exact, in every dtype that travels, and none is what an empty slot gives."""
+    """Return tensors of ones and twos, whose sums are exact in every wire dtype and differ from an empty slot's."""
     draw = torch.Generator().manual_seed(number)
     shapes = {"q": (HEADS, DIM), "k": (KV_HEADS, DIM), "v": (KV_HEADS, DIM_V), "dout": (HEADS, DIM_V)}
     tokens = case.calls[number].layout.seqlen
@@ -81,12 +80,12 @@ def inputs(case: Case, number: int) -> dict[str, Tensor]:
 
 
 def shard(case: Case, number: int, name: str, rank: int) -> Tensor:
-    """What a rank is given in one call."""
+    """Return a rank's shard of an input of one call."""
     return case.calls[number].layout.shard(inputs(case, number)[name], rank, 2 if name == "dlse" else 1)
 
 
 def seen(call: RecordedCall, rank: int, other: int) -> int:
-    """By how many parts of the mask any query of a rank sees any key of a shard: position by position."""
+    """Return the number of mask parts in which a query of a rank sees a key of a shard, position by position."""
     positions, keys = call.layout.positions(rank), call.layout.positions(other)
     blocks = call.mask.blocks
     shown = True if blocks is None else blocks.visible[positions // blocks.block][:, keys // blocks.block]
@@ -95,14 +94,14 @@ def seen(call: RecordedCall, rank: int, other: int) -> int:
 
 
 def there(call: RecordedCall, rank: int, other: int) -> Tensor:
-    """Which keys of a shard a rank ever has, 0 or 1 each."""
+    """Return 1 for every key of a shard that a rank ever has, else 0."""
     mine, sent = call.layout.positions(other), sent_keys(call.layout, call.mask, call.layout).positions(other)
     shown = ~torch.isin(mine, torch.tensor(call.hidden, dtype=torch.int64))
     return (shown if rank == other else shown & torch.isin(mine, sent)).float()
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
-    """What every rank should read: from the mask, the keys that travel and the stand-in kernels; no schedule."""
+    """Return every rank's expected results, computed from mask, sent keys and stand-in kernels, without a schedule."""
     by_rank = [dict[str, Tensor]() for _ in range(case.world)]
     for number, call in enumerate(case.calls):
         for rank in range(case.world):
@@ -116,7 +115,7 @@ def _unsharded(case: Case, number: int, call: RecordedCall, rank: int) -> dict[s
 
 
 def _expected(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
-    """Of a rank's tokens, out of those of its place in the ring."""
+    """Return the results of a rank's tokens, taken from those of its ring rank."""
     place, exchanging = divmod(rank, case.ulysses)
     at = shared(call.layout, case.ulysses, place).positions(exchanging)
     values = _of_place(case, number, case.on_ring(call), place)
@@ -146,14 +145,16 @@ def _of_place(case: Case, number: int, call: RecordedCall, rank: int) -> dict[st
 CAUSAL, FULL = Mask(causal=True), Mask()
 WINDOW = Window(causal=True, left=9)  # over contiguous shards most hops are skipped
 DOCUMENTS = Window(left=1, right=0, document=7)  # over a striped layout some shards only pass through
-BOTH_SIDES = Mask(window=(9, 9))  # over contiguous shards K/V go to the one neighbour, then straight to the other
+BOTH_SIDES = Mask(window=(9, 9))  # over contiguous shards K/V go to one neighbour, then directly to the other
 NARROW = Mask(window=(2, 1))  # over contiguous shards most keys stay on their rank
-GLOBAL = Mask(window=(4, 4), global_tokens=((0, 2),))  # several launches a hop
+GLOBAL = Mask(window=(4, 4), global_tokens=((0, 2),))  # several launches per hop
 
 
 def _few_that_see_all(world: int, few: tuple[int, ...]) -> Case:
-    """A pattern of blocks: a few ranks see every shard, the others their own. Of each shard's journey the first of the
-    few begins the sums, hop after hop, with none to wait for in between."""
+    """Return a case where ``few`` ranks see every shard, and the others only their own.
+
+    The first of the few on a shard's way starts its dK/dV sums, hop after hop, without sums to wait for.
+    """
     visible = torch.eye(world, dtype=torch.bool)
     visible[list(few)] = True
     return Case((RecordedCall(Layout.contiguous(16 * world, world), Mask(blocks=BlockMask(visible, 16))),) * 2)
@@ -256,7 +257,7 @@ EXCHANGES = {
 
 HOLES = {"keys that a mask hides": Case((_call("zigzag", 4, FULL)._replace(hidden=(1, 7, 8, 23)),) * 2)}
 
-TILE = Tile(16, 16, 4, 1)  # which divides any block
+TILE = Tile(16, 16, 4, 1)  # divides any block size
 SINGLE_PASS, IN_TURN = (
     KernelConfig(TILE, TILE, TILE, backward=mode) for mode in ("single_pass", "single_pass_deterministic")
 )
@@ -286,9 +287,9 @@ CACHED = {
     "two streams, unshard": replace(_case("striped", 2), unshards=True, streams=2),
     "2 x 2 by heads, dropout": Case((_call("zigzag", 4)._replace(dropout=True),) * 2, ulysses=2),
 }
-"""Calls that share what is cached on their device; where they take two streams, it is dropped behind the last call.
+"""Calls that share values cached on their device; with two streams, the cache is cleared after the last call.
 
-A rank alone has no slots, whose waits would order the streams.
+The ring of a single rank has no slots, whose waits would order the streams.
 """
 
 NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL | UNEVEN | EXCHANGES | HOLES | KERNELS | CACHED
@@ -304,4 +305,4 @@ CASES = {
     "nccl_one_sided": {name: replace(NCCL[name], transport="nccl_one_sided") for name in (*FEW, "unshard")},
     "local": {name: replace(NCCL[name], transport="local") for name in (*FEW, *CACHED)},
 }
-"""By transport and name."""
+"""Cases by transport and name."""

@@ -1,7 +1,7 @@
-"""Waits that could go unnoticed where they are, because others imply them; and why each of them stays.
+"""Waits that the proof finds redundant, with the reason why each one stays.
 
-By transport, then by what waits for what: functions of the transport and of the ring. `ALWAYS`: nowhere in the cases of
-the proof is it the one that counts. Else, where it is implied, the same line is needed elsewhere.
+The tables map each transport to its waits, named by the transport's and the ring's functions. `ALWAYS`: the wait is
+redundant in all cases of the proof. `SOMETIMES`: the wait is redundant in some cases, and needed in others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COMMON = {
     ),
 }
 
-OWN = "post of KeyValues.advance waits for mark of KeyValues._held"  # into a slot of its own, for every chunk
+OWN = "post of KeyValues.advance waits for mark of KeyValues._held"  # every chunk has its own slot
 ONE_SIDED = {
     **{wait: why for wait, why in COMMON.items() if wait != OWN},
     **{

@@ -1,4 +1,4 @@
-"""CuPy's NCCL, played between threads of one process; its operations land in the log of a `Device`."""
+"""CuPy's NCCL between threads of one process; its operations go to the log of a `Device`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Wire = tuple[bytes, int, int]
 
 
 class Group(threading.local):
-    """What a thread has called since `groupStart`."""
+    """Calls of a thread since `groupStart`."""
 
     def __init__(self) -> None:
         self.receives: list[tuple[int, int, Wire]] | None = None
         self.calls: set[Communicator] = set()
         self.given_up: list[Communicator] = []
-        self.pending: list[tuple[Communicator, str, Callable[[], None]]] = []  # one-sided calls
+        self.pending: list[tuple[Communicator, str, Callable[[], None]]] = []  # pending one-sided calls
 
 
 class Fabric:
-    """What `cupy.cuda.nccl` holds, for any number of ranks that are threads. Bytes really move, at `groupEnd`."""
+    """Stand-in for `cupy.cuda.nccl`, for any number of ranks in threads; bytes move at `groupEnd`."""
 
     NCCL_UINT8 = 1
     available = True
@@ -46,10 +46,10 @@ class Fabric:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._wires: dict[Wire, queue.Queue[bytes]] = {}
-        self.moves = True  # False: nothing moves and nothing blocks, the order is all that is wanted
+        self.moves = True  # False: no bytes move and no call blocks; only the order is logged
         self._drawn = itertools.count()
         self.open_group = Group()
-        self.index: int | None = None  # the GPU on which threads must make, poll and end communicators; None: any
+        self.index: int | None = None  # GPU on which threads must create, poll and destroy communicators; None: any
         self.fail_on: str | None = None
         self.async_error = ""
         self.before_end: Callable[[], None] = lambda: None
@@ -58,15 +58,15 @@ class Fabric:
         self.abort_called = threading.Event()
 
     def wire(self, edge: Wire) -> queue.Queue[bytes]:
-        """What was sent over an edge of a communicator and not received yet."""
-        return self._wires.setdefault(edge, queue.Queue())  # atomic: both ends may come at once
+        """Return the queue of bytes sent over an edge and not received yet."""
+        return self._wires.setdefault(edge, queue.Queue())  # atomic, because both ends may ask at the same time
 
     def cut(self) -> None:
-        """Lose what is under way."""
+        """Drop all bytes in flight."""
         self._wires.clear()
 
     def get_unique_id(self) -> bytes:
-        first = next(self._drawn)  # every communicator has its own
+        first = next(self._drawn)  # unique per communicator
         return bytes(range(first, first + 128))
 
     def NcclCommunicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
@@ -115,7 +115,7 @@ class Communicator:
         self._fabric = fabric
         self._id = unique_id
         self._rank = rank
-        self.calls = 0  # threads that are inside of a group with it
+        self.calls = 0  # threads with a call of this communicator in an open group
         self.freed = False
 
     def send(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
@@ -130,13 +130,13 @@ class Communicator:
         receives.append((pointer, count, wire))
 
     def _enqueue(self, kind: str, wire: Wire, *arguments: int) -> list[tuple[int, int, Wire]]:
-        """Log it; the receives of the open group."""
+        """Log a transfer and return the receives of the open group."""
         pointer, count, *_, stream = arguments
         self._fabric.device.transfer(kind, pointer, count, stream, detail=arguments, wire=wire)
         return self.enter(kind)
 
     def enter(self, kind: str) -> list[tuple[int, int, Wire]]:
-        """A call inside of a group; its receives."""
+        """Register a call in the open group and return the group's receives."""
         here = self._fabric.open_group
         assert here.receives is not None, "outside of a group"
         if self.freed:
@@ -154,7 +154,7 @@ class Communicator:
             raise NcclError(self._fabric.async_error)
 
     def abort(self) -> None:
-        """Raises the flag at once, and frees at the end of the group."""
+        """Signal the abort at once, and free the communicator at the end of the group."""
         self._fabric.check_place()
         self._fabric.device.add("abort")
         self._fabric.abort_called.set()
@@ -168,7 +168,7 @@ class Communicator:
         self.freed = True
         self._fabric.device.add("free")
 
-    def __del__(self) -> None:  # as CuPy's does
+    def __del__(self) -> None:  # like CuPy's
         if not self.freed:
             self._fabric.device.add("destroy")
 
@@ -180,7 +180,7 @@ class Communicator:
 
 
 def launch(pending: Sequence[tuple[Communicator, str, Callable[[], None]]]) -> None:
-    """As NCCL does at the end of a group: in order, but those of several communicators in turns (`doLaunches`).
+    """Run pending calls like NCCL at the end of a group, where several communicators take turns (`doLaunches`).
 
     A turn is one wait, or all puts and signals up to the next wait (`scheduleRmaTasksToPlan`).
     """
@@ -195,7 +195,7 @@ def launch(pending: Sequence[tuple[Communicator, str, Callable[[], None]]]) -> N
 
 
 def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:
-    """Let `import cupy.cuda.nccl` find `fabric`, whose communicators are those of the NCCL library too."""
+    """Make `import cupy.cuda.nccl` return `fabric`, whose communicators also replace the NCCL library's."""
     cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", fabric)):
         monkeypatch.setitem(sys.modules, name, module)
@@ -203,12 +203,12 @@ def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:
 
 
 def check_held(device: Device, transport: Transport, peer: int) -> None:
-    """What a post moves is there at each wait of the stream that owns it, and not for longer."""
+    """Check that a posted tensor lives until the owning stream's last wait, and no longer."""
     sent, received = filled(1, 4, torch.device("cpu")), filled(0, 4, torch.device("cpu"))
     alive = [weakref.ref(sent), weakref.ref(received)]
     fence = transport.post(sends=[Message(peer, sent)], receives=[Message(peer, received)])
     del sent, received
-    StreamLane(torch.device("cpu")).follow([fence])  # a third stream: that it waits says nothing of the owner
+    StreamLane(torch.device("cpu")).follow([fence])  # a wait of a third stream must not release the tensors
     owner, held = device.current(), list[list[bool]]()
     wait_event = owner.wait_event
 

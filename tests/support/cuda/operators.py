@@ -1,7 +1,7 @@
-"""What torch's functions and operators say and do on the recorder.
+"""Torch functions and operators on the recorder.
 
-A tensor that was made for a GPU says that it is on one, so that our code takes its CUDA paths; every operator on it is
-an operation of the current stream. Tensors of the host are left alone.
+A tensor that was created for a GPU claims to be on one, so that our code takes its CUDA paths. Every operator on such a
+tensor is an operation of the current stream. Host tensors behave as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .recorder import GPU, HOST, Give, Recorder
 
 @contextmanager
 def acting(recorder: Recorder, rank: int) -> Iterator[None]:
-    """This thread acts for `rank`, and torch's calls in it are recorded."""
+    """Act as `rank` in this thread, and record torch's calls."""
     before, recorder.thread.rank = recorder.thread.rank, rank
     try:
         with _Functions(recorder), _Operators(recorder):
@@ -30,7 +30,7 @@ def acting(recorder: Recorder, rank: int) -> Iterator[None]:
 
 
 class _Functions(TorchFunctionMode):
-    """torch's functions as a GPU's owner sees them: where a tensor is, and what the host waits for."""
+    """Torch functions that report a tensor's claimed device and record host synchronization."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _Functions(TorchFunctionMode):
             here.makes = before
 
     def _moved(self, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """`to`, `cuda` and `cpu`: a copy of its own where the tensor is on the other side."""
+        """Emulate `to`, `cuda` and `cpu` with a copy if the tensor is on the other side."""
         to: Any = torch.Tensor.to
         wanted, rest = self._wanted(func.__name__, args, kwargs)
         if wanted is not None and wanted.type not in ("cpu", "cuda"):
@@ -85,7 +85,7 @@ class _Functions(TorchFunctionMode):
         return to(x, *rest, **kwargs) if rest or kwargs else x
 
     def _wanted(self, name: str, args: Any, kwargs: Any) -> tuple[torch.device | None, list[Any]]:
-        """The device that is asked for, and the other arguments."""
+        """Return the requested device and the other arguments."""
         wanted = {"cpu": HOST, "cuda": GPU}.get(name)
         rest = []
         for value in (*args, *([kwargs.pop("device")] if kwargs.get("device") is not None else [])):
@@ -104,7 +104,7 @@ SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten:
 
 
 class _Operators(TorchDispatchMode):
-    """Every operator of torch that touches memory of the device, as one operation of the current stream."""
+    """Mode that records every operator on device memory as one operation of the current stream."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -112,17 +112,17 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, recorder = kwargs or {}, self.recorder
-        with self:  # below autograd, as in an op of ours, operators come here before they are taken apart
+        with self:  # below autograd, as in our custom ops, they arrive undecomposed
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
         if func.is_view:
-            return func(*args, **kwargs)  # no other memory than what is there
+            return func(*args, **kwargs)  # views allocate no memory
         tensors = _tensors((args, kwargs))
         override, touches = recorder.thread.makes, any(map(recorder.on_device, tensors))
         on_device = override.type == "cuda" if override is not None else touches
         if not touches and not on_device:
-            return func(*args, **kwargs)  # the host's alone
+            return func(*args, **kwargs)  # host only
         held, written = tree_map(recorder.held, (args, kwargs)), _written(func, args, kwargs)
         result = func(*args, **kwargs)
         made = [x for x in _tensors(result) if recorder.memory.find(x) is None]
@@ -132,7 +132,8 @@ class _Operators(TorchDispatchMode):
         if (not made and not written and name not in SYNCHRONIZES) or name in EMPTY:
             return result
         wrote = [*written, *made]
-        if name == "aten::copy_" and args[0].dtype == torch.uint8 and recorder.on_device(args[0]):  # a transfer's bytes
+        # A copy of bytes is a transfer.
+        if name == "aten::copy_" and args[0].dtype == torch.uint8 and recorder.on_device(args[0]):
             recorder.given_up("copy", recorder.current(), "copy_", recorder.held(args[0]))
         op = recorder.add(
             "copy" if name == "aten::copy_" else "op",
