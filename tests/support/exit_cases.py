@@ -91,8 +91,6 @@ def ask_a_stopped_store(last: Last, stay: Callable[[], None]) -> None:
 
 
 class SimpleWatch(SimpleNamespace):
-    """A watch that supports weak references and hashing."""
-
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)
 

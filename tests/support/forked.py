@@ -45,7 +45,6 @@ class Ranks:
             there.close()
 
     def receive(self, rank: int, timeout: float = 120.0) -> Any:
-        """Return the next object that a rank sends."""
         assert self.ends[rank].poll(max(timeout, 0.0)), f"rank {rank} hangs"
         return self.ends[rank].recv()
 
@@ -81,7 +80,6 @@ class Group(Ranks):
 
 
 def serve() -> TCPStore:
-    """Start a store for processes of this machine."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

@@ -84,8 +84,6 @@ class Barrier:
 
 
 class Slot:
-    """One tile in shared memory."""
-
     def __init__(self, name: str, shape: list[int], dtype: torch.dtype, machine: Machine) -> None:
         self.name, self.data, self.machine = name, torch.full(shape, float("nan"), dtype=dtype), machine
         self.readers = self.landing = 0
@@ -323,13 +321,11 @@ class Machine:
         return made if len(made) > 1 else made[0]
 
     def put(self, slot: Slot, value: torch.Tensor) -> None:
-        """Write registers to shared memory."""
         assert slot.readers == 0 and slot.landing == 0, f"{slot.name} is overwritten while it is read or loaded"
         slot.data.copy_(value.reshape(slot.data.shape))
         self.pause()
 
     def get(self, slot: Slot) -> Any:
-        """Read shared memory into registers."""
         assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before it was written"
         return tensor(slot.data.clone())
 

@@ -31,17 +31,7 @@ from ringattn.comm import (
 )
 from ringattn.comm.transport import ring_edges
 
-from .transport_cases import (
-    CASES,
-    CPU,
-    HANGS,
-    HOST_CASES,
-    filled,
-    neighbours,
-    traceback_of,
-    until,
-    values,
-)
+from .transport_cases import CASES, CPU, HANGS, HOST_CASES, filled, neighbours, traceback_of, until, values
 
 # Each case has its own group, because some leave it broken.
 GROUP_CASES: dict[str, Callable[[dist.ProcessGroup], None]] = {}

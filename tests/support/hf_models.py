@@ -65,7 +65,6 @@ class EverythingInFloat64(TorchFunctionMode):
 
 
 def whole(model: Any, documents: Sequence[int]) -> Result:
-    """Run forward and backward in one process, document by document."""
     ids, items = ids_of(), ids_of().shape[0] * (TOKENS - len(documents) + 1)
     parts = [ids[:, start:end] for start, end in pairwise(documents)]
     outs = [model(input_ids=part, labels=part, num_items_in_batch=items) for part in parts]

@@ -120,7 +120,6 @@ KINDS = tuple(_intervals(6, 6))
 
 
 def interval(kind: str, queries: int, keys: int) -> Bounds:
-    """Return the bounds of one of KINDS for ``queries`` rows and ``keys`` keys."""
     return _intervals(queries, keys)[kind]
 
 
@@ -275,7 +274,6 @@ def check(
 
 
 def tiles(block_q: int, block_k: int) -> KernelConfig:
-    """Return a config with the same tile for every kernel."""
     tile = Tile(block_q, block_k, 4, 1)
     return KernelConfig(tile, tile, tile)
 

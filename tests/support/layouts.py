@@ -20,12 +20,10 @@ def named(name: str, seqlen: int, world: int) -> Layout:
 
 
 def of_owners(owners: list[int], world: int) -> Layout:
-    """Return the layout with the token at position p on rank ``owners[p]``."""
     return Layout([[(p, 1) for p, owner in enumerate(owners) if owner == rank] for rank in range(world)])
 
 
 def small_layouts(max_seqlen: int, max_world: int) -> list[Layout]:
-    """Return every named layout of every size up to the given ones."""
     return [
         named(name, seqlen, world)
         for name in NAMES
@@ -92,7 +90,6 @@ def seen_shards(layout: Layout, mask: Mask, keys: Layout) -> list[tuple[int, int
 
 
 def document(documents: Documents, position: int) -> int | None:
-    """Return the index of the document that contains a position."""
     containing = [i for i, (start, end) in enumerate(pairwise(documents.boundaries)) if start <= position < end]
     return containing[0] if containing else None
 
@@ -130,7 +127,6 @@ def block_layouts(draw: st.DrawFn, blocks: int, block: int, world: int, whole: b
 
 @st.composite
 def block_masks(draw: st.DrawFn, rows: int, columns: int, block: int) -> BlockMask:
-    """Draw a sparse or dense block pattern."""
     dense = draw(st.sampled_from([0.1, 0.5, 0.9]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     return BlockMask(torch.rand(rows, columns, generator=generator) < dense, block)

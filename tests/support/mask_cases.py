@@ -50,7 +50,6 @@ class Case:
 
     @property
     def keys(self) -> Layout:
-        """Layout of the keys."""
         return self.layout if self.kv_layout is None else self.kv_layout
 
 
@@ -63,7 +62,6 @@ def packed(x: Tensor) -> Tensor:
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Return ``x`` stored as ``[B, H, S, D]``."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -118,7 +116,6 @@ def together(case: Case, parts: Sequence[Sequence[Tensor | None]]) -> tuple[Resu
 
 
 def of_rank(case: Case, group: LocalGroup) -> list[Tensor | None]:
-    """Return out, lse and the gradients of one rank."""
     if case.mesh is not None:
         return begin(case, group.rank(), group=group.mesh(*case.mesh)).finish()
     with Ring(group, **case.ring) as ring:
@@ -174,7 +171,6 @@ def begin(
 
 
 def stored(x: Tensor) -> Tensor:
-    """Return a copy of the bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).clone()  # type: ignore[no-untyped-call]
 
 
@@ -190,7 +186,6 @@ def joined(layout: Layout, shards: list[Tensor], dim: int = 1) -> Tensor:
 
 
 def held(layout: Layout) -> Tensor:
-    """Return all positions of a layout in ascending order."""
     return torch.cat([layout.positions(rank) for rank in range(layout.world)]).sort().values
 
 

@@ -24,7 +24,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> t
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of SDPA's flash attention on the CPU."""
     given = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, causal, scale=scale)
     return tuple(x.transpose(1, 2) for x in grads)

@@ -11,7 +11,6 @@ from ringattn.ring.schedule.schedule import Schedule, _schedule
 
 
 def forget() -> None:
-    """Clear the caches of layouts and masks, as before the first call."""
     for cached in (_schedule, sent_keys, unions):
         cached.cache_clear()
 

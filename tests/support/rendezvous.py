@@ -32,8 +32,6 @@ Sizes = Sequence[tuple[int, int]]
 
 @dataclass(eq=False)
 class Group:
-    """One post and its fence."""
-
     world: World
     rank: int
     sends: list[Message]
@@ -255,5 +253,4 @@ def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1,
 
 
 def gathered(ranks: Sequence[Rank], what: str) -> Pairs:
-    """Return every (rank, shard) that was computed, once per chunk."""
     return [pair for rank in ranks for pair in rank.done[what]]

@@ -59,7 +59,6 @@ def links() -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Return a memory benchmark whose peak grows with the number of ranks."""
     rows = [{"world": world, "peak": 3.0 * world} for world in (2, 4)]
     failed = ["memory per rank differs by 33.3% between worlds, 2% allowed"]
     return result("bench memory", {"world": "", "peak": "MB"}, rows, failed=failed)
@@ -84,7 +83,6 @@ def timeline(source: str, *, slower: float = 1.0, name: str = "K/V of 1") -> Tim
 
 
 def write(folder: Path, **files: object) -> Path:
-    """Write a folder of JSON files, named by keyword."""
     folder.mkdir(exist_ok=True)
     for stem, data in files.items():
         (folder / f"{stem}.json").write_text(json.dumps(data))

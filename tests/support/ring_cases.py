@@ -43,7 +43,6 @@ def inputs(
 
 
 def run_ranks(world: int, function: Callable[[LocalGroup], T]) -> list[T]:
-    """Return the results of a function on ``world`` virtual ranks."""
     with LocalWorld(world) as ranks:
         return ranks.run(function)
 
@@ -91,13 +90,11 @@ def rank_part(
 
 
 def together(layout: Layout, parts: Sequence[Sequence[Tensor]]) -> Results:
-    """Join the results of every rank."""
     joined = enumerate(zip(*parts, strict=True))
     return Results(*(layout.unshard(shards, 2 if i == 1 else 1) for i, shards in joined))
 
 
 def check_ring(layout: Layout, whole: dict[str, Tensor], *, causal: bool, **call: Any) -> None:
-    """Run the ring and check that its results are as exact as PyTorch's."""
     check_results(run_ring(layout, whole, causal=causal, **call), whole, causal=causal, **call)
 
 

@@ -94,7 +94,6 @@ def parse(page: str, text: str) -> tuple[list[Snippet], list[tuple[int, str]]]:
 
 @cache
 def snippets() -> tuple[Snippet, ...]:
-    """Return the fenced blocks of all pages, in order."""
     texts = ((str(path.relative_to(ROOT)), path.read_text()) for path in PAGES)
     return tuple(one for page, text in texts for one in parse(page, text)[0])
 
@@ -173,7 +172,6 @@ def registers_counting(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def attention(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield q, k and v of this rank."""
     from ringattn import ring_attention
 
     q, k, v = (torch.randn(1, 16, heads, 16, requires_grad=True) for heads in (8, 4, 4))
@@ -221,7 +219,6 @@ def accelerated(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def of_diffusers(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield a tiny Flux."""
     from diffusers import FluxTransformer2DModel
 
     torch.manual_seed(0)
@@ -235,8 +232,6 @@ def of_diffusers(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def of_sdpa(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield a model with one attention."""
-
     def model(tokens: torch.Tensor) -> torch.Tensor:
         x = tokens.view(1, 1, -1, 1).expand(-1, 4, -1, 16).float().requires_grad_()
         return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)

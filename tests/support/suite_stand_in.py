@@ -53,7 +53,6 @@ NOTHING_LEFT = ("compiled", "captured", "racecheck", "memcheck")
 
 
 def rehearsed() -> list[Part]:
-    """Return the GPU parts with their stand-in commands."""
     return [replace(part, command=stand_in(part), missing=None) for part in gpu_parts()]
 
 
@@ -64,7 +63,6 @@ def stand_in(part: Part) -> tuple[str, ...]:
 
 
 def case(name: str, file: str, patch: pytest.MonkeyPatch) -> int:
-    """Run a GPU case on the CPU."""
     run_case = device_cases.CASES["cuda"][name]
     run, arguments = (run_case.func, run_case.keywords) if isinstance(run_case, partial) else (run_case, {})
     if run is accuracy.accuracy:

@@ -30,7 +30,6 @@ def estimate(point: Point = POINT, tile: Tile = TILE) -> Entry:
 
 
 def save(folder: Path, *entries: Entry, gpu: GpuSpec = H200, triton: tuple[int, int] | None = None) -> Path:
-    """Write a table to a folder, under its canonical file name."""
     version = triton or tables.triton_version()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(gpu.name, version)

@@ -19,13 +19,7 @@ def assert_as_exact_as_pytorch(
     error happens to be tiny, as with a single key.
 
     Infinities (``lse`` of a row without visible keys) must be equal. NaN in any of the three tensors fails.
-
-    Args:
-        name: name of the result in messages.
-        ours: our result.
-        pytorch: PyTorch's result.
-        exact: float64 reference.
-        magnitude: replaces ``max|exact|`` if larger terms cancel, because the error is relative to these terms.
+    ``magnitude`` replaces ``max|exact|`` if larger terms cancel, because the error is relative to these terms.
     """
     assert ours.shape == exact.shape == pytorch.shape, f"{name}: {ours.shape}, {pytorch.shape}, {exact.shape}"
     exact = exact.detach().to(torch.float64)

@@ -23,7 +23,6 @@ HANGS = float(os.environ.get("RINGATTN_TEST_HANGS", testing.HANGS))
 
 
 def on_ranks(size: int, fn: Callable[[LocalGroup], T]) -> list[T]:
-    """Return the results of ``fn`` on ``size`` virtual ranks."""
     with LocalWorld(size, device="cpu", timeout=HANGS) as world:
         return world.run(fn)
 

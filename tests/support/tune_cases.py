@@ -61,7 +61,6 @@ def no_progress(part: str, more: int | None) -> None:
 
 
 def fine(job: Variant) -> CompileResult:
-    """Return a compile result that grows with the tile."""
     tile = job.tile
     return CompileResult((), tile.block_q * tile.block_k / 128 + tile.num_warps + tile.num_stages, "percent")
 

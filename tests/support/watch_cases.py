@@ -157,8 +157,6 @@ class Ranks:
 
 
 class Clock:
-    """A monotonic clock that the test sets."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1e6
         monkeypatch.setattr(time, "monotonic", lambda: self.now)

@@ -80,7 +80,6 @@ def inputs(case: Case, number: int) -> dict[str, Tensor]:
 
 
 def shard(case: Case, number: int, name: str, rank: int) -> Tensor:
-    """Return a rank's shard of an input of one call."""
     return case.calls[number].layout.shard(inputs(case, number)[name], rank, 2 if name == "dlse" else 1)
 
 

@@ -160,7 +160,6 @@ class Device:
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        """Stand in for torch.cuda.stream."""
         with self.on(stream.index):
             before = self.current(stream.index)
             self.thread.streams[stream.index] = stream
@@ -171,7 +170,6 @@ class Device:
 
     @contextmanager
     def on(self, device: object) -> Iterator[None]:
-        """Stand in for torch.cuda.device."""
         before = self.thread.index
         self.set_device(device)
         try:
@@ -189,7 +187,6 @@ class Device:
     # operations that libraries enqueue
 
     def transfer(self, kind: str, pointer: int, count: int, stream: int, **more: Any) -> Op:
-        """Log a send or receive of NCCL."""
         return self.add(kind, self.streams.get(stream), **more)
 
     def copy(self, stream: int, destination: int, source: int, nbytes: int) -> None:
@@ -220,7 +217,6 @@ class Device:
         return Graph(self.log).happens_before(first, second)
 
     def block(self, up: Callable[[], bool]) -> None:
-        """Wait until ``up()`` is true."""
         deadline = time.monotonic() + PATIENCE
         while not up():
             assert time.monotonic() < deadline, "a stream waits for what does not come"
@@ -327,8 +323,6 @@ def install_streams(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 class FakeGraph:
-    """A CUDA graph that records the calls of its methods."""
-
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
 

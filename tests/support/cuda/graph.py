@@ -135,9 +135,7 @@ class Graph:
 
     def _wait(self, place: int, op: Op) -> None:
         source = op.source
-        if source is not None and self.log[source.number : source.number + 1] == [
-            source
-        ]:  # else done before the log began
+        if source is not None and self.log[source.number : source.number + 1] == [source]:  # else done earlier
             self.waits.append(Wait(op))
             self._waited(self.waits[-1], source.number, place)
 
@@ -193,7 +191,6 @@ class Graph:
 
     @cached_property
     def after(self) -> list[list[int]]:
-        """The successors of each operation."""
         return _turned(self.before)
 
     @cached_property
@@ -235,7 +232,6 @@ class Graph:
 
     @property
     def cyclic(self) -> bool:
-        """True if operations wait for each other even with eager sends."""
         return len(self.order) < len(self.log)
 
     @cached_property

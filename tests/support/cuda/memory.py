@@ -27,7 +27,6 @@ class Ref:
 
     @property
     def use(self) -> Use:
-        """The bytes that the tensor covers."""
         return Use(self.storage, footprint(self.dtype.itemsize, self.offset, self.shape, self.strides))
 
 
@@ -61,7 +60,6 @@ class Storage:
 
     @property
     def all(self) -> Ref:
-        """The whole allocation as bytes."""
         return Ref(self.number, torch.uint8, 0, (self.nbytes,), (1,))
 
 
@@ -78,7 +76,6 @@ class Memory:
         self._addresses: list[int] = []
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
-        """Return the allocation of a tensor, or None if it is unknown."""
         known = self._living.get(id(tensor.untyped_storage()))
         return None if known is None else known[0]
 
@@ -103,7 +100,6 @@ class Memory:
         return storage
 
     def ref(self, tensor: torch.Tensor) -> Ref:
-        """Return the tensor without its memory."""
         number = self.known(tensor).number
         return Ref(number, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 

@@ -62,7 +62,6 @@ class Fabric:
         return self._wires.setdefault(edge, queue.Queue())  # atomic, because both ends may ask at the same time
 
     def cut(self) -> None:
-        """Drop all bytes in flight."""
         self._wires.clear()
 
     def get_unique_id(self) -> bytes:
@@ -130,7 +129,6 @@ class Communicator:
         receives.append((pointer, count, wire))
 
     def _enqueue(self, kind: str, wire: Wire, *arguments: int) -> list[tuple[int, int, Wire]]:
-        """Log a transfer and return the receives of the open group."""
         pointer, count, *_, stream = arguments
         self._fabric.device.transfer(kind, pointer, count, stream, detail=arguments, wire=wire)
         return self.enter(kind)

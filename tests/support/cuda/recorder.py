@@ -53,8 +53,6 @@ def poison(ref: Ref) -> Callable[[Give], None]:
 
 
 class Recorder(Device):
-    """A `Device` with memory; see the module."""
-
     def __init__(self) -> None:
         super().__init__()
         self.memory = Memory(self._freed)
@@ -91,7 +89,6 @@ class Recorder(Device):
         return self.add(kind, stream, detail=detail, group=group, writes=(ref.use,), action=poison(ref))
 
     def transfer(self, kind: str, pointer: int, count: int, stream: int, **more: Any) -> Op:
-        """Log a send or receive of NCCL."""
         ref, on = self.memory.at(pointer, count), self.streams[stream]
         _, source, destination = more["wire"]
         more |= {"group": self.thread.group, "detail": f"to {destination}" if kind == "send" else f"from {source}"}
@@ -118,12 +115,10 @@ class Recorder(Device):
     # memory
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor claims to be on the GPU."""
         storage = self.memory.find(tensor)
         return storage is not None and storage.on_device
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
-        """Set the name of a tensor's allocation in messages."""
         self.memory.known(tensor).name = name
 
     def allocated(self, tensor: torch.Tensor, on_device: bool) -> None:
@@ -145,7 +140,6 @@ class Recorder(Device):
             )
 
     def uses(self, tensors: Sequence[torch.Tensor]) -> tuple[Use, ...]:
-        """Return the bytes of those tensors that are on the device."""
         return tuple(self.memory.ref(x).use for x in tensors if self.on_device(x))
 
     def held(self, value: Any) -> Any:
@@ -165,7 +159,6 @@ class Recorder(Device):
             self.recording = True
 
     def end(self) -> None:
-        """Stop the recording."""
         self.recording = False
 
 

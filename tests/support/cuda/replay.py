@@ -35,7 +35,6 @@ class Replay:
         return self.tensor(value) if isinstance(value, Ref) else value
 
     def tensor(self, ref: Ref) -> torch.Tensor:
-        """Return the memory of a reference."""
         memory = self._memory.get(ref.storage)
         if memory is None:
             storage = self._storages[ref.storage]

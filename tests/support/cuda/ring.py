@@ -89,7 +89,6 @@ class Recording:
     keys: list[list[tuple[int, Key]]]  # per rank, call and key of its posts, in order
 
     def problems(self) -> list[str]:
-        """Return every problem, in words."""
         failures = self.graph.problems() + self.out_of_order() + self.miscounted()
         return failures if self.graph.cyclic else failures + self.held_up()
 
@@ -141,7 +140,6 @@ class Recording:
         return failures
 
     def key(self, label: str) -> tuple[int, ...]:
-        """Return the position of a post in the order of keys."""
         return _place(self._by_label[label])
 
     @cached_property
@@ -165,7 +163,6 @@ class Recording:
 
     @cached_property
     def wanted(self) -> list[dict[str, Tensor]]:
-        """The expected results."""
         return expected(self.case)
 
 
@@ -263,13 +260,11 @@ class _Session:
 
     @property
     def exchange(self) -> Ring:
-        """Ulysses ring of this thread's rank."""
         return self.exchanges[self.recorder.thread.rank]
 
     # one rank
 
     def rank(self, group: LocalGroup) -> None:
-        """Run all calls of a rank."""
         try:
             # Emulate a rank that never called torch.cuda.set_device: its tensors are on another device.
             with acting(self.recorder, group.rank()), torch.cuda.device(0):
@@ -315,7 +310,6 @@ class _Session:
             self.together(rank, self.recorder.end)
 
     def call(self, ring: Ring, rank: int, number: int, tensors: dict[str, Tensor]) -> None:
-        """Run one forward, and its backward if the case has one."""
         self.calls[rank] = number
         layout, mask, backward, hidden, dropout = self.case.calls[number]
         layout = self.layouts[self._process][layout]
@@ -366,14 +360,12 @@ class _Session:
                     x.copy_(shard(self.case, number + 1, name, rank))
 
     def read(self, rank: int, name: str, result: Tensor) -> None:
-        """Use a result like a caller."""
         with self.recorder.labelled(f"the caller reads {name}"), torch.no_grad():
             kept = result.detach().clone()
         self.kept.append(kept)
         self.results[rank][name] = self.recorder.held(kept)
 
     def given(self, number: int, rank: int) -> dict[str, Tensor]:
-        """Return a rank's tensors of one call."""
         made = {name: shard(self.case, number, name, rank).contiguous().to(GPU) for name in GIVEN}
         for name, tensor in made.items():
             self.recorder.name(tensor, f"rank {rank}'s {name}")
@@ -436,7 +428,6 @@ class _Session:
         monkeypatch.setattr(Slots, "tensors", named)
 
     def note(self, slots: Slots) -> None:
-        """Note the memory of a rank's slots."""
         storage, rank = self.recorder.memory.find(slots._arena), self.recorder.thread.rank
         assert storage is not None
         if storage.number not in {number for _, number, _, _ in self.slots}:

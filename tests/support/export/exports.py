@@ -82,8 +82,6 @@ def built(library: Path, *sources: Path, options: tuple[str, ...] = ()) -> Path:
 
 
 class Export:
-    """The files of one export."""
-
     def __init__(self, config: str, folder: Path, name: str = "") -> None:
         self.folder, self.config_name = folder, name
         save(tables := folder.parent / f"{folder.name}-tables", *(entry(*tuned) for tuned in TUNED.values()), gpu=A100)
@@ -95,7 +93,6 @@ class Export:
         self.kernels = {kernel["name"]: kernel for kernel in self.manifest["kernels"]}
 
     def compiled(self, *more: Path, options: tuple[str, ...] = ()) -> ctypes.CDLL:
-        """Compile the launcher to a shared library and load it."""
         path = self.folder / "launcher.so"
         if not path.exists():
             built(path, self.folder / f"{self.prefix}.c", *more, options=options)
@@ -115,7 +112,6 @@ class Export:
         return function
 
     def launch(self, library: ctypes.CDLL, name: str, values: dict[str, Any], batch: int, stream: int = STREAM) -> int:
-        """Launch a kernel and return the launcher's error code."""
         kernel = self.kernels[name]
         arguments = arguments_type(kernel)(**{entry["name"]: values[entry["name"]] for entry in kernel["arguments"]})
         launch = getattr(library, f"{self.prefix}_{name}_launch")
@@ -124,7 +120,6 @@ class Export:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Fields of the ``ExportConfig`` of this export."""
         manifest, (head_dim, head_dim_v) = self.manifest, self.manifest["head_dim"]
         same = ("dtype", "bounded", "grouped", "role", "forward_kernel", "backward")
         dims = {"arch": int(manifest["arch"][3:]), "head_dim": head_dim, "head_dim_v": head_dim_v}
@@ -173,7 +168,6 @@ class Record(ctypes.Structure):
         self.driver_version = driver_version
 
     def passed(self) -> list[bytes]:
-        """Return the parameters of the last launch."""
         return [bytes(value)[:size] for size, value in zip(self.sizes, self.values, strict=False) if size]
 
 
