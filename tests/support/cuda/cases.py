@@ -163,11 +163,11 @@ def _call(layout: str, world: int, mask: Mask = CAUSAL, tokens: int = 6, backwar
     return RecordedCall(named(layout, tokens * world, world), mask, backward)
 
 
-def _case(layout: str, world: int, mask: Mask = CAUSAL, **ring: object) -> Case:
-    return Case((_call(layout, world, mask),) * 2, ring=ring)
+def _case(layout: str, world: int, mask: Mask = CAUSAL, tokens: int = 6, **ring: object) -> Case:
+    return Case((_call(layout, world, mask, tokens),) * 2, ring=ring)
 
 
-def _two_level(nodes: int, per_node: int, layout: str = "zigzag", mask: Mask = CAUSAL, **ring: object) -> Case:
+def _two_level(nodes: int, per_node: int, layout: str = "zigzag", mask: Mask = CAUSAL, **ring: Any) -> Case:
     return _case(layout, nodes * per_node, mask, topology=Topology.grid(nodes, per_node), **ring)
 
 
@@ -176,17 +176,13 @@ WORLDS = {f"world {world}": _case("zigzag", world) for world in range(1, 9)}
 SKIPPED = {
     "contiguous": _case("contiguous", 5),
     "contiguous, other direction": _case("contiguous", 4, direction=-1),
-    "window": Case((RecordedCall(Layout.contiguous(40, 5), WINDOW),) * 2),
-    "documents": Case((RecordedCall(Layout.striped(40, 5), DOCUMENTS),) * 2),
-    "window to both sides": Case((RecordedCall(Layout.contiguous(48, 6), BOTH_SIDES),) * 2),
-    "window to both sides, other direction": Case(
-        (RecordedCall(Layout.contiguous(40, 5), BOTH_SIDES),) * 2, ring={"direction": -1}
-    ),
-    "window to both sides, two chunks, two slots": Case(
-        (RecordedCall(Layout.contiguous(48, 6), BOTH_SIDES),) * 2, ring={"chunks": 2, "slots": 2}
-    ),
-    "keys that stay": Case((RecordedCall(Layout.contiguous(32, 4), NARROW),) * 2),
-    "tokens that all see": Case((RecordedCall(Layout.contiguous(32, 4), GLOBAL),) * 2),
+    "window": _case("contiguous", 5, WINDOW, tokens=8),
+    "documents": _case("striped", 5, DOCUMENTS, tokens=8),
+    "window to both sides": _case("contiguous", 6, BOTH_SIDES, tokens=8),
+    "window to both sides, other direction": _case("contiguous", 5, BOTH_SIDES, tokens=8, direction=-1),
+    "window to both sides, two chunks, two slots": _case("contiguous", 6, BOTH_SIDES, tokens=8, chunks=2, slots=2),
+    "keys that stay": _case("contiguous", 4, NARROW, tokens=8),
+    "tokens that all see": _case("contiguous", 4, GLOBAL, tokens=8),
     "blocks, two ranks see all": _few_that_see_all(7, (3, 4)),
     "an uneven layout with an empty rank": Case((RecordedCall(Layout.uneven([7, 0, 5, 3]), CAUSAL),) * 2),
 }
@@ -226,15 +222,9 @@ TWO_LEVEL = {
     "2 x 2, contiguous": _two_level(2, 2, "contiguous"),
     "2 x 2, other direction": _two_level(2, 2, direction=-1),
     "2 x 3, window": _two_level(2, 3, "contiguous", WINDOW),
-    "2 x 4, window to both sides": Case(
-        (RecordedCall(Layout.contiguous(64, 8), BOTH_SIDES),) * 2, ring={"topology": Topology.grid(2, 4)}
-    ),
-    "4 x 2, window to both sides": Case(
-        (RecordedCall(Layout.contiguous(64, 8), BOTH_SIDES),) * 2, ring={"topology": Topology.grid(4, 2)}
-    ),
-    "2 x 2, keys that stay": Case(
-        (RecordedCall(Layout.contiguous(32, 4), NARROW),) * 2, ring={"topology": Topology.grid(2, 2), "chunks": 2}
-    ),
+    "2 x 4, window to both sides": _two_level(2, 4, "contiguous", BOTH_SIDES, tokens=8),
+    "4 x 2, window to both sides": _two_level(4, 2, "contiguous", BOTH_SIDES, tokens=8),
+    "2 x 2, keys that stay": _two_level(2, 2, "contiguous", NARROW, tokens=8, chunks=2),
     "2 x 2, bfloat16 by wire": _two_level(2, 2, wire_dtype="bfloat16", grad_wire_dtype="bfloat16"),
     "3 x 2, two slots": _two_level(3, 2, slots=2),
 }
