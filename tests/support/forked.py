@@ -45,7 +45,7 @@ class Ranks:
             there.close()
 
     def receive(self, rank: int, timeout: float = 120.0) -> Any:
-        assert self.ends[rank].poll(max(timeout, 0.0)), f"rank {rank} hangs"
+        assert self.ends[rank].poll(max(timeout, 0.0)), f"rank {rank} sent nothing for {timeout} s"
         return self.ends[rank].recv()
 
     def __enter__(self) -> Self:

@@ -296,7 +296,7 @@ class Machine:
         assert is_async
         reads = [view.slot for view in (a, b) if isinstance(view, View)]
         for slot in reads:
-            assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before its tile is there"
+            assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before its tile has landed"
             slot.readers += 1
 
         def finish() -> Any:

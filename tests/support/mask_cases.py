@@ -216,7 +216,7 @@ def compare(right: Expected, ours: Results, dsink: Tensor | None = None) -> None
         assert_as_exact_as_pytorch("dsink", dsink, sinks[1], sinks[0], magnitude=sinks[2])
     blind = truth.lse == -torch.inf
     for mine in (ours.out, ours.dq):
-        assert mine is None or not mine.transpose(1, 2)[blind].any(), "a row that sees nothing is not zero"
+        assert mine is None or not mine.transpose(1, 2)[blind].any(), "a row without visible keys is not zero"
 
 
 def expected(case: Case) -> Expected:

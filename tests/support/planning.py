@@ -29,5 +29,5 @@ def planned(seconds: float, make: Callable[[], Schedule], use: Callable[[Schedul
     taken: list[float] = []
     while len(taken) < 3 and not (taken and taken[-1] < seconds):
         taken.append(timeit(run, forget, process_time, 1))  # timeit switches garbage collection off
-    assert min(taken) < seconds, f"took {taken}, all longer than {seconds} s"
+    assert min(taken) < seconds, f"took {taken} s, all more than the limit of {seconds} s"
     return made[-1]

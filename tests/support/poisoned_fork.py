@@ -28,7 +28,7 @@ def poisoning(ask: Callable[..., Any]) -> Callable[..., Any]:
     def asked(*arguments: Any, **named: Any) -> Any:
         global _owner
         if _owner and _owner != os.getpid():
-            raise RuntimeError(f"{REFUSED}; its parent's first use:\n{first[0]}")
+            raise RuntimeError(f"{REFUSED}; the parent process first used CUDA here:\n{first[0]}")
         if not _owner:
             _owner = os.getpid()
             first.append("".join(traceback.format_stack()[:-1]))

@@ -47,7 +47,7 @@ class Group:
 
     def start(self) -> None:
         self.runs = True
-        assert not any(x.isnan().any() for _, x in self.sends), "sent before it was there"
+        assert not any(x.isnan().any() for _, x in self.sends), "a tensor was sent before its data arrived"
         for _, x in self.receives:
             x.fill_(torch.nan)
 
@@ -85,13 +85,13 @@ class World:
             thread.join()
         if self.errors:
             raise self.errors[0]
-        assert all(group.done() for queue in self.queues.values() for group in queue), "a message that nobody takes"
+        assert all(group.done() for queue in self.queues.values() for group in queue), "a message has no receiver"
 
     def wait(self, group: Group) -> None:
         self.waits[group.rank] = group
         while not group.done():
             stuck = len(self.waits) == self.running and not any(wait.done() for wait in self.waits.values())
-            assert not stuck and not self.errors, f"deadlock: ranks {sorted(self.waits)} wait"
+            assert not stuck and not self.errors, f"deadlock: ranks {sorted(self.waits)} wait for each other"
             self.turn.wait()
         del self.waits[group.rank]
 
@@ -134,7 +134,7 @@ class Level:
         return DONE
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence]) -> Fence:
-        assert {peer for peer, _ in sends} <= self.peers, "over an edge that nobody has opened"
+        assert {peer for peer, _ in sends} <= self.peers, "a send uses an edge that was not opened"
         group = Group(self.world, self.rank, [*sends], [*receives], after)
         self.world.post(self.level, group)
         return group
@@ -155,7 +155,7 @@ class Rank:
     """Every post: its key, the peers sent to and the peers received from."""
 
     def posted(self, key: Any, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
-        assert not self.posts or self.posts[-1][0] < key, "out of the one order"
+        assert not self.posts or self.posts[-1][0] < key, f"{key} is posted out of the order of keys"
         what = {Kind.RAIL: f"K/V {key.brings} by rail", Kind.DKV: "dK/dV", Kind.RETURN: "dK/dV by rail"}
         chunk = f" chunk {key.chunk}" if key.chunk else ""
         self.lines.append(f"post {what.get(key.kind, f'K/V {key.brings}')}{chunk}: {len(sent)} out, {len(received)} in")
@@ -248,7 +248,7 @@ def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1,
     posts = [(rank.rank, *post) for rank in ranks for post in rank.posts]
     sends = Counter((key, rank, peer) for rank, key, to, _ in posts for peer in to)
     assert sends == Counter((key, peer, rank) for rank, key, _, source in posts for peer in source)
-    assert set(sends.values()) <= {2}, "more than K and V under one key"
+    assert set(sends.values()) <= {2}, "more than two tensors under one key"
     return ranks
 
 

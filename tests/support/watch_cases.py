@@ -90,7 +90,7 @@ class Transfer:
         self.problem: str | None = None
 
     def wait(self) -> None:
-        assert self.over, "nobody may wait for a fence that is not over"
+        assert self.over, "wait for a fence that is not done"
         if self.problem is not None:
             raise TransportError(self.problem)
 

@@ -219,7 +219,7 @@ class Device:
     def block(self, up: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE
         while not up():
-            assert time.monotonic() < deadline, "a stream waits for what does not come"
+            assert time.monotonic() < deadline, "a stream waits for a value that never arrives"
             time.sleep(1e-4)
 
 
@@ -259,7 +259,7 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         if self._device.strict:
-            assert stream is not None, "a record without a stream is one on the current device, whosever that is"
+            assert stream is not None, "an event recorded without a stream belongs to whatever device is current"
             self.index = stream.index if self.index is None else self.index
             if self.index != stream.index:
                 raise RuntimeError(f"event device {self.index} does not match recording stream's device {stream.index}")
@@ -279,17 +279,17 @@ class Event:
         self._device.add("synchronize event", None, self)
 
     def elapsed_time(self, end: Event) -> float:
-        assert self.timed and end.timed, "an event without timing cannot be read"
+        assert self.timed and end.timed, "elapsed_time needs two events with enable_timing=True"
         assert self.at is not None and end.at is not None and end.at >= self.at
         return (end.at - self.at) * 1e3
 
     def check_recorded(self) -> None:
-        assert self.at is not None, "a wait for an event that was never recorded is no wait"
+        assert self.at is not None, "the event was never recorded, so a wait for it returns at once"
 
     def check_place(self) -> None:
         """Raise if this thread may not query or wait for the event."""
         here = self._device.thread
-        assert self.index is None or here.index == self.index, f"this makes a context on GPU {here.index}"
+        assert self.index is None or here.index == self.index, f"this call makes a context on GPU {here.index}"
         if self._device.captures and here.capture_mode == GLOBAL:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 

@@ -150,7 +150,7 @@ class Graph:
                 extra = (sends if len(sends) > len(receives) else receives)[min(len(sends), len(receives))]
                 self.mismatches.append(
                     f"{source} sends {len(sends)} messages to {destination}, which receives {len(receives)}: "
-                    f"{extra} has no other end"
+                    f"{extra} has no counterpart"
                 )
             for send, receive in zip(sends, receives, strict=False):
                 self._fix([send.number], receive.number)

@@ -96,7 +96,7 @@ class Memory:
     def known(self, tensor: torch.Tensor) -> Storage:
         """Return the allocation of a tensor, which must be known."""
         storage = self.find(tensor)
-        assert storage is not None, "made outside of the recording"
+        assert storage is not None, "the tensor was made outside of the recording"
         return storage
 
     def ref(self, tensor: torch.Tensor) -> Ref:
@@ -113,7 +113,7 @@ class Memory:
             place = bisect.bisect_right(self._addresses, pointer) - 1
             storage = self._places[self._addresses[place]] if place >= 0 else None
         assert storage is not None and pointer + nbytes <= storage.address + storage.nbytes, (
-            f"{nbytes} bytes at {pointer:#x} are in no allocation that is alive"
+            f"{nbytes} bytes at {pointer:#x} are in no live allocation"
         )
         return Ref(storage.number, torch.uint8, pointer - storage.address, (nbytes,), (1,))
 

@@ -136,7 +136,7 @@ class Communicator:
     def enter(self, kind: str) -> list[tuple[int, int, Wire]]:
         """Register a call in the open group and return the group's receives."""
         here = self._fabric.open_group
-        assert here.receives is not None, "outside of a group"
+        assert here.receives is not None, f"{kind} outside of a group"
         if self.freed:
             raise NcclError("NCCL_ERROR_INVALID_ARGUMENT")
         if self not in here.calls:
@@ -162,7 +162,7 @@ class Communicator:
             self._fabric.open_group.given_up.append(self)
 
     def free(self) -> None:
-        assert not self.calls, "freed under a call"
+        assert not self.calls, "the communicator was freed during a call"
         self.freed = True
         self._fabric.device.add("free")
 

@@ -47,7 +47,7 @@ from .recorder import GPU, Recorder, install
 from .replay import Replay
 
 ARRIVES = ("recv", "copy", "await")
-CACHED_BY = "what is cached by "
+CACHED_BY = "the cached value of "
 
 
 def fresh(layout: Layout) -> Layout:
