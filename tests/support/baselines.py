@@ -27,12 +27,9 @@ class Modified(NamedTuple):
     """Changes to scores and weights, given as tensors because SDPA has no arguments for them."""
 
     softcap: float = 0.0
-    bias: Tensor | None = None
-    """``[1 or B, H, Sq, Sk]``, added to the scores after the softcap."""
-    factors: Tensor | None = None
-    """``[B, H, Sq, Sk]``, the dropout factors of the weights."""
-    sink: Tensor | None = None
-    """``[H]``, one extra logit per head."""
+    bias: Tensor | None = None  # `[1 or B, H, Sq, Sk]`, added to the scores after the softcap
+    factors: Tensor | None = None  # `[B, H, Sq, Sk]`, the dropout factors of the weights
+    sink: Tensor | None = None  # `[H]`, one extra logit per head
 
     @classmethod
     def of(

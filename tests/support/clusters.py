@@ -30,20 +30,10 @@ def nics(count: int = 8, *, gpus: int = 8, per_switch: int = 1, gigabits: float 
 
 def hgx(host: str, order: Iterable[int] = range(8), *, adapters: int = 8) -> list[DeviceInfo]:
     """Return H100s on NVSwitch with ``adapters`` NICs; ``order`` lists the GPU of each local rank."""
-    per_switch = 8 // adapters
+    per_switch, links = 8 // adapters, (NvLink(SWITCH, 18, 4),)
     beside = nics(adapters, per_switch=per_switch)
     return [
-        DeviceInfo(
-            host,
-            f"GPU-{host}-{i}",
-            i,
-            "H100",
-            (NvLink(SWITCH, 18, 4),),
-            None,
-            path(i, per_switch=per_switch),
-            64,
-            beside,
-        )
+        DeviceInfo(host, f"GPU-{host}-{i}", i, "H100", links, None, path(i, per_switch=per_switch), 64, beside)
         for i in order
     ]
 

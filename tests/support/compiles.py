@@ -23,8 +23,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("compiles.txt")
-PROPERTY = "compiles"
-"""Key of the digest among the user properties of a test report."""
+PROPERTY = "compiles"  # key of the digest among the user properties of a test report
 
 
 def settle(items: Iterable[Any], *, nightly: bool) -> None:
@@ -34,9 +33,9 @@ def settle(items: Iterable[Any], *, nightly: bool) -> None:
         marker = item.get_closest_marker("compiles")
         if marker is None or item.get_closest_marker("nightly"):
             continue
-        made = digest(name_of(item), marker.args)
-        item.user_properties.append((PROPERTY, made))
-        if nightly or passed.get(name_of(item)) == made:
+        current = digest(name_of(item), marker.args)
+        item.user_properties.append((PROPERTY, current))
+        if nightly or passed.get(name_of(item)) == current:
             item.add_marker(pytest.mark.nightly)
 
 
@@ -47,7 +46,7 @@ def name_of(item: Any) -> str:
 def recorded() -> dict[str, str]:
     """Return the digest of the sources on which each test last passed, by test name."""
     lines = RECORD.read_text().splitlines() if RECORD.exists() else []
-    return {name: made for made, _, name in (line.partition("  ") for line in lines)}
+    return {name: sha for sha, _, name in (line.partition("  ") for line in lines)}
 
 
 def digest(name: str, sources: Iterable[str]) -> str:
@@ -91,8 +90,8 @@ def with_imports(path: Path) -> frozenset[Path]:
             for node in imports:
                 if node.level:
                     base = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-                    near = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
-                    waiting += [candidate for candidate in near if candidate.exists() and candidate.is_relative_to(top)]
+                    modules = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
+                    waiting += [other for other in modules if other.exists() and other.is_relative_to(top)]
     return frozenset(files)
 
 
@@ -115,8 +114,8 @@ class Recorder:
 def main(arguments: list[str]) -> int:
     recorder = Recorder()
     code = pytest.main(["-m", "", "-n", "0", "--timeout", "3600", *arguments], plugins=[recorder])
-    kept = {name: made for name, made in recorded().items() if arguments and name not in recorder.chosen}
-    RECORD.write_text("".join(f"{made}  {name}\n" for name, made in sorted((kept | recorder.passed).items())))
+    unchanged = {name: sha for name, sha in recorded().items() if arguments and name not in recorder.chosen}
+    RECORD.write_text("".join(f"{sha}  {name}\n" for name, sha in sorted((unchanged | recorder.passed).items())))
     return int(code)
 
 

@@ -21,19 +21,19 @@ def install(patch: pytest.MonkeyPatch) -> set[str]:
     Returns:
         The set of descriptor operations used since the call: "load", "store" or "add".
     """
-    builder, moved = interpreter.InterpreterBuilder, set[str]()
+    builder, operations = interpreter.InterpreterBuilder, set[str]()
     load, store = builder.create_descriptor_load, builder.create_descriptor_store
 
     def spied_load(self: Any, *args: Any) -> Any:
-        moved.add("load")
+        operations.add("load")
         return load(self, *args)
 
     def spied_store(self: Any, *rest: Any) -> Any:
-        moved.add("store")
+        operations.add("store")
         return store(self, *rest)
 
     def add(self: Any, kind: Any, desc: Any, value: Any, indices: Any) -> None:
-        moved.add("add")
+        operations.add("add")
         before = load(self, desc, indices, None, None)
         store(self, desc, interpreter.TensorHandle(before.data + value.data, value.dtype), indices)
 
@@ -41,4 +41,4 @@ def install(patch: pytest.MonkeyPatch) -> set[str]:
     patch.setattr(builder, "create_descriptor_load", spied_load)
     patch.setattr(builder, "create_descriptor_store", spied_store)
     patch.setattr(launch, "gpu_specs", lambda device: assumed_gpu(90, "NVIDIA H200"))
-    return moved
+    return operations

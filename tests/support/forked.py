@@ -35,14 +35,14 @@ class Ranks:
 
     def __init__(self, size: int, work: Callable[..., None], *arguments: Any) -> None:
         pipes = [FORKED.Pipe() for _ in range(size)]
-        self.ends = [here for here, _ in pipes]
+        self.ends = [parent_end for parent_end, _ in pipes]
         self.processes: list[Any] = [
-            FORKED.Process(target=work, args=(rank, there, *arguments), daemon=True)
-            for rank, (_, there) in enumerate(pipes)
+            FORKED.Process(target=work, args=(rank, child_end, *arguments), daemon=True)
+            for rank, (_, child_end) in enumerate(pipes)
         ]
-        for process, (_, there) in zip(self.processes, pipes, strict=True):
+        for process, (_, child_end) in zip(self.processes, pipes, strict=True):
             process.start()
-            there.close()
+            child_end.close()
 
     def receive(self, rank: int, timeout: float = 120.0) -> Any:
         assert self.ends[rank].poll(max(timeout, 0.0)), f"rank {rank} sent nothing for {timeout} s"

@@ -120,9 +120,9 @@ class View:
         return self.slot.machine.get(self.slot)
 
     def value(self) -> torch.Tensor:
-        made = self.slot.data.reshape(self.shape).float()
-        made = made if self.columns is None else made.narrow(1, *self.columns)
-        return made.T if self.swapped else made
+        data = self.slot.data.reshape(self.shape).float()
+        data = data if self.columns is None else data.narrow(1, *self.columns)
+        return data.T if self.swapped else data
 
 
 @dataclass(frozen=True)
@@ -304,10 +304,10 @@ class Machine:
             before = acc.result[0] if isinstance(acc, Product) else acc
             return tensor(left @ b.value() + (before if use_acc else 0))
 
-        made = Product(reads, finish, [])
-        self.products[self.here()].append(made)
+        wgmma = Product(reads, finish, [])
+        self.products[self.here()].append(wgmma)
         self.pause()
-        return made
+        return wgmma
 
     def drain(self, left: int, deps: list[Product]) -> Any:
         self.pause()
@@ -317,8 +317,8 @@ class Machine:
             done.result.append(done.finish())
             for slot in done.reads:
                 slot.readers -= 1
-        made = tuple(dep.result[0] for dep in deps)  # raises if the product is still in flight
-        return made if len(made) > 1 else made[0]
+        results = tuple(dep.result[0] for dep in deps)  # raises if the product is still in flight
+        return results if len(results) > 1 else results[0]
 
     def put(self, slot: Slot, value: torch.Tensor) -> None:
         assert slot.readers == 0 and slot.landing == 0, f"{slot.name} is overwritten while it is read or loaded"
@@ -363,7 +363,7 @@ def language(machine: Machine) -> SimpleNamespace:
 
     dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int32", "int64")}
     layouts = ("SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout", "BlockedLayout")
-    made = SimpleNamespace(
+    namespace = SimpleNamespace(
         **dtypes, **{name: lambda *a, **k: None for name in layouts}, jit=same, constexpr_function=same,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: None),
         constexpr=constexpr, static_range=range, load=load, store=store,
@@ -380,12 +380,12 @@ def language(machine: Machine) -> SimpleNamespace:
         fence_async_shared=lambda: None, warpgroup_mma=machine.product, warpgroup_mma_wait=machine.drain,
         tma=SimpleNamespace(async_load=machine.copy, async_atomic_add=machine.send, store_wait=machine.sent),
         mbarrier=SimpleNamespace(
-            MBarrierLayout=lambda: "barrier", init=lambda made, count: setattr(made, "count", int(count)),
+            MBarrierLayout=lambda: "barrier", init=lambda namespace, count: setattr(namespace, "count", int(count)),
             wait=machine.wait, arrive=machine.arrive, expect=machine.expect,
         ),
     )  # fmt: skip
-    made.language = made.gluon = made
-    return made
+    namespace.language = namespace.gluon = namespace
+    return namespace
 
 
 def same(function: Any = None, **options: Any) -> Any:

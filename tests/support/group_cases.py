@@ -52,12 +52,12 @@ def a_throttled_link_takes_its_time(group: dist.ProcessGroup) -> None:
     first, second = torch.zeros(100_000), torch.zeros(100_000)  # 40 ms each
     dist.barrier(group)
     started = time.monotonic()
-    came = transport.post(sends=[Message(onward, torch.ones(100_000))], receives=[Message(back, first)])
-    went = transport.post(sends=[Message(onward, first)], receives=[Message(back, second)], after=[came])
-    assert not came.done() or time.monotonic() - started >= 0.04
-    came.wait()
+    first_fence = transport.post(sends=[Message(onward, torch.ones(100_000))], receives=[Message(back, first)])
+    second_fence = transport.post(sends=[Message(onward, first)], receives=[Message(back, second)], after=[first_fence])
+    assert not first_fence.done() or time.monotonic() - started >= 0.04
+    first_fence.wait()
     assert time.monotonic() - started >= 0.04
-    went.wait()
+    second_fence.wait()
     assert time.monotonic() - started >= 0.08
     assert values(second) == [1]
 
@@ -91,8 +91,8 @@ def buffers_of_inference_mode_are_taken(group: dist.ProcessGroup) -> None:
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             arrived, copied = filled(-1, 10, CPU), filled(-1, 10, CPU)
-            mine = filled(transport.rank, 10, CPU)
-            sends = [Message(onward, mine), Message(transport.rank, mine)]
+            own_rank = filled(transport.rank, 10, CPU)
+            sends = [Message(onward, own_rank), Message(transport.rank, own_rank)]
             receives = [Message(back, arrived), Message(transport.rank, copied)]
             transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
             assert (values(arrived), values(copied)) == ([back], [transport.rank])
@@ -104,11 +104,11 @@ def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> Non
         if group.rank() == 1:
             control.fresh_scope("process_group").gather(0, what="the tag")  # now the ranks' counters differ
             raise RuntimeError("out of memory")
-        made.append(ProcessGroupTransport(group, device, control=control))
-        made[-1].name = "flaky"
-        return made[-1]
+        opened.append(ProcessGroupTransport(group, device, control=control))
+        opened[-1].name = "flaky"
+        return opened[-1]
 
-    made: list[Transport] = []
+    opened: list[Transport] = []
     failed = "rank 1: RuntimeError: out of memory"
     register_transport("flaky", flaky, preference=99)
     register_transport("never", flaky, preference=98, unavailable=lambda *_: "of another kind")
@@ -122,7 +122,7 @@ def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> Non
     never = "never: on rank 0 of another kind"
     assert transport.reason == f"auto takes process_group; not {never}; not flaky: {failed}"
     transport.post(sends=[], receives=[]).wait()
-    for other in made:
+    for other in opened:
         with pytest.raises(TransportError, match="is closed"):
             other.post(sends=[], receives=[])
 

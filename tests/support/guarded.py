@@ -64,23 +64,23 @@ def guarded(x: Tensor) -> Tensor:
     for begin in (address, address + GUARD + pages):
         if libc.mprotect(ctypes.c_void_p(begin), GUARD, 0):
             raise OSError(ctypes.get_errno(), "mprotect")
-    made = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=GUARD + pages - nbytes).view(x.shape)
-    return made.copy_(x)
+    copy = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=GUARD + pages - nbytes).view(x.shape)
+    return copy.copy_(x)
 
 
 class Guarded(TorchFunctionMode):
     """Mode that also guards tensors allocated by the kernels' host code."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return guarded(made) if func in ALLOCATES else made
+        result = func(*args, **(kwargs or {}))
+        return guarded(result) if func in ALLOCATES else result
 
 
 def all_guarded(value: T) -> T:
     """Return a ``Bounds`` or ``Scores`` with guarded tensors."""
     tensors = {f.name: getattr(value, f.name) for f in fields(value) if f.init}  # type: ignore[arg-type]
-    held = {name: guarded(x) for name, x in tensors.items() if isinstance(x, Tensor)}
-    return replace(value, **held)  # type: ignore[type-var]
+    guarded_tensors = {name: guarded(x) for name, x in tensors.items() if isinstance(x, Tensor)}
+    return replace(value, **guarded_tensors)  # type: ignore[type-var]
 
 
 def situations(queries: int, keys: int) -> dict[str, tuple[Bounds, Scores]]:

@@ -45,9 +45,9 @@ class Result(NamedTuple):
 def model_of(name: str, attention: str = "ringattn") -> Any:
     config, options = CONFIGS[name]
     torch.manual_seed(0)
-    made = getattr(transformers, config)(**SIZES | options)
-    made._experts_implementation = "eager"  # the grouped GEMM does not support float64
-    return AutoModelForCausalLM.from_config(made, attn_implementation=attention).float().train()
+    built_config = getattr(transformers, config)(**SIZES | options)
+    built_config._experts_implementation = "eager"  # the grouped GEMM does not support float64
+    return AutoModelForCausalLM.from_config(built_config, attn_implementation=attention).float().train()
 
 
 def ids_of() -> Tensor:
@@ -58,10 +58,10 @@ class EverythingInFloat64(TorchFunctionMode):
     """Mode that replaces transformers' casts to float32 by casts to float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wide = [torch.float64 if x is torch.float32 else x for x in args]
-        named = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        widened_args = [torch.float64 if x is torch.float32 else x for x in args]
+        widened_kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
         function: Any = torch.Tensor.double if func is torch.Tensor.float else func
-        return function(*wide, **named)
+        return function(*widened_args, **widened_kwargs)
 
 
 def whole(model: Any, documents: Sequence[int]) -> Result:

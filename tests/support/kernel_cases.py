@@ -28,11 +28,9 @@ from . import baselines
 from .baselines import PLAIN, Modified, Results
 from .tolerance import assert_as_exact_as_pytorch
 
-DEVICE: torch.device
-"""Device of the kernels; ``TRITON_INTERPRET=0 pytest tests/kernels`` selects a GPU."""
+DEVICE: torch.device  # device of the kernels; `TRITON_INTERPRET=0 pytest tests/kernels` selects a GPU
 
-DTYPES: tuple[torch.dtype, ...]
-"""Dtypes to test; the interpreter cannot compute bfloat16."""
+DTYPES: tuple[torch.dtype, ...]  # dtypes to test; the interpreter cannot compute bfloat16
 
 
 def __getattr__(name: str) -> Any:
@@ -82,14 +80,14 @@ def of(lo: Tensor, hi: Tensor, keys: int) -> Bounds:
 
 def in_turn(cases: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return each case once, with cycling values of ``others``, so that every value occurs at least once."""
-    made = []
+    rows = []
     for i, case in enumerate(cases):
         row = list(case) if isinstance(case, tuple) else [case]
         for other in others:
             row.append(other[i % len(other)])
             i //= len(other)
-        made.append(tuple(row))
-    return made
+        rows.append(tuple(row))
+    return rows
 
 
 def documents(lengths: list[tuple[int, int]]) -> Bounds:
@@ -193,8 +191,8 @@ def ours(
     device = __getattr__("DEVICE")
     q, k, v, dout, dlse = (t.to(device) for t in x)
     scores = scores or Scores()
-    moved: dict[str, Any] = {name: t.to(device) for name, t in vars(scores).items() if isinstance(t, Tensor)}
-    call: dict[str, Any] = {"softmax_scale": softmax_scale, "config": config, "scores": replace(scores, **moved)}
+    moved_scores: dict[str, Any] = {name: t.to(device) for name, t in vars(scores).items() if isinstance(t, Tensor)}
+    call: dict[str, Any] = {"softmax_scale": softmax_scale, "config": config, "scores": replace(scores, **moved_scores)}
     call["bounds"] = bounds.to(device)
     out, lse = attention_forward(q, k, v, **call)
     return Results(*(t.cpu() for t in (out, lse, *attention_backward(dout, q, k, v, out, lse, dlse=dlse, **call))))
@@ -268,9 +266,9 @@ def check(
     few_keys: bool = False,
 ) -> None:
     """Run each kernel once and compare; with ``few_keys``, rows may see one or two keys."""
-    made = ours(x, bounds, softmax_scale, config)
-    assert [made.out.dtype, made.lse.dtype, made.dq.dtype] == [x.q.dtype, torch.float32, x.q.dtype]
-    compare(made, x, bounds, softmax_scale, few_keys=few_keys)
+    results = ours(x, bounds, softmax_scale, config)
+    assert [results.out.dtype, results.lse.dtype, results.dq.dtype] == [x.q.dtype, torch.float32, x.q.dtype]
+    compare(results, x, bounds, softmax_scale, few_keys=few_keys)
 
 
 def tiles(block_q: int, block_k: int) -> KernelConfig:
@@ -285,9 +283,9 @@ def hops(
     state: tuple[Tensor, Tensor] | None = None
     q, k, v = (t.to(__getattr__("DEVICE")) for t in x[:3])
     for number, (begin, end) in enumerate(pairwise(cuts), 2):
-        last, near = final and number == len(cuts), part(bounds, begin, end).to(q.device)
+        last, shard_bounds = final and number == len(cuts), part(bounds, begin, end).to(q.device)
         out, lse = attention_forward(
-            q, k[:, begin:end], v[:, begin:end], bounds=near, state=state, final=last, config=config
+            q, k[:, begin:end], v[:, begin:end], bounds=shard_bounds, state=state, final=last, config=config
         )
         assert out.dtype == (x.q.dtype if last else torch.float32)
         if state is not None:
@@ -304,8 +302,8 @@ def dkdv_of_shards(
     """Compute dK and dV over query shards, with fp32 sums updated in place until the last shard."""
     sums: tuple[Tensor, Tensor] | None = None
     for begin, end in pairwise(cuts):
-        rows, fresh = slice(begin, end), (torch.empty_like(x.k), torch.empty_like(x.v))
-        into = fresh if end == cuts[-1] else sums or (fresh[0].float(), fresh[1].float())
+        rows, final_tensors = slice(begin, end), (torch.empty_like(x.k), torch.empty_like(x.v))
+        into = final_tensors if end == cuts[-1] else sums or (final_tensors[0].float(), final_tensors[1].float())
         sums = attention_dkdv(
             x.dout[:, rows], x.q[:, rows], x.k, x.v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
             bounds=rows_of(bounds, begin, end), accum=sums, out=into, config=config,

@@ -86,9 +86,9 @@ def main(group: str) -> Iterator[str]:
     for spec, sizes in calls.items():
         (selected,) = select(f"{spec}:mha")
         variant = replace(selected, sizes=Sizes(*sizes))
-        made: Any = compiled(variant.launch, variant.arch).binary
-        assert made.metadata.shared <= shared_limit(variant.arch)
-        check(variant, made.asm["ptx"])
+        binary: Any = compiled(variant.launch, variant.arch).binary
+        assert binary.metadata.shared <= shared_limit(variant.arch)
+        check(variant, binary.asm["ptx"])
         yield f"compiled: {variant} {variant.sizes}"
 
 

@@ -15,8 +15,8 @@ NAMES = ("contiguous", "zigzag", "striped")
 
 
 def named(name: str, seqlen: int, world: int) -> Layout:
-    made: Layout = getattr(Layout, name)(seqlen, world)
-    return made
+    layout: Layout = getattr(Layout, name)(seqlen, world)
+    return layout
 
 
 def of_owners(owners: list[int], world: int) -> Layout:
@@ -68,24 +68,24 @@ def sees(mask: Mask, query: int, key: int, row: int | None = None) -> bool:
     if mask.blocks is not None and not mask.blocks.visible[query // mask.blocks.block, key // mask.blocks.block]:
         return False
     if isinstance(mask, Window):
-        near = query - mask.left <= key <= query + mask.right
-        return near and query // mask.document == key // mask.document and (not mask.causal or key <= query)
+        in_window = query - mask.left <= key <= query + mask.right
+        return in_window and query // mask.document == key // mask.document and (not mask.causal or key <= query)
     if mask.causal and key > query and key >= mask.prefix:
         return False
     if mask.documents is not None and document(mask.documents, query) != document(mask.documents, key):
         return False
     left, right = mask.window
-    near = (left == UNLIMITED or key >= query - left) and (right == UNLIMITED or key <= query + right)
-    return near or any(start <= position < end for start, end in mask.global_tokens for position in (query, key))
+    in_window = (left == UNLIMITED or key >= query - left) and (right == UNLIMITED or key <= query + right)
+    return in_window or any(start <= position < end for start, end in mask.global_tokens for position in (query, key))
 
 
 def seen_shards(layout: Layout, mask: Mask, keys: Layout) -> list[tuple[int, int]]:
     """Return every (rank, shard) where some query of the rank sees some key of the shard, pair by pair."""
-    queries, theirs = ([held.positions(rank).tolist() for rank in range(held.world)] for held in (layout, keys))
+    queries, positions = ([side.positions(rank).tolist() for rank in range(side.world)] for side in (layout, keys))
     return [
         (rank, shard)
         for rank, shard in product(range(layout.world), range(keys.world))
-        if any(sees(mask, query, key) for query in queries[rank] for key in theirs[shard])
+        if any(sees(mask, query, key) for query in queries[rank] for key in positions[shard])
     ]
 
 

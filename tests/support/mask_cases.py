@@ -33,20 +33,14 @@ class Case:
     layout: Layout
     whole: dict[str, Tensor] = field(repr=False)
     """q, k, v, dout and dlse of positions 0, 1, 2, …, as made by :func:`.ring_cases.inputs`."""
-    call: dict[str, Any]
-    """Arguments of ``ring_attention``."""
+    call: dict[str, Any]  # arguments of `ring_attention`
     kv_layout: Layout | None = None
     sink: Tensor | None = None
-    strides: str = "contiguous"
-    """A key of STRIDES."""
-    through_lse: bool = True
-    """True if ``lse`` has a gradient."""
-    ring: dict[str, Any] = field(default_factory=dict)
-    """Arguments of :class:`Ring`."""
-    grads: str = "qkvs"
-    """The names of q, k, v and s (the sink) that require a gradient."""
-    mesh: tuple[int, int] | None = None
-    """Number of ranks in the ring dimension and in the Ulysses dimension."""
+    strides: str = "contiguous"  # a key of STRIDES
+    through_lse: bool = True  # true if `lse` has a gradient
+    ring: dict[str, Any] = field(default_factory=dict)  # arguments of :class:`Ring`
+    grads: str = "qkvs"  # the names of q, k, v and s (the sink) that require a gradient
+    mesh: tuple[int, int] | None = None  # number of ranks in the ring dimension and in the Ulysses dimension
 
     @property
     def keys(self) -> Layout:
@@ -82,7 +76,7 @@ def in_blocks(layout: Layout, block: int, seqlen: int, first: int = 0) -> Layout
         first: index of the block that replaces position 0.
     """
     blocks = [layout.positions(rank).tolist() for rank in range(layout.world)]
-    return Layout([[((first + p) * block, min(block, seqlen - p * block)) for p in own] for own in blocks])
+    return Layout([[((first + p) * block, min(block, seqlen - p * block)) for p in shard] for shard in blocks])
 
 
 def said(call: dict[str, Any]) -> Options:
@@ -110,9 +104,9 @@ def together(case: Case, parts: Sequence[Sequence[Tensor | None]]) -> tuple[Resu
     """Join the ranks' results; a gradient that was not required is None."""
     out, lse, dq, dk, dv, dsink = ([x for x in shards if x is not None] for shards in zip(*parts, strict=True))
     order = (case.layout, out, 1), (case.layout, lse, 2), (case.layout, dq, 1), (case.keys, dk, 1), (case.keys, dv, 1)
-    whole = [joined(layout, shards, dim) if shards else None for layout, shards, dim in order]
+    tensors = [joined(layout, shards, dim) if shards else None for layout, shards, dim in order]
     total = torch.stack(dsink).double().sum(0).to(dsink[0].dtype) if dsink else None
-    return Results(*whole), total  # type: ignore[arg-type]
+    return Results(*tensors), total  # type: ignore[arg-type]
 
 
 def of_rank(case: Case, group: LocalGroup) -> list[Tensor | None]:
@@ -136,13 +130,13 @@ class Begun(NamedTuple):
         """Run the backward and return out, lse and the gradients of q, k, v and the sink, None if not required."""
         leaves = {name: x for name, x in self.leaves.items() if x.requires_grad}
         grads = [*self.grads.values()]
-        kept = [stored(x) for x in self.results]
+        copies = [stored(x) for x in self.results]
         results = torch.autograd.grad(self.results[: len(grads)], [*leaves.values()], grads) if leaves else ()
-        assert all(stored(x).equal(before) for x, before in zip(self.results, kept, strict=True)), "out was changed"
+        assert all(stored(x).equal(before) for x, before in zip(self.results, copies, strict=True)), "out was changed"
         for name, x, version, before in self.given:
             assert x._version == version and stored(x).equal(before), f"{name} was changed by the call"
-        made = dict(zip(leaves, results, strict=True))
-        return [*(x.detach() for x in self.results), *(made.get(name) for name in "qkvs")]
+        grad_by_name = dict(zip(leaves, results, strict=True))
+        return [*(x.detach() for x in self.results), *(grad_by_name.get(name) for name in "qkvs")]
 
 
 def begin(
@@ -163,11 +157,11 @@ def begin(
     pattern = case.call.get("block_mask")
     options = tensors | grads | case.call | {"block_mask": getattr(pattern, "visible", pattern)}
     options |= {"learnable_sink": leaves.get("s")}
-    kept = [(name, x, x._version, stored(x)) for name, x in options.items() if isinstance(x, Tensor)]
+    snapshots = [(name, x, x._version, stored(x)) for name, x in options.items() if isinstance(x, Tensor)]
     arguments = {name: x for name, x in leaves.items() if name != "s"} | case.call | where
     arguments |= {"layout": case.layout, "kv_layout": case.kv_layout, "learnable_sink": leaves.get("s")}
     change(arguments)
-    return Begun(case, ring_attention(**arguments, return_lse=True), leaves, grads, kept)  # type: ignore[arg-type]
+    return Begun(case, ring_attention(**arguments, return_lse=True), leaves, grads, snapshots)  # type: ignore[arg-type]
 
 
 def stored(x: Tensor) -> Tensor:
@@ -202,44 +196,43 @@ class Expected(NamedTuple):
     truth: Results
     theirs: Results
     sizes: dict[str, float]
-    sinks: tuple[Tensor, Tensor, float] | None
-    """The sink's exact gradient, PyTorch's, and the magnitude of its terms."""
+    sinks: tuple[Tensor, Tensor, float] | None  # the sink's exact gradient, PyTorch's, and the magnitude of its terms
 
 
 def compare(right: Expected, ours: Results, dsink: Tensor | None = None) -> None:
     """Check results against the expected ones; a ``dsink`` of None was not required and is not compared."""
     truth, theirs, sizes, sinks = right
-    for name, mine, *others in zip(Results._fields, ours, theirs, truth, strict=True):
-        if mine is not None:
-            assert_as_exact_as_pytorch(name, mine, *others, magnitude=sizes.get(name))
+    for name, actual, *others in zip(Results._fields, ours, theirs, truth, strict=True):
+        if actual is not None:
+            assert_as_exact_as_pytorch(name, actual, *others, magnitude=sizes.get(name))
     if sinks is not None and dsink is not None:
         assert_as_exact_as_pytorch("dsink", dsink, sinks[1], sinks[0], magnitude=sinks[2])
     blind = truth.lse == -torch.inf
-    for mine in (ours.out, ours.dq):
-        assert mine is None or not mine.transpose(1, 2)[blind].any(), "a row without visible keys is not zero"
+    for actual in (ours.out, ours.dq):
+        assert actual is None or not actual.transpose(1, 2)[blind].any(), "a row without visible keys is not zero"
 
 
 def expected(case: Case) -> Expected:
     """Compute the expected results, rank by rank with the decoded keys if a wire dtype is set."""
     dtype, ranks = case.whole["k"].dtype, range(case.layout.world)
     if wire_of(case.ring.get("wire_dtype"), dtype) is None:
-        made = of_queries(case, held(case.layout), case.whole)
+        result = of_queries(case, held(case.layout), case.whole)
     else:
-        some = [rank for rank in ranks if case.layout.lengths[rank]]
-        made = added(case, [of_queries(case, case.layout.positions(rank), arrived(case, rank)) for rank in some])
+        busy = [rank for rank in ranks if case.layout.lengths[rank]]
+        result = added(case, [of_queries(case, case.layout.positions(rank), arrived(case, rank)) for rank in busy])
     if grad_wire_of(case.ring.get("grad_wire_dtype")) is not None:
         # Every hop rounds by half a step of the wire dtype.
         # The tolerance has room for two half steps of q's dtype.
         steps = torch.finfo(torch.bfloat16).eps / torch.finfo(dtype).eps * max(1.0, (len(ranks) - 1) / 2)
-        made.sizes.update({name: made.sizes[name] * steps for name in ("dk", "dv") if name in made.sizes})
-    return made
+        result.sizes.update({name: result.sizes[name] * steps for name in ("dk", "dv") if name in result.sizes})
+    return result
 
 
 def added(case: Case, parts: list[Expected]) -> Expected:
     """Combine the ranks' queries in the order of their positions, and sum dk, dv and the sink's gradient."""
 
-    def whole(made: list[Results]) -> Results:
-        out, lse, dq, dk, dv = ([*shards] for shards in zip(*made, strict=True))
+    def join_all(results: list[Results]) -> Results:
+        out, lse, dq, dk, dv = ([*shards] for shards in zip(*results, strict=True))
         rows = joined(case.layout, out), joined(case.layout, lse, 2), joined(case.layout, dq)
         return Results(*rows, torch.stack(dk).sum(0), torch.stack(dv).sum(0))
 
@@ -249,7 +242,7 @@ def added(case: Case, parts: list[Expected]) -> Expected:
     }
     sinks = [part.sinks for part in parts if part.sinks is not None]
     total = (sum(x[0] for x in sinks), sum(x[1] for x in sinks), sum(x[2] for x in sinks)) if sinks else None
-    return Expected(whole([part.truth for part in parts]), whole([part.theirs for part in parts]), sizes, total)  # type: ignore[arg-type]
+    return Expected(join_all([part.truth for part in parts]), join_all([part.theirs for part in parts]), sizes, total)  # type: ignore[arg-type]
 
 
 def travelled(x: Tensor, by: Wire | None) -> Tensor:
@@ -271,9 +264,9 @@ def arrived(case: Case, rank: int) -> dict[str, Tensor]:
     wire = wire_of(case.ring["wire_dtype"], case.whole["k"].dtype)
     moving = sent_keys(case.layout, mask, case.keys)
     whole = case.whole | {name: case.whole[name].clone() for name in "kv"}
-    for at in (moving.positions(other) for other in range(moving.world) if other != rank):
+    for sent in (moving.positions(other) for other in range(moving.world) if other != rank):
         for name in "kv":
-            whole[name][:, at] = travelled(case.whole[name][:, at], wire)
+            whole[name][:, sent] = travelled(case.whole[name][:, sent], wire)
     return whole
 
 

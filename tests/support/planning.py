@@ -20,14 +20,14 @@ def planned(seconds: float, make: Callable[[], Schedule], use: Callable[[Schedul
 
     Other processes can only add time, so the fastest try counts.
     """
-    made: list[Schedule] = []
+    schedules: list[Schedule] = []
 
     def run() -> None:
-        made.append(make())
-        use(made[-1])
+        schedules.append(make())
+        use(schedules[-1])
 
-    taken: list[float] = []
-    while len(taken) < 3 and not (taken and taken[-1] < seconds):
-        taken.append(timeit(run, forget, process_time, 1))  # timeit switches garbage collection off
-    assert min(taken) < seconds, f"took {taken} s, all more than the limit of {seconds} s"
-    return made[-1]
+    durations: list[float] = []
+    while len(durations) < 3 and not (durations and durations[-1] < seconds):
+        durations.append(timeit(run, forget, process_time, 1))  # timeit switches garbage collection off
+    assert min(durations) < seconds, f"took {durations} s, all more than the limit of {seconds} s"
+    return schedules[-1]

@@ -19,8 +19,7 @@ QUESTIONS = (
 )  # fmt: skip
 REFUSED = "Cannot re-initialize CUDA in forked subprocess"
 
-first: list[str] = []
-"""Stack of the first CUDA call in this process or its parent; empty before that."""
+first: list[str] = []  # stack of the first CUDA call in this process or its parent; empty before that
 _owner = 0  # id of the process that made the first CUDA call
 
 

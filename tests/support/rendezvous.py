@@ -69,7 +69,7 @@ class World:
             AssertionError: the ranks wait for each other.
         """
 
-        def one(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             with self.turn:
                 try:
                     body(rank)
@@ -78,7 +78,7 @@ class World:
                 self.running -= 1
                 self.turn.notify_all()
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.running)]
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self.running)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -101,15 +101,15 @@ class World:
         moved = True
         while moved:
             moved = False
-            running = {at: queue[0] for at, queue in self.queues.items() if self.runs(queue)}
-            for (at, rank), source in running.items():
+            running = {key: queue[0] for key, queue in self.queues.items() if self.runs(queue)}
+            for (level, rank), source in running.items():
                 for message in [*source.sends]:
-                    target = running.get((at, message.peer))
-                    into = next((each for each in target.receives if each.peer == rank), None) if target else None
+                    target = running.get((level, message.peer))
+                    into = next((m for m in target.receives if m.peer == rank), None) if target else None
                     if target and into:
                         into.tensor.copy_(message.tensor)
-                        source.sends = [each for each in source.sends if each is not message]
-                        target.receives = [each for each in target.receives if each is not into]
+                        source.sends = [m for m in source.sends if m is not message]
+                        target.receives = [m for m in target.receives if m is not into]
                         moved = True
                         self.turn.notify_all()
 
@@ -149,8 +149,7 @@ class Rank:
     """Every (rank, shard) that was computed, once per chunk."""
     dkdv_of_own: list[Counter[int]] = field(default_factory=list)
     """Per chunk, the ranks that added to dK/dV of this rank's shard."""
-    lines: list[str] = field(default_factory=list)
-    """Log of posts and launches as text."""
+    lines: list[str] = field(default_factory=list)  # log of posts and launches as text
     posts: list[tuple[Key, list[int], list[int]]] = field(default_factory=list)
     """Every post: its key, the peers sent to and the peers received from."""
 
@@ -228,15 +227,15 @@ def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1,
     """Run a forward or a backward on all ranks, with ``parts`` mask parts per hop, and check the posts."""
     world, ranks = World(plan.world), [Rank(rank) for rank in range(plan.world)]
 
-    def one(rank: int) -> None:
-        mine = steps(plan, rank, parts)
+    def run_rank(rank: int) -> None:
+        own_plan = steps(plan, rank, parts)
         transports: Any = tuple(Level(world, level, rank, edges) for level, edges in enumerate(plan.edges))
         call = RingCall(
-            plan=mine,
+            plan=own_plan,
             phase=phase,
             transports=transports,
-            kv_slots=Slots(mine.kv_slots * chunks, CPU),
-            dkv_slots=Slots(mine.dkv_slots * chunks, CPU),
+            kv_slots=Slots(own_plan.kv_slots * chunks, CPU),
+            dkv_slots=Slots(own_plan.dkv_slots * chunks, CPU),
             span=lambda kind, hop: nullcontext(),
             chunks=chunks_of(chunks, chunks, chunks),
             prefetch=prefetch,
@@ -244,7 +243,7 @@ def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1,
         )
         ranks[rank].run(call, plan.world)
 
-    world.run(one)
+    world.run(run_rank)
     posts = [(rank.rank, *post) for rank in ranks for post in rank.posts]
     sends = Counter((key, rank, peer) for rank, key, to, _ in posts for peer in to)
     assert sends == Counter((key, peer, rank) for rank, key, _, source in posts for peer in source)

@@ -54,7 +54,7 @@ def links() -> dict[str, Any]:
     """Return bandwidths of two edges at two sizes."""
     units = {"transport": "", "way": "", "edge": "", "size": "bytes", "busbw": "GB/s"}
     values = (("0->1", 1 << 16, 1.0), ("1->0", 1 << 16, 2.0), ("0->1", 1 << 20, 9.0), ("1->0", 1 << 20, 8.0))
-    rows = [dict(zip(units, ("nccl", "one way", *each), strict=True)) for each in values]
+    rows = [dict(zip(units, ("nccl", "one way", *value_row), strict=True)) for value_row in values]
     return result("bench links", units, rows, notes=["nccl_one_sided does not open here: device is cpu"])
 
 

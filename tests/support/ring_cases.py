@@ -82,9 +82,9 @@ def rank_part(
     """
     q, k, v = (layout.shard(whole[name], rank).detach().to(device).requires_grad_() for name in "qkv")
     grads = [layout.shard(whole[x], rank, dim).to(device) for x, dim in (("dout", 1), ("dlse", 2)) if x in whole]
-    with Ring(group, **(ring or {})) as kept:
+    with Ring(group, **(ring or {})) as open_ring:
         for _ in range(calls):
-            out, lse = ring_attention(q, k, v, layout=layout, ring=kept, group=mesh, return_lse=True, **call)
+            out, lse = ring_attention(q, k, v, layout=layout, ring=open_ring, group=mesh, return_lse=True, **call)
             results = (out.detach(), lse.detach(), *torch.autograd.grad((out, lse)[: len(grads)], (q, k, v), grads))
         return [x.cpu() for x in results]
 

@@ -29,8 +29,7 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not {".venv", ".tox", "build", "node_modules"} & {*path.relative_to(ROOT).parts}
 )
-DATED = {"LOG.md"}
-"""Dated logs, which keep the file names and commands of their time."""
+DATED = {"LOG.md"}  # dated logs, which keep the file names and commands of their time
 
 LANGUAGES = {"python", "sh", "console", "json", "c", "text"}
 """Languages of fences; ``console`` is a command after ``$`` with its output, ``text`` is no code."""
@@ -42,10 +41,8 @@ PLACEHOLDERS = {"DIR": "folder", "FILE": "file.json", "SECONDS": "480", "FLAGS":
 class Snippet(NamedTuple):
     """One fenced block of a page."""
 
-    page: str
-    """Path of the page from the root."""
-    section: str
-    """The anchor of the heading above it."""
+    page: str  # path of the page from the root
+    section: str  # the anchor of the heading above it
     line: int
     language: str
     text: str
@@ -71,7 +68,7 @@ def parse(page: str, text: str) -> tuple[list[Snippet], list[tuple[int, str]]]:
     Raises:
         ValueError: a fence is never closed.
     """
-    found: list[Snippet] = []
+    blocks: list[Snippet] = []
     others: list[tuple[int, str]] = []
     section, fence, block = "", None, list[str]()
     for number, line in enumerate(text.splitlines(), 1):
@@ -79,7 +76,7 @@ def parse(page: str, text: str) -> tuple[list[Snippet], list[tuple[int, str]]]:
         if mark and fence is None:
             fence, block = (mark[1], mark[2].strip(), number), []
         elif mark and fence is not None and mark[1].startswith(fence[0]) and not mark[2].strip():
-            found.append(Snippet(page, section, fence[2], fence[1], "".join(f"{one}\n" for one in block)))
+            blocks.append(Snippet(page, section, fence[2], fence[1], "".join(f"{text_line}\n" for text_line in block)))
             fence = None
         elif fence is not None:
             block.append(line)
@@ -89,33 +86,33 @@ def parse(page: str, text: str) -> tuple[list[Snippet], list[tuple[int, str]]]:
                 section = anchor(heading[1])
     if fence is not None:
         raise ValueError(f"{page}:{fence[2]}: this fence is never closed")
-    return found, others
+    return blocks, others
 
 
 @cache
 def snippets() -> tuple[Snippet, ...]:
     texts = ((str(path.relative_to(ROOT)), path.read_text()) for path in PAGES)
-    return tuple(one for page, text in texts for one in parse(page, text)[0])
+    return tuple(snippet for page, text in texts for snippet in parse(page, text)[0])
 
 
 def python_sections() -> dict[str, list[Snippet]]:
     """Return the Python blocks of every section, by ``page#section``."""
-    blocks = [one for one in snippets() if one.language == "python"]
+    blocks = [snippet for snippet in snippets() if snippet.language == "python"]
     return {
-        f"{page}#{section}": [*group] for (page, section), group in groupby(blocks, key=lambda one: (one[0], one[1]))
+        f"{page}#{section}": [*group] for (page, section), group in groupby(blocks, key=lambda snippet: snippet[:2])
     }
 
 
 def commands() -> Iterator[Command]:
     """Yield every command of every page: lines of ``sh`` and ``console`` fences, and inline code spans."""
-    for one in snippets():
-        if one.language in ("sh", "console"):
-            text = one.text.replace("\\\n", " ")
+    for snippet in snippets():
+        if snippet.language in ("sh", "console"):
+            text = snippet.text.replace("\\\n", " ")
             for line in text.splitlines():
-                if one.language == "console" and not line.startswith("$ "):
+                if snippet.language == "console" and not line.startswith("$ "):
                     continue
                 for part in line.removeprefix("$ ").split(" && "):
-                    yield Command(one.page, one.line, part, fenced=True)
+                    yield Command(snippet.page, snippet.line, part, fenced=True)
     for path in PAGES:
         if path.name in DATED:
             continue
@@ -148,14 +145,10 @@ def own_arguments(command: str) -> list[str] | None:
 class Setup:
     """The names that a section assumes, and the ranks it runs on."""
 
-    names: Callable[[GroupLike], Any]
-    """Context manager that yields the names on every rank."""
-    virtual: int = 0
-    """Number of virtual ranks, each with its member as ``group``; 0 for none."""
-    processes: int = 0
-    """Number of processes over gloo; 0 for none."""
-    replaced: tuple[str, str] = ("", "")
-    """Text that needs a GPU, and its replacement on the CPU."""
+    names: Callable[[GroupLike], Any]  # context manager that yields the names on every rank
+    virtual: int = 0  # number of virtual ranks, each with its member as `group`; 0 for none
+    processes: int = 0  # number of processes over gloo; 0 for none
+    replaced: tuple[str, str] = ("", "")  # text that needs a GPU, and its replacement on the CPU
     nightly: bool = False
 
 
@@ -245,12 +238,12 @@ def adapters(group: GroupLike) -> Iterator[dict[str, Any]]:
     import transformers
 
     interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
-    before = [one()["flash_attention_2"] for one in interfaces]
+    before = [interface()["flash_attention_2"] for interface in interfaces]
     try:
         yield {"cu_seqlens": torch.tensor([0, 9, 16], dtype=torch.int32), "group": group}
     finally:
-        for one, function in zip(interfaces, before, strict=True):
-            one.register("flash_attention_2", function)
+        for interface, function in zip(interfaces, before, strict=True):
+            interface.register("flash_attention_2", function)
 
 
 @contextmanager
@@ -313,11 +306,11 @@ def execute(key: str, group: GroupLike = None) -> dict[str, Any]:
     """Run the Python of a section on this rank and return its names."""
     setup = SETUPS.get(key, Setup(nothing))
     source, instead = setup.replaced
-    assert source in "".join(one.text for one in python_sections()[key])
+    assert source in "".join(snippet.text for snippet in python_sections()[key])
     names: dict[str, Any]
     with setup.names(group) as names:
-        for one in python_sections()[key]:
-            text = one.text.replace(source, instead) if source else one.text
+        for snippet in python_sections()[key]:
+            text = snippet.text.replace(source, instead) if source else snippet.text
             # leading newlines, so that a traceback shows the page's line number
-            exec(compile("\n" * one.line + text, str(ROOT / one.page), "exec"), names)
+            exec(compile("\n" * snippet.line + text, str(ROOT / snippet.page), "exec"), names)
         return names

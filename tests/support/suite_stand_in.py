@@ -48,8 +48,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "sm_90", "--compile-only", "--save-dir", f"{OUT}/tables", "--json", FILE,
     ),
 }  # fmt: skip
-NOTHING_LEFT = ("compiled", "captured", "racecheck", "memcheck")
-"""Parts that do nothing without a GPU."""
+NOTHING_LEFT = ("compiled", "captured", "racecheck", "memcheck")  # parts that do nothing without a GPU
 
 
 def rehearsed() -> list[Part]:
@@ -72,7 +71,7 @@ def case(name: str, file: str, patch: pytest.MonkeyPatch) -> int:
         patch.setattr(timing, "LEAST", 1)
         patch.setattr(timing, "MOST", 1)
         patch.setattr(speed, "PRODUCT_SIDE", {"cpu": 16})
-        ours = [contender.Contender(each.name, partial(contender.triton_kernels, each)) for each in contender.VARIANTS]
+        ours = [contender.Contender(kind.name, partial(contender.triton_kernels, kind)) for kind in contender.VARIANTS]
         flash = contender.Contender("flash", partial(contender.sdpa, contender.GPU_SDPA["flash"]))
         patch.setattr(speed, "contenders", lambda device: [*ours, flash])
     smaller = {name: value for name, value in SMALL[run].items() if name != "head_dim_v" or name in arguments}

@@ -26,11 +26,9 @@ class StandIn:
 
     seconds: Callable[[Tile], float]
     besides: Callable[[Tile], float | None] = lambda tile: None
-    throttles: Callable[[int], tuple[str, ...]] = lambda call: ()
-    """Throttle reasons by the number of the run."""
+    throttles: Callable[[int], tuple[str, ...]] = lambda call: ()  # throttle reasons by the number of the run
     bad: dict[Tile, str] = field(default_factory=dict)
-    check: float = 0.25
-    """Seconds of a check."""
+    check: float = 0.25  # seconds of a check
     now: float = 0.0
     checked: list[Tile] = field(default_factory=list)
     timed: list[Tile] = field(default_factory=list)

@@ -37,9 +37,9 @@ OF_USERS = ("--allow-untyped-defs", "--allow-untyped-calls", "--allow-incomplete
 def main() -> int:
     """Return 1 if mypy finds an error, else 0."""
     with tempfile.TemporaryDirectory() as folder:
-        for one in snippets():
-            if one.language == "python" and (one.page == "README.md" or one.page.startswith("docs/")):
-                (Path(folder) / f"{Path(one.page).stem}_{one.line}.py").write_text(GIVEN + one.text)
+        for snippet in snippets():
+            if snippet.language == "python" and (snippet.page == "README.md" or snippet.page.startswith("docs/")):
+                (Path(folder) / f"{Path(snippet.page).stem}_{snippet.line}.py").write_text(GIVEN + snippet.text)
         output, trouble, code = api.run(["--config-file", str(ROOT / "pyproject.toml"), *OF_USERS, folder])
     print(output, trouble, end="")
     return code

@@ -31,9 +31,9 @@ def bits(x: Tensor) -> Tensor:
 
 
 def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for actual, other in zip(got, expected, strict=True):
-        assert actual.dtype == other.dtype
-        assert torch.equal(bits(actual), bits(other))
+    for actual, wanted in zip(got, expected, strict=True):
+        assert actual.dtype == wanted.dtype
+        assert torch.equal(bits(actual), bits(wanted))
 
 
 def allowed(x: Tensor, scale: Tensor) -> Tensor:

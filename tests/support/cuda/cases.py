@@ -75,8 +75,8 @@ def inputs(case: Case, number: int) -> dict[str, Tensor]:
     def drawn(*shape: int) -> Tensor:
         return torch.randint(1, 3, shape, generator=draw).float()
 
-    whole = {name: drawn(1, tokens, *shape).to(case.dtype) for name, shape in shapes.items()}
-    return whole | {"dlse": drawn(1, HEADS, tokens)}
+    tensors = {name: drawn(1, tokens, *shape).to(case.dtype) for name, shape in shapes.items()}
+    return tensors | {"dlse": drawn(1, HEADS, tokens)}
 
 
 def shard(case: Case, number: int, name: str, rank: int) -> Tensor:
@@ -87,16 +87,16 @@ def seen(call: RecordedCall, rank: int, other: int) -> int:
     """Return the number of mask parts in which a query of a rank sees a key of a shard, position by position."""
     positions, keys = call.layout.positions(rank), call.layout.positions(other)
     blocks = call.mask.blocks
-    shown = True if blocks is None else blocks.visible[positions // blocks.block][:, keys // blocks.block]
+    shown_by_blocks = True if blocks is None else blocks.visible[positions // blocks.block][:, keys // blocks.block]
     limits = [(lo[:, None], hi[:, None]) for lo, hi in (part.interval(positions) for part in call.mask.parts)]
-    return sum(bool(((keys >= lo) & (keys < hi) & shown).any()) for lo, hi in limits)
+    return sum(bool(((keys >= lo) & (keys < hi) & shown_by_blocks).any()) for lo, hi in limits)
 
 
 def there(call: RecordedCall, rank: int, other: int) -> Tensor:
     """Return 1 for every key of a shard that a rank ever has, else 0."""
-    mine, sent = call.layout.positions(other), sent_keys(call.layout, call.mask, call.layout).positions(other)
-    shown = ~torch.isin(mine, torch.tensor(call.hidden, dtype=torch.int64))
-    return (shown if rank == other else shown & torch.isin(mine, sent)).float()
+    positions, sent = call.layout.positions(other), sent_keys(call.layout, call.mask, call.layout).positions(other)
+    has_keys = ~torch.isin(positions, torch.tensor(call.hidden, dtype=torch.int64))
+    return (has_keys if rank == other else has_keys & torch.isin(positions, sent)).float()
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
@@ -115,10 +115,10 @@ def _unsharded(case: Case, number: int, call: RecordedCall, rank: int) -> dict[s
 
 def _expected(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
     """Return the results of a rank's tokens, taken from those of its ring rank."""
-    place, exchanging = divmod(rank, case.ulysses)
-    at = shared(call.layout, case.ulysses, place).positions(exchanging)
-    values = _of_place(case, number, case.on_ring(call), place)
-    return {name: x.index_select(2 if name.startswith("lse") else 1, at) for name, x in values.items()}
+    ring_rank, ulysses_rank = divmod(rank, case.ulysses)
+    positions = shared(call.layout, case.ulysses, ring_rank).positions(ulysses_rank)
+    values = _of_place(case, number, case.on_ring(call), ring_rank)
+    return {name: x.index_select(2 if name.startswith("lse") else 1, positions) for name, x in values.items()}
 
 
 def _of_place(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
@@ -126,8 +126,8 @@ def _of_place(case: Case, number: int, call: RecordedCall, rank: int) -> dict[st
     q, k, v, dout, dlse = (
         [call.layout.shard(whole[name], other, 2 if name == "dlse" else 1).float() for other in ranks] for name in GIVEN
     )
-    held = [there(call, rank, other)[:, None, None] for other in ranks]
-    shards = [kernels.keys(k[other] * held[other], v[other] * held[other]) * seen(call, rank, other) for other in ranks]
+    mask = [there(call, rank, other)[:, None, None] for other in ranks]
+    shards = [kernels.keys(k[other] * mask[other], v[other] * mask[other]) * seen(call, rank, other) for other in ranks]
     total = kernels.per_head(sum(shards, torch.zeros(1, KV_HEADS)), HEADS)
     out = (total[:, None, :, None] * kernels.rows(q[rank])).expand(*q[rank].shape[:3], DIM_V)
     values = {f"out{number}": out.to(case.dtype), f"lse{number}": total[:, :, None].expand(1, HEADS, q[rank].shape[1])}

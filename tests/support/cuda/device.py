@@ -113,18 +113,18 @@ class Device:
     def add(
         self, kind: str, stream: Stream | None = None, event: Event | None = None, detail: Any = None, **more: Any
     ) -> Op:
-        op, here = Op(kind, stream, event, detail, **more), self.thread
+        op, thread = Op(kind, stream, event, detail, **more), self.thread
         if event is not None and kind != "record":
             op.source = event.last
         if kind in SITED:
             op.site = site()
         with self.adding:
-            op.number, op.rank, op.thread, op.host = len(self.log), here.rank, threading.get_ident(), here.host
-            op.label = op.label or here.label
+            op.number, op.rank, op.thread, op.host = len(self.log), thread.rank, threading.get_ident(), thread.host
+            op.label = op.label or thread.label
             if self.recording:
                 self.log.append(op)
         if kind.startswith("synchronize"):
-            here.host = op
+            thread.host = op
         return op
 
     @contextmanager
@@ -288,9 +288,9 @@ class Event:
 
     def check_place(self) -> None:
         """Raise if this thread may not query or wait for the event."""
-        here = self._device.thread
-        assert self.index is None or here.index == self.index, f"this call makes a context on GPU {here.index}"
-        if self._device.captures and here.capture_mode == GLOBAL:
+        thread = self._device.thread
+        assert self.index is None or thread.index == self.index, f"this call makes a context on GPU {thread.index}"
+        if self._device.captures and thread.capture_mode == GLOBAL:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 

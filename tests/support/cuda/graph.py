@@ -88,9 +88,9 @@ class Graph:
         self._values()
 
     def _fix(self, first: Iterable[int], second: int) -> None:
-        known = list(first)
-        self.fixed[second].update(known)
-        self.before[second].update(known)
+        predecessors = list(first)
+        self.fixed[second].update(predecessors)
+        self.before[second].update(predecessors)
 
     def _waited(self, wait: Wait, first: int, second: int) -> None:
         wait.edges.append((first, second))
@@ -223,8 +223,8 @@ class Graph:
 
     def problems(self) -> list[str]:
         """Return every problem, in words."""
-        for name, more in (("eager", ()), ("rendezvous", self.rendezvous)):
-            cycle = self.cycle(more)
+        for name, extra_edges in (("eager", ()), ("rendezvous", self.rendezvous)):
+            cycle = self.cycle(extra_edges)
             if cycle:
                 text = " <- ".join(map(str, cycle))
                 return [*self.mismatches, f"deadlock with {name} sends, each waits for the next: {text}"]
@@ -300,15 +300,15 @@ Live = dict[int, list[tuple[Op, int, bool]]]
 
 def _meet(live: Live, op: Op, uses: Iterable[Use], writes: bool) -> Iterator[Conflict]:
     for use in uses:
-        left = []
-        for other, held, wrote in live.get(use.storage, []):
-            common = held & use.bytes
+        remaining = []
+        for other, live_bytes, wrote in live.get(use.storage, []):
+            common = live_bytes & use.bytes
             if common and (writes or wrote) and other is not op:
                 yield Conflict(other, op, Use(use.storage, common))
-            rest = held & ~use.bytes if writes and other is not op else held
+            rest = live_bytes & ~use.bytes if writes and other is not op else live_bytes
             if rest:
-                left.append((other, rest, wrote))
-        live[use.storage] = [*left, (op, use.bytes, writes)]
+                remaining.append((other, rest, wrote))
+        live[use.storage] = [*remaining, (op, use.bytes, writes)]
 
 
 def _verb(op: Op, use: Use) -> str:
@@ -332,15 +332,15 @@ def _turned(before: Sequence[Iterable[int]]) -> list[list[int]]:
 
 def linear(before: Sequence[set[int]], draws: Iterator[float] | None = None) -> list[int]:
     """Return a topological order; among ready operations, the one with the lowest draw or number comes first."""
-    after, left = _turned(before), [len(earlier) for earlier in before]
-    ready = [(next(draws) if draws else 0.0, number) for number, count in enumerate(left) if not count]
+    after, waiting = _turned(before), [len(earlier) for earlier in before]
+    ready = [(next(draws) if draws else 0.0, number) for number, count in enumerate(waiting) if not count]
     heapq.heapify(ready)
     order = []
     while ready:
         _, number = heapq.heappop(ready)
         order.append(number)
         for later in after[number]:
-            left[later] -= 1
-            if not left[later]:
+            waiting[later] -= 1
+            if not waiting[later]:
                 heapq.heappush(ready, (next(draws) if draws else 0.0, later))
     return order

@@ -76,15 +76,15 @@ def dkdv(
     valid = sees(bounds) + 0 * (lse.sum() + delta.sum())
     for queries, x, total, into in ((q, k, dk_sum, dk), (dout, v, dv_sum, dv)):
         splits = into[0].shape[2] // x[0].shape[2]
-        own = x[0].float().repeat_interleave(splits, 2) / splits
-        part = (summed(queries[0], into[0].shape[2]) + 5 * own) * valid
+        keys_of_part = x[0].float().repeat_interleave(splits, 2) / splits
+        part = (summed(queries[0], into[0].shape[2]) + 5 * keys_of_part) * valid
         into[0].copy_(part + total[0].float() if flags["HAS_SUM"] else part)
 
 
 def reduce(dk_parts: Any, dv_parts: Any, dk_sum: Any, dv_sum: Any, dk: Any, dv: Any, *_: Any, **flags: Any) -> None:
     for parts, total, into in ((dk_parts, dk_sum, dk), (dv_parts, dv_sum, dv)):
-        whole = parts[0].unflatten(2, (into[0].shape[2], -1)).sum(3)
-        into[0].copy_(whole + total[0].float() if flags["HAS_SUM"] else whole)
+        total_of_parts = parts[0].unflatten(2, (into[0].shape[2], -1)).sum(3)
+        into[0].copy_(total_of_parts + total[0].float() if flags["HAS_SUM"] else total_of_parts)
 
 
 def single_pass(

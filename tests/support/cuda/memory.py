@@ -37,11 +37,11 @@ def footprint(itemsize: int, offset: int, shape: tuple[int, ...], strides: tuple
     for count, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
         if count == 0:
             return 0
-        done, step = 1, stride * itemsize
-        while done < count:  # double the covered range
-            more = min(done, count - done)
-            covered |= covered << (more * step)
-            done += more
+        covered_count, step = 1, stride * itemsize
+        while covered_count < count:  # double the covered range
+            added_count = min(covered_count, count - covered_count)
+            covered |= covered << (added_count * step)
+            covered_count += added_count
     return covered
 
 

@@ -22,8 +22,7 @@ from ringattn.comm.transports.lanes import StreamLane
 from ..transport_cases import filled
 from .device import PATIENCE, THREAD_LOCAL, Device, Event
 
-Wire = tuple[bytes, int, int]
-"""Communicator, source and destination."""
+Wire = tuple[bytes, int, int]  # communicator, source and destination
 
 
 class Group(threading.local):
@@ -135,16 +134,16 @@ class Communicator:
 
     def enter(self, kind: str) -> list[tuple[int, int, Wire]]:
         """Register a call in the open group and return the group's receives."""
-        here = self._fabric.open_group
-        assert here.receives is not None, f"{kind} outside of a group"
+        group = self._fabric.open_group
+        assert group.receives is not None, f"{kind} outside of a group"
         if self.freed:
             raise NcclError("NCCL_ERROR_INVALID_ARGUMENT")
-        if self not in here.calls:
-            here.calls.add(self)
+        if self not in group.calls:
+            group.calls.add(self)
             self.calls += 1
         if self._fabric.fail_on == kind:
             raise NcclError("NCCL_ERROR_INVALID_USAGE")
-        return here.receives
+        return group.receives
 
     def check_async_error(self) -> None:
         self._fabric.check_place()
@@ -183,8 +182,8 @@ def launch(pending: Sequence[tuple[Communicator, str, Callable[[], None]]]) -> N
     A turn is one wait, or all puts and signals up to the next wait (`scheduleRmaTasksToPlan`).
     """
     turns: dict[Communicator, list[list[Callable[[], None]]]] = {}
-    for communicator, some in itertools.groupby(pending, key=lambda call: call[0]):
-        for waits, calls in itertools.groupby(some, key=lambda call: call[1] == "wait"):
+    for communicator, calls_in_a_row in itertools.groupby(pending, key=lambda call: call[0]):
+        for waits, calls in itertools.groupby(calls_in_a_row, key=lambda call: call[1] == "wait"):
             jobs = [job for _, _, job in calls]
             turns.setdefault(communicator, []).extend([[job] for job in jobs] if waits else [jobs])
     for turn in itertools.zip_longest(*turns.values(), fillvalue=[]):
@@ -207,15 +206,15 @@ def check_held(device: Device, transport: Transport, peer: int) -> None:
     fence = transport.post(sends=[Message(peer, sent)], receives=[Message(peer, received)])
     del sent, received
     StreamLane(torch.device("cpu")).follow([fence])  # a wait of a third stream must not release the tensors
-    owner, held = device.current(), list[list[bool]]()
+    owner, alive_at_wait = device.current(), list[list[bool]]()
     wait_event = owner.wait_event
 
     def noted(event: Event) -> None:
-        held.append([ref() is not None for ref in alive])
+        alive_at_wait.append([ref() is not None for ref in alive])
         wait_event(event)
 
     owner.wait_event = noted  # type: ignore[method-assign]
     fence.wait()
-    assert held and all(map(all, held))
+    assert alive_at_wait and all(map(all, alive_at_wait))
     gc.collect()
     assert not any(ref() is not None for ref in alive)

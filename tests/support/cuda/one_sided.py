@@ -55,7 +55,7 @@ class OneSided(Communicator):
         if pointer is None:  # frees the communicator; NCCL waits for its streams (`commDestroySync`)
             device, words = self._fabric.device, self._fabric.device.words
             until = {self._word(peer, self._rank): count for peer, count in self.expected.items()}
-            device.block(lambda: not device.blocks or all(words.get(one, 0) >= count for one, count in until.items()))
+            device.block(lambda: not device.blocks or all(words.get(word, 0) >= count for word, count in until.items()))
             return super().free()
         self.windows.freed.add(pointer)
         self._fabric.device.forget(self.windows.blocks[pointer])
@@ -64,8 +64,8 @@ class OneSided(Communicator):
         self._refuse("register")
         if not self.windows.symmetric:
             raise NcclError("no symmetric memory")
-        mine = [handle for one, rank, handle in self.windows.registered if (one, rank) == (self._id, self._rank)]
-        handle = 1 + len(mine)
+        handles = [handle for comm, rank, handle in self.windows.registered if (comm, rank) == (self._id, self._rank)]
+        handle = 1 + len(handles)
         self.windows.registered[self._id, self._rank, handle] = pointer, nbytes
         return handle
 

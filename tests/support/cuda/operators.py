@@ -64,12 +64,12 @@ class _Functions(TorchFunctionMode):
         return self._made(kind, lambda: func(*args, **{**kwargs, "device": HOST}))
 
     def _made(self, kind: torch.device, make: Callable[[], Any]) -> Any:
-        here = self.recorder.thread
-        before, here.makes = here.makes, kind
+        thread = self.recorder.thread
+        before, thread.makes = thread.makes, kind
         try:
             return make()
         finally:
-            here.makes = before
+            thread.makes = before
 
     def _moved(self, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Emulate `to`, `cuda` and `cpu` with a copy if the tensor is on the other side."""
@@ -123,15 +123,15 @@ class _Operators(TorchDispatchMode):
         on_device = override.type == "cuda" if override is not None else touches
         if not touches and not on_device:
             return func(*args, **kwargs)  # host only
-        held, written = tree_map(recorder.held, (args, kwargs)), _written(func, args, kwargs)
+        recorded_args, written = tree_map(recorder.held, (args, kwargs)), _written(func, args, kwargs)
         result = func(*args, **kwargs)
-        made = [x for x in _tensors(result) if recorder.memory.find(x) is None]
-        for x in made:
+        new_tensors = [x for x in _tensors(result) if recorder.memory.find(x) is None]
+        for x in new_tensors:
             recorder.allocated(x, on_device)
         name = func._schema.name
-        if (not made and not written and name not in SYNCHRONIZES) or name in EMPTY:
+        if (not new_tensors and not written and name not in SYNCHRONIZES) or name in EMPTY:
             return result
-        wrote = [*written, *made]
+        outputs = [*written, *new_tensors]
         # A copy of bytes is a transfer.
         if name == "aten::copy_" and args[0].dtype == torch.uint8 and recorder.on_device(args[0]):
             recorder.given_up("copy", recorder.current(), "copy_", recorder.held(args[0]))
@@ -140,10 +140,10 @@ class _Operators(TorchDispatchMode):
             recorder.current(),
             detail=name.removeprefix("aten::"),
             reads=recorder.uses([x for x in tensors if not any(x is y for y in written)]),
-            writes=recorder.uses(wrote),
+            writes=recorder.uses(outputs),
         )
-        results = [recorder.held(x) for x in made]
-        op.action = _again(func, held, results)
+        results = [recorder.held(x) for x in new_tensors]
+        op.action = _again(func, recorded_args, results)
         if name in SYNCHRONIZES or (
             name == "aten::copy_" and recorder.on_device(args[1]) > recorder.on_device(args[0])
         ):
@@ -154,8 +154,8 @@ class _Operators(TorchDispatchMode):
 def _again(func: Any, held: Any, results: list[Any]) -> Callable[[Give], None]:
     def act(give: Give) -> None:
         args, kwargs = tree_map(give, held)
-        made = func(*args, **kwargs)
-        for target, value in zip(results, _tensors(made) if results else (), strict=bool(results)):
+        result = func(*args, **kwargs)
+        for target, value in zip(results, _tensors(result) if results else (), strict=bool(results)):
             give(target).copy_(value)
 
     return act

@@ -23,8 +23,7 @@ from .one_sided import install_one_sided
 GPU = torch.device("cuda:1")  # not the current device of a new thread
 HOST = torch.device("cpu")
 
-Give = Callable[[Any], Any]
-"""Function that maps a `Ref` or a `Mail` to memory of one execution."""
+Give = Callable[[Any], Any]  # function that maps a `Ref` or a `Mail` to memory of one execution
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ class Recorder(Device):
         """Log an operation of the current stream on tensors; replay repeats `action(arguments)`."""
         op = self.add(kind, self.current(), detail=detail, reads=self.uses(reads), writes=self.uses(writes))
         if action is not None:
-            held = tree_map(self.held, arguments)
-            op.action = lambda give: action(tree_map(give, held))
+            recorded_args = tree_map(self.held, arguments)
+            op.action = lambda give: action(tree_map(give, recorded_args))
 
     def read_back(self, name: str, tensor: torch.Tensor) -> None:
         """Log that the host reads a tensor and waits for its stream."""

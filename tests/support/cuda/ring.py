@@ -66,16 +66,16 @@ def cached_by() -> str:
 
 def name_cached(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
     """Name every cached device tensor after our function that made it."""
-    made = Shared.__init__
+    original_init = Shared.__init__
 
-    def named(self: Shared[Any], value: Any, tensors: Any) -> None:
-        kept = [x for x in tensors if x is not None]
-        made(self, value, kept)
-        for x in kept:
+    def named_init(self: Shared[Any], value: Any, tensors: Any) -> None:
+        present = [x for x in tensors if x is not None]
+        original_init(self, value, present)
+        for x in present:
             if recorder.on_device(x):
                 recorder.name(x, f"{CACHED_BY}{cached_by()}")
 
-    monkeypatch.setattr(Shared, "__init__", named)
+    monkeypatch.setattr(Shared, "__init__", named_init)
 
 
 @dataclass
@@ -129,10 +129,10 @@ class Recording:
         )
         failures, chunks = [], self.case.ring.get("chunks", 1)
         for number, call in enumerate(self.case.calls):
-            call, exchanging = self.case.on_ring(call), self.case.ulysses
-            for rank in (rank for rank in range(self.case.world) if call.layout.lengths[rank // exchanging]):
-                place, places = rank // exchanging, range(call.layout.world)
-                wanted = chunks * sum(max(seen(call, place, other), other == place) for other in places)
+            call, ulysses = self.case.on_ring(call), self.case.ulysses
+            for rank in (rank for rank in range(self.case.world) if call.layout.lengths[rank // ulysses]):
+                ring_rank, ring_ranks = rank // ulysses, range(call.layout.world)
+                wanted = chunks * sum(max(seen(call, ring_rank, other), other == ring_rank) for other in ring_ranks)
                 for kernel in self.case.kernels(call):
                     count = launched[rank, f"call {number}", kernel]
                     if count != wanted:
@@ -275,13 +275,13 @@ class _Session:
 
     def _rank(self, group: LocalGroup, rank: int) -> None:
         # Close the ring even if the case fails: its watch would query these events on torch's own CUDA.
-        both = self.meshes[rank] = group.mesh(self.case.world // self.case.ulysses, self.case.ulysses)
-        group = group if self.case.ulysses == 1 else both.ring
+        mesh = self.meshes[rank] = group.mesh(self.case.world // self.case.ulysses, self.case.ulysses)
+        group = group if self.case.ulysses == 1 else mesh.ring
         with ExitStack() as open_rings:
             ring = open_rings.enter_context(Ring(group, transport=self.case.transport, **self.case.ring))
             self.rings[rank] = self.exchanges[rank] = ring
             if self.case.ulysses > 1:
-                self.exchanges[rank] = ring.partner(both.ulysses)  # closed with the ring
+                self.exchanges[rank] = ring.partner(mesh.ulysses)  # closed with the ring
             ring._trace = _Spans(self.recorder, lambda: self.calls[rank])  # type: ignore[assignment]
             # Warm up while bytes still move, because the warm-up checks them.
             for call in map(self.case.on_ring, self.case.calls):
@@ -296,15 +296,15 @@ class _Session:
                 self.call(ring, rank, 0, tensors[0])
             self.together(rank, self.begin)
             self.fabric.moves = self.recorder.blocks = False
-            others = [torch.cuda.Stream(GPU) for _ in range(self.case.streams - 1)]
-            streams = [torch.cuda.current_stream(GPU), *others]
+            extra_streams = [torch.cuda.Stream(GPU) for _ in range(self.case.streams - 1)]
+            streams = [torch.cuda.current_stream(GPU), *extra_streams]
             for number in range(len(self.case.calls)):
                 with torch.cuda.stream(streams[number % len(streams)]):
-                    if number and others:
+                    if number and extra_streams:
                         tensors.append(self.given(number, rank))
                     self.call(ring, rank, number, tensors[-1])
                     self.use_again(rank, number, tensors[-1])
-            if others:
+            if extra_streams:
                 ring._warm.clear()  # it holds plans
                 self.together(rank, self.forget)
             self.together(rank, self.recorder.end)
@@ -315,24 +315,24 @@ class _Session:
         layout = self.layouts[self._process][layout]
         if self.case.unshards:
             return self.unshard(ring, rank, number, layout, tensors["q"])
-        more: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if hidden:
-            more["key_mask"] = torch.ones(1, layout.seqlen).index_fill(1, torch.tensor(hidden), 0).bool()
+            extra["key_mask"] = torch.ones(1, layout.seqlen).index_fill(1, torch.tensor(hidden), 0).bool()
         if dropout:
-            more |= {"dropout_p": 0.5, "dropout_seed": 7 + number}
+            extra |= {"dropout_p": 0.5, "dropout_seed": 7 + number}
         if self.case.ulysses > 1:
-            more["group"] = self.meshes[rank]
+            extra["group"] = self.meshes[rank]
         q, k, v = (tensors[name].detach().requires_grad_(backward) for name in "qkv")
         out, lse = ring_attention(
-            q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True, config=self.case.config, **more
+            q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True, config=self.case.config, **extra
         )
         self.read(rank, f"out{number}", out)
         self.read(rank, f"lse{number}", lse)
         if backward:
             grads = (tensors["dout"], tensors["dlse"])
             # not torch.autograd.grad, which would hide torch's calls from the modes
-            made = _engine_run_backward((out, lse), grads, False, False, (q, k, v), True, accumulate_grad=False)
-            for name, grad in zip(("dq", "dk", "dv"), made, strict=True):
+            grads_of_qkv = _engine_run_backward((out, lse), grads, False, False, (q, k, v), True, accumulate_grad=False)
+            for name, grad in zip(("dq", "dk", "dv"), grads_of_qkv, strict=True):
                 self.read(rank, f"{name}{number}", grad)
 
     def unshard(self, ring: Ring, rank: int, number: int, layout: Layout, tensors: Tensor) -> None:
@@ -340,10 +340,10 @@ class _Session:
         q = tensors.detach().requires_grad_()
         whole = unshard(q, layout=layout, group=ring.group, grad="sum")
         self.read(rank, f"whole{number}", whole)
-        made = _engine_run_backward(
+        grads = _engine_run_backward(
             (whole,), (whole.detach() * (rank + 1),), False, False, (q,), True, accumulate_grad=False
         )
-        self.read(rank, f"dq{number}", made[0])
+        self.read(rank, f"dq{number}", grads[0])
 
     def use_again(self, rank: int, number: int, tensors: dict[str, Tensor]) -> None:
         """Overwrite or free the caller's tensors as soon as a call has returned."""
@@ -361,15 +361,15 @@ class _Session:
 
     def read(self, rank: int, name: str, result: Tensor) -> None:
         with self.recorder.labelled(f"the caller reads {name}"), torch.no_grad():
-            kept = result.detach().clone()
-        self.kept.append(kept)
-        self.results[rank][name] = self.recorder.held(kept)
+            copy = result.detach().clone()
+        self.kept.append(copy)
+        self.results[rank][name] = self.recorder.held(copy)
 
     def given(self, number: int, rank: int) -> dict[str, Tensor]:
-        made = {name: shard(self.case, number, name, rank).contiguous().to(GPU) for name in GIVEN}
-        for name, tensor in made.items():
+        tensors = {name: shard(self.case, number, name, rank).contiguous().to(GPU) for name in GIVEN}
+        for name, tensor in tensors.items():
             self.recorder.name(tensor, f"rank {rank}'s {name}")
-        return made
+        return tensors
 
     def together(self, rank: int, action: Callable[[], None]) -> None:
         """Run ``action`` once, while every rank waits."""
@@ -393,9 +393,9 @@ class _Session:
         """Return one transport per level of the ring, like `open_transports` between processes."""
         if transport == "local":
             return tuple(LocalTransport(group, device) for _ in range(1 + bool(topology and topology.two_level)))
-        given = {"control": control_of(group), "limits": NO_LIMITS, "timeout": WARM_UP_SECONDS}
+        options = {"control": control_of(group), "limits": NO_LIMITS, "timeout": WARM_UP_SECONDS}
         return tuple(
-            find_transport(transport).open(group, device, members=level.members, nodes=level.nodes, **given)
+            find_transport(transport).open(group, device, members=level.members, nodes=level.nodes, **options)
             for level in choice._levels(group.rank(), topology or Topology.flat(group.size()), flat=flat)
         )
 
