@@ -33,13 +33,9 @@ class Modified(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        shape: tuple[int, ...],
-        q_positions: Tensor,
-        k_positions: Tensor,
-        scores: Scores,
+        cls, shape: tuple[int, ...], q_positions: Tensor, k_positions: Tensor, scores: Scores,
         sink: Tensor | None = None,
-    ) -> Modified:
+    ) -> Modified:  # fmt: skip
         """Compute the reference's modifiers for scores of ``shape`` ``[B, H, Sq, Sk]``."""
         slopes = scores.get("alibi_slopes")
         bias = None if slopes is None else alibi(slopes, q_positions, k_positions)

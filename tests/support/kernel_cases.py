@@ -182,12 +182,9 @@ def pytorch(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None
 
 
 def ours(
-    x: Inputs,
-    bounds: Bounds = FULL,
-    softmax_scale: float | None = None,
-    config: KernelConfig | None = None,
+    x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None,
     scores: Scores | None = None,
-) -> Results:
+) -> Results:  # fmt: skip
     device = __getattr__("DEVICE")
     q, k, v, dout, dlse = (t.to(device) for t in x)
     scores = scores or Scores()
@@ -199,14 +196,9 @@ def ours(
 
 
 def magnitudes(
-    x: Inputs,
-    truth: Results,
-    pairs: Tensor,
-    softmax_scale: float | None = None,
-    *,
-    few_keys: bool = False,
+    x: Inputs, truth: Results, pairs: Tensor, softmax_scale: float | None = None, *, few_keys: bool = False,
     modified: Modified = PLAIN,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Return the largest sum of absolute terms behind an entry of ``out`` and of each gradient.
 
     Rounding errors are relative to these sums. The terms cancel (``dS = P * (dP - delta)`` has either sign), and each
@@ -258,13 +250,9 @@ def compare(
 
 
 def check(
-    x: Inputs,
-    bounds: Bounds = FULL,
-    softmax_scale: float | None = None,
-    config: KernelConfig | None = None,
-    *,
+    x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None, *,
     few_keys: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Run each kernel once and compare; with ``few_keys``, rows may see one or two keys."""
     results = ours(x, bounds, softmax_scale, config)
     assert [results.out.dtype, results.lse.dtype, results.dq.dtype] == [x.q.dtype, torch.float32, x.q.dtype]

@@ -16,7 +16,7 @@ def forget() -> None:
 
 
 def planned(seconds: float, make: Callable[[], Schedule], use: Callable[[Schedule], object]) -> Schedule:
-    """Return a schedule whose creation and use takes less than ``seconds`` in one of three tries.
+    """Return a schedule that is created and used in less than ``seconds`` in at least one of three tries.
 
     Other processes can only add time, so the fastest try counts.
     """

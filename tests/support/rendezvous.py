@@ -231,16 +231,10 @@ def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1,
         own_plan = steps(plan, rank, parts)
         transports: Any = tuple(Level(world, level, rank, edges) for level, edges in enumerate(plan.edges))
         call = RingCall(
-            plan=own_plan,
-            phase=phase,
-            transports=transports,
-            kv_slots=Slots(own_plan.kv_slots * chunks, CPU),
-            dkv_slots=Slots(own_plan.dkv_slots * chunks, CPU),
-            span=lambda kind, hop: nullcontext(),
-            chunks=chunks_of(chunks, chunks, chunks),
-            prefetch=prefetch,
-            posted=ranks[rank].posted,
-        )
+            plan=own_plan, phase=phase, transports=transports, kv_slots=Slots(own_plan.kv_slots * chunks, CPU),
+            dkv_slots=Slots(own_plan.dkv_slots * chunks, CPU), span=lambda kind, hop: nullcontext(),
+            chunks=chunks_of(chunks, chunks, chunks), prefetch=prefetch, posted=ranks[rank].posted,
+        )  # fmt: skip
         ranks[rank].run(call, plan.world)
 
     world.run(run_rank)

@@ -30,12 +30,9 @@ LAYOUTS = {
 
 
 def inputs(
-    tokens: int,
-    heads: tuple[int, int] = (4, 2),
-    dims: tuple[int, int] = (16, 16),
-    dtype: torch.dtype = torch.float32,
+    tokens: int, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (16, 16), dtype: torch.dtype = torch.float32,
     batch: int = 2,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Return random q, k, v, dout and dlse of a whole sequence."""
     shapes = {"q": (heads[0], dims[0]), "k": (heads[1], dims[0]), "v": (heads[1], dims[1]), "dout": (heads[0], dims[1])}
     whole = {name: torch.randn(batch, tokens, *shape).to(dtype) for name, shape in shapes.items()}
@@ -65,17 +62,9 @@ def run_ring(
 
 
 def rank_part(
-    layout: Layout,
-    whole: dict[str, Tensor],
-    group: GroupLike,
-    rank: int,
-    *,
-    ring: Mapping[str, Any] | None = None,
-    calls: int = 1,
-    device: torch.device = CPU,
-    mesh: GroupLike = None,
-    **call: Any,
-) -> list[Tensor]:
+    layout: Layout, whole: dict[str, Tensor], group: GroupLike, rank: int, *, ring: Mapping[str, Any] | None = None,
+    calls: int = 1, device: torch.device = CPU, mesh: GroupLike = None, **call: Any,
+) -> list[Tensor]:  # fmt: skip
     """Return out, lse, dq, dk and dv of one rank's shard, computed on ``device`` and copied to the CPU.
 
     If there is a ``mesh``, ``group`` is its ring dimension.

@@ -118,16 +118,9 @@ class Ranks:
     """Watches of all ranks of a ring, ticked by the test; ``rings`` fails together with rank ``place``."""
 
     def __init__(
-        self,
-        size: int,
-        *,
-        deadline: float | None = 3.0,
-        patience: float = HANGS,
-        fatal: bool = False,
-        rings: FailTogether | None = None,
-        place: int = 0,
-        names: Sequence[int] | None = None,
-    ) -> None:
+        self, size: int, *, deadline: float | None = 3.0, patience: float = HANGS, fatal: bool = False,
+        rings: FailTogether | None = None, place: int = 0, names: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.transports = [Aborted() for _ in range(size)]
         self.ended: list[tuple[int, str]] = []
         self.controls = controls(size, patience)

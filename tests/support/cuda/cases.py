@@ -152,7 +152,8 @@ GLOBAL = Mask(window=(4, 4), global_tokens=((0, 2),))  # several launches per ho
 def _few_that_see_all(world: int, few: tuple[int, ...]) -> Case:
     """Return a case where ``few`` ranks see every shard, and the others only their own.
 
-    The first of the few on a shard's way starts its dK/dV sums, hop after hop, without sums to wait for.
+    For each shard, the first of the few on its way starts the dK/dV sums. Such a rank starts sums hop after hop
+    without waiting for any.
     """
     visible = torch.eye(world, dtype=torch.bool)
     visible[list(few)] = True

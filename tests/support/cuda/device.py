@@ -344,16 +344,12 @@ class FakeCuda(Device):
         self.calls: list[str] = []
         properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
         places = {
-            "Stream": self.stream,
-            "Event": self.event,
-            "stream": self.using,
-            "current_stream": self.current,
-            "CUDAGraph": lambda: FakeGraph(self.calls),
-            "graph": self._captured,
+            "Stream": self.stream, "Event": self.event, "stream": self.using, "current_stream": self.current,
+            "CUDAGraph": lambda: FakeGraph(self.calls), "graph": self._captured,
             "synchronize": lambda device=None: self.calls.append("synchronize"),
             "_sleep": lambda cycles: self.calls.append("sleep"),
             "get_device_properties": lambda device=None: properties,
-        }
+        }  # fmt: skip
         for name, place in places.items():
             monkeypatch.setattr(torch.cuda, name, place)
 

@@ -141,13 +141,9 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None
                 argument = argument._replace(gates=None)
             torch.utils._pytree.tree_map_only(Tensor, (writes if place in written else reads).append, argument)
         recorder.operation(
-            "kernel",
-            name,
-            reads=reads,
-            writes=writes,
-            arguments=(args, options),
+            "kernel", name, reads=reads, writes=writes, arguments=(args, options),
             action=lambda arguments: stand_in(*arguments[0], **arguments[1]),
-        )
+        )  # fmt: skip
 
     # One multiprocessor is always busy, so dK/dV is not split unless a config asks for splits.
     gpu = INTERPRETER_GPU._replace(multiprocessors=1, l2_bytes=1 << 20)

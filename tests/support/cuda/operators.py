@@ -112,7 +112,7 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, recorder = kwargs or {}, self.recorder
-        with self:  # below autograd, as in our custom ops, they arrive undecomposed
+        with self:  # below autograd, composite operators arrive here undecomposed
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts

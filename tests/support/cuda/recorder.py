@@ -62,15 +62,9 @@ class Recorder(Device):
         return super().current(device)
 
     def operation(
-        self,
-        kind: str,
-        detail: str,
-        *,
-        reads: Sequence[torch.Tensor] = (),
-        writes: Sequence[torch.Tensor] = (),
-        action: Callable[..., None] | None = None,
-        arguments: Any = None,
-    ) -> None:
+        self, kind: str, detail: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = (),
+        action: Callable[..., None] | None = None, arguments: Any = None,
+    ) -> None:  # fmt: skip
         """Log an operation of the current stream on tensors; replay repeats `action(arguments)`."""
         op = self.add(kind, self.current(), detail=detail, reads=self.uses(reads), writes=self.uses(writes))
         if action is not None:

@@ -381,15 +381,9 @@ class _Session:
     # transports
 
     def open(
-        self,
-        group: LocalGroup,
-        *,
-        transport: str,
-        device: torch.device,
-        topology: Topology | None = None,
-        flat: bool = False,
-        **_: Any,
-    ) -> tuple[Any, ...]:
+        self, group: LocalGroup, *, transport: str, device: torch.device, topology: Topology | None = None,
+        flat: bool = False, **_: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """Return one transport per level of the ring, like `open_transports` between processes."""
         if transport == "local":
             return tuple(LocalTransport(group, device) for _ in range(1 + bool(topology and topology.two_level)))
