@@ -184,7 +184,7 @@ def a_model(group: GroupLike) -> Iterator[dict[str, Any]]:
     with TemporaryDirectory() as name:
         model = model_of("llama")
         model.save_pretrained(name)
-        ids = ids_of()[:, :40]  # which zigzags of two ranks divide
+        ids = ids_of()[:, :40]  # a zigzag layout of two ranks divides 40 tokens evenly
         batch = {"input_ids": ids, "labels": ids}
         yield {
             "name": name, "model": model, "batch": batch, "group": group, "AutoModelForCausalLM": AutoModelForCausalLM,
