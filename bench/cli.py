@@ -1,9 +1,11 @@
-"""The command line: names, one-line helps and ``--version``. What a command does lies in its folder, in ``command.py``.
+"""The command line: command names, one-line helps and ``--version``.
 
-A command module exposes ``app``, a :class:`typer.Typer`, and is imported when the command is used, not before; with
-nothing heavy at its top, so that its ``--help`` is there without torch. How a command ends is the same for all: a
-refusal is one line and exit code 2, Ctrl-C one line and 130; a reader that ends early, as ``head`` does, is silent
-and 141, the code of a process that SIGPIPE ends.
+A command module (``command.py`` in the command's folder) exposes ``app``, a :class:`typer.Typer`. It is imported when
+the command is used. It imports torch late, so that ``--help`` is fast. All commands end alike:
+
+- A refusal prints one line and exits with code 2.
+- Ctrl-C prints one line and exits with code 130.
+- A closed pipe, as with ``head``, prints nothing and exits with code 141, as a process ended by SIGPIPE does.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from .. import __version__
 
 EXTRA = "the command line needs the extra `cli`: pip install 'ringattn[cli]'"
 PACKAGES = ("typer", "rich", "matplotlib", "jinja2", "pynvml")
-"""What the extra installs, as it is imported."""
+"""Import names of the packages that the extra installs."""
 
 try:
     import typer
@@ -31,14 +33,14 @@ except ModuleNotFoundError:
 from .common.output import prints  # noqa: E402
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-Refusal: Any = typer.BadParameter.__mro__[2]  # Click's, which new versions of typer hide
+Refusal: Any = typer.BadParameter.__mro__[2]  # Click's ClickException, which new versions of typer hide
 
 
 class Group(typer.core.TyperGroup):
-    """Commands by name: an unknown one ends as every command that refuses does, in one line."""
+    """Group of commands. An unknown command ends with one line, as every refusal does."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **__: Any) -> Any:
-        """Answer a shell that completes a line, or run a command; does not return."""
+        """Complete a line for the shell or run a command, then exit."""
         name = prog_name or "ringattn"
         self._main_shell_completion({}, name)
         try:
@@ -46,19 +48,19 @@ class Group(typer.core.TyperGroup):
             sys.stdout.flush()
         except BrokenPipeError:
             code = _silenced()
-        except SystemExit as ended:  # rich ends so where it meets a closed pipe
-            code = _silenced() if isinstance(ended.__context__, BrokenPipeError) else ended.code
+        except SystemExit as exit_request:  # rich raises SystemExit at a closed pipe
+            code = _silenced() if isinstance(exit_request.__context__, BrokenPipeError) else exit_request.code
         sys.exit(code)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command; while a shell completes a line the one with the flags, which else is imported later."""
+        """Return a command; for shell completion import the command's module, which has the flags."""
         path = f"bench {cmd_name}" if self.name == "bench" else cmd_name
         if ctx.resilient_parsing and path in COMMANDS:
             return _imported(COMMANDS[path][0])
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return what a name stands for; of a name that the other group has, say where it is."""
+        """Return the command of a name; if only the other group has the name, say where it is."""
         other = args[0] if self.name == "bench" else f"bench {args[0]}"
         if args[0] not in self.commands and other in COMMANDS:
             raise typer.BadParameter(f"No such command '{args[0]}'. Did you mean `ringattn {other}`?", ctx)
@@ -66,7 +68,7 @@ class Group(typer.core.TyperGroup):
 
 
 def _silenced() -> int:
-    """Write nothing more, not even what is left at the exit; return the exit code."""
+    """Discard all further output, including buffered output at exit; return the exit code."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
@@ -85,7 +87,7 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 
-# everything after the command's name, --help included, goes to the command as it is
+# Pass everything after the command's name, including --help, to the command unchanged.
 _PASS_ON = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -95,7 +97,7 @@ _PASS_ON = {
 
 
 def _register(group: typer.Typer, name: str, summary: str, module: str) -> None:
-    """Let ``name`` in ``group`` stand for the ``app`` of ``module``."""
+    """Register ``name`` in ``group`` for the ``app`` of ``module``."""
 
     @group.command(name, help=summary, context_settings=_PASS_ON)
     def command(context: typer.Context) -> None:
@@ -103,20 +105,19 @@ def _register(group: typer.Typer, name: str, summary: str, module: str) -> None:
 
 
 def _imported(module: str) -> Any:
-    """Return the command of a module."""
     return typer.main.get_command(import_module(f"{__package__.rpartition('.')[0]}.{module}").app)
 
 
 def run(made: Callable[[], Any], name: str, arguments: list[str]) -> int:
-    """Run the command that is made under a name; its exit code. What refuses or interrupts it is told in one line."""
+    """Run the command that ``made`` returns; return the exit code. Refusals and Ctrl-C print one line."""
     try:
         target = made()
-        # typer breaks the lines of every paragraph but the first where the source does
+        # typer keeps the source's line breaks in every paragraph but the first.
         target.help = target.help and re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(target.help))
         with target.make_context(name, arguments, **HELP) as context:
             target.invoke(context)
-    except typer.Exit as ended:
-        return ended.exit_code
+    except typer.Exit as exit_request:
+        return exit_request.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return _refuse("interrupted", 130) if prints() else 130
     except ModuleNotFoundError as missing:
@@ -126,9 +127,9 @@ def run(made: Callable[[], Any], name: str, arguments: list[str]) -> int:
     except Refusal as refused:
         plain = isinstance(refused, typer.BadParameter) and refused.param is None
         message = refused.message if plain else refused.format_message()
-        if not message:  # the help was asked for by no argument at all, and stands there
+        if not message:  # no argument was given, and the help was printed
             return int(refused.exit_code)
-        # new versions of typer parse by Pydantic, in whose words a flag is an input
+        # New versions of typer parse with Pydantic, which calls a flag an input.
         message = message.replace("Input should be", "it must be").replace("Value error, ", "")
         message = re.sub(r", unable to parse .*|, got a .*", "", message)
         where = getattr(getattr(refused, "ctx", None), "command_path", name)
@@ -139,30 +140,54 @@ def run(made: Callable[[], Any], name: str, arguments: list[str]) -> int:
 
 
 def _refuse(line: str, code: int) -> int:
-    """A line on standard error, by every rank: it may be one's alone; the exit code."""
+    """Print a line on standard error, on every rank because only one rank may refuse; return the exit code."""
     print(" ".join(line.split()), file=sys.stderr)
     return code
 
 
 COMMANDS = {
-    "demo": ("bench.demo.command", "Train a small decoder on one long document, sharded and whole, and compare."),
+    "demo": (
+        "bench.demo.command",
+        "Train a small decoder with and without sharding, and compare losses and gradients.",
+    ),
     "show": ("tools.show", "Print or draw the schedule and the mask of any call."),
-    "inspect": ("autotune.cli_inspect", "What any kernel takes on any GPU, and what bounds its main loop."),
-    "tune": ("autotune.cli_tune", "Find the tiles of a model's attention for a GPU; without one, by compiling alone."),
-    "doctor": ("tools.doctor.command", "Does this machine do what a ring needs? If not, what to do first."),
-    "predict": ("bench.predict.command", "How long a ring of any size takes, by the loops that really run."),
-    "export": ("tools.export.command", "Write kernels as a C++ framework links them: cubin, C launcher, manifest."),
-    "report": ("bench.report.command", "One page of a folder of results: what failed, timelines, plots, every number."),
-    "bench kernels": ("bench.kernels.command", "Our kernels beside PyTorch's on one device: ms, TFLOP/s, errors."),
-    "bench ring": ("bench.ring.command", "A whole ring in real processes, beside one process and beside other rings."),
-    "bench memory": ("bench.memory", "Peak memory per rank, for growing rings of the same tokens per rank."),
-    "bench links": ("bench.links.command", "Every transport over every edge of the ring, as nccl-tests does it."),
-    "bench overlap": ("bench.overlap.command", "Compute alone, transfers alone, together: does the third buffer pay?"),
-    "bench timeline": ("bench.timeline.command", "When each rank of a ring computed, sent, received and waited."),
-    "bench host": ("bench.host.command", "The host's time to post one hop, beside what the hop computes."),
-    "bench suite": ("bench.suite.command", "Everything this machine can measure, within a time budget, in one folder."),
+    "inspect": (
+        "autotune.cli_inspect",
+        "Print registers, shared memory and the main loop's bound of any kernel on any GPU.",
+    ),
+    "tune": (
+        "autotune.cli_tune",
+        "Find the best tiles of a model's attention for a GPU; without a GPU, by compiling only.",
+    ),
+    "doctor": ("tools.doctor.command", "Check that this machine can run a ring; if not, print what to fix first."),
+    "predict": ("bench.predict.command", "Predict the time of a ring of any size by simulating its real loops."),
+    "export": ("tools.export.command", "Export kernels for C++ frameworks: cubin, C launcher and manifest."),
+    "report": (
+        "bench.report.command",
+        "Write one HTML page of a folder of results: failures, timelines, plots and numbers.",
+    ),
+    "bench kernels": (
+        "bench.kernels.command",
+        "Compare our kernels with PyTorch's on one device: ms, TFLOP/s, errors.",
+    ),
+    "bench ring": (
+        "bench.ring.command",
+        "Time a whole ring in real processes, next to one process and to other methods.",
+    ),
+    "bench memory": ("bench.memory", "Measure peak memory per rank for growing rings with equal tokens per rank."),
+    "bench links": ("bench.links.command", "Measure every transport over every edge of the ring, like nccl-tests."),
+    "bench overlap": (
+        "bench.overlap.command",
+        "Time compute, transfers and both together: is triple buffering worth it?",
+    ),
+    "bench timeline": (
+        "bench.timeline.command",
+        "Record when each rank of a ring computes, sends, receives and waits.",
+    ),
+    "bench host": ("bench.host.command", "Measure the host's time to post one hop, next to the hop's compute time."),
+    "bench suite": ("bench.suite.command", "Run every benchmark that this machine can run, within a time budget."),
 }
-"""By what is typed: the module, and what it does."""
+"""Module and one-line help of every command, by the words typed."""
 
 for _name, (_module, _summary) in COMMANDS.items():
     _register(bench if _name.startswith("bench ") else app, _name.rpartition(" ")[2], _summary, _module)

@@ -1,4 +1,4 @@
-"""``ringattn bench memory``: peak memory per rank of forward and backward, for growing rings of equal shards."""
+"""``ringattn bench memory`` measures peak memory per rank for growing rings of equal shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .common.memory_table import RingForm
 
 WORLDS = (2, 4, 8)
-ALLOWED_SPREAD = 0.02  # between worlds: what is rounded to pages and what the network library keeps per peer
+ALLOWED_SPREAD = 0.02  # between worlds, for rounding to pages and for the network library's memory per peer
 WARM_TOKENS = 1024
 UNITS = {
     "world": "", "peak": "MB", "least rank": "MB", "after forward": "MB", "inputs and results": "MB", "relative": "",
@@ -33,36 +33,36 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def measure(
     place: Member, device: torch.device, configs: Sequence[AttentionConfig], form: RingForm, nodes: int, chunks: int
 ) -> list[list[dict[str, int]]]:
-    """One rank: world after world, each a ring of the first ranks; the peaks of all, known to those that took part."""
+    """Run one ring after the other over the first ranks; return the peaks of all its ranks, per ring joined."""
     import torch.distributed as dist
     from torch import set_num_threads
 
     from ..comm.control import control_of
     from .common.memory import freed_at_once
 
-    found: list[list[Any]] = []
+    peaks_by_world: list[list[Any]] = []
     with freed_at_once(device):
         for config in configs:
-            group = dist.new_group(range(config.world))  # all ranks help to make it
+            group = dist.new_group(range(config.world))  # a collective of all ranks
             if place.rank < config.world:
                 set_num_threads(config.threads)
-                # connections, thread pools, modules that load on first use: there once, however long the shards are
+                # Warm up connections, thread pools and lazy modules, whose memory does not grow with the shards.
                 peaks(replace(config, seqlen=WARM_TOKENS * config.world), form, nodes, chunks, group)
-                mine = peaks(config, form, nodes, chunks, group)
-                found.append(control_of(group).gather(mine, what="the peaks of the ranks"))
-            dist.barrier()  # who has no part in it does not compute beside it
-    return found
+                own_peaks = peaks(config, form, nodes, chunks, group)
+                peaks_by_world.append(control_of(group).gather(own_peaks, what="the peaks of the ranks"))
+            dist.barrier()  # ranks outside the group wait idle
+    return peaks_by_world
 
 
 def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, group: Any) -> dict[str, int]:
-    """Bytes of a first call, above what was used before its inputs: inputs, slots, saved tensors, everything."""
+    """Return the peak bytes of a first call above the start: inputs, slots, saved tensors, everything."""
     import torch
 
     from ..comm.topology.topology import Topology
     from ..ring import Ring, ring_attention
     from .common.memory import PeakMemory
 
-    measured = PeakMemory(torch.device("cpu"))
+    peak_memory = PeakMemory(torch.device("cpu"))
     topology = Topology.grid(nodes, config.world // nodes) if nodes > 1 else None
     dtypes: dict[str, Any] = {"wire_dtype": form.wire_dtype, "grad_wire_dtype": form.grad_wire_dtype}
     with Ring(group, topology=topology, slots=form.slots, chunks=chunks, **dtypes) as ring:
@@ -70,22 +70,22 @@ def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, grou
         leaves = [x.requires_grad_() for x in inputs]
         out = ring_attention(*leaves, layout=config.held, ring=ring, causal=config.causal)
         assert isinstance(out, torch.Tensor)
-        forward = measured.bytes
+        forward = peak_memory.bytes
         grads = torch.autograd.grad(out, leaves, dout)
-        kept = sum(x.nbytes for x in (*leaves, dout, out, *grads))
-        return {"forward": forward, "peak": max(forward, measured.bytes), "kept": kept}
+        kept_bytes = sum(x.nbytes for x in (*leaves, dout, out, *grads))
+        return {"forward": forward, "peak": max(forward, peak_memory.bytes), "kept": kept_bytes}
 
 
 def rows_of(worlds: Sequence[int], found: Sequence[Sequence[dict[str, int]]]) -> list[Row]:
-    """A row per world; the rank that needs most speaks for its world."""
+    """Build one row per world, from the rank that needs most."""
     rows: list[Row] = []
     for world, ranks in zip(worlds, found, strict=True):
-        most = {name: max(rank[name] for rank in ranks) / 1e6 for name in ("peak", "forward", "kept")}
-        least = min(rank["peak"] for rank in ranks) / 1e6
+        maxima = {name: max(rank[name] for rank in ranks) / 1e6 for name in ("peak", "forward", "kept")}
+        smallest_peak = min(rank["peak"] for rank in ranks) / 1e6
         rows.append({
-            "world": world, "peak": most["peak"], "least rank": least, "after forward": most["forward"],
-            "inputs and results": most["kept"],
-            "relative": most["peak"] / (rows[0]["peak"] if rows else most["peak"]),
+            "world": world, "peak": maxima["peak"], "least rank": smallest_peak, "after forward": maxima["forward"],
+            "inputs and results": maxima["kept"],
+            "relative": maxima["peak"] / (rows[0]["peak"] if rows else maxima["peak"]),
         })  # fmt: skip
     return rows
 
@@ -98,7 +98,7 @@ def memory(
             "--world",
             parser=flags.counts,
             metavar="N,…",
-            help="Processes; default: 2,4,8; of a launcher's, the first 2, 4, ….",
+            help="Numbers of processes; default: 2,4,8, or 2, 4, … of a launcher's ranks.",
         ),
     ] = None,
     tokens: flags.TokensPerRank = "8k",
@@ -109,21 +109,26 @@ def memory(
     dtype: flags.Dtype = "fp32",
     causal: flags.Causal = True,
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a two-level ring; every world is a multiple.")] = 1,
-    slots: Annotated[int, typer.Option(min=1, help="Buffers that K/V rotate through.")] = flags.KV_SLOTS,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a two-level ring; must divide every --world.")] = 1,
+    slots: Annotated[int, typer.Option(min=1, help="Receive buffers for K/V.")] = flags.KV_SLOTS,
     chunks: flags.Chunks = 1,
     wire_dtype: flags.WireDtype = None,
     grad_wire_dtype: flags.GradWireDtype = None,
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
-    """Peak memory per rank for the same tokens per rank: the same for every number of ranks, or exit 1."""
+    """Measure peak memory per rank with equal tokens per rank.
+
+    Exit with code 1 if peak memory differs between numbers of ranks.
+    """
     kv_heads = flags.kv_heads_of(heads, kv_heads)
     flags.check_chunks([chunks], kv_heads)
     worlds = worlds_of(member(), worlds)
     for world in worlds:
         if nodes > 1 and (world % nodes or world // nodes < 2):
-            raise typer.BadParameter(f"--nodes is {nodes}: {world} processes are not {nodes} nodes of 2 or more each")
+            raise typer.BadParameter(
+                f"--nodes is {nodes}: {world} processes do not make {nodes} nodes of 2 or more processes each"
+            )
     from rich.console import Console
     from torch import device
 
@@ -132,34 +137,30 @@ def memory(
     from .common.memory_table import OURS, RingForm, candidate_bytes
     from .common.provenance import provenance
 
-    form, cpu, most = RingForm(nodes > 1, slots, wire_dtype, grad_wire_dtype), device("cpu"), max(worlds)
+    form, cpu, largest_world = RingForm(nodes > 1, slots, wire_dtype, grad_wire_dtype), device("cpu"), max(worlds)
 
     def config(world: int) -> AttentionConfig:
         return AttentionConfig(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
 
-    refuse_ranks("--tokens", config(most), partial(candidate_bytes, OURS, form=form), per_rank=True)
+    refuse_ranks("--tokens", config(largest_world), partial(candidate_bytes, OURS, form=form), per_rank=True)
     with Console(stderr=True).status("measuring"):
-        found = spawn(most, measure, [config(world) for world in worlds], form, nodes, chunks)
-    if len(found) < len(worlds):
-        return  # a rank of the launcher's that the largest ring leaves out, or that is in some rings only
-    rows = rows_of(worlds, found)
+        peaks_by_world = spawn(largest_world, measure, [config(world) for world in worlds], form, nodes, chunks)
+    if len(peaks_by_world) < len(worlds):
+        return  # this launched rank is not in every ring
+    rows = rows_of(worlds, peaks_by_world)
     highest = [row["peak"] for row in rows]
     spread = max(highest) / min(highest) - 1
     wires = [f"{what} as {kind}" for what, kind in (("K/V", wire_dtype), ("dK/dV", grad_wire_dtype)) if kind]
     counts = flags.counted(nodes, "node"), flags.counted(slots, "slot"), flags.counted(chunks, "chunk")
-    title = [config(most).title, *counts, *wires]
-    failed = [f"memory per rank differs by {spread:.1%} between worlds, {ALLOWED_SPREAD:.0%} allowed"]
-    told = f"peak of a rank: {max(highest):.4g} MB; largest over smallest world: {spread:+.2%}"
+    title = [config(largest_world).title, *counts, *wires]
+    failed = [f"memory per rank differs by {spread:.1%} between worlds; at most {ALLOWED_SPREAD:.0%} is allowed"]
+    summary = f"peak of a rank: {max(highest):.4g} MB; difference between worlds: {spread:+.2%}"
     failed = failed if spread > ALLOWED_SPREAD else []
-    finish(Result("bench memory", UNITS, rows, failed, [", ".join(title), told], provenance(cpu)), json, csv)
+    finish(Result("bench memory", UNITS, rows, failed, [", ".join(title), summary], provenance(cpu)), json, csv)
 
 
 def worlds_of(place: Member | None, given: list[int] | None) -> list[int]:
-    """What ``--world`` says; by default 2, 4 and 8, or as many of a launcher's ranks: 2, 4, … and all of them.
-
-    Raises:
-        typer.BadParameter: more than the launcher started.
-    """
+    """Return ``--world``, or 2, 4 and 8, or under a launcher 2, 4, … and all of its ranks."""
     if place is None:
         return given or list(WORLDS)
     if given and max(given) > place.world:

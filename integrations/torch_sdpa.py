@@ -42,13 +42,11 @@ def _undispatched(function: Any) -> FunctionType:
     inside ``nn.MultiheadAttention`` and inside layers that activation checkpointing recomputes in the backward.
     """
     names = ("has_torch_function", "has_torch_function_unary")
-    copy = FunctionType(
+    return FunctionType(
         function.__code__,
         function.__globals__ | dict.fromkeys(names, lambda _: False),
         argdefs=function.__defaults__,
     )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 SEEN_INTO = {

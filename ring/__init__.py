@@ -1,4 +1,4 @@
-"""Where kernels and comm meet: layouts, masks, schedules, the ring loop, autograd."""
+"""Ring attention: layouts, masks, schedules, the ring loop and autograd, on top of `kernels` and `comm`."""
 
 from ..comm import GroupLike, single_rank
 from . import cpu as cpu

@@ -1,7 +1,8 @@
-"""The arguments of ``ring_attention``: one record, and of each argument all that the rest of the package derives.
+"""The arguments of ``ring_attention`` in one record, from which everything else about them is derived.
 
-An :class:`Entry` says what an argument may be, what ranks compare of it, and how an op of torch.compile takes it. The
-signature and :class:`Options` are spelled out for readers and type checkers; a test holds them to the record.
+An :class:`Entry` states the values that an argument takes, what ranks compare, and how a torch.compile op carries it.
+The signature of ``ring_attention`` and :class:`Options` repeat the list for readers and type checkers; a test compares
+them with the record.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,38 +29,34 @@ from .schedule.layout import MOST_POSITIONS, POSITIONS, Layout, LayoutLike
 from .schedule.mask import UNLIMITED, BlockMask, Longformer
 from .schedule.plan import PLANS
 
-FIRST_HEADS = 1 << 31  # numbers that the first head may have
+FIRST_HEADS = 1 << 31  # upper limit of first_head, exclusive
 
 
 class Compare(Enum):
-    """How ranks compare an argument."""
+    """Modes of comparing an argument between ranks."""
 
-    ALWAYS = "a layer keeps it from batch to batch"
-    CHANGING = "it is likely another one in the next batch"
-    OWN = "each rank chooses for itself"
+    ALWAYS = "usually constant from batch to batch"
+    CHANGING = "usually different in the next batch"
+    OWN = "each rank may have its own value"
 
 
 class Entry(NamedTuple):
-    """Everything about an argument but its name, type and default."""
+    """Specification of one argument: op schema, conversions, values, and what ranks compare."""
 
-    schema: str
-    """The arguments of the op that carry it."""
-    pack: Callable[[Any], Sequence[Any]] = lambda value: (value,)
-    """Convert it to those arguments."""
-    unpack: Callable[..., Any] = lambda value: value
-    """Convert them back."""
-    kind: Kind | None = None
-    """Values that it takes, if they can be checked without any other argument."""
+    schema: str  # schema of the op arguments that carry it
+    pack: Callable[[Any], Sequence[Any]] = lambda value: (value,)  # convert the argument to op arguments
+    unpack: Callable[..., Any] = lambda value: value  # convert the op arguments back
+    kind: Kind | None = None  # values that the argument takes, if they can be checked without other arguments
     agreed: Callable[[Any], object] | None = None
-    """Read what ranks compare from a call that is being prepared; None: compare the argument itself."""
+    """Read the value that ranks compare from a prepared call; None: compare the argument itself."""
     compare: Compare = Compare.ALWAYS
 
 
-# --- how an op takes them -----------------------------------------------------------------------------------------
+# --- conversion for the op -----------------------------------------------------------------------------------------
 
 
 def _pack_layout(layout: object) -> tuple[Tensor | None, str | None]:
-    """Return a table of spans, or a name; also the text of anything else, for the op to refuse."""
+    """Return a layout's table of spans, or its name. Other values become text, which the op then refuses."""
     if isinstance(layout, Layout):
         return layout.table, None
     return None, None if layout is None else str(layout)
@@ -79,12 +76,12 @@ def _layout(table: bytes) -> Layout:
 
 
 def _pack_mask(block_mask: Tensor | BlockMask | Longformer | None) -> tuple[Tensor | None, int, list[int] | None]:
-    """Return blocks and the positions of each (0: blocks of equal size), or the window and stretches of a Longformer.
+    """Return ``(blocks, block size, Longformer numbers)``; block size 0 stands for a tensor with blocks of equal size.
 
-    The list holds the two sides of the window, then start and end of every stretch.
+    The Longformer numbers are the two sides of the window, then start and end of every global range.
     """
     if isinstance(block_mask, Longformer):
-        return None, 0, [*block_mask.window, *(edge for stretch in block_mask.global_tokens for edge in stretch)]
+        return None, 0, [*block_mask.window, *(edge for interval in block_mask.global_tokens for edge in interval)]
     if isinstance(block_mask, BlockMask):
         return block_mask.visible, block_mask.block, None
     return block_mask, 0, None
@@ -99,7 +96,7 @@ def _unpack_mask(
     if blocks is None or not block:
         return blocks
     if blocks.device.type != "cpu" or not blocks.numel():
-        return BlockMask(blocks, block)  # which says why it refuses
+        return BlockMask(blocks, block)  # raises with the reason
     return _block_mask(blocks.numpy().tobytes(), blocks.shape[1], block)
 
 
@@ -111,34 +108,34 @@ def _block_mask(visible: bytes, columns: int, block: int) -> BlockMask:
 def _pack_numbers(numbers: Boundaries | None) -> tuple[Tensor | None]:
     if numbers is None or isinstance(numbers, Tensor):
         return (numbers,)
-    given: list[Any] = list(numbers)
-    if is_by_row(given):  # filled up by empty documents
-        most = max(1, *map(len, given))
-        given = [number for row in given for number in (*row, *[*row[-1:], 0][:1] * (most - len(row)))]
-        return (torch.tensor(given, device="cpu").view(-1, most),)
-    # fractions stay fractions, for the op to refuse
-    dtype = None if any(isinstance(x, float) for x in given) else torch.int64
-    return (torch.tensor(given, dtype=dtype, device="cpu"),)
+    values: list[Any] = list(numbers)
+    if is_by_row(values):  # pad shorter rows with empty documents
+        longest = max(1, *map(len, values))
+        values = [number for row in values for number in (*row, *[*row[-1:], 0][:1] * (longest - len(row)))]
+        return (torch.tensor(values, device="cpu").view(-1, longest),)
+    # Keep fractions, so that the op refuses them instead of rounding.
+    dtype = None if any(isinstance(x, float) for x in values) else torch.int64
+    return (torch.tensor(values, dtype=dtype, device="cpu"),)
 
 
 def _pack_seed(seed: int | None) -> tuple[Tensor | None, bool]:
     if seed is None:
         return None, False
-    if not isinstance(seed, int) or not 0 <= seed < SEEDS:  # signed, others would stand for seeds that there are
+    if not isinstance(seed, int) or not 0 <= seed < SEEDS:  # as int64, other values would alias valid seeds
         raise ValueError(f"dropout_seed is {seed!r}: it must be 0 to 2^64 - 1")
     return torch.full((), signed(seed), dtype=torch.int64, device="cpu"), False
 
 
 def signed(seed: int) -> int:
-    """Return the 64 bits of a seed as a signed number, which fits an int64 tensor."""
+    """Return a 64-bit seed as a signed number, which fits an int64 tensor."""
     return seed - SEEDS if seed >= SEEDS // 2 else seed
 
 
-# --- what they may be ---------------------------------------------------------------------------------------------
+# --- allowed values --------------------------------------------------------------------------------------------------
 
 
 def _sides(window_size: Any) -> Any:
-    """Return a window with -1 for each side that is None, and for both if the window is None."""
+    """Replace None by -1 in a window or in one of its sides."""
     return (-1, -1) if window_size is None else [-1 if side is None else side for side in window_size]
 
 
@@ -148,7 +145,7 @@ def _read_window(window_size: Any) -> tuple[int, int]:
 
 
 _SIDE = whole(-1, MOST_POSITIONS)
-_WINDOW = Kind("(left, right), whole numbers from 0 to 2^62 - 1, or -1 or None: no end on that side", _read_window)
+_WINDOW = Kind("(left, right), whole numbers from 0 to 2^62 - 1, or -1 or None for no limit", _read_window)
 _CAP = number("a number from 1e-8 to 1e30, or 0 or None for none", lambda cap: cap == 0 or LEAST_CAP <= cap <= LARGEST)
 _SOFTCAP = Kind(_CAP.takes, lambda cap: 0.0 if cap is None else _CAP.read(cap))
 _SCALE = optional(number("a number from 1e-30 to 1e30", lambda value: LEAST_SCALE <= value <= LARGEST))
@@ -165,7 +162,7 @@ def _shape_of_slopes(call: Any) -> list[int] | None:
 
 
 class AttentionArgs(NamedTuple):
-    """A call of ``ring_attention`` besides q, k, v and its ring, as it was given."""
+    """Arguments of one ``ring_attention`` call as given, except q, k, v, ring and group."""
 
     layout: Annotated[
         LayoutLike,
@@ -189,7 +186,7 @@ class AttentionArgs(NamedTuple):
     dropout_seed: Annotated[
         int | None,
         Entry(
-            "Tensor? dropout_seed, bool drawn",  # by every rank for itself
+            "Tensor? dropout_seed, bool drawn",  # drawn: every rank has drawn a seed, and rank 0's counts
             _pack_seed,
             lambda seed, drawn: None if seed is None else int(seed) if drawn else int(seed) % SEEDS,
             kind=optional(whole(0, SEEDS - 1)),
@@ -234,7 +231,7 @@ class AttentionArgs(NamedTuple):
     ] = None
     backend: Annotated[
         str | LocalAttention,
-        # of an object its text, which the op refuses: a graph cannot hold it
+        # an object becomes text, which the op refuses, because a graph cannot hold objects
         Entry("str backend", lambda backend: (str(backend),), agreed=attrgetter("backend.name")),
     ] = "auto"
     config: Annotated[
@@ -245,8 +242,7 @@ class AttentionArgs(NamedTuple):
 
 ENTRIES: dict[str, Entry] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(AttentionArgs, include_extras=True).items()
-}
-"""By name of the argument."""
+}  # by argument name
 _KINDS = {name: entry.kind for name, entry in ENTRIES.items() if entry.kind is not None}
 
 
@@ -285,30 +281,30 @@ KEYWORDS = {
     "attn_mask": "causal, window_size, cu_seqlens, key_mask or block_mask", "attention_mask": "key_mask",
     "key_padding_mask": "key_mask", "attn_bias": "alibi_slopes",
 }  # fmt: skip
-"""Names of arguments in PyTorch, flash-attention and transformers, and ours."""
+"""Argument names of PyTorch, FlashAttention and transformers, with ours."""
 
 NEEDLESS = ("max_seqlen_q", "max_seqlen_k", "enable_gqa", "deterministic")
-"""Arguments of theirs that this package does without."""
+"""Arguments of other libraries that are not needed here."""
 
 
 def unknown_keyword(name: str) -> TypeError:
-    """Return the error for a keyword that ``ring_attention`` does not have, with its own name for that."""
+    """Return the TypeError for an unknown keyword, which suggests ours."""
     text = f"ring_attention() got an unexpected keyword argument {name!r}"
     if name in NEEDLESS:
-        return TypeError(f"{text}: leave it out, nothing here needs it")
+        return TypeError(f"{text}: leave it out, it is not needed here")
     ours = KEYWORDS.get(name) or next(iter(get_close_matches(name, Options.__annotations__, 1)), None)
-    return TypeError(text if ours is None else f"{text}: here it is {ours}")
+    return TypeError(text if ours is None else f"{text}: use {ours}")
 
 
 def take_args(given: dict[str, Any]) -> AttentionArgs:
-    """Move the arguments out of ``locals()``, which a frame keeps, so that no tensor stays in it."""
+    """Move the arguments out of ``locals()``, which the frame keeps alive, so that it keeps no tensor."""
     args = AttentionArgs(*[given[name] for name in AttentionArgs._fields])
     given.clear()
     return args
 
 
 def check_args(args: AttentionArgs) -> AttentionArgs:
-    """Return the arguments as they are used, each checked on its own: ValueError."""
+    """Return the arguments in normal form. Check each on its own and raise ValueError."""
     return args._replace(**{name: kind.of(name, getattr(args, name)) for name, kind in _KINDS.items()})
 
 
@@ -318,6 +314,6 @@ def pack(args: AttentionArgs) -> tuple[Any, ...]:
 
 
 def unpack(packed: Iterable[Any]) -> AttentionArgs:
-    """Invert :func:`pack`; ``packed`` may be longer."""
+    """Invert :func:`pack`. Extra elements at the end of ``packed`` are ignored."""
     parts = iter(packed)
     return AttentionArgs(*[entry.unpack(*islice(parts, entry.schema.count(",") + 1)) for entry in ENTRIES.values()])

@@ -1,4 +1,4 @@
-"""``ring_attention``: what a user calls."""
+"""The public function ``ring_attention``."""
 
 from __future__ import annotations
 
@@ -69,92 +69,95 @@ def ring_attention(
     config: KernelConfig | None = None,
     **unknown: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention of this rank's queries over the keys of all ranks: ``softmax(scale * q k^T) v``.
+    """Compute exact attention of this rank's queries over the keys of all ranks: ``softmax(scale * q k^T) v``.
 
-    Ring Attention (Liu et al., arXiv:2310.01889): K/V visit the ranks one after the other while each computes; the
+    Ring Attention (Liu et al., arXiv:2310.01889): K/V visit one rank after the other while each rank computes. The
     softmax state of FlashAttention (arXiv:2205.14135, algorithm 1) is carried from hop to hop in fp32. Every rank of
-    the group calls it with its own shard; the result does not depend on the number of ranks, up to rounding.
+    the group calls this function with its own shard. Up to rounding, the result does not depend on the number of ranks.
 
     Args:
         q: this rank's queries ``[B, S, H, D]``; float16, bfloat16 or float32; any strides with a unit last one.
-        k: this rank's keys ``[B, Sk, Hkv, D]``, ``Sk = S`` without ``kv_layout``; ``H`` is a multiple of ``Hkv``. Query
-            head h reads key head ``h // (H // Hkv)``, as in flash-attention. Where it is to read ``h % Hkv``, pass
-            ``q.unflatten(2, (-1, Hkv)).transpose(2, 3).flatten(2, 3)``, and take ``out`` back by
+        k: this rank's keys ``[B, Sk, Hkv, D]``; ``Sk = S`` without ``kv_layout``; ``H`` is a multiple of ``Hkv``. Query
+            head h reads key head ``h // (H // Hkv)``, as in FlashAttention. To read key head ``h % Hkv`` instead, pass
+            ``q.unflatten(2, (-1, Hkv)).transpose(2, 3).flatten(2, 3)``, and convert the result back with
             ``out.unflatten(2, (Hkv, -1)).transpose(2, 3).flatten(2, 3)``.
         v: this rank's values ``[B, Sk, Hkv, Dv]``.
-        layout: which global positions each rank holds: a :class:`Layout`, or ``contiguous``, ``zigzag`` or ``striped``
-            for equal shards; required with more than one rank.
-        ring: keeps transport and slots between calls; by default one per group. Beside a ``group`` of two dimensions
-            one of the first.
-        group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a ``LocalWorld`` member; None is the
-            default group where ``torch.distributed`` is initialised, else one device alone, which
-            :func:`ringattn.single_rank` is always. A DeviceMesh of two dimensions, ``("ring", "ulysses")`` or without
-            names, exchanges heads for tokens inside the second, by all-to-all, and the ring runs along the first (of
-            virtual ranks ``member.mesh(ring, ulysses)``): rank ``r * U + u`` of the layouts is the one at ``[r, u]``.
-            U divides ``H``, and ``Hkv`` or the other way round.
+        layout: global positions that each rank holds: a :class:`Layout`, or ``contiguous``, ``zigzag`` or ``striped``
+            for equal shards. Required with more than one rank.
+        ring: a :class:`Ring` with its own settings, which keeps transport and slots between calls. Default: one per
+            group. With a two-dimensional ``group``, a ring of the first dimension.
+        group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a ``LocalWorld`` member. None means the
+            default group if ``torch.distributed`` is initialised, and otherwise a single device, like
+            :func:`ringattn.single_rank`. With a two-dimensional DeviceMesh, ``("ring", "ulysses")`` or unnamed, K/V
+            move along the first dimension, and an all-to-all along the second exchanges heads for tokens. With virtual
+            ranks use ``member.mesh(ring, ulysses)``. Rank ``r * U + u`` of the layouts is the rank at ``[r, u]``. U
+            must divide ``H``, and one of U and ``Hkv`` must divide the other.
         causal: the query at position p sees the keys at positions up to p.
-        window_size: ``(left, right)``: it sees the keys at positions p - left to p + right, both included; -1 or
-            None: no end on that side. With ``causal`` nothing after p, whatever ``right``.
+        window_size: ``(left, right)``: the query at p sees the keys at positions p - left to p + right, both included.
+            -1 or None means no limit on that side. With ``causal``, no key after p is visible, whatever ``right`` is.
         softmax_scale: factor of ``q k^T`` before the exponential, 1e-30 to 1e30; default ``1 / sqrt(D)``. Scores far
-            above 1e4 leave no gradient that means something: the backward makes weights of ``score - lse`` anew.
-        softcap: ``cap``, 1e-8 to 1e30: the scaled score s becomes ``cap * tanh(s / cap)``; 0 or None: it does not.
-        learnable_sink: ``[H]``, one more logit per row that takes part in the softmax and has no value; it counts in
-            ``lse``. Its gradient is this rank's part, to be reduced like any replicated parameter's.
-        alibi_slopes: ``[H]`` or ``[B, H]``, fp32: ``-slope * |p_q - p_k|``, of global positions, is added to the score,
-            after the softcap. Without a gradient.
-        dropout_p: weights that are dropped, 0 to below 1; the others are divided by ``1 - dropout_p``. ``lse`` is that
-            before. Which ones is a function of seed, positions, head and batch row, by Philox4x32-10 (Salmon et al.,
-            SC11): the same for every number of ranks, layout and backend.
-        dropout_seed: 64 bits; None: rank 0 draws one from torch's generator and tells the others, a round trip through
-            the group's store. In a graph every rank draws and rank 0's counts: virtual ranks share a generator, so
-            give them a seed if it must repeat.
-        first_head: number of this rank's first query head among those of the layer, 0 to 2^31 - 1, where heads are
-            sharded (tensor parallelism): dropout counts them all, and with one seed no two shards drop alike. The same
-            on all ranks of the group; in a mesh with ``H`` more at most 2^31.
-        cu_seqlens: boundaries ``[0, ..., seqlen]`` of documents packed into the sequence, over global positions: a
-            query sees keys of its own document only. A list or a CPU tensor; they need not divide by anything. Or such
-            a list for each batch row (``[B][documents + 1]``, also of different lengths), or a CPU tensor ``[B, n]``.
-        seqused_k: ``[B]``, host data as ``cu_seqlens``: keys at this global position and after it are padding.
-        key_mask: bool ``[B, keys of all ranks]`` on the CPU, by position; False: the batch row has no key there.
-        leftpad_k: ``[B]``, host data: keys before this global position are padding (flash-attention's name).
-        prefix_length: positions at the start that ``causal`` hides from no query (prefix-LM).
-        block_mask: bool ``[query blocks, key blocks]`` over global positions, on the CPU, whose blocks all have one
-            size; a ``ring.BlockMask``, which says the size, and is made once and kept; or what one of the builders
-            ``ring.strided``, ``fixed``, ``bigbird`` and ``longformer`` made. The spans of the layouts must be whole
-            blocks. The kernels take blocks that are a multiple of 16, and cut their default tiles to divide them.
-        kv_layout: which positions the keys of each rank have, where they are not the queries': cross-attention, or
+            above 1e4 give meaningless gradients, because the backward recomputes ``exp(score - lse)``.
+        softcap: ``cap``, 1e-8 to 1e30, replaces the scaled score s by ``cap * tanh(s / cap)``. 0 or None: off.
+        learnable_sink: ``[H]``, one extra logit per head, without a value. It is part of the softmax and of ``lse``.
+            Its gradient is this rank's part; reduce it over the ranks like that of any replicated parameter.
+        alibi_slopes: ``[H]`` or ``[B, H]``, fp32. Adds ``-slope * |p_q - p_k|``, with global positions, to the score
+            after the softcap. No gradient.
+        dropout_p: probability that a weight is dropped, 0 to below 1. The other weights are divided by
+            ``1 - dropout_p``. ``lse`` is computed before dropout. Philox4x32-10 (Salmon et al., SC11) chooses them from
+            seed, positions, head and batch row. Therefore the choice is equal for every number of ranks, layout and
+            backend.
+        dropout_seed: 64 bits. None: rank 0 draws a seed from torch's generator and sends it to the others, one round
+            trip through the group's store. In a torch.compile graph every rank draws a seed, and rank 0's counts.
+            Virtual ranks share one generator, so pass a seed if runs must be reproducible.
+        first_head: global index of this rank's first query head, 0 to 2^31 - 1, if heads are sharded (tensor
+            parallelism). Dropout uses global head indices, so that shards with one seed drop different weights. Equal
+            on all ranks of the group; over a mesh at most ``2^31 - H``.
+        cu_seqlens: boundaries ``[0, ..., seqlen]`` of documents packed into the sequence, as global positions. A query
+            sees only keys of its own document. A list or a CPU tensor; any lengths are allowed. Or one such list per
+            batch row (``[B][documents + 1]``, of any lengths), or a CPU tensor ``[B, n]``.
+        seqused_k: ``[B]``, on the host like ``cu_seqlens``: keys at this global position and later are padding.
+        key_mask: bool ``[B, keys of all ranks]`` on the CPU, by position. False hides the key from its batch row.
+        leftpad_k: ``[B]``, on the host: keys before this global position are padding (as in FlashAttention).
+        prefix_length: number of positions at the start that ``causal`` hides from no query (prefix-LM).
+        block_mask: bool ``[query blocks, key blocks]`` over global positions, on the CPU, with blocks of equal size. Or
+            a ``ring.BlockMask``, which states the block size and can be reused between calls. Or the result of
+            ``ring.strided``, ``fixed``, ``bigbird`` or ``longformer``. The spans of the layouts must be whole blocks.
+            The kernels take block sizes that are multiples of 16, and shrink their default tiles to divide them.
+        kv_layout: positions of the keys of each rank, if they differ from those of the queries: cross-attention, or
             queries behind a cache.
-        align: where there are more keys or fewer than queries, and ``layout`` and ``kv_layout`` (None: the same name)
-            count both from 0: ``bottom-right``, query i is at position ``i + keys - queries`` of the keys, so that the
-            last one sees all (``causal`` of flash-attention since 2.1), or ``top-left``, at position i. None: lengths
-            that differ without ``kv_layout`` are refused.
-        return_lse: also return ``lse``; it has a gradient.
-        backend: ``triton`` (GPU; CPU tensors under Triton's interpreter alone), ``aten`` (CPU: PyTorch's own
+        align: alignment of queries and keys if their numbers differ and ``layout`` and ``kv_layout`` (default: the same
+            name) both count from 0. ``bottom-right``: query i is at key position ``i + keys - queries``, so that the
+            last query sees all keys (``causal`` of FlashAttention since 2.1). ``top-left``: query i is at key position
+            i. None: different lengths need a ``kv_layout``.
+        return_lse: also return ``lse``, which is differentiable.
+        backend: ``triton`` (GPU; on the CPU only under Triton's interpreter), ``aten`` (CPU: PyTorch's own
             flash-attention operator), ``auto``, a name given to :func:`register_backend`, or a :class:`LocalAttention`.
         config: tiles of the Triton kernels; by default chosen by GPU and shape.
+        **unknown: none; an unknown keyword raises a TypeError that suggests ours.
 
     Returns:
         ``out [B, S, H, Dv]`` in q's dtype; with ``return_lse`` also ``lse [B, H, S]``, fp32, natural logarithm. A row
         that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink, ``lse`` is the sink). On the CPU ``lse`` of
-        float16 and bfloat16 may be off by 1e-4: the exponential of PyTorch's operator is less than exact there.
+        float16 and bfloat16 may be off by 1e-4, because PyTorch's operator approximates the exponential.
 
-    Where ``cu_seqlens``, ``key_mask`` or ``leftpad_k`` let batch rows see different keys, the rows are computed as one
-    sequence, one after the other, each a document of its own, and hidden keys are not sent. ``out`` is then rounded as
-    of that sequence, and dropout draws by positions in it, ``row * positions of a row + position``, of row 0: still the
-    same for every number of ranks and layout. ``block_mask`` is refused there, and with more than one row
-    ``prefix_length`` and ``alibi_slopes [B, H]``. What all rows share (one list of documents), and padding behind all
-    keys, which is ``seqused_k``, is computed as without.
+    If ``cu_seqlens``, ``key_mask`` or ``leftpad_k`` let batch rows see different keys, the rows are packed into one
+    sequence, each as its own document. Hidden keys are not sent. Rounding of ``out`` and the positions that dropout
+    uses are then those of the packed sequence: ``row * positions of a row + position``, in batch row 0. Both are still
+    equal for every number of ranks and layout. ``block_mask`` is not supported there; with more than one row,
+    ``prefix_length`` and ``alibi_slopes [B, H]`` are not supported either. Documents that all rows share, and padding
+    behind all keys (``seqused_k``), need no packing.
 
-    Ranks compare what they pass, but not the values in tensors on the device: ``learnable_sink`` and ``alibi_slopes``
-    must be the same on all. What several of the arguments show is what all of them show. Under autocast q, k and v are
-    cast as by ``scaled_dot_product_attention``. A second derivative raises.
+    Ranks compare their arguments before anything is sent, except for values in device tensors: ``learnable_sink`` and
+    ``alibi_slopes`` must be equal on all ranks. If several mask arguments are given, a key is visible only if all of
+    them allow it. Under autocast q, k and v are cast as in ``scaled_dot_product_attention``. A second derivative
+    raises.
 
     Raises:
-        TypeError: a keyword that there is not; the message has ours for it.
-        ValueError: an argument does not fit, before anything is sent; the message names it, what it got and what it
-            takes. Where the ranks disagree, every rank raises it.
-        NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter, or with bfloat16, which that
-            takes for integers; a transform of ``torch.func``.
+        TypeError: a keyword does not exist; the message suggests ours.
+        ValueError: an argument does not fit. Raised before anything is sent; the message names the argument, what it
+            got and what it takes. If the ranks disagree, every rank raises it.
+        NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter, or with bfloat16, which the
+            interpreter reads as integers; or the call is inside a torch.func transform.
     """
     if unknown:
         raise unknown_keyword(next(iter(unknown)))
@@ -171,17 +174,17 @@ def ring_attention(
         check_tensors(q, k, v, args)
         return_lse = FLAG.of("return_lse", return_lse)
         q, k, v = autocast(q, k, v)
-        wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, learnable_sink)]
-        call = Call(args, ranks, {"gradient": any(wanted)})
+        needs_grad = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, learnable_sink)]
+        call = Call(args, ranks, {"gradient": any(needs_grad)})
         if isinstance(ranks, Rings):
-            call.compare = {"gradient": (any(wanted[:3]), any(wanted)), "return_lse": return_lse}
+            call.compare = {"gradient": (any(needs_grad[:3]), any(needs_grad)), "return_lse": return_lse}
             prepare(call, q, k, v)
         if call.exchange is not None:
             q, k, v = call.exchange.gather_tokens(call.exchange_number, q, k, v)
-    # After the checks: what hooks of saved tensors raise, as checkpointing does to stop, is nothing to tell other ranks
+    # Outside the guard, because saved-tensor hooks raise on purpose: checkpointing stops its recomputation that way.
     out, lse, _ = RingAttention.apply(None, q, k, v, *pack_handle(call))  # type: ignore[no-untyped-call]
     results: tuple[Any, ...] = (out, lse) if return_lse else (out,)
     if call.exchange is not None:
-        del q, k, v  # the exchange needs memory of its own
+        del q, k, v  # free memory for the exchange
         results = call.exchange.gather_heads(*results)
     return results if return_lse else results[0]

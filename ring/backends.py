@@ -1,4 +1,4 @@
-"""The local kernel of a call: its check, one forward or backward per chunk of heads, and their results as one."""
+"""The local kernel of a call: check it, begin a forward or backward per chunk of heads, and join the results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .local.rectangles import MergedForward, check_forward, check_result, row_do
 from .local.registry import check_supports
 from .schedule.mask import Mask
 
-_CHECKED: set[str] = set()  # names of kernels whose lse was looked at
+_CHECKED: set[str] = set()  # names of kernels whose lse was checked for NaN
 
 
 def check_call(
     kernel: LocalAttention, q: Tensor, v: Tensor, mask: Mask, scores: Scores, args: Any, *, has_backward: bool | None,
     by_row: bool,
 ) -> None:  # fmt: skip
-    """Raise if a call needs what its kernel does not support; ``by_row``: batch rows see different keys."""
+    """Raise if a call needs a feature that its kernel lacks. ``by_row`` means that batch rows see different keys."""
     needs = {
         "bounds": by_row or replace(mask, used=None, blocks=None) != Mask(),
         "seqused_k": mask.used is not None,
@@ -43,7 +43,7 @@ def forward_backends(
     kernel: LocalAttention, chunks: Sequence[Heads], q: Tensor, *, softmax_scale: float,
     config: KernelConfig | None = None, start: Pair | None = None,
 ) -> list[LocalForward]:  # fmt: skip
-    """Begin the forward of each chunk of heads; ``start`` is the ``(out, lse)`` before any key, fp32."""
+    """Begin the forward of each chunk of heads. ``start`` is the fp32 state ``(out, lse)`` before the first key."""
     parts: list[tuple[Tensor, Pair | None]] = [(q[:, :, heads.q], None) for heads in chunks]
     if start is not None:
         out, lse = start
@@ -64,7 +64,7 @@ def backward_backends(
             dout[:, :, heads.q],
             q[:, :, heads.q],
             out[:, :, heads.q],
-            lse[:, heads.q].contiguous(),  # as the kernels take it
+            lse[:, heads.q].contiguous(),  # the kernels take a contiguous lse
             None if dlse is None else dlse[:, heads.q].contiguous(),
         )
         for heads in chunks
@@ -73,7 +73,7 @@ def backward_backends(
 
 
 def check_backward(kernel: LocalAttention, dlse: Tensor | None) -> None:
-    """Raise ValueError if the gradients that a backward got need more than the kernel supports."""
+    """Raise ValueError if there is a gradient through lse and the kernel does not support it."""
     if dlse is not None and "lse_gradient" not in kernel.supports.features:
         raise ValueError(f"backend {kernel.name!r} does not support {FEATURES['lse_gradient']}")
 
@@ -84,16 +84,16 @@ def forward_result(
     """Return ``out`` and ``lse`` of all heads.
 
     Raises:
-        RuntimeError: a kernel returned another shape or dtype; or NaN in lse, which is looked for on the CPU, and on a
-            GPU, where that waits for the device, in a kernel's first call.
+        RuntimeError: a kernel returned another shape or dtype, or NaN in lse. The check for NaN runs in every call on
+            the CPU. On a GPU it waits for the device, so it runs only in a kernel's first call.
     """
     parts = zip(chunks, backends, strict=True)
-    results = [check_forward(kernel.name, one.result(), q[:, :, heads.q], v.shape[3]) for heads, one in parts]
+    results = [check_forward(kernel.name, run.result(), q[:, :, heads.q], v.shape[3]) for heads, run in parts]
     outs, lses = zip(*results, strict=True)
     out, lse = joined(outs, 2).contiguous(), joined(lses, 1).contiguous()
     if "nan_inputs" not in kernel.supports.features and (lse.device.type == "cpu" or kernel.name not in _CHECKED):
         if bool(lse.isnan().any()):
-            raise RuntimeError(f"backend {kernel.name!r} returned NaN in lse; or q, k or v have NaN")
+            raise RuntimeError(f"backend {kernel.name!r} returned NaN in lse, or q, k or v contain NaN")
         _CHECKED.add(kernel.name)
     return out, lse
 
@@ -101,7 +101,7 @@ def forward_result(
 def backward_result(
     kernel: LocalAttention, backends: Sequence[LocalBackward], chunks: Sequence[Heads], q: Tensor
 ) -> Tensor:
-    """Return dQ of all heads. Raises RuntimeError if a kernel returned another shape or dtype."""
+    """Return dQ of all heads. Raise RuntimeError if a kernel returned another shape or dtype."""
     grads = [backend.result() for backend in backends]
     for heads, dq in zip(chunks, grads, strict=True):
         check_result(kernel.name, "dq", dq, q[:, :, heads.q].shape, q.dtype)
@@ -109,7 +109,7 @@ def backward_result(
 
 
 def row_delta(kernel: LocalAttention, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """``rowsum(dout * out) - dlse``, fp32 ``[B, H, S]``."""
+    """Return ``rowsum(dout * out) - dlse``, fp32 ``[B, H, S]``."""
     own = getattr(kernel, "delta", None)
     if own is not None:
         delta: Tensor = own(dout, out, dlse)
@@ -119,5 +119,5 @@ def row_delta(kernel: LocalAttention, dout: Tensor, out: Tensor, dlse: Tensor | 
 
 
 def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """The chunks of heads of a result as one tensor."""
+    """Join the chunks of heads of a result."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

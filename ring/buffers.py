@@ -1,4 +1,4 @@
-"""What a call's transfers have in common: their order, the slots they go through, and what must be over before."""
+"""Data shared by all transfers of a call: their posting order, their slots, and the fences that protect the slots."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .wire import Wire
 Tensors = tuple[torch.Tensor, ...]
 Pair = tuple[torch.Tensor, torch.Tensor]
 Span = Callable[[str, Hop], AbstractContextManager[None]]
-INSIDE, BETWEEN = 0, 1  # levels: inside a node or a flat ring, and between nodes
+INSIDE, BETWEEN = 0, 1  # levels: inside a node (or a flat ring), and between nodes
 
 
 class Kind(IntEnum):
-    """What a group of transfers carries, in the order in which the groups of one hop are posted."""
+    """Content of a group of transfers. The values are the posting order within one hop."""
 
     RAIL = 0
     KV = 1
     DKV = 2
-    PREFETCH = 3  # K/V that a later hop than the next one works with, in the backward
+    PREFETCH = 3  # K/V for a later hop than the next, in the backward
     RETURN = 4
 
 
@@ -39,15 +39,15 @@ KEY_VALUES = (Kind.RAIL, Kind.KV, Kind.PREFETCH)
 
 
 class Key(NamedTuple):
-    """The place of a group of transfers in the one order in which every rank posts.
+    """Place of a group of transfers in the global posting order, which is the same on every rank.
 
-    A group waits only for compute that depends on groups of smaller keys, so that no two ranks can wait for each other.
+    A group waits only for compute that depends on groups with smaller keys. Therefore no two ranks wait for each other.
     """
 
     phase: str
-    hop: int  # during which it is posted
+    hop: int  # hop during which the group is posted
     kind: Kind
-    brings: int  # the hop whose K/V arrive with it; of dK/dV the hop that sends them: the same at both ends
+    brings: int  # K/V: the hop that they arrive for; dK/dV: the hop that sends them. Equal at both ends
     chunk: int
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Key(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """One chunk of a hop: the key heads and the query heads that belong to them."""
+    """One chunk of a hop: a group of key heads and their query heads."""
 
     number: int
     kv: slice
@@ -71,7 +71,7 @@ class Heads(NamedTuple):
 
 
 def chunks_of(count: int, heads: int, kv_heads: int) -> tuple[Heads, ...]:
-    """``kv_heads`` cut into ``count`` runs whose lengths differ by one at most; none is longer than the first."""
+    """Split the heads into ``count`` chunks of almost equal size; the first chunk is one of the largest."""
     edges = [-(-kv_heads * i // count) for i in range(count + 1)]
     group = heads // kv_heads
     return tuple(
@@ -80,37 +80,37 @@ def chunks_of(count: int, heads: int, kv_heads: int) -> tuple[Heads, ...]:
 
 
 class MaskArgs(TypedDict):
-    """What a kernel takes besides tensors: who sees whom, and what becomes of the scores."""
+    """Mask and score arguments of a local kernel."""
 
     bounds: Bounds
     scores: Scores
 
 
 Posted = Callable[[object, Fence, Sequence[Fence], Sequence[tuple[int, int]], Sequence[tuple[int, int]]], None]
-"""Notes a post: what it is, its fence, what it waits for, and (peer, bytes) of what is sent and received."""
+"""Callback for each posted group: key, fence, fences it waits for, and ``(peer, bytes)`` of its sends and receives."""
 
 
 def ignore_post(key: object, fence: Fence, after: Sequence[Fence], sent: object, received: object) -> None:
-    """Nobody watches this call's transfers."""
+    """Ignore a post: the default if nobody watches the transfers of a call."""
 
 
 @dataclass(frozen=True)
 class RingCall:
-    """What the loops of one call work with."""
+    """State that the loops of one call share: plan, transports, slots, chunks and encodings."""
 
     plan: Plan
     phase: str
     transports: tuple[Transport, ...]  # one per level
     kv_slots: Slots
     dkv_slots: Slots
-    span: Span  # names what the host or the stream is at, for a trace
+    span: Span  # context manager around compute and waits, for telemetry and traces
     chunks: tuple[Heads, ...]
     prefetch: int
-    wire: Wire | None = None  # how K/V travel; None: as they are
+    wire: Wire | None = None  # encoding of K/V; None: sent unchanged
     grad_wire: Wire | None = None
     posted: Posted = ignore_post
-    waiting: Callable[[Hop], AbstractContextManager[object]] = nullcontext  # around waits that no span names
-    scores: Scores = PLAIN  # what becomes of q k^T, all heads
+    waiting: Callable[[Hop], AbstractContextManager[object]] = nullcontext  # around waits outside any span
+    scores: Scores = PLAIN  # softcap, ALiBi and dropout of all heads
     posts: list[Fence] = field(default_factory=list)
 
     @cached_property
@@ -118,16 +118,16 @@ class RingCall:
         return tuple(self.scores.of_heads(heads.q) for heads in self.chunks)
 
     def mask_args(self, hop_mask: HopMask, heads: Heads) -> MaskArgs:
-        """What the kernels take of one part of a hop's mask, for a chunk of heads."""
+        """Return the mask and score arguments of one part of a hop's mask, for one chunk of heads."""
         scores = self._scores[heads.number]
         return {"bounds": hop_mask.bounds, "scores": scores if scores is PLAIN else hop_mask.place(scores)}
 
     def mark(self) -> Fence:
-        """The point that compute has reached."""
+        """Return a fence for the compute issued so far."""
         return self.transports[INSIDE].mark()
 
     def post(self, level: int, key: Key, sends: Load, receives: Load, after: Sequence[Fence]) -> Fence | None:
-        """One group of transfers; None where there is nothing to move."""
+        """Post one group of transfers and return its fence; None if there is nothing to move."""
         if not sends.messages and not receives.messages:
             return None
         fence = self.transports[level].post(sends=sends.messages, receives=receives.messages, after=after)
@@ -136,11 +136,10 @@ class RingCall:
         return fence
 
     def settle(self) -> None:
-        """Wait for everything posted: after the call, the caller may do with its tensors as it likes.
+        """Wait for everything posted, so that the caller may reuse its tensors after the call.
 
-        The newest first: where the posts of a level run in order on one stream, it speaks for those before it, and
-        waiting for them is nothing. Between virtual ranks what was sent is read on the receiver's stream: no later
-        post speaks for that.
+        The newest fence comes first. If the posts of a level run in order on one stream, it covers all earlier ones.
+        Between virtual ranks the receiver's stream reads what was sent, so every fence must be waited for.
         """
         with self.waiting(self.plan.hops[-1]):
             for fence in reversed(self.posts):
@@ -148,7 +147,7 @@ class RingCall:
 
 
 class Load(NamedTuple):
-    """What goes to one peer, or comes from it, in one group of transfers."""
+    """Messages to or from peers in one group of transfers."""
 
     messages: tuple[Message, ...] = ()
     sizes: tuple[tuple[int, int], ...] = ()  # (peer, bytes)
@@ -158,43 +157,44 @@ NO_LOAD = Load()
 
 
 def load(peer: int | None, tensors: Tensors, into: Tensors = ()) -> Load:
-    """A tensor without elements is not sent, and its receiver knows that too.
+    """Build the messages for one peer. Empty tensors are skipped on both sides.
 
-    ``into`` are this rank's tensors in the place where the peer's receive, if all ranks map the slots.
+    If all ranks map the slots, ``into`` are this rank's own tensors at the place where the peer receives.
     """
     if peer is None:
         return NO_LOAD
-    moved = tuple(x for x in tensors if x.numel())
-    messages: list[Message] = [Message(peer, x) for x in moved]
+    nonempty = tuple(x for x in tensors if x.numel())
+    messages: list[Message] = [Message(peer, x) for x in nonempty]
     if into:
         messages = [Placed(peer, x, place) for x, place in zip(tensors, into, strict=True) if x.numel()]
-    return Load(tuple(messages), tuple((peer, x.nbytes) for x in moved))
+    return Load(tuple(messages), tuple((peer, x.nbytes) for x in nonempty))
 
 
 def together(loads: Sequence[Load]) -> Load:
-    """Several in one group of transfers."""
+    """Combine the messages of several peers into one group of transfers."""
     if len(loads) == 1:
         return loads[0]
-    return Load(tuple(one for x in loads for one in x.messages), tuple(one for x in loads for one in x.sizes))
+    return Load(tuple(m for x in loads for m in x.messages), tuple(size for x in loads for size in x.sizes))
 
 
 class Arrival(NamedTuple):
-    """Tensors that are on their way, and the point where they are here (None: nothing moved)."""
+    """Tensors that are being received, with the fence of their arrival (None if nothing moves)."""
 
     fence: Fence | None
     tensors: Tensors
 
     def wait(self) -> Tensors:
-        """Let what is issued from now on run after the arrival; returns the tensors."""
+        """Order all later work after the arrival and return the tensors."""
         if self.fence is not None:
             self.fence.wait()
         return self.tensors
 
 
 class RingBuffer:
-    """One pair of tensors, shaped like this rank's ``like``, moving from rank to rank through its own slots.
+    """Slots for a pair of tensors (K/V or dK/dV) that moves from rank to rank.
 
-    Every slot is cut into the chunks of a hop, each filled and freed on its own.
+    The pair has the shapes of this rank's ``like``. Each slot is divided into the chunks of a hop; every chunk is
+    filled and freed separately.
     """
 
     def __init__(self, call: RingCall, slots: Slots, like: Tensors, dtype: torch.dtype, wire: Wire | None) -> None:
@@ -218,7 +218,7 @@ class RingBuffer:
         return [(shape, self._dtype)] if self._wire is None else self._wire.specs(shape)
 
     def buffers(self, slot: int, hop: Hop, heads: Heads) -> Tensors:
-        """A chunk of a slot, seen as what travels for the shard of a hop; the same tensors from call to call."""
+        """Return one chunk of a slot as the tensors that are sent for the shard of a hop. Cached between calls."""
         key = slot, self.call.plan.lengths[hop.index], heads.number
         if key not in self._kept:
             specs = [spec for shape in self._shapes(key[1], heads) for spec in self._specs(shape)]
@@ -227,7 +227,7 @@ class RingBuffer:
         return tensors
 
     def load(self, peer: int | None, slot: int | None, hop: Hop, heads: Heads, into: int | None = None) -> Load:
-        """:meth:`buffers` as messages from a peer, or to one that receives them in the slot ``into``."""
+        """Return :meth:`buffers` as messages to or from a peer; the receiver of a send puts them in slot ``into``."""
         if slot is None:
             return NO_LOAD
         key = peer, slot, self.call.plan.lengths[hop.index], heads.number, into
@@ -239,12 +239,11 @@ class RingBuffer:
         return messages
 
     def staging(self, hop: Hop, heads: Heads) -> Tensors:
-        """Memory for a chunk of the shard of a hop as the kernels take it, the same for all of them: the compute
-        stream alone writes and reads it."""
+        """Return memory for one decoded chunk. All slots share it, because only the compute stream uses it."""
         key = self.call.plan.lengths[hop.index], heads.number
         if key not in self._staging:
-            whole = zip(self._scratch, self._shapes(key[0], heads), strict=True)
-            self._staging[key] = tuple(x[: prod(shape)].view(shape) for x, shape in whole)
+            pairs = zip(self._scratch, self._shapes(key[0], heads), strict=True)
+            self._staging[key] = tuple(x[: prod(shape)].view(shape) for x, shape in pairs)
         return self._staging[key]
 
     @cached_property
@@ -253,7 +252,7 @@ class RingBuffer:
         return tuple(torch.empty(size, dtype=self._dtype, device=self._like[0].device) for size in sizes)
 
     def encode(self, given: Tensors, into: Tensors) -> Tensors:
-        """Write a pair as it travels."""
+        """Write a pair of tensors to ``into``, in the wire dtype if there is one."""
         if self._wire is None:
             for x, place in zip(given, into, strict=True):
                 place.copy_(x)
@@ -264,7 +263,7 @@ class RingBuffer:
         return into
 
     def decode(self, travelled: Tensors, into: Tensors) -> Tensors:
-        """The pair that ``travelled`` stands for."""
+        """Decode a received pair into ``into``."""
         assert self._wire is not None
         half = len(travelled) // 2
         for x, wire in zip(into, (travelled[:half], travelled[half:]), strict=True):
@@ -272,15 +271,15 @@ class RingBuffer:
         return into
 
     def free(self, slot: int, heads: Heads) -> tuple[Fence, ...]:
-        """What must be over before the chunk of the slot may be overwritten."""
+        """Return the fences to wait for before this chunk of the slot may be overwritten."""
         return self._slots.free(slot * self._chunks + heads.number)
 
     def busy(self, slot: int | None, heads: Heads, fence: Fence | None) -> None:
-        """The chunk of the slot is in use until ``fence``."""
+        """Mark this chunk of the slot as used until ``fence``."""
         if slot is not None and fence is not None:
             self._slots.busy(slot * self._chunks + heads.number, fence)
 
     def computed(self, slot: int | None, heads: Heads) -> None:
-        """The compute issued so far reads or writes the slot: nothing may arrive in it before that is over."""
+        """Mark this chunk of the slot as used by the compute issued so far, so that nothing arrives in it before."""
         if slot is not None:
             self._slots.busy(slot * self._chunks + heads.number, self.call.mark())

@@ -1,4 +1,4 @@
-"""Kinds of arguments of ``Ring``, and what no call of ours takes."""
+"""Values that the arguments of ``Ring`` take, and a check against torch.func transforms."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..kinds import instance, narrowed, optional, whole
 
 MOST_SLOTS = 1 << 16
 ARGUMENTS = {
-    # Ring; its dtypes are `wire.dtype_of`'s
+    # The wire dtypes are checked by `wire.dtype_of`.
     "transport": TRANSPORT,
     "slots": whole(1, MOST_SLOTS),
     "prefetch": optional(whole(0, MOST_SLOTS)),
     "chunks": whole(1, MOST_SLOTS),
-    "direction": narrowed(whole(-1, 1), "1 (to the next rank) or -1 (to the one before)", bool),
+    "direction": narrowed(whole(-1, 1), "1 (to the next rank) or -1 (to the previous rank)", bool),
     "topology": optional(instance("a comm.Topology", Topology)),
     "limits": optional(instance("comm.Limits", Limits)),
     "deadline": optional(SECONDS),
@@ -27,19 +27,19 @@ ARGUMENTS = {
 
 
 def checked(**given: object) -> tuple[Any, ...]:
-    """Return each argument in the form that is used, in order.
+    """Return the arguments in normal form, in order.
 
     Raises:
-        ValueError: one is not what it may be; the message names it, what it got and what it takes.
+        ValueError: an argument is out of range; the message names it, what it got and what it takes.
     """
     return tuple([ARGUMENTS[name].of(name, value) for name, value in given.items()])
 
 
 def check_autograd(what: str, *tensors: torch.Tensor) -> None:
-    """Refuse transforms of functions, which would need rules of their own for what ranks send: NotImplementedError."""
+    """Raise NotImplementedError inside torch.func transforms, which would need their own rules for transfers."""
     unpack: Any = forward_ad.unpack_dual
     if any(unpack(x).tangent is not None for x in tensors) or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            f"{what} is called under a transform of torch.func (grad, vjp, jvp, vmap, ...) or with dual tensors of "
-            "forward_ad: it takes tensors as they are, and has a backward: x.backward() or torch.autograd.grad"
+            f"{what} is called inside a torch.func transform (grad, vjp, jvp, vmap, ...) or with dual tensors of "
+            "forward_ad, which it does not support: use x.backward() or torch.autograd.grad"
         )

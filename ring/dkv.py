@@ -1,4 +1,4 @@
-"""fp32 accumulators of dK/dV: one hop behind the K/V they belong to, and back on their owner's rank at the end."""
+"""Partial dK/dV in fp32. They follow their K/V one hop later and end on the rank that owns the shard."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from ..comm import Fence
 from .buffers import BETWEEN, INSIDE, Arrival, Heads, Key, Kind, RingBuffer, RingCall, Tensors, together
 from .schedule.schedule import DKV_SLOTS, Hop
 
-# of a two-level ring, after the slots that rotate
+# Slots of a two-level ring, after the rotating ones: for dK/dV that cross between nodes.
 LEAVING_SLOT, ARRIVING_SLOT = DKV_SLOTS, DKV_SLOTS + 1
 
 
 class DkvAccumulators(RingBuffer):
-    """What arrived from the ranks before, where this rank's part is added to it, and where it goes.
+    """Receives partial dK/dV, holds the sum with this rank's part, and sends the sum on.
 
-    An outer step's root adds its part last and, where it is not the owner, in a slot of its own, from which the node's
-    dK/dV return to their owner over the slow link while the next outer step computes.
+    In a two-level ring the root of an outer step adds its part last. If the root does not own the shard, it adds in a
+    separate slot. From there the node's dK/dV return to the owner over the slow link, during the next outer step.
     """
 
     def __init__(self, call: RingCall, k: torch.Tensor, v: torch.Tensor) -> None:
         super().__init__(call, call.dkv_slots, (k, v), torch.float32, call.grad_wire)
         self._own = call.plan.hops[0]
-        # whether dK/dV of the own shard return once, and of all its keys
+        # True if dK/dV of the own shard return once, and cover all of its keys
         self._is_plain = not call.plan.two_level and call.plan.send_index is None
         self._arrivals: dict[tuple[int, int], Arrival] = {}
-        self._by_rail: dict[int, Arrival] = {}  # per chunk, of the own shard, another node's
-        self._totals: dict[int, Tensors] = {}  # per chunk, of the own shard, those of all nodes so far
+        self._by_rail: dict[int, Arrival] = {}  # per chunk: dK/dV of the own shard that arrive from another node
+        self._totals: dict[int, Tensors] = {}  # per chunk: sum of dK/dV of the own shard over the nodes so far
 
     def came(self, hop: Hop, heads: Heads) -> Callable[[], Tensors] | None:
-        """Waits for the dK/dV of the ranks before and returns them; None where this rank is the first to add."""
+        """Return a function that waits for the partial dK/dV from other ranks; None if this rank adds first."""
         arrival = self._arrivals.get((hop.index, heads.number))
         return None if arrival is None else lambda: self._read(arrival, hop, heads)
 
     def out(self, hop: Hop, heads: Heads) -> Tensors:
-        """Where this rank's part of a hop's dK/dV is added, in fp32."""
+        """Return the fp32 tensors that this hop's dK/dV are written to."""
         slot, arrival = self._slot(hop), self._arrivals.get((hop.index, heads.number))
         if self.call.plan.is_outer_root(hop) or arrival is None:
             with self.call.waiting(hop):
                 for fence in self.free(slot, heads):
-                    fence.wait()  # protects the slot: its last send
+                    fence.wait()  # protects the slot from being overwritten before its last send is done
             return self.buffers(slot, hop, heads) if self._wire is None else self.staging(hop, heads)
         return arrival.tensors if self._wire is None else self.staging(hop, heads)
 
     def added(self, hop: Hop, heads: Heads) -> None:
-        """This rank's part is in: what arrived is read, and what leaves is written."""
+        """Mark that this rank's part is added: the arrived dK/dV are read and the outgoing ones are written."""
         slot = self._slot(hop)
         if self._wire is not None:
             self.encode(self.staging(hop, heads), self.buffers(slot, hop, heads))
@@ -54,14 +54,18 @@ class DkvAccumulators(RingBuffer):
             self.computed(used, heads)
 
     def post(self, hop: Hop, heads: Heads) -> None:
-        """Send this hop's dK/dV on; receive the next hop's and, when their active range ends now, the root's."""
+        """Send this hop's dK/dV to the next rank and receive those of the next hop.
+
+        At the end of the active range, also receive the dK/dV that return to the root of the outer step.
+        """
         sends = self.load(hop.dkv_to, hop.dkv_slot, hop, heads, into=hop.dkv_into)
-        # protects what leaves: the dK/dV kernel that adds to it; what only passes through is there in posting order
+        # Protects the outgoing dK/dV until the kernel has added to them. dK/dV that only pass through need no fence:
+        # posts of one level run in order, so they have arrived.
         after = [self.call.mark()] if sends.messages and hop.computes else []
         arrivals = self.call.plan.dkv_arrivals[hop.index]
         for coming in arrivals:
             assert coming.dkv_slot is not None
-            after += self.free(coming.dkv_slot, heads)  # protects the slot: its last compute, and its last send
+            after += self.free(coming.dkv_slot, heads)  # protects the slot until its last compute and send are done
         receives = together([self.load(coming.dkv_from, coming.dkv_slot, coming, heads) for coming in arrivals])
         key = Key(self.call.phase, hop.index, Kind.DKV, hop.index, heads.number)
         fence = self.call.post(INSIDE, key, sends, receives, after)
@@ -72,12 +76,12 @@ class DkvAccumulators(RingBuffer):
             self._arrivals[coming.index, heads.number] = Arrival(fence, self.buffers(coming.dkv_slot, coming, heads))
 
     def send_return(self, root: Hop, heads: Heads) -> None:
-        """After an outer step: this node's dK/dV to their owner, and another node's of the own shard from its rank."""
+        """Send this node's dK/dV of the root's shard to its owner. Receive another node's dK/dV of the own shard."""
         sends = self.load(root.return_to, LEAVING_SLOT, root, heads, into=ARRIVING_SLOT)
-        # protects what leaves: the dK/dV kernel that adds to it
+        # protects the outgoing dK/dV until the kernel has added to them
         after: list[Fence] = [self.call.mark()] if sends.messages else []
         if root.return_from is not None:
-            after += self.free(ARRIVING_SLOT, heads)  # protects the slot: the addition of what came before
+            after += self.free(ARRIVING_SLOT, heads)  # protects the slot until its last content is added to the total
         key = Key(self.call.phase, root.index + self.call.plan.inner - 1, Kind.RETURN, self._own.index, heads.number)
         receives = self.load(root.return_from, ARRIVING_SLOT, self._own, heads)
         fence = self.call.post(BETWEEN, key, sends, receives, after)
@@ -87,13 +91,13 @@ class DkvAccumulators(RingBuffer):
             self._by_rail[heads.number] = Arrival(fence, self.buffers(ARRIVING_SLOT, self._own, heads))
 
     def total(self, heads: Heads) -> Callable[[], Tensors] | None:
-        """The dK/dV of the own shard that have returned; None while there are none."""
+        """Return a function that gives the returned dK/dV of the own shard; None if nothing has returned."""
         if self._is_plain:
             return self.came(self._own, heads)
         return (lambda: self._totals[heads.number]) if heads.number in self._totals else None
 
     def absorb(self, heads: Heads) -> None:
-        """Add what returned since the last outer step to the total, in the order of the outer steps."""
+        """Add the dK/dV that returned since the last outer step to the total, in the order of the outer steps."""
         slot: int | None = ARRIVING_SLOT
         arrival = self._by_rail.pop(heads.number, None)
         if arrival is None:
@@ -103,7 +107,7 @@ class DkvAccumulators(RingBuffer):
             self.computed(slot, heads)
 
     def own(self, heads: Heads, dkdv: Tensors) -> Tensors:
-        """Where the own block's part is added: the gradients themselves or, where more is to come, the total."""
+        """Return the tensors to add own dK/dV to: the gradients, or the total if more dK/dV return later."""
         if self._is_plain:
             return dkdv
         if heads.number not in self._totals:
@@ -112,7 +116,7 @@ class DkvAccumulators(RingBuffer):
         return self._totals[heads.number]
 
     def finish(self, heads: Heads, dkdv: Tensors) -> None:
-        """The own block's part is in; what is still to come is added under its cover."""
+        """Add the dK/dV that return last, after the own shard's kernels have started, and write the gradients."""
         if self._is_plain:
             self.computed(self._own.dkv_slot, heads)
             return
@@ -132,7 +136,7 @@ class DkvAccumulators(RingBuffer):
             total.add_(x) if rows is None else total.index_add_(1, rows, x)
 
     def _own_shard(self, heads: Heads) -> Tensors:
-        """fp32 memory for dK/dV of all own keys."""
+        """Allocate fp32 tensors for dK/dV of all own keys."""
         shapes = self._shapes(self._like[0].shape[1], heads)
         return tuple(torch.empty(shape, dtype=torch.float32, device=self._like[0].device) for shape in shapes)
 

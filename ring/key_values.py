@@ -1,4 +1,4 @@
-"""K/V of the shards on their way from rank to rank, ahead of the compute."""
+"""K/V of the shards, received and passed on ahead of the compute."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .schedule.schedule import Hop
 
 
 class KeyValues(RingBuffer):
-    """What each hop computes with: the rank's own pair, or what arrived.
+    """K/V of each hop: this rank's own pair, or a received pair.
 
-    Every rank passes on what it got as it got it: a pair that travels encoded is encoded once, by its owner, into one
-    more slot after those of the schedule. From there it leaves as it is, too, where all ranks map the slots.
+    Each rank passes K/V on exactly as they arrived. With a wire dtype the owner encodes its pair once, into one extra
+    slot after those of the schedule. If all ranks map the slots, the owner copies its pair there even without one.
     """
 
     def __init__(self, call: RingCall, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -24,29 +24,31 @@ class KeyValues(RingBuffer):
         encoded = self._wire is not None or call.kv_slots.windows is not None
         self._own_slot = call.plan.kv_slots if encoded else None
         self._posts = call.plan.kv_posts(call.prefetch)
-        self._sent_keys: dict[int, Arrival] = {}  # per chunk, of the own pair what travels, as it travels
+        self._sent_keys: dict[int, Arrival] = {}  # per chunk: the part of the own pair that is sent, encoded
         self._arrivals: dict[tuple[int, int], Arrival] = {}
 
     def advance(self, now: Hop, kind: Kind = Kind.KV) -> None:
-        """Post what is due during hop ``now``: at its beginning or, as ``PREFETCH``, behind its dK/dV.
+        """Post the K/V transfers that are due during hop ``now``.
 
-        Each group passes on what an earlier hop works with, and receives what ``coming`` works with.
+        Each group receives K/V of the hop ``coming`` and passes on K/V of an earlier hop. ``PREFETCH`` groups are
+        posted behind the dK/dV of the hop, all others at its beginning.
         """
         for (coming, leaving, to, by_rail, waits), heads in product(self._posts[now.index], self.call.chunks):
             after: list[Fence] = []
             sends, sent_slot = NO_LOAD, None
             if to is not None:
-                held = self._held(leaving, heads)
+                outgoing = self._held(leaving, heads)
                 sent_slot = leaving.kv_slot if leaving.index else self._own_slot
-                sends = load(to, held.tensors)
+                sends = load(to, outgoing.tensors)
                 if sent_slot is not None:
                     sends = self.load(to, sent_slot, leaving, heads, into=self.call.plan.kv_slot(coming))
-                # protects what leaves: K/V of this level arrive in its own order, others must be waited for
-                if held.fence is not None and waits:
-                    after.append(held.fence)
+                # Protects the outgoing K/V until they are here. K/V that arrived on this level need no wait, because
+                # its posts run in order.
+                if outgoing.fence is not None and waits:
+                    after.append(outgoing.fence)
             buffers: Tensors = ()
             if coming.kv_slot is not None:
-                after += self.free(coming.kv_slot, heads)  # protects the slot: its last compute, and its last send
+                after += self.free(coming.kv_slot, heads)  # protects the slot until its last compute and send are done
                 buffers = self.buffers(coming.kv_slot, coming, heads)
             key = Key(self.call.phase, now.index, Kind.RAIL if by_rail else kind, coming.index, heads.number)
             receives = self.load(coming.kv_from, coming.kv_slot, coming, heads)
@@ -56,7 +58,7 @@ class KeyValues(RingBuffer):
             self._arrivals[coming.index, heads.number] = Arrival(fence, buffers)
 
     def arrived(self, hop: Hop, heads: Heads) -> Pair:
-        """K and V of a chunk in the dtype of the model; what is issued from now on runs after their arrival."""
+        """Return K and V of a chunk in the model dtype. Work issued after this call runs after their arrival."""
         if hop.index == 0:
             return self._own[0][:, :, heads.kv], self._own[1][:, :, heads.kv]
         pair = self._arrivals[hop.index, heads.number].wait()
@@ -72,7 +74,7 @@ class KeyValues(RingBuffer):
             own = tuple(x[:, :, heads.kv] for x in self._own)
             own = own if rows is None else tuple(x.index_select(1, rows) for x in own)
             own = tuple(x.contiguous() for x in own) if self._own_slot is None else self._encoded(own, hop, heads)
-            # protects k and v: what produces them, and what encodes them, may still run
+            # protects k and v until the kernels that produce and encode them are done
             self._sent_keys[heads.number] = Arrival(self.call.mark(), own)
         return self._sent_keys[heads.number]
 
@@ -80,5 +82,5 @@ class KeyValues(RingBuffer):
         slot = self._own_slot
         assert slot is not None
         for fence in self.free(slot, heads):
-            fence.wait()  # protects the slot: what the call before sent from it
+            fence.wait()  # protects the slot until the sends of the previous call are done
         return self.encode(own, self.buffers(slot, hop, heads))

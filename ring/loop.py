@@ -1,7 +1,20 @@
-"""The ring loop: post what moves next, compute on what is here, wait, go on.
+"""The ring loop, forward and backward. One hop: post the next transfers, wait for this hop's K/V, compute.
 
-One loop for every schedule: either direction, skipped hops, active ranges cut short, chunks of heads and two levels
-are different data.
+K/V rotate through three slots (s0, s1, s2) and are posted up to two hops ahead of the compute::
+
+    hop:      0 (own shard)      1                  2                  3
+    post:     recv 1 into s1     recv 3 into s0     recv 4 into s1     recv 5 into s2
+    post:     recv 2 into s2
+    post:     send 0, 1          send 2             send 3             send 4
+    wait:     -                  K/V in s1          K/V in s2          K/V in s0
+    compute:  own K/V            K/V in s1          K/V in s2          K/V in s0
+
+A receive waits until the slot's last compute and last send are done: hop 2 refills s1, which hop 1 has read. The
+backward adds dK/dV, which follow their K/V one hop later::
+
+    hop:      dK/dV of this shard -> post dK/dV to the next rank -> post K/V ahead -> dQ of this shard
+
+The same loop runs every schedule: both directions, skipped hops, chunks of heads and two-level rings are data.
 """
 
 from __future__ import annotations
@@ -19,121 +32,140 @@ from .schedule.schedule import Hop
 
 
 def forward(call: RingCall, backends: Sequence[LocalForward], k: torch.Tensor, v: torch.Tensor) -> None:
-    """Fold every shard that this rank sees, while the next ones are on their way; a backend per chunk of heads."""
-    moving = KeyValues(call, k, v)
+    """Run the forward: attend to every shard that this rank sees, while the next shards arrive.
+
+    Args:
+        call: plan, transports and slots of the call.
+        backends: one local forward per chunk of heads; each keeps its own softmax state.
+        k: this rank's keys ``[B, Sk, Hkv, D]``.
+        v: this rank's values ``[B, Sk, Hkv, Dv]``.
+    """
+    kv = KeyValues(call, k, v)
     for hop in call.plan.hops:
-        moving.advance(hop)
+        kv.advance(hop)
         hop_masks = call.plan.hop_masks[hop.index]
         if not hop_masks:
             continue
         for heads, backend in zip(call.chunks, backends, strict=True):
-            near = arrived(call, moving, hop, heads)
+            arrived_kv = arrived(call, kv, hop, heads)
             with call.span("compute", hop):
                 for hop_mask in hop_masks:
                     final = hop.index == call.plan.last and hop_mask is hop_masks[-1]
-                    backend.fold(*near, **call.mask_args(hop_mask, heads), final=final)
-            moving.computed(hop.kv_slot, heads)
+                    backend.fold(*arrived_kv, **call.mask_args(hop_mask, heads), final=final)
+            kv.computed(hop.kv_slot, heads)
     call.settle()
 
 
 def backward(
     call: RingCall, backends: Sequence[LocalBackward], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors
 ) -> None:
-    """dQ of every shard that this rank sees and, carried around the ring behind them, dK/dV of its own.
+    """Run the backward: compute dQ of this rank's queries, and pass partial dK/dV around the ring.
 
-    The root of every outer step brackets it: its dQ hides the first K/V, its dK/dV continues those that came back.
-    The first root is the own shard, whose dK/dV comes last of all. At every hop dK/dV comes first, so that the dQ
-    of the same hop hides their way to the next rank. K/V of a later hop than the next one are posted behind them: a
-    link moves what is posted in this order, and the next rank needs the dK/dV first.
+    Each outer step starts with dQ of its root shard, which hides the first K/V transfer. It ends with dK/dV of the
+    root, which are added to the partial dK/dV that the other ranks of the node sent back. The first root is this rank's
+    own shard; its dK/dV come last of all.
+
+    At every other hop dK/dV come before dQ, so that dQ hides the transfer of dK/dV. K/V that a later hop needs are
+    posted behind dK/dV, because a link moves transfers in posting order and the next rank needs dK/dV first.
+
+    Args:
+        call: plan, transports and slots of the call.
+        backends: one local backward per chunk of heads.
+        k: this rank's keys ``[B, Sk, Hkv, D]``.
+        v: this rank's values ``[B, Sk, Hkv, Dv]``.
+        dkdv: receives the gradients of ``k`` and ``v``.
     """
-    moving, dkv = KeyValues(call, k, v), DkvAccumulators(call, k, v)
-    pairs = tuple(zip(call.chunks, backends, strict=True))
-    ahead = call.prefetch > 1
-    for root, *others in call.plan.outer_steps:
-        moving.advance(root)
-        for heads, backend in pairs:
-            query_gradient(call, moving, backend, root, heads)
-        for hop in others:
-            if not ahead:
-                moving.advance(hop)
-            for heads, backend in pairs:
-                key_gradients(call, moving, dkv, backend, hop, heads)
+    kv, dkv = KeyValues(call, k, v), DkvAccumulators(call, k, v)
+    chunks = tuple(zip(call.chunks, backends, strict=True))
+    posts_ahead = call.prefetch > 1
+    for root, *remote_hops in call.plan.outer_steps:
+        kv.advance(root)
+        for heads, backend in chunks:
+            query_gradient(call, kv, backend, root, heads)
+        for hop in remote_hops:
+            if not posts_ahead:
+                kv.advance(hop)
+            for heads, backend in chunks:
+                key_gradients(call, kv, dkv, backend, hop, heads)
                 dkv.post(hop, heads)
-                if ahead and heads is call.chunks[-1]:
-                    moving.advance(hop, Kind.PREFETCH)
-                query_gradient(call, moving, backend, hop, heads)
+                if posts_ahead and heads is call.chunks[-1]:
+                    kv.advance(hop, Kind.PREFETCH)
+                query_gradient(call, kv, backend, hop, heads)
         if call.plan.two_level:
-            for heads, backend in pairs:
+            for heads, backend in chunks:
                 dkv.absorb(heads)
                 if root.index:
-                    key_gradients(call, moving, dkv, backend, root, heads)
+                    key_gradients(call, kv, dkv, backend, root, heads)
                     dkv.send_return(root, heads)
-    for heads, backend in pairs:
-        own_gradients(call, moving, dkv, backend, heads, tuple(x[:, :, heads.kv] for x in dkdv))
+    for heads, backend in chunks:
+        own_gradients(call, kv, dkv, backend, heads, tuple(x[:, :, heads.kv] for x in dkdv))
     call.settle()
 
 
 def arrived(call: RingCall, moving: KeyValues, hop: Hop, heads: Heads) -> Pair:
-    """K and V of a chunk, once they are here."""
+    """Wait for K and V of one chunk and return them."""
     with call.span("wait", hop):
         return moving.arrived(hop, heads)
 
 
 def query_gradient(call: RingCall, moving: KeyValues, backend: LocalBackward, hop: Hop, heads: Heads) -> None:
-    """This hop's part of dQ."""
+    """Add the shard of this hop to dQ."""
     hop_masks = call.plan.hop_masks[hop.index]
     if not hop_masks:
         return
-    near = arrived(call, moving, hop, heads)
+    arrived_kv = arrived(call, moving, hop, heads)
     with call.span("compute", hop):
         for hop_mask in hop_masks:
             final = hop.index == call.plan.last and hop_mask is hop_masks[-1]
-            backend.dq(*near, **call.mask_args(hop_mask, heads), local=hop.index == 0, final=final)
-    if not call.plan.is_outer_root(hop):  # a root's K/V are needed again at the end of its outer step
+            backend.dq(*arrived_kv, **call.mask_args(hop_mask, heads), local=hop.index == 0, final=final)
+    if not call.plan.is_outer_root(hop):  # dK/dV of a root read the same slot at the end of the outer step
         moving.computed(hop.kv_slot, heads)
 
 
 def key_gradients(
     call: RingCall, moving: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, hop: Hop, heads: Heads
 ) -> None:
-    """This rank's part of the dK/dV of a shard that is not its own, added to what came from the ranks before."""
-    hop_masks, came = call.plan.hop_masks[hop.index], dkv.came(hop, heads)
+    """Add this rank's part to the partial dK/dV of another rank's shard."""
+    hop_masks, incoming_dkv = call.plan.hop_masks[hop.index], dkv.came(hop, heads)
     if hop_masks:
-        out, near = dkv.out(hop, heads), arrived(call, moving, hop, heads)
+        out, arrived_kv = dkv.out(hop, heads), arrived(call, moving, hop, heads)
         with call.span("compute", hop):
             parts = [call.mask_args(hop_mask, heads) for hop_mask in hop_masks]
-            for part, accum, into in partial_sums(parts, came, out):
-                backend.dkdv(*near, **part, local=False, accum=accum, out=into)
+            for mask_args, accum, part_out in partial_sums(parts, incoming_dkv, out):
+                backend.dkdv(*arrived_kv, **mask_args, local=False, accum=accum, out=part_out)
         if call.plan.is_outer_root(hop):
             moving.computed(hop.kv_slot, heads)
-    elif came is not None and call.plan.is_outer_root(hop):
-        for target, x in zip(dkv.out(hop, heads), came(), strict=True):
+    elif incoming_dkv is not None and call.plan.is_outer_root(hop):
+        for target, x in zip(dkv.out(hop, heads), incoming_dkv(), strict=True):
             target.copy_(x)
     else:
-        return  # what only passes through is sent on from where it is
+        return  # dK/dV that only pass through are sent on from the slot they arrived in
     dkv.added(hop, heads)
 
 
 def own_gradients(
     call: RingCall, moving: KeyValues, dkv: DkvAccumulators, backend: LocalBackward, heads: Heads, dkdv: Tensors
 ) -> None:
-    """dK/dV of the own shard: what all others have summed up, and this rank's own part."""
+    """Add this rank's part to the partial dK/dV that returned to it, and write the sum to ``dkdv``."""
     own = call.plan.hops[0]
-    came, out = dkv.total(heads), dkv.own(heads, dkdv)
+    returned_dkv, out = dkv.total(heads), dkv.own(heads, dkdv)
     parts = [call.mask_args(hop_mask, heads) for hop_mask in call.plan.hop_masks[0]]
     with call.span("compute", own):
-        near = moving.arrived(own, heads)
-        for part, accum, into in partial_sums(parts, came, out):
-            backend.dkdv(*near, **part, local=True, accum=accum, out=into)
+        own_kv = moving.arrived(own, heads)
+        for mask_args, accum, part_out in partial_sums(parts, returned_dkv, out):
+            backend.dkdv(*own_kv, **mask_args, local=True, accum=accum, out=part_out)
     dkv.finish(heads, dkdv)
 
 
 def partial_sums(
     parts: Sequence[MaskArgs], accum: Callable[[], Tensors] | None, out: Tensors
 ) -> Iterator[tuple[MaskArgs, Callable[[], Tensors] | None, Tensors]]:
-    """Yield each part of a mask, the dK/dV that its own are added to, and where the sum goes: at last to ``out``."""
-    for part in parts[:-1]:  # in fp32, whatever the dtype of out
-        between = tuple(torch.empty_like(x, dtype=torch.float32) for x in out)
-        yield part, accum, between
-        accum = partial(tuple, between)
+    """Yield ``(mask_args, accum, out)`` for each part of a mask, so that the parts add up in ``out``.
+
+    Each part adds its dK/dV to the sum of the parts before it. Sums in between are fp32, whatever the dtype of ``out``.
+    """
+    for part in parts[:-1]:
+        partial_sum = tuple(torch.empty_like(x, dtype=torch.float32) for x in out)
+        yield part, accum, partial_sum
+        accum = partial(tuple, partial_sum)
     yield parts[-1], accum, out

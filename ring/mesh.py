@@ -1,7 +1,7 @@
-"""A group of two dimensions: which ranks make a ring, which exchange heads for tokens, and who holds what.
+"""Two-dimensional groups: which ranks form a ring, which exchange heads for tokens (Ulysses), and their layouts.
 
-Of ``R x U`` ranks, rank ``r * U + u`` holds the shard of that number, as in a group of one dimension. The R ranks with
-one u make a ring, where rank r stands for the tokens of all U ranks with that r.
+Of ``R x U`` ranks, rank ``r * U + u`` holds shard ``r * U + u``, as in a one-dimensional group. The R ranks with equal
+u form a ring. In that ring, ring rank r stands for the tokens of all U ranks with that r.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from .ring import Ring, resolve_ring
 from .schedule.layout import Layout
 from .schedule.plan import PLANS
 
-Mesh = tuple[Group, Group]
-"""This rank's groups: along the ring, and along Ulysses."""
+Mesh = tuple[Group, Group]  # this rank's groups along the ring and along the Ulysses dimension
 
 
 class Rings(NamedTuple):
@@ -31,17 +30,16 @@ class Rings(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Among all ranks of the mesh."""
+        """Rank in the whole mesh."""
         return self.ring.rank * self.ulysses.size + self.ulysses.rank
 
     @property
     def size(self) -> int:
-        """Number of all ranks."""
         return self.ring.size * self.ulysses.size
 
     @contextmanager
     def _entered(self, device: torch.device) -> Iterator[None]:
-        """One call of both; what ends it early reaches the ranks of both dimensions."""
+        """Guard one call on both rings. Report an error inside to the ranks of both dimensions."""
         with self.ulysses._entered(device), self.ring._entered(device):
             yield
 
@@ -53,39 +51,39 @@ class Rings(NamedTuple):
         *,
         always: bool = False,
     ) -> tuple[int, int]:
-        """Compare with all ranks of the mesh; the numbers of the call in the ring and in Ulysses' dimension."""
+        """Compare a call with all ranks of the mesh. Return its numbers in the ring and in the Ulysses ring."""
         number = self.ulysses._agree(fields, device, values, always=always)
         try:
             return self.ring._agree(fields, device, values, always=always), number
-        except ValueError:  # a line of ranks that refused has said so in every ring that it crosses
+        except ValueError:  # the refusing ranks have reported to every ring that they are in
             self.ulysses._call_off(self.ring)
             raise
 
     def _draw_seed(self, drawn: int | None = None) -> int:
-        """Return the first rank's seed on every rank; ``drawn``: already, by every rank for itself."""
+        """Return the first rank's seed on every rank; ``drawn`` is a seed that this rank has drawn already."""
         if self.ulysses.rank:
-            drawn = 0  # nobody takes it; virtual ranks share a generator, of which the first rank needs the next number
+            drawn = 0  # ignored; virtual ranks share a generator, whose next number belongs to the first rank
         return self.ulysses._draw_seed(self.ring._draw_seed(drawn))
 
     def _gather(self, value: object, what: str) -> list[object]:
         """Return the value of each rank of the mesh, in rank order."""
         of_ulysses: list[Any] = self.ulysses._gather(self.ring._gather(value, what), what)
-        return [values[place] for place in range(self.ring.size) for values in of_ulysses]
+        return [values[ring_rank] for ring_rank in range(self.ring.size) for values in of_ulysses]
 
 
 def rings_of(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Rings:
     """Return the rings that calls with this mesh share.
 
-    ``ring`` may be one of the first dimension, with settings of its own. The other ring takes its deadline from it, and
-    what ends one of them ends both. Their errors name the ranks of the mesh.
+    ``ring`` may be a ring of the first dimension with its own settings. The Ulysses ring takes its deadline from it. An
+    error in one ring ends both, and errors name ranks of the mesh.
 
     Raises:
-        ValueError: it is of another group.
+        ValueError: ``ring`` belongs to another group.
     """
     along_ring, along_ulysses = mesh
     ring = resolve_ring(ring, along_ring if ring is None else None, device)
     if ring.group is not along_ring:
-        raise ValueError("ring is not of the first dimension of the mesh that group is: pass Ring(mesh['ring'])")
+        raise ValueError("ring belongs to another group than the mesh's first dimension: pass Ring(mesh['ring'])")
     rings = Rings(ring, ring.partner(along_ulysses))
     ring.name_ranks(range(rings.ulysses.rank, rings.size, rings.ulysses.size))
     first = ring.rank * rings.ulysses.size
@@ -93,28 +91,27 @@ def rings_of(mesh: Mesh, device: torch.device, ring: Ring | None = None) -> Ring
     return rings
 
 
-Ranks = Ring | Rings
-"""The ranks of one call: a ring, or a mesh of two dimensions."""
+Ranks = Ring | Rings  # the ranks of one call: a ring, or a two-dimensional mesh
 
 
 def ranks_of(group: GroupLike, device: torch.device, ring: Ring | None = None) -> Ranks:
-    """Return the ring or rings that calls with this group share; ``ring``: the one that a call names."""
+    """Return the ring or rings that calls with this group share. ``ring`` is the one that the call passes, if any."""
     mesh = resolve_mesh(group)
     return resolve_ring(ring, group, device) if mesh is None else rings_of(mesh, device, ring)
 
 
 @lru_cache(maxsize=PLANS)
 def joined(layout: Layout, ulysses: int) -> Layout:
-    """The layout of the ring, whose ranks hold what ``ulysses`` ranks of ``layout`` hold together."""
+    """Return the layout of the ring: each ring rank holds the tokens of ``ulysses`` ranks of ``layout``."""
     return Layout.from_positions(_held(layout, ulysses, place) for place in range(layout.world // ulysses))
 
 
 @lru_cache(maxsize=PLANS)
 def shared(layout: Layout, ulysses: int, place: int) -> Layout:
-    """Which of the tokens of one place in the ring, counted from 0, each of its ``ulysses`` ranks holds."""
-    held = _held(layout, ulysses, place)
+    """Return which tokens of one ring rank, counted from 0, each of its ``ulysses`` ranks holds."""
+    positions = _held(layout, ulysses, place)
     ranks = range(place * ulysses, (place + 1) * ulysses)
-    return Layout.from_positions(torch.searchsorted(held, layout.positions(rank)) for rank in ranks)
+    return Layout.from_positions(torch.searchsorted(positions, layout.positions(rank)) for rank in ranks)
 
 
 def _held(layout: Layout, ulysses: int, place: int) -> Tensor:

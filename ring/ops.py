@@ -1,11 +1,12 @@
-"""What a call computes, forward and backward: two ops of torch.library, which autograd and checkpointing see.
+"""The forward and backward of a call as two torch.library ops, for autograd, checkpointing and torch.compile.
 
-A call of eager is an object, and the ops take its handle. In a graph of torch.compile, what is checked, agreed on,
-planned and sent is so when the graph runs, not when it is made, and an op takes tensors, numbers and text. What changes
-from call to call travels as values: spans of a layout, boundaries of documents and blocks of a mask as CPU tensors, so
-that other ones, and other numbers of them, are no new graph. A ring or a member of a ``LocalWorld``, which is no value,
-is named by a number, a process group by its name. The rest is a graph's constants. Over a mesh the exchanges are in the
-op, too: how many tokens they bring depends on the spans of a layout, which a graph does not know.
+In eager mode an op takes the handle of a `Call` object. In a torch.compile graph it takes tensors, numbers and text.
+Checks, comparison between ranks, planning and transfers then happen when the graph runs, not when it is traced.
+
+Values that change from call to call are op inputs, so that new values need no new graph. These are spans of a layout,
+boundaries of documents and blocks of a mask, as CPU tensors. Rings and ``LocalWorld`` members are passed by number,
+process groups by name. Everything else is constant in a graph. Over a mesh the exchange of heads is inside the op,
+because its number of tokens depends on the spans, which a graph does not know.
 """
 
 from __future__ import annotations
@@ -29,27 +30,29 @@ from .mesh import Rings, rings_of
 from .prepare import Call, check_tensors, prepare
 from .ring import Ring, resolve_ring
 
-ONCE = "ring_attention has no second derivative: its gradients cannot be differentiated again"
-NAMESPACE = __package__.rpartition(".")[0].replace(".", "__")  # another copy under another name has ops of its own
+ONCE = "ring_attention has no second derivative: do not differentiate its gradients"
+NAMESPACE = __package__.rpartition(".")[0].replace(".", "__")  # a renamed copy of the package gets its own ops
 
 
 # --- sinks ----------------------------------------------------------------------------------------------------------
 
 
 def sink_state(sink: Tensor, q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """The state before any key: as if each row had seen one with the sink for its score and 0 for its value."""
+    """Return the start state ``(out, lse)``: each row has seen one key with the sink as score and 0 as value."""
     batch, rows, heads, _ = q.shape
     out = torch.zeros(batch, rows, heads, value_dim, device=q.device, dtype=torch.float32)
     lse = torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
-    return out, lse.copy_(sink[:, None])  # memory of the call's own: kernels continue it in place
+    return out, lse.copy_(sink[:, None])  # copied, because the kernels update it in place
 
 
 def sink_gradient(sink: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
-    """``-sum(exp(sink - lse) * delta)`` over batch and rows, ``[H]``, with ``delta = rowsum(dout * out) - dlse``.
+    """Return the gradient of the sink, ``-sum(exp(sink - lse) * delta)`` over batch and rows, ``[H]``.
 
-    The sink is one more key whose value is 0: of ``dS = P * (dO v^T - delta)`` only ``-P * delta`` is left.
+    ``delta = rowsum(dout * out) - dlse``. The sink acts like a key with value 0, so that only ``-P * delta`` remains of
+    ``dS = P * (dO v^T - delta)``.
     """
-    weights = torch.exp(sink.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)  # a sink at -inf alone
+    # lse is -inf only if the sink is -inf and the row sees no key.
+    weights = torch.exp(sink.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
     return -(weights * delta).sum((0, 2)).to(sink.dtype)
 
 
@@ -57,54 +60,53 @@ def sink_gradient(sink: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
 
 _WHERE = "SymInt ring, SymInt member, str group, SymInt ulysses_member, str ulysses_group, SymInt call"
 SCHEMA = ", ".join([*(entry.schema for entry in ENTRIES.values()), _WHERE])
-INDEX = {one.split()[-1]: index for index, one in enumerate(SCHEMA.split(", "))}
+INDEX = {argument.split()[-1]: index for index, argument in enumerate(SCHEMA.split(", "))}
 _SINK, _SLOPES, _SEED, _DRAWN, _CALL = (
     INDEX[name] for name in ("learnable_sink", "alibi_slopes", "dropout_seed", "drawn", "call")
 )
 
 
 def pack_args(args: AttentionArgs, ring: Ring | None, group: Any) -> list[Any]:
-    """Return a call besides q, k and v as the arguments of an op."""
+    """Pack a call, except q, k and v, into the arguments of an op."""
     along_ring, along_ulysses = dims_of(group) or (group, None)
     where = (0 if ring is None else ring.number, *_group_names(along_ring), *_group_names(along_ulysses), 0)
     packed = [*pack(args), *where]
     if args.dropout_p and args.dropout_seed is None:
-        # an op of torch's own, so that checkpointing repeats the number that it drew
+        # Drawn by a torch op, so that checkpointing's recomputation repeats the number.
         packed[_SEED] = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
         packed[_DRAWN] = True
     return packed
 
 
 def _group_names(group: Any) -> tuple[int, str]:
-    """Return the number of a virtual rank, or the name of a process group."""
     if group is None or isinstance(group, LocalGroup):
         return 0 if group is None else group.number, ""
-    whole = group if isinstance(group, dist.ProcessGroup) else group.get_group()  # of a one-dimensional DeviceMesh
-    return 0, str(whole.group_name)
+    process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()  # 1-D DeviceMesh
+    return 0, str(process_group.group_name)
 
 
 def call_in_graph(packed: Sequence[Any], device: torch.device) -> Call:
-    """Return the call that :func:`pack_args` packed.
+    """Unpack the call that :func:`pack_args` packed.
 
     Raises:
-        RuntimeError: its ring, or its group, is gone.
+        RuntimeError: its ring or group has been deleted.
     """
     *_, number, member, name, ulysses_member, ulysses_name, _call = packed
     ring: Ring | None = _alive("ring", number)
     group, ulysses = _find_group(member, name), _find_group(ulysses_member, ulysses_name)
     ranks = resolve_ring(ring, group, device) if ulysses is None else rings_of((group, ulysses), device, ring)
-    return Call(unpack(packed), ranks, {"gradient": None}, packed[_DRAWN])  # a graph does not say
+    return Call(unpack(packed), ranks, {"gradient": None}, packed[_DRAWN])  # unknown in a graph
 
 
 def _alive(what: str, number: int) -> Any:
-    thing: Any = of_handle(number)
-    if number and thing is None:
-        raise RuntimeError(f"the {what} of a compiled call is gone: keep it until its backward is done")
-    return thing
+    found: Any = of_handle(number)
+    if number and found is None:
+        raise RuntimeError(f"the {what} of a compiled call was deleted: keep it until the backward is done")
+    return found
 
 
 def _find_group(member: int, name: str) -> Any:
-    c10d: Any = dist.distributed_c10d  # what functional collectives find a group by
+    c10d: Any = dist.distributed_c10d  # the same lookup as for functional collectives
     return c10d._resolve_process_group(name) if name else _alive("group", member)
 
 
@@ -112,10 +114,7 @@ _NOTHING = pack_args(AttentionArgs(), None, None)
 
 
 def pack_handle(call: Call) -> list[Any]:
-    """Return the arguments of an op for a call of eager: its handle, which lives as long as the call, and its tensors.
-
-    Autograd is to see these.
-    """
+    """Pack an eager call into op arguments: its handle, which lives as long as the call, and tensors for autograd."""
     packed = [*_NOTHING]
     tensors = call.args.learnable_sink if call.number is None else call.sink, call.args.alibi_slopes
     packed[_SINK], packed[_SLOPES] = (x if isinstance(x, Tensor) else None for x in tensors)
@@ -129,20 +128,20 @@ def pack_handle(call: Call) -> list[Any]:
 def traced(
     q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring | None, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """Call ``ring_attention`` as torch.compile reads it: only pack."""
+    """Run the forward op from code that torch.compile traces."""
     out, lse, _ = _FORWARD(q, k, v, *pack_args(args, ring, group))
     return out, lse
 
 
 def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``out``, ``lse``, and for the backward of a graph the seed of dropout and the numbers of the call."""
+    """Run the forward. Return ``out``, ``lse``, and ``[seed, call number, exchange number]`` for the backward."""
     call: Any = of_handle(args[_CALL])
     if call is None:
         return _forward_in_graph(q, k, v, *args)
     with call.ranks._entered(q.device):
         if call.number is None:
             prepare(call, q, k, v)
-        else:  # over a mesh: before the exchange
+        else:  # over a mesh the call was prepared before the exchange
             call.ring._agree({"call": "forward along the ring"}, q.device, of=call.number)
         if call.rows is not None:
             q, k, v = call.rows.pack(q), call.rows.pack_keys(k), call.rows.pack_keys(v)
@@ -164,8 +163,8 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
 
 
 def _without_base(x: Tensor) -> Tensor:
-    """Return ``x`` as no view: autograd refuses to change a view that a function returned in place."""
-    return x.data if x._is_view() else x  # nobody else has the tensor that it is a view of
+    """Return ``x`` as a tensor that is no view, because autograd forbids in-place changes of returned views."""
+    return x.data if x._is_view() else x  # safe: nothing else refers to the base tensor
 
 
 def _forward_in_graph(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,7 +177,7 @@ def _forward_in_graph(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tens
             q, k, v = call.exchange.gather_tokens(call.exchange_number, q, k, v)
     out, lse, numbers = _ring_attention(q, k, v, *pack_handle(call))
     if call.exchange is not None:
-        del q, k, v  # the exchange needs memory of its own
+        del q, k, v  # free memory for the exchange
         with torch.no_grad():
             out, lse = call.exchange.gather_heads(out, lse)
     return out, lse, numbers
@@ -195,10 +194,10 @@ def gradients(
     numbers: Tensor,
     *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, and this rank's part of that of the sink, empty where there is none.
+    """Run the backward. Return dq, dk, dv and this rank's part of the sink's gradient, which is empty without a sink.
 
     Raises:
-        ValueError: another rank is at the backward of another forward.
+        ValueError: another rank runs the backward of another forward.
     """
     call: Any = of_handle(args[_CALL])
     if call is None:
@@ -208,29 +207,32 @@ def gradients(
         check_backward(call.backend, dlse)
         call.ring._agree({"call": "backward"}, q.device, of=call.number)
         dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
-        dlse, of_keys = None if dlse is None else dlse.contiguous(), (k, v)
+        dlse, unpacked_kv = None if dlse is None else dlse.contiguous(), (k, v)
         if rows is not None:
             dout, q, out, lse = rows.pack(dout), rows.pack(q), rows.pack(out), rows.pack_lse(lse)
             dlse = None if dlse is None else rows.pack_lse(dlse)
             k, v = rows.pack_keys(k), rows.pack_keys(v)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         with call.ring.call(call.plan, "backward", q, k, call.scores) as running:
-            given, scale = (dout, q, out, lse, dlse), call.softmax_scale
-            backends = backward_backends(call.backend, running.chunks, *given, softmax_scale=scale, config=call.config)
+            inputs, scale = (dout, q, out, lse, dlse), call.softmax_scale
+            backends = backward_backends(call.backend, running.chunks, *inputs, softmax_scale=scale, config=call.config)
             loop.backward(running, backends, k, v, (dk, dv))
         delta = None if sink is None else row_delta(call.backend, dout, out, dlse)
         dsink = lse.new_empty(0) if sink is None or delta is None else sink_gradient(sink, delta, lse)
         dq = backward_result(call.backend, backends, running.chunks, q)
         if rows is not None:
             dq = rows.unpack(dq)
-            dk, dv = (rows.unpack_keys(grad, like) for grad, like in zip((dk, dv), of_keys, strict=True))
+            dk, dv = (rows.unpack_keys(grad, like) for grad, like in zip((dk, dv), unpacked_kv, strict=True))
     return dq, dk, dv, dsink
 
 
 def _gradients_in_graph(
     dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, numbers: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Prepare the call once more; over a mesh q, k, v and the result, of which a graph keeps shards, are exchanged."""
+    """Prepare the call again and run the backward.
+
+    A graph over a mesh saves shards, so that q, k, v and the results must be exchanged first.
+    """
     call, (seed, call_number, exchange_number) = call_in_graph(args, q.device), numbers.tolist()
     call.args = call.args._replace(dropout_seed=seed % SEEDS if call.args.dropout_p else None)
     call.number, call.exchange_number = call_number, exchange_number
@@ -248,7 +250,7 @@ def _gradients_in_graph(
             dlse = more[0] if more else None
     dq, dk, dv, dsink = gradients(dout, dlse, q, k, v, out, lse, numbers, *pack_handle(call))
     if call.exchange is not None:
-        del q, k, v, out, dout, lse, dlse, tensors, in_rows, more  # as in the forward
+        del q, k, v, out, dout, lse, dlse, tensors, in_rows, more  # free memory for the exchange
         with call.ranks._entered(dq.device):
             exchange._agree({"call": "gradients of a graph"}, dq.device, of=exchange_number)
             dq, dk, dv = ulysses.tokens_for_heads(exchange, shares[:3], (dq, dk, dv))
@@ -260,7 +262,7 @@ def _gradients_in_graph(
 
 
 def _fake_ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if args[_CALL]:  # no graph's: the dispatcher comes here for a tensor on meta, which the checks refuse
+    if args[_CALL]:  # an eager call: the dispatcher comes here for meta tensors, which the checks refuse
         return _ring_attention(q, k, v, *args)
     batch, rows, heads, _dim = q.shape
     out, lse = q.new_empty(batch, rows, heads, v.shape[3]), q.new_empty(batch, heads, rows, dtype=torch.float32)
@@ -276,11 +278,20 @@ def _fake_gradients(
 
 
 class RingAttention(torch.autograd.Function):
-    """The node of the forward op."""
+    """Autograd function of the forward op."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The op's results; ``keyset``: of the dispatcher that is at it, or None."""
+        """Run the forward op and save what the backward needs.
+
+        Args:
+            ctx: context of autograd.
+            keyset: dispatch keys if the dispatcher called, None if eager code did.
+            q: queries ``[B, S, H, D]``.
+            k: keys ``[B, Sk, Hkv, D]``.
+            v: values ``[B, Sk, Hkv, Dv]``.
+            *args: op arguments, see :func:`pack_args` and :func:`pack_handle`.
+        """
         with torch._C._AutoDispatchBelowAutograd():
             out, lse, numbers = (
                 _FORWARD(q, k, v, *args)
@@ -292,9 +303,9 @@ class RingAttention(torch.autograd.Function):
         packed = [*args]
         if packed[_SLOPES] is not None and packed[_SLOPES].requires_grad:
             raise ValueError(NO_SLOPE)
-        ctx.call = of_handle(packed[_CALL])  # kept for the backward
+        ctx.call = of_handle(packed[_CALL])  # keeps the call alive for the backward
         packed[_SEED], packed[_DRAWN] = None, False
-        # slopes too, for autograd's check that nobody has changed them in place by the time of the backward
+        # Save the slopes too, so that autograd detects in-place changes before the backward.
         ctx.tensors = [index for index, x in enumerate(packed) if isinstance(x, Tensor)]
         ctx.save_for_backward(q, k, v, out, lse, numbers, *(packed[index] for index in ctx.tensors))
         ctx.packed = [None if isinstance(x, Tensor) else x for x in packed]
@@ -302,7 +313,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the sink; refuse to be differentiated again."""
+        """Return the gradients of q, k, v and the sink. A second derivative raises RuntimeError."""
         q, k, v, out, lse, numbers, *tensors = ctx.saved_tensors
         packed = [*ctx.packed]
         for index, x in zip(ctx.tensors, tensors, strict=True):
@@ -314,7 +325,10 @@ class RingAttention(torch.autograd.Function):
 
 
 def _autograd(keyset: Any, *args: Any) -> Any:
-    """What ``torch.library.register_autograd`` makes, which spends 0.2 ms in every call to look for defaults."""
+    """Dispatch the forward with or without autograd.
+
+    This equals the kernel of ``torch.library.register_autograd``, which spends 0.2 ms per call on looking up defaults.
+    """
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
         return RingAttention.apply(keyset, *args)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
@@ -330,8 +344,8 @@ _LIBRARY = _library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _defined(name: str, function: Any, tensors: str, returns: str, fake: Any) -> Any:
-    """Define an op. Not by ``custom_op``, whose checks take the host longer than all else outside the hops."""
-    # waits on the host and talks to other ranks, which no CUDA graph can replay
+    """Define an op without ``custom_op``, whose checks take more host time than everything else outside the hops."""
+    # The op waits on the host and exchanges data with other ranks, which a CUDA graph cannot replay.
     tags = [tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None]
     _LIBRARY.define(f"{name}({tensors}, {SCHEMA}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag, *tags))
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -353,5 +367,6 @@ torch.library.register_autograd(f"{NAMESPACE}::ring_attention_backward", _refuse
 _LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)
 
 checkpoint_policy = [_FORWARD]
-"""Ops whose results selective checkpointing keeps, so that no ring runs twice: of
-``create_selective_checkpoint_contexts``."""
+"""Ops whose results selective checkpointing saves, so that no ring runs twice. For
+``create_selective_checkpoint_contexts``.
+"""

@@ -1,4 +1,4 @@
-"""Partial attentions put together."""
+"""Merge attention results over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from ..kernels.checks import check_tensor
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over all keys from that of the same queries over disjoint sets of them; differentiable in all.
+    """Merge attention of the same queries over disjoint sets of keys into attention over all of them. Differentiable.
 
     ``lse = log(sum_i exp(lse_i))`` and ``out = sum_i exp(lse_i - lse) * out_i``: the softmax over blocks of
-    FlashAttention (arXiv:2205.14135, algorithm 1). Computed in fp32, or float64 where ``outs`` are.
+    FlashAttention (arXiv:2205.14135, algorithm 1). Computed in fp32, or in float64 if ``outs`` are.
 
     Args:
-        outs: of each set ``[B, S, H, D]``, all of one dtype.
-        lses: of each set ``[B, H, S]``, natural logarithm; -inf where a row sees none of its keys.
+        outs: attention over each set, ``[B, S, H, D]``, all of one dtype.
+        lses: ``lse`` over each set, ``[B, H, S]``, natural logarithm; -inf if a row sees none of the keys.
 
     Returns:
-        ``out [B, S, H, D]`` in the dtype of ``outs`` and ``lse [B, H, S]`` in that of the computation. A row
-        that sees no key of any set has ``out = 0`` and ``lse = -inf``, and gradients of 0.
+        ``out [B, S, H, D]`` in the dtype of ``outs`` and ``lse [B, H, S]`` in the dtype of the computation. A row that
+        sees no key of any set has ``out = 0`` and ``lse = -inf``, and gradients of 0.
 
     Raises:
-        ValueError: none is given, or numbers, shapes, dtypes or devices do not fit each other.
+        ValueError: there is no set, or numbers, shapes, dtypes or devices do not match.
     """
     _check(outs, lses)
     wide = torch.promote_types(outs[0].dtype, torch.float32)
     exponents = [lse.to(wide) for lse in lses]
     highest = torch.stack([lse.detach() for lse in exponents]).amax(0)
     is_blind = highest == -torch.inf
-    pivot = highest.masked_fill(is_blind, 0.0)  # finite: with -inf it were inf - inf
+    pivot = highest.masked_fill(is_blind, 0.0)  # finite, because -inf would compute inf - inf
     weights = [(lse - pivot).exp() for lse in exponents]
     total = torch.stack(weights).sum(0).masked_fill(is_blind, 1.0)
     out = torch.zeros_like(outs[0], dtype=wide)
@@ -44,9 +44,9 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):
-            raise ValueError(f"{name} is {type(parts).__name__}: it must be a list of tensors, one of each set")
+            raise ValueError(f"{name} is {type(parts).__name__}: it must be a list of tensors, one per set of keys")
     if not outs or len(outs) != len(lses):
-        raise ValueError(f"outs has {len(outs)} tensors, lses has {len(lses)}: they must be as many, and at least one")
+        raise ValueError(f"outs has {len(outs)} tensors, lses has {len(lses)}: the numbers must be equal, at least 1")
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         for name, x, dims in ((f"outs[{number}]", out, "[B, S, H, D]"), (f"lses[{number}]", lse, "[B, H, S]")):
             check_tensor(name, x, may_be_meta=True)
@@ -54,9 +54,9 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
                 raise ValueError(f"{name} is {x.dtype} {list(x.shape)}: it must be a floating tensor {dims}")
         batch, rows, heads, _ = first = outs[0].shape
         if (out.shape, out.dtype, out.device) != (first, outs[0].dtype, outs[0].device):
-            raise ValueError(f"outs[{number}] is {_kind(out)}, outs[0] is {_kind(outs[0])}: they must be alike")
+            raise ValueError(f"outs[{number}] is {_kind(out)}, outs[0] is {_kind(outs[0])}: they must be equal")
         if tuple(lse.shape) != (batch, heads, rows) or lse.device != out.device:
-            raise ValueError(f"lses[{number}] is {_kind(lse)}, outs[{number}] is {_kind(out)}: they do not fit")
+            raise ValueError(f"lses[{number}] is {_kind(lse)}, outs[{number}] is {_kind(out)}: they do not match")
 
 
 def _kind(x: Tensor) -> str:

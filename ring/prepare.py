@@ -1,6 +1,6 @@
-"""From the arguments of a call to its plan: every check, what the ranks agree on, and who sends what when.
+"""Prepare a call: check its arguments, agree on them with the other ranks, and plan its transfers.
 
-One :func:`prepare` for a ring, for a mesh of two dimensions and for a graph of torch.compile.
+One :func:`prepare` serves a ring, a two-dimensional mesh and a torch.compile graph.
 """
 
 from __future__ import annotations
@@ -30,41 +30,37 @@ from .shards import resolve_layout
 from .ulysses import Exchange, Shares, heads_of
 from .wire import wire_of
 
-MOST_SCORED = 1 << 31  # positions that dropout and ALiBi count: the kernels' 32 bits
+MOST_SCORED = 1 << 31  # limit of positions with dropout or ALiBi, because the kernels use 32 bits
 BY_POSITION = ("cu_seqlens", "seqused_k", "prefix_length", "block_mask")
-"""Arguments that have no one meaning where queries are counted from other positions than keys."""
+"""Arguments that are ambiguous if queries and keys are counted from different positions."""
 _COMPARED = {kind: [name for name, entry in ENTRIES.items() if entry.compare is kind] for kind in Compare}
 
 
 class Layouts(NamedTuple):
-    """Who holds which queries, and which keys."""
+    """Layouts of the queries and of the keys."""
 
     queries: Layout
     keys: Layout
 
     @property
     def reach(self) -> int:
-        """One past the last position of either."""
+        """End of both layouts: the last position plus one."""
         return max(self.queries.reach, self.keys.reach)
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of ``ring_attention``: its arguments, and once it is prepared all that forward and backward need.
+    """One call of ``ring_attention``: its arguments and, once prepared, everything that forward and backward need.
 
-    Ranks have agreed on it if it has a ``number``.
+    The ranks have agreed on a call that has a ``number``.
     """
 
     args: AttentionArgs
     ranks: Ranks
-    compare: Mapping[str, object]
-    """Compared between ranks, besides what the arguments mean."""
-    drawn: bool = False
-    """Every rank has drawn ``dropout_seed``, and rank 0's counts."""
-    number: int | None = None
-    """Number of the forward among the calls of the ring."""
-    exchange_number: int = 0
-    """The same among those of the exchange of heads."""
+    compare: Mapping[str, object]  # values that ranks compare besides the arguments
+    drawn: bool = False  # True if every rank has drawn a ``dropout_seed``; rank 0's counts
+    number: int | None = None  # number of the forward among the calls of the ring
+    exchange_number: int = 0  # number of the forward among the calls of the Ulysses ring
     softmax_scale: float = field(init=False)
     backend: LocalAttention = field(init=False)
     config: KernelConfig | None = field(init=False)
@@ -73,52 +69,51 @@ class Call:
     scores: Scores = field(init=False)
     sink: Tensor | None = field(init=False)
     plan: Plan = field(init=False)
-    rows: PackedRows | None = None
-    """Given if batch rows see different keys: q, k and v are to be packed."""
-    exchange: Exchange | None = None
-    """Of heads for tokens, over a mesh."""
+    rows: PackedRows | None = None  # set if batch rows see different keys; q, k and v must then be packed
+    exchange: Exchange | None = None  # exchange of heads for tokens, over a mesh
 
     @property
     def ring(self) -> Ring:
-        """The ring along which K/V travel."""
+        """Ring that K/V move along."""
         return self.ranks.ring if isinstance(self.ranks, Rings) else self.ranks
 
 
 def prepare(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check a call and plan it; agree on it with the other ranks unless its forward already has a number.
+    """Check a call and plan it. Agree on it with the other ranks, unless its forward has a number already.
 
-    Over a mesh the ring's part is planned: all tokens of its ranks, some of the heads.
+    Over a mesh, the plan covers this ring: the tokens of all its ranks, and this rank's part of the heads.
 
     Raises:
-        ValueError, NotImplementedError: as ``ring_attention``.
+        ValueError: as ``ring_attention``.
+        NotImplementedError: as ``ring_attention``.
     """
     ring, ranks, args = call.ring, call.ranks, check_args(call.args)
     check_shapes(q, k, v)
-    mine = its = slice(None)
+    own_heads = own_kv_heads = slice(None)
     if isinstance(ranks, Rings):
         heads, kv_heads = heads_of(q.shape[2], k.shape[2], ranks.ulysses.size)
-        mine, its = heads[ranks.ulysses.rank], kv_heads[ranks.ulysses.rank]
-    kv_heads_here = k[:, :, its].shape[2]
-    if ring.chunks > kv_heads_here:
-        raise ValueError(f"chunks of the ring is {ring.chunks}, k has {kv_heads_here} heads: a chunk has at least one")
+        own_heads, own_kv_heads = heads[ranks.ulysses.rank], kv_heads[ranks.ulysses.rank]
+    own_count = k[:, :, own_kv_heads].shape[2]
+    if ring.chunks > own_count:
+        raise ValueError(f"chunks of the ring is {ring.chunks}, k has {own_count} heads: a chunk needs at least one")
     wire_of(ring.wire_dtype, k.dtype)
     call.softmax_scale = 1.0 / sqrt(q.shape[3]) if args.softmax_scale is None else args.softmax_scale
     call.backend = resolve_backend(args.backend, q.device)
-    call.layouts = held = layouts_of(q, k, args, ranks)
-    call.args, rows, fields_of_rows = by_row(args, held, q.shape[0])
-    call.mask = mask = build_mask(held, q.shape[0], call.args)
+    call.layouts = layouts = layouts_of(q, k, args, ranks)
+    call.args, rows, fields_of_rows = by_row(args, layouts, q.shape[0])
+    call.mask = mask = build_mask(layouts, q.shape[0], call.args)
     if isinstance(ranks, Rings):
-        held = Layouts(*(joined(layout, ranks.ulysses.size) for layout in held))
+        layouts = Layouts(*(joined(layout, ranks.ulysses.size) for layout in layouts))
         tokens, keys = (shared(layout, ranks.ulysses.size, ring.rank) for layout in call.layouts)
         call.exchange = Exchange(ranks, Shares(tokens, heads), Shares(keys, kv_heads))
     if rows is not None:
-        call.rows = packed_rows(rows, *held, ring.rank, q.device)
-        held, mask = Layouts(call.rows.queries, call.rows.keys), replace(mask, documents=call.rows.documents)
-    call.sink, call.scores = sink_of(q, args.learnable_sink), scores_of(q, args, held)
-    if isinstance(ranks, Rings) and args.first_head > FIRST_HEADS - q.shape[2]:  # some rank's may be as large
+        call.rows = packed_rows(rows, *layouts, ring.rank, q.device)
+        layouts, mask = Layouts(call.rows.queries, call.rows.keys), replace(mask, documents=call.rows.documents)
+    call.sink, call.scores = sink_of(q, args.learnable_sink), scores_of(q, args, layouts)
+    if isinstance(ranks, Rings) and args.first_head > FIRST_HEADS - q.shape[2]:
         raise ValueError(
             f"first_head is {args.first_head}: with {q.shape[2]} heads of q over a mesh it must be 0 to "
-            f"{FIRST_HEADS - q.shape[2]}, since every rank counts from the first of its own"
+            f"{FIRST_HEADS - q.shape[2]}, so that the last head of every rank stays below 2^31"
         )
     gradient = call.compare.get("gradient")
     has_backward = bool(gradient[-1] if isinstance(gradient, tuple) else gradient)
@@ -126,14 +121,15 @@ def prepare(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     if call.number is None:
         agree(call, q, k, v, fields_of_rows)
     if call.exchange is not None:
-        call.scores, call.sink = call.scores.of_heads(mine), None if call.sink is None else call.sink[mine]
+        call.scores = call.scores.of_heads(own_heads)
+        call.sink = None if call.sink is None else call.sink[own_heads]
     call.config = ring.leaving_room(args.config)
     where = (ring.rank, ring.direction, q.device, ring.topology, ring.slots)
-    call.plan = plan(held.queries, mask, *where, kv_layout=held.keys)
+    call.plan = plan(layouts.queries, mask, *where, kv_layout=layouts.keys)
 
 
 def agree(call: Call, q: Tensor, k: Tensor, v: Tensor, fields_of_rows: dict[str, Any]) -> None:
-    """Compare a call with the other ranks', draw the seed of dropout, and open the ring."""
+    """Compare a call with those of the other ranks, draw the dropout seed, and open the ring."""
     meant = {name: getattr(call.args, name) if e.agreed is None else e.agreed(call) for name, e in ENTRIES.items()}
     is_layout = [isinstance(layout, Layout) for layout in (call.args.layout, call.args.kv_layout)]
     fields = {
@@ -142,7 +138,7 @@ def agree(call: Call, q: Tensor, k: Tensor, v: Tensor, fields_of_rows: dict[str,
         "heads": (q.shape[2], k.shape[2]),
         "head dim": (q.shape[3], v.shape[3]),
         "dtype": q.dtype,
-        # before the layouts that a name and these numbers mean
+        # compared before the layouts, which depend on a name and these numbers
         "tokens per rank": None if is_layout[0] else q.shape[1],
         "keys per rank": None if any(is_layout) else k.shape[1],
         **{name: meant[name] for name in _COMPARED[Compare.ALWAYS]},
@@ -157,17 +153,17 @@ def agree(call: Call, q: Tensor, k: Tensor, v: Tensor, fields_of_rows: dict[str,
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> None:
-    """Refuse what is no tensor, before any attribute is read, or a DTensor; and transforms of functions."""
+    """Raise if q, k or v is no tensor or a DTensor, before any attribute is read, or inside a torch.func transform."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, may_be_meta=x is not q)
     if args.learnable_sink is not None:
         check_tensor("learnable_sink", args.learnable_sink)
-    check_local("alibi_slopes", args.alibi_slopes)  # of which the dispatcher would make another error
+    check_local("alibi_slopes", args.alibi_slopes)  # otherwise the dispatcher raises a misleading error
     check_autograd("ring_attention", q, k, v)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast floating tensors to autocast's dtype where it is on for their device, as SDPA does."""
+    """Cast floating tensors to the autocast dtype if autocast is on for their device, as SDPA does."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -176,7 +172,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ranks) -> Layouts:
-    """The layouts of a call, checked against this rank's shards."""
+    """Return the layouts of a call, checked against this rank's shards."""
     queries, kv_layout, align = _layout_of("q", "layout", args.layout, ring, q), args.kv_layout, args.align
     if align is not None and kv_layout is None and not isinstance(args.layout, Layout):
         kv_layout = args.layout
@@ -186,20 +182,20 @@ def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ranks) -> Layout
     if k.shape[1] != q.shape[1]:
         swapped = k.shape[2] == q.shape[2] and k.shape[1] and q.shape[1] % k.shape[1] == 0
         raise ValueError(
-            f"k has {k.shape[1]} tokens, q has {q.shape[1]}: without kv_layout a rank's queries and keys are the same "
-            "tokens; pass kv_layout to say at which positions the keys are, or with layouts by name align"
+            f"k has {k.shape[1]} tokens, q has {q.shape[1]}: without kv_layout they must be equal. Pass kv_layout with "
+            "the positions of the keys, or align if the layouts are names"
             f"{TRANSPOSED if swapped else ''}"
         )
     return Layouts(queries, queries)
 
 
 def _aligned(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts:
-    """Layouts that both count from 0 as positions: the later ones of ``bottom-right`` end where the others do."""
+    """Apply ``align`` to layouts that both count from 0: with ``bottom-right``, shift the shorter one to the end."""
     for name, layout in zip(("layout", "kv_layout"), layouts, strict=True):
         if layout.reach != layout.seqlen:
             raise ValueError(
-                f"align is {align!r}, and {name} holds {layout.seqlen} of the positions 0 to {layout.reach - 1}: it "
-                "says already where queries and keys are; leave align out, or count both from 0"
+                f"align is {align!r}, but {name} holds only {layout.seqlen} of the positions 0 to {layout.reach - 1}: "
+                "leave align out, or pass layouts that count from 0"
             )
     more = layouts.keys.seqlen - layouts.queries.seqlen
     if align == "top-left" or not more:
@@ -208,8 +204,8 @@ def _aligned(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts:
         if getattr(args, name) is not None:
             raise ValueError(
                 f"{name} is given with align='bottom-right', {layouts.queries.seqlen} queries and "
-                f"{layouts.keys.seqlen} keys: it speaks of positions, and conventions differ on whose; pass layout and "
-                "kv_layout with the positions of both, without align"
+                f"{layouts.keys.seqlen} keys: {name} uses positions, and those of queries and keys differ here. Pass "
+                "layout and kv_layout with both positions, without align"
             )
     if more > 0:
         return layouts._replace(queries=shifted(layouts.queries, more))
@@ -219,21 +215,25 @@ def _aligned(layouts: Layouts, align: str, args: AttentionArgs) -> Layouts:
 def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ranks, x: Tensor) -> Layout:
     rows = x.shape[1]
     seqlen = layout.seqlen if isinstance(layout, Layout) else rows * ring.size
-    whole = resolve_layout(layout, seqlen, ring.size, name)
-    if rows != whole.lengths[ring.rank]:
-        swapped = TRANSPOSED if x.shape[2] == whole.lengths[ring.rank] else ""
-        raise ValueError(
-            f"{tensor} has {rows} tokens, {name} gives rank {ring.rank} {whole.lengths[ring.rank]}{swapped}"
-        )
-    return whole
+    resolved = resolve_layout(layout, seqlen, ring.size, name)
+    length = resolved.lengths[ring.rank]
+    if rows != length:
+        swapped = TRANSPOSED if x.shape[2] == length else ""
+        raise ValueError(f"{tensor} has {rows} tokens, {name} gives rank {ring.rank} {length}{swapped}")
+    return resolved
 
 
 def by_row(args: AttentionArgs, layouts: Layouts, batch: int) -> tuple[AttentionArgs, Rows | None, dict[str, Any]]:
-    """``args`` without what tells batch rows apart, that, and what ranks compare of it; see :func:`.rows.rows_of`."""
+    """Split off the mask arguments that let batch rows see different keys; see :func:`.rows.rows_of`.
+
+    Returns:
+        ``args`` without them, the per-row masks (None if all rows see the same keys), and the values that ranks
+        compare.
+    """
     arguments = args.cu_seqlens, args.key_mask, args.leftpad_k, args.seqused_k
     if args.key_mask is None and args.leftpad_k is None and not is_by_row(args.cu_seqlens):
         return args, None, {}
-    changes, rows, said = rows_of(*arguments, batch=batch, keys=layouts.keys.reach, length=layouts.reach)
+    changes, rows, compared = rows_of(*arguments, batch=batch, keys=layouts.keys.reach, length=layouts.reach)
     slopes, pattern = args.alibi_slopes, args.block_mask
     problems = {
         "block_mask": pattern is not None and (batch > 1 or not isinstance(pattern, Longformer)),
@@ -241,21 +241,21 @@ def by_row(args: AttentionArgs, layouts: Layouts, batch: int) -> tuple[Attention
         "alibi_slopes": isinstance(slopes, Tensor) and slopes.dim() == 2 and batch > 1,
     }
     for name in (name for name, is_problem in problems.items() if rows is not None and is_problem):
-        names = " and ".join(each for each, value in said.items() if value is not None)
+        names = " and ".join(each for each, value in compared.items() if value is not None)
         raise ValueError(
-            f"{name} is given with {names}, by which batch rows see different keys: they are computed as one sequence "
-            f"without what is hidden, and of each row alone {name} cannot speak there; call row by row, or leave it out"
+            f"{name} is given with {names}, which let batch rows see different keys: {name} is not supported there, "
+            "because the rows are packed into one sequence. Call row by row, or leave it out"
         )
-    return args._replace(**changes), rows, said
+    return args._replace(**changes), rows, compared
 
 
 def mask_of(layouts: Layouts, batch: int, **options: Unpack[Options]) -> Mask:
-    """Return the mask that arguments of ``ring_attention`` mean."""
+    """Return the mask that options of ``ring_attention`` describe."""
     return build_mask(layouts, batch, check_args(AttentionArgs(**options)))  # type: ignore[misc]
 
 
 def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
-    """Return the mask of checked arguments: ValueError if they do not fit the layouts."""
+    """Return the mask of checked arguments, or raise ValueError if they do not fit the layouts."""
     block_mask, used = args.block_mask, args.seqused_k
     cu_seqlens: Any = args.cu_seqlens
     window: Any = args.window_size
@@ -267,27 +267,27 @@ def build_mask(layouts: Layouts, batch: int, args: AttentionArgs) -> Mask:
     if isinstance(block_mask, Longformer):
         if window != (UNLIMITED, UNLIMITED):
             raise ValueError(
-                f"window_size is {window} with the Longformer mask, which has its own: {block_mask.window}"
+                f"window_size is {window} with a Longformer mask, which has its own, {block_mask.window}: pass one"
             )
         return replace(mask, window=block_mask.window, global_tokens=block_mask.global_tokens)
     return mask if block_mask is None else replace(mask, blocks=_blocks(block_mask, layouts))
 
 
 def _blocks(block_mask: object, layouts: Layouts) -> BlockMask:
-    made = block_mask if isinstance(block_mask, BlockMask) else _equal_blocks(block_mask, layouts.queries.reach)
-    wanted = tuple(-(-layout.reach // made.block) for layout in layouts)
-    if tuple(made.visible.shape) != wanted:
+    blocks = block_mask if isinstance(block_mask, BlockMask) else _equal_blocks(block_mask, layouts.queries.reach)
+    expected = tuple(-(-layout.reach // blocks.block) for layout in layouts)
+    if tuple(blocks.visible.shape) != expected:
         raise ValueError(
-            f"block_mask is {list(made.visible.shape)} blocks of {made.block} positions: for {layouts.queries.reach} "
-            f"queries and {layouts.keys.reach} keys it must be {list(wanted)}"
+            f"block_mask is {list(blocks.visible.shape)} blocks of {blocks.block} positions: for "
+            f"{layouts.queries.reach} queries and {layouts.keys.reach} keys it must be {list(expected)}"
         )
     for name, layout in zip(("layout", "kv_layout"), layouts, strict=True):
-        made.check(name, layout)
-    return made
+        blocks.check(name, layout)
+    return blocks
 
 
 def _equal_blocks(block_mask: object, reach: int) -> BlockMask:
-    """A tensor alone says how many blocks there are, and so their size, where they are all of one."""
+    """Build a `BlockMask` from a tensor, whose number of rows gives the block size."""
     check_local("block_mask", block_mask)
     if not isinstance(block_mask, Tensor) or block_mask.dim() != 2 or not len(block_mask):
         got = list(block_mask.shape) if isinstance(block_mask, Tensor) else type(block_mask).__name__
@@ -296,8 +296,8 @@ def _equal_blocks(block_mask: object, reach: int) -> BlockMask:
         )
     if reach % len(block_mask):
         raise ValueError(
-            f"block_mask has {len(block_mask)} blocks of queries for {reach}: where the last block is shorter, pass a "
-            "BlockMask(visible, block), which says how long the others are"
+            f"block_mask has {len(block_mask)} blocks for {reach} queries, which it does not divide. If the last block "
+            "is shorter, pass BlockMask(visible, block)"
         )
     return BlockMask(block_mask, reach // len(block_mask))
 
@@ -308,12 +308,12 @@ def _prefix(length: int | None, causal: bool, reach: int) -> int:
     if length > reach:
         raise ValueError(f"prefix_length is {length}: it must be 0 to {reach}, the number of tokens")
     if not causal:
-        raise ValueError(f"prefix_length is {length} without causal: it says what a causal mask shows all the same")
+        raise ValueError(f"prefix_length is {length} without causal: it needs causal=True")
     return length
 
 
 def sink_of(q: Tensor, learnable_sink: Tensor | None) -> Tensor | None:
-    """The sink logits of a call, one per query head."""
+    """Return the sink logits, one per query head, or raise ValueError."""
     if learnable_sink is None:
         return None
     if not learnable_sink.is_floating_point():
@@ -327,15 +327,15 @@ def sink_of(q: Tensor, learnable_sink: Tensor | None) -> Tensor | None:
 
 
 def scores_of(q: Tensor, args: AttentionArgs, layouts: Layouts) -> Scores:
-    """Return softcap, ALiBi and dropout of a call; a seed that is not given is drawn later."""
+    """Return softcap, ALiBi and dropout of a call. A missing seed is drawn later."""
     alibi_slopes = args.alibi_slopes
     if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
-        raise ValueError("alibi_slopes requires a gradient, and there is none: pass alibi_slopes.detach()")
+        raise ValueError("alibi_slopes requires a gradient, but has none here: pass alibi_slopes.detach()")
     if args.dropout_seed is not None and not args.dropout_p:
-        raise ValueError(f"dropout_seed is {args.dropout_seed} with dropout_p 0: nothing is dropped")
-    made = Scores(args.softcap or 0.0, alibi_slopes, args.dropout_p, args.dropout_seed or 0, args.first_head)
-    made.check_slopes(q.shape[0], q.shape[2], q.device)
-    if made.by_position and layouts.reach > MOST_SCORED:
+        raise ValueError(f"dropout_seed is {args.dropout_seed} with dropout_p 0: pass dropout_p, or no seed")
+    scores = Scores(args.softcap or 0.0, alibi_slopes, args.dropout_p, args.dropout_seed or 0, args.first_head)
+    scores.check_slopes(q.shape[0], q.shape[2], q.device)
+    if scores.by_position and layouts.reach > MOST_SCORED:
         name = "dropout_p" if args.dropout_p else "alibi_slopes"
         raise ValueError(f"layout reaches position {layouts.reach - 1}: with {name} positions must be below 2^31")
-    return made
+    return scores

@@ -1,4 +1,4 @@
-"""The ring of one group: its transport and its slots, kept from call to call."""
+"""`Ring`: the transports and receive slots of one group, shared by all calls of that group."""
 
 from __future__ import annotations
 
@@ -55,50 +55,56 @@ from .wire import grad_wire_of, wire_of
 logger = logging.getLogger(__name__)
 
 IN_USE = (
-    "this ring is in use by a call of another thread: one call at a time, in the same order on every rank; a Ring for "
-    "each thread lets them compute side by side"
+    "this ring is in use by a call of another thread. Make one call at a time, in the same order on every rank, or use "
+    "one Ring per thread."
 )
 CAPTURED = (
-    "the current stream is captured into a CUDA graph, and a ring waits on the host for other ranks: capture what is "
-    "before and after the call"
+    "the current stream is captured into a CUDA graph, but a ring waits on the host for other ranks. Capture the code "
+    "before and after the call instead."
 )
 VERSIONS = {"ringattn": __version__, "torch": torch.__version__, "triton": triton.__version__}
 
 
 class Ring:
-    """What the ranks of one group share between calls: transports, and the slots of K/V and of dK/dV.
+    """Transports and receive slots that the ranks of one group share between calls.
+
+    The transports open at the first call, on the device of its tensors. Every rank makes the same calls in the same
+    order, one at a time. A call from a second thread during a call raises RuntimeError and ends the ring.
+
+    A Ring is a context manager; :meth:`close` releases communicators and slots.
 
     Args:
-        group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a :class:`LocalWorld` member; None is
-            the default group where ``torch.distributed`` is initialised, else one device alone.
+        group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a :class:`LocalWorld` member. None
+            means the default group if ``torch.distributed`` is initialised, and otherwise this device alone.
         transport: ``auto``, ``nccl`` (CuPy), ``nccl_one_sided`` (copy engines and NICs, no SMs), ``process_group``,
-            ``local`` or the name of another registered one; or a factory, see :func:`comm.register_transport`.
-        wire_dtype: how K/V travel: None as they are, ``torch.bfloat16``, or ``torch.float8_e4m3fn`` with one scale per
-            head and 128 tokens. Encoded once, by their owner; the own shard is computed with as it is.
-        grad_wire_dtype: how partial dK/dV travel: None or ``torch.float32`` as they are summed, or ``torch.bfloat16``.
-        slots: buffers that K/V rotate through; memory per rank does not depend on the number of ranks. At least 2
-            where more than two ranks share a ring.
-        prefetch: hops that K/V are posted ahead of the compute, 0 (blocking) to ``slots - 1``, the default.
-        chunks: a hop is cut into this many runs of key heads, each sent and computed on its own, so that only one
-            run's transfer is exposed at either end. At most the number of key heads.
-        direction: 1 sends K/V to the next rank, -1 to the one before.
-        topology: the order of the ranks; several nodes of one size make a two-level ring. None: discovered, where the
-            group has GPUs, else flat in rank order.
-        limits: what a transfer may take of the machine, see :class:`comm.Limits`.
-        deadline: seconds that a transfer may take once what it waits for is done, before the ranks give up with an
-            error; None: 100 times the median of the last ones, at least 60 s and 4 times the longest, and 600 s for
-            the first of a call and for what this ring has never moved before. Given, it bounds every other wait for
-            ranks too, connecting, opening and warming up among them, whatever the timeout of the group. In a mesh of
-            two dimensions it holds for both. Until this ring is closed it also holds for calls without ``ring=`` of
-            the same group, or of a mesh whose first dimension that is, ``shard`` and ``unshard`` among them: the last
-            one given does. The same on all ranks, or none.
+            ``local``, the name of another registered transport, or a factory (see :func:`comm.register_transport`).
+        wire_dtype: dtype in which K/V are sent. None sends them unchanged. ``torch.bfloat16`` rounds.
+            ``torch.float8_e4m3fn`` uses one scale per head and 128 tokens. The owner encodes K/V once; its own compute
+            uses the unrounded tensors.
+        grad_wire_dtype: dtype in which partial dK/dV are sent. None or ``torch.float32`` sends the fp32 sums,
+            ``torch.bfloat16`` rounds them at every hop.
+        slots: number of K/V receive slots, at least 2 if more than two ranks share a ring. Memory per rank does not
+            depend on the number of ranks.
+        prefetch: number of hops that K/V are posted ahead of the compute, 0 (blocking) to ``slots - 1``, the default.
+        chunks: number of groups of key heads that a hop is cut into. Each group is sent and computed separately, so
+            that only one group's transfer is exposed at either end. At most the number of key heads.
+        direction: 1 sends K/V to the next rank, -1 to the previous rank.
+        topology: order of the ranks. Several nodes of equal size make a two-level ring. None discovers the topology if
+            the group has GPUs, and otherwise uses a flat ring in rank order.
+        limits: machine resources that a transfer may use, see :class:`comm.Limits`.
+        deadline: seconds that a transfer may take after everything it waits for is done. When they have passed, all
+            ranks fail with an error. Pass the same value on all ranks, or none. See below.
 
-    The transports open at the first call, on the device of its tensors; every rank makes the same calls in the same
-    order, one at a time. A call that another thread makes meanwhile is a RuntimeError, and ends the ring.
-    A context manager; :meth:`close` gives back communicators and slots.
+    With ``deadline=None`` the limit is 100 times the median of recent transfers, at least 60 s and at least 4 times the
+    longest. The first transfer of a call, and transfers that this ring has never made before, have 600 s.
+
+    A given ``deadline`` also bounds every other wait for ranks, such as connecting, opening and warming up, whatever
+    the timeout of the group. In a two-dimensional mesh it holds for both dimensions. Until this ring is closed, the
+    deadline also holds for calls without ``ring=`` on the same group, including ``shard`` and ``unshard``. So it does
+    on meshes whose first dimension is this group. If several rings set a deadline, the last one counts.
 
     Raises:
-        ValueError: an argument that is not one of the above.
+        ValueError: an argument is not one of the values above.
     """
 
     def __init__(
@@ -130,19 +136,19 @@ class Ring:
         self._set_depth(slots)
         self.chunks = chunks
         wire, self._grad_wire = wire_of(wire_dtype, torch.float32), grad_wire_of(grad_wire_dtype)
-        # by name, so that ranks that say the same in different ways agree
+        # Compared between ranks by name, because a dtype can be passed as a torch dtype or as text.
         self.wire_dtype = None if wire is None else wire.name
         self.grad_wire_dtype = None if self._grad_wire is None else self._grad_wire.name
         self.limits = limits or Limits()
         self.deadline = deadline
-        self._names = [*range(self.size)]  # what errors call each rank: in a mesh, its rank there
+        self._names = [*range(self.size)]  # rank numbers for error messages; in a mesh, ranks of the whole mesh
         self._rings = FailTogether()
         self._partners: dict[Group, Ring] = {}
-        self.number = handle_of(self)  # what names this ring in a graph of torch.compile
+        self.number = handle_of(self)  # identifies this ring in a torch.compile graph
         self._transport = transport
         self._transports: tuple[Transport, ...] = ()
         self._flat: Transport | None = None
-        self._opened: list[Transport] = []  # what the watch aborts; it must not keep the ring alive
+        self._opened: list[Transport] = []  # the watchdog aborts these; it must not keep the ring alive
         self._watch: Watch | None = None
         self._device: torch.device | None = None
         self._kv: Slots | None = None
@@ -153,7 +159,7 @@ class Ring:
         self._control: Control | None = None
         self._values: Control | None = None
         self._process = os.getpid()
-        self._broken = ""  # what ended a call: other ranks may never post what this one's transfers wait for
+        self._broken = ""  # the error that ended a call; other ranks may never post what our transfers wait for
         self._closed = False
         self._busy = threading.Lock()  # held by the call in progress
         self._misused: RuntimeError | None = None
@@ -162,7 +168,7 @@ class Ring:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What all ranks of a ring must have in common, beside what they compute."""
+        """Settings that must be equal on all ranks of the ring."""
         return {
             "transport": label(self._transport),
             "limits": self.limits,
@@ -181,27 +187,27 @@ class Ring:
         self.slots, self.prefetch = depth_of(slots, self._prefetch, hops)
 
     def partner(self, group: Group) -> Ring:
-        """Return the ring of the other dimension of a mesh, made on first use.
+        """Return the ring of the other mesh dimension, created on first use.
 
-        It has this ring's deadline and otherwise the defaults. One of the two that fails ends the other. It is closed
-        with this ring.
+        The partner has this ring's deadline and default settings otherwise. If one of the two fails, both end. Closing
+        this ring closes the partner.
         """
         if group not in self._partners:
-            made = _default_ring(group, self.deadline)
-            made._rings = self._rings
-            self._partners.setdefault(group, made)
+            ring = _default_ring(group, self.deadline)
+            ring._rings = self._rings
+            self._partners.setdefault(group, ring)
         return self._partners[group]
 
     def name_ranks(self, names: Sequence[int]) -> None:
-        """Set what errors call each rank."""
+        """Set the rank numbers that error messages use."""
         self._names[:] = names
 
     def open(self, device: torch.device) -> tuple[Transport, ...]:
-        """The transports for tensors on ``device``, one per level of the ring, opened on first use.
+        """Return the transports for tensors on ``device``, one per level of the ring. Open them on first use.
 
         Raises:
             ValueError: the ring is closed, or open on another device.
-            TransportError: the ranks could not open them together.
+            TransportError: the ranks could not open the transports together.
         """
         self._use(device)
         if not self._transports:
@@ -216,12 +222,12 @@ class Ring:
         return {"device": device, "topology": self.topology, "limits": self.limits, "control": self._shared()}
 
     def open_flat(self, device: torch.device) -> Transport:
-        """A transport that reaches every rank of the group, opened on first use."""
+        """Return a transport that reaches every rank of the group, opened on first use."""
         transports = self.open(device)
         if len(transports) == 1:
             return transports[0]
         if self._flat is None:
-            # What reaches other nodes reaches all ranks.
+            # The transport between nodes reaches all ranks.
             transport = self._transport if callable(self._transport) else transports[-1].name
             self._flat = open_transport(self.group, transport=transport, **self._opening(device))
             self._opened.append(self._flat)
@@ -233,18 +239,21 @@ class Ring:
         return self._transports[0].name if self._transports else label(self._transport)
 
     def leaving_room(self, config: KernelConfig | None) -> KernelConfig | None:
-        """``config``, whose persistent kernels leave what this ring's transfers take where it says nothing of that."""
-        taken: list[Any] = [getattr(transport, "multiprocessors", None) for transport in self._transports]
-        if not taken or None in taken or config is None or not config.persistent or config.sm_margin is not None:
+        """Return ``config`` with ``sm_margin`` set, so that persistent kernels leave multiprocessors for transfers.
+
+        A config that sets ``sm_margin`` itself, or has no persistent kernels, is returned unchanged.
+        """
+        used: list[Any] = [getattr(transport, "multiprocessors", None) for transport in self._transports]
+        if not used or None in used or config is None or not config.persistent or config.sm_margin is not None:
             return config
-        most = gpu_or_interpreter(self._device or torch.device("cpu")).multiprocessors // 2
-        return replace(config, sm_margin=min(sum(taken), most))
+        half_of_gpu = gpu_or_interpreter(self._device or torch.device("cpu")).multiprocessors // 2
+        return replace(config, sm_margin=min(sum(used), half_of_gpu))
 
     @contextmanager
     def call(
         self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, scores: Scores = PLAIN
     ) -> Iterator[RingCall]:
-        """What the loops need for one call; an error inside reaches the other ranks."""
+        """Yield the `RingCall` that the loops run on. Report an error inside to the other ranks."""
         with self._watched(phase, q.device) as watch:
             transports = self.open(q.device)
             if not any(plan is known for known in self._warm):
@@ -274,10 +283,10 @@ class Ring:
 
     @contextmanager
     def _exchange(self, phase: str, device: torch.device) -> Iterator[tuple[Transport, Posted]]:
-        """A transport to every rank, and the watch's note of posts there; an error inside reaches the other ranks."""
+        """Yield a transport to every rank and the hook for its posts. Report an error inside to the other ranks."""
         transport = self.open_flat(device)
         with self._watched(phase, device) as watch:
-            if not self._exchanged:  # every pair connects, also those that are no neighbours on the ring
+            if not self._exchanged:  # connect every pair of ranks, not only neighbours on the ring
                 transport.warm_up([*permutations(range(self.size), 2)])
                 self._exchanged = True
             yield transport, watch.posted
@@ -308,12 +317,12 @@ class Ring:
 
     @contextmanager
     def _entered(self, device: torch.device) -> Iterator[None]:
-        """One call, from its checks to its end; whatever ends it early reaches the other ranks.
+        """Guard one call from its checks to its end. Report any error inside to the other ranks.
 
         Raises:
-            RuntimeError: a call of another thread is in progress. Ranks whose threads race need not agree on which
-                call came first, so the ring is lost, as after any other failure. Or a thread whose wait for other
-                virtual ranks would never end.
+            RuntimeError: a call of another thread is in progress. The ring is then lost, because ranks whose threads
+                race need not agree on the order of calls. Also raised in a thread that must not wait for other virtual
+                ranks.
             NotImplementedError: the current stream is captured into a CUDA graph.
         """
         if self.size == 1:
@@ -354,19 +363,20 @@ class Ring:
         of: int | None = None,
         always: bool = False,
     ) -> int:
-        """Compare what this rank is about to do with every other rank's; the number of the call. See `Watch.agree`."""
+        """Compare the fields of a call with all other ranks and return the number of the call. See `Watch.agree`."""
         common = {"device": device.type, **self.settings, **VERSIONS} if of is None else {}
         return self._use(device).agree({**fields, **common}, values, of=of, always=always)
 
     def _call_off(self, other: Ring) -> None:
-        """Make nothing of the call that was agreed on, where another ring of these ranks refused it and goes on."""
+        """Cancel the agreed call because another ring of these ranks refused it."""
         if self._watch is not None and other._watch is not None and other._watch.stopped() is None:
             self._watch.call_off()
 
     def _draw_seed(self, drawn: int | None = None) -> int:
-        """A seed of 63 bits from rank 0's torch generator, the same on every rank; one round trip through the store.
+        """Return a 63-bit seed from rank 0's torch generator, equal on every rank. One round trip through the store.
 
-        ``drawn``: already, by every rank for itself.
+        Args:
+            drawn: the seed that this rank has drawn already, if every rank has drawn one. Rank 0's counts.
         """
         if self.rank:
             drawn = None
@@ -377,7 +387,7 @@ class Ring:
         return seed
 
     def _gather(self, value: object, what: str) -> list[object]:
-        """Return the value of each rank, inside a call; ``what`` is what errors call it. One round trip."""
+        """Return the value of each rank, inside a call. One round trip; ``what`` names the value in errors."""
         if self.size == 1:
             return [value]
         watch = self._watch
@@ -386,19 +396,19 @@ class Ring:
             self._values = self._shared().fresh_scope("values")
         try:
             return self._values.gather(value, what=what, stop=watch.stopped)
-        except TransportError as error:  # a rank whose own value was enough for it may have stopped before
+        except TransportError as error:  # another rank may have failed before it sent its value
             raise watch.failed(error) from error
 
     def telemetry(self) -> tuple[Report, ...]:
-        """What this rank knows of every rank and how old that is: compute and wait seconds, bytes, last step, clocks.
+        """Return what this rank knows about every rank and how old that is. Empty before the first call.
 
-        Empty before the first call.
+        Each report has compute and wait seconds, bytes, the last step and clock rates.
         """
         return self._watch.telemetry() if self._watch is not None else ()
 
     def _use(self, device: torch.device) -> Watch:
         if self._closed:
-            raise ValueError("ring is closed: make a new one")
+            raise ValueError("ring is closed: create a new Ring")
         self._check_process()
         if self._watch is None:
             self._device = device
@@ -412,32 +422,33 @@ class Ring:
                 gauges=Reader(device) if device.type == "cuda" else None,
             )
         if self._device != device:
-            raise ValueError(f"q is on {device}, this ring works on {self._device}: use one Ring per device")
+            raise ValueError(f"q is on {device}, but this ring works on {self._device}: use one Ring per device")
         return self._watch
 
     def _shared(self) -> Control:
-        """What its ranks exchange on the host; no wait there is longer than the deadline allows."""
+        """Return the host-side control channel of the ranks. Its waits never exceed the deadline."""
         if self._control is None:
             self._control = ring_control(self.group, self.deadline)
             self._control.names = self._names
         return self._control
 
     def _check_process(self) -> None:
-        """Refuse a process that was forked from this ring's: RuntimeError."""
+        """Raise RuntimeError if this process was forked from the ring's process."""
         if self.size > 1 and os.getpid() != self._process:
             raise RuntimeError(
-                f"ring belongs to process {self._process}, from which this one was forked: it has none of its threads"
+                f"ring belongs to process {self._process}, but this process is a fork of it and has none of its "
+                "threads: create a new Ring"
             )
 
     @contextmanager
     def record(self) -> Iterator[Trace]:
-        """Record compute, waits, transfers and the use of slots of the calls made inside.
+        """Record compute, waits, transfers and slot use of the calls made inside.
 
         Raises:
-            ValueError: no call has been made yet, so that the device is not known.
+            ValueError: the ring has not been used yet, so its device is unknown.
         """
         if self._device is None:
-            raise ValueError("record() needs a ring that has been used once: its device is not known yet")
+            raise ValueError("record() needs a ring that has made a call before, because it must know the device")
         self._trace = Trace(self._device)
         try:
             yield self._trace
@@ -445,27 +456,27 @@ class Ring:
             self._trace = None
 
     def close(self) -> None:
-        """Give back communicators and slots. Idempotent; raises nothing: what cannot be given back is logged."""
-        if self._closed or os.getpid() != self._process:  # what a forked process has inherited is its parent's
+        """Release communicators and slots. Idempotent; failures are logged, never raised."""
+        if self._closed or os.getpid() != self._process:  # the resources of a forked process belong to its parent
             return
         self._closed = True
         if self.group in _DEADLINES and _DEADLINES[self.group].ring == self.number:
             del _DEADLINES[self.group]
         steps: list[Callable[[], object]] = []
         if self._broken:
-            reason = f"aborted: its ring was left by {self._broken}"
+            reason = f"aborted because a call on its ring failed: {self._broken}"
             device = self._device or HOST
-            aborts = (partial(one.abort, reason) for one in self._opened)
+            aborts = (partial(transport.abort, reason) for transport in self._opened)
             steps += [partial(within, ABORT_SECONDS, abort, device, "abort") for abort in aborts]
-        # Under the watch, which ends a transfer that never comes.
+        # Drain while the watchdog still runs: it ends a transfer that never completes.
         steps += [partial(_drain, slots) for slots in (self._kv, self._dkv) if slots is not None]
-        held = (*self._partners.values(), self._watch, *reversed(self._opened), self._control)
-        steps += [thing.close for thing in held if thing is not None]
+        resources = (*self._partners.values(), self._watch, *reversed(self._opened), self._control)
+        steps += [resource.close for resource in resources if resource is not None]
         for step in steps:
             try:
                 step()
             except Exception as error:
-                logger.warning("rank %d: what a ring held is not all given back: %s", self.rank, error)
+                logger.warning("rank %d: closing a ring failed in part, some resources may leak: %s", self.rank, error)
         self._kv = self._dkv = self._control = self._values = None
         self._opened.clear()
         self._partners.clear()
@@ -485,13 +496,13 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _drain(slots: Slots) -> None:
-    with suppress(TransportError):  # what failed is over, too
+    with suppress(TransportError):  # a failed transfer does not use its slot any more
         slots.drain()
 
 
 def depth_of(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
-    """``slots`` and ``prefetch``, checked against each other; ``hops`` of an outer step."""
-    least = 2 if hops > 2 else 1  # a slot that is sent from cannot be received into
+    """Return ``slots`` and ``prefetch`` after checking them against ``hops``, the number of hops in an outer step."""
+    least = 2 if hops > 2 else 1  # a slot cannot receive while it is being sent
     if slots < least:
         raise ValueError(f"slots is {slots}: a ring of {hops} ranks needs at least {least}")
     if prefetch is not None and not 0 <= prefetch < slots:
@@ -500,46 +511,49 @@ def depth_of(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
 
 
 class _Deadline(NamedTuple):
-    """The deadline that a user gave a ring."""
+    """Deadline that a user gave to a ring."""
 
-    ring: int  # its number
+    ring: int  # number of the ring
     seconds: float
 
 
 _DEADLINES: MutableMapping[Group, _Deadline] = WeakKeyDictionary()
-"""By group the last one that was given, until that ring is closed."""
+"""Last deadline given per group, until that ring is closed."""
 
 
 def ring_of(group: GroupLike, device: torch.device) -> Ring:
-    """Return the ring that calls without ``ring=`` share: one per group, device and deadline, made on first use."""
+    """Return the ring for calls without ``ring=``: one per group, device and deadline, created on first use."""
     members = resolve_group(group)
-    kept, given = kept_of(members), _DEADLINES.get(members)
-    key = device if given is None else (device, given.seconds)
-    # in one step: two threads must not make two
-    ring = kept[key] if key in kept else kept.setdefault(key, _default_ring(members, given and given.seconds))
+    cache, deadline = kept_of(members), _DEADLINES.get(members)
+    key = device if deadline is None else (device, deadline.seconds)
+    # setdefault is atomic, so that two threads get the same ring
+    ring = cache[key] if key in cache else cache.setdefault(key, _default_ring(members, deadline and deadline.seconds))
     assert isinstance(ring, Ring)
     return ring
 
 
 def _default_ring(group: Group, deadline: float | None) -> Ring:
     ring = Ring(group)
-    ring.deadline = deadline  # not as an argument: calls that name no ring must not take it from here
+    ring.deadline = deadline  # not as an argument, which would enter it in _DEADLINES
     return ring
 
 
 def resolve_ring(ring: Ring | None, group: GroupLike, device: torch.device) -> Ring:
-    """The ring of a call; ``ring`` and ``group`` name the same thing, so that only one may be given."""
+    """Return the ring of a call. Raise ValueError if ``ring`` and ``group`` are both given."""
     if ring is None:
         return ring_of(group, device)
     if not isinstance(ring, Ring):
         raise ValueError(f"ring is {shown(ring)}: it must be a Ring")
     if group is not None:
-        raise ValueError("ring and group are both given: a Ring has its group, pass one of them")
+        raise ValueError("ring and group are both given: pass one of them, because a Ring has its own group")
     return ring
 
 
 def device_of(*given: object) -> torch.device:
-    """Where a call computes; where that is wrong too, somewhere to tell the other ranks from."""
+    """Return the device of the first CPU or GPU tensor among the arguments.
+
+    Without such a tensor, return the current GPU or the CPU, so that the other ranks can be told about the error.
+    """
     for x in given:
         if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda"):
             return x.device

@@ -1,8 +1,7 @@
-"""Batch rows that see different keys: one sequence of all rows, without the keys that are hidden.
+"""Batch rows that see different keys, packed into one sequence without the hidden keys.
 
-Position p of row b is ``b * length + p`` there, and every row is a document of its own or several: the packed sequence
-that one would make by hand. Hidden keys are not sent: who holds which keys is a layout of those that are left. So no
-kernel knows of any of this.
+Position p of row b becomes ``b * length + p``, and every row is one document or several. Hidden keys are not sent: the
+layout of the keys leaves them out. Therefore the kernels need not know about rows.
 """
 
 from __future__ import annotations
@@ -25,63 +24,60 @@ Boundaries = Iterable[int] | Sequence[Sequence[int]] | Tensor
 
 
 class Rows(NamedTuple):
-    """What tells batch rows apart; hashable."""
+    """Per-row masks of a batch; hashable."""
 
-    documents: tuple[Documents, ...] | None
-    """Of each row."""
-    visible: bytes
-    """bool ``[B, positions of keys]``."""
+    documents: tuple[Documents, ...] | None  # documents of each row
+    visible: bytes  # bool ``[B, key positions]`` as bytes
     batch: int
-    length: int
-    """Positions of a row."""
+    length: int  # number of positions per row
 
 
 class PackedRows(NamedTuple):
-    """The rows of a batch as one sequence, as one rank has it."""
+    """The rows of a batch as one sequence, as this rank holds it."""
 
     batch: int
     queries: Layout
     keys: Layout
     documents: Documents
     kept: Tensor | None
-    """Which of this rank's keys, one row after the other, are visible, int64 on the device; None: all."""
+    """Indices of this rank's visible keys in the packed rows, int64 on the device; None if all are visible."""
 
     def pack(self, x: Tensor) -> Tensor:
-        """``[B, S, H, D]`` as ``[1, B * S, H, D]``, a view where it can be."""
+        """Return ``[B, S, H, D]`` as ``[1, B * S, H, D]``, a view if possible."""
         return x.flatten(0, 1)[None]
 
     def pack_lse(self, lse: Tensor) -> Tensor:
-        """``[B, H, S]`` as ``[1, H, B * S]``."""
+        """Return ``[B, H, S]`` as ``[1, H, B * S]``."""
         return lse.transpose(0, 1).flatten(1)[None].contiguous()
 
     def pack_keys(self, x: Tensor) -> Tensor:
-        """The visible ones of ``[B, Sk, Hkv, D]`` as ``[1, keys, Hkv, D]``."""
+        """Return the visible keys of ``[B, Sk, Hkv, D]`` as ``[1, keys, Hkv, D]``."""
         return self.pack(x) if self.kept is None else x.flatten(0, 1).index_select(0, self.kept)[None]
 
     def unpack(self, x: Tensor) -> Tensor:
-        """``[1, B * S, H, D]`` as ``[B, S, H, D]``."""
+        """Return ``[1, B * S, H, D]`` as ``[B, S, H, D]``."""
         return x.view(self.batch, x.shape[1] // self.batch, *x.shape[2:])
 
     def unpack_lse(self, lse: Tensor) -> Tensor:
-        """``[1, H, B * S]`` as ``[B, H, S]``."""
+        """Return ``[1, H, B * S]`` as ``[B, H, S]``."""
         return lse.view(lse.shape[1], self.batch, lse.shape[2] // self.batch).transpose(0, 1).contiguous()
 
     def unpack_keys(self, grad: Tensor, like: Tensor) -> Tensor:
-        """The gradient of keys as that of ``like``; 0 for those that are hidden."""
+        """Return the gradient of packed keys in the shape of ``like``; 0 for hidden keys."""
         if self.kept is not None:
             grad = grad.new_zeros(like.shape).flatten(0, 1).index_copy_(0, self.kept, grad[0])
         return grad.view(like.shape)
 
 
 def is_by_row(cu_seqlens: Boundaries | None) -> bool:
-    """Whether boundaries are given for each batch row."""
+    """Return True if boundaries are given per batch row."""
     if isinstance(cu_seqlens, Tensor):
         return cu_seqlens.dim() == 2
     return isinstance(cu_seqlens, (list, tuple)) and len(cu_seqlens) > 0 and isinstance(cu_seqlens[0], (list, tuple))
 
 
 def lengths_of(name: str, numbers: Iterable[int] | Tensor, batch: int, reach: int) -> tuple[int, ...]:
-    """Numbers of keys, one per batch row: ValueError otherwise."""
+    """Return one number of keys per batch row, or raise ValueError."""
     lengths = whole_numbers(name, numbers, "[B]")
     if len(lengths) != batch:
         raise ValueError(f"{name} has {len(lengths)} lengths: it must have {batch}, one per batch row")
@@ -101,10 +97,14 @@ def rows_of(
     keys: int,
     length: int,
 ) -> tuple[dict[str, Any], Rows | None, dict[str, Any]]:
-    """The arguments in words for all rows together, what such words cannot say, and what ranks compare of that.
+    """Split the per-row arguments into arguments for all rows and the per-row masks that remain.
 
-    The words are ``cu_seqlens`` of one row and ``seqused_k``: they do where all rows have the same documents and no key
-    is hidden in front of another. ``keys`` and ``length``: one past the last position of keys, and of all tokens.
+    No `Rows` are needed if all rows have the same documents and no hidden key precedes a visible one. Then
+    ``cu_seqlens`` of one row and ``seqused_k`` describe the mask. ``keys`` and ``length`` are one past the last
+    position of the keys and of all tokens.
+
+    Returns:
+        The arguments for all rows, the per-row masks or None, and the values that ranks compare.
     """
     documents = None if cu_seqlens is None else _documents(cu_seqlens, batch, length)
     used = None if seqused_k is None else lengths_of("seqused_k", seqused_k, batch, keys)
@@ -134,32 +134,31 @@ def _documents(cu_seqlens: Any, batch: int, length: int) -> tuple[Documents, ...
     by_row: Any = [Documents(row) for row in cu_seqlens] if is_by_row(cu_seqlens) else [Documents(cu_seqlens)] * batch
     if len(by_row) != batch:
         raise ValueError(f"cu_seqlens has {len(by_row)} rows: it must have {batch}, one per batch row, or be one list")
-    made = []
+    documents = []
     for row, boundaries in enumerate(by_row):
         if boundaries.seqlen != length:
             raise ValueError(
                 f"cu_seqlens[{row}] ends at {boundaries.seqlen}: it must end at {length}, the number of tokens"
             )
-        # without empty documents, by which rows of several lengths are filled up
-        made.append(Documents(dict.fromkeys([*boundaries.boundaries]) if length else [0, 0]))
-    return tuple(made)
+        # drop empty documents, which pad rows with fewer documents
+        documents.append(Documents(dict.fromkeys([*boundaries.boundaries]) if length else [0, 0]))
+    return tuple(documents)
 
 
 def _checked_mask(key_mask: object, batch: int, keys: int) -> Tensor:
     check_local("key_mask", key_mask)
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or tuple(key_mask.shape) != (batch, keys):
         got = f"{key_mask.dtype} {list(key_mask.shape)}" if isinstance(key_mask, Tensor) else type(key_mask).__name__
-        raise ValueError(f"key_mask is {got}: it must be bool [{batch}, {keys}], True where a batch row has a key")
+        raise ValueError(f"key_mask is {got}: it must be bool [{batch}, {keys}], True if the batch row has the key")
     if key_mask.device.type != "cpu":
-        raise ValueError(f"key_mask is on {key_mask.device}: it must be on the CPU, since schedules are host data")
+        raise ValueError(
+            f"key_mask is on {key_mask.device}: it must be on the CPU, because schedules are built on the host"
+        )
     return key_mask
 
 
 def packed_rows(rows: Rows, queries: Layout, keys: Layout, rank: int, device: torch.device) -> PackedRows:
-    """Return the layouts and documents of the sequence that all rows make, and this rank's keys in it.
-
-    They are made once, and returned for work on the current stream of ``device``.
-    """
+    """Return the packed sequence as this rank holds it, ready on the current stream of ``device``. Cached."""
     return _shared_rows(rows, queries, keys, rank, device).read()
 
 
@@ -168,7 +167,7 @@ def _shared_rows(rows: Rows, queries: Layout, keys: Layout, rank: int, device: t
     whole = Documents([0, rows.length])
     documents, starts = rows.documents or (whole,) * rows.batch, range(0, rows.batch * rows.length, rows.length)
     ends = [start + end for start, row in zip(starts, documents, strict=True) for end in row.boundaries[1:]]
-    # by numpy, because torch.frombuffer refuses an empty buffer: there may be no keys
+    # with numpy, because torch.frombuffer refuses an empty buffer, and there may be no keys
     visible = torch.from_numpy(np.frombuffer(bytearray(rows.visible), np.bool_))
     visible = visible.view(rows.batch, len(rows.visible) // rows.batch)
     is_visible = visible[:, keys.positions(rank)].flatten()
@@ -188,11 +187,11 @@ def _repeated(spans: Sequence[Span], starts: Iterable[int]) -> Iterator[Span]:
 
 
 def _visible(spans: Sequence[Span], starts: Iterable[int], visible: Tensor) -> Iterator[Span]:
-    """The spans of every row, cut where a key is hidden."""
+    """Yield the spans of every row, cut at hidden keys."""
     for start, row in zip(starts, visible, strict=True):
         for span in spans:
             edges = torch.zeros(span.length + 2, dtype=torch.int8)
             edges[1:-1] = row[span.start : span.stop : span.step]
-            turns = edges.diff().nonzero().flatten().tolist()
-            for begin, end in zip(turns[::2], turns[1::2], strict=True):
+            cuts = edges.diff().nonzero().flatten().tolist()
+            for begin, end in zip(cuts[::2], cuts[1::2], strict=True):
                 yield Span(start + span.start + begin * span.step, end - begin, span.step)

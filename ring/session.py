@@ -47,12 +47,12 @@ class Session:
 
     @property
     def ring(self) -> Ring:
-        """The ring of this group; of a two-dimensional mesh, the one along its first dimension."""
+        """Ring of this group; with a two-dimensional mesh, the ring along its first dimension."""
         return self._ranks.ring if isinstance(self._ranks, Rings) else self._ranks
 
     @property
     def rank(self) -> int:
-        """Number of this rank in the whole group."""
+        """Rank in the whole group."""
         return self._ranks.rank
 
     @property
@@ -61,7 +61,7 @@ class Session:
         return self._ranks.size
 
     def resolve_layout(self, layout: LayoutLike, seqlen: int) -> Layout:
-        """Return the layout that a ``layout`` argument means for ``seqlen`` tokens in all.
+        """Return the layout that a ``layout`` argument describes for ``seqlen`` tokens of all ranks.
 
         Raises:
             ValueError: no layout for several ranks, an unknown name, or another number of ranks or tokens.

@@ -1,4 +1,4 @@
-"""From a whole tensor to this rank's shard and back."""
+"""``shard``, ``unshard`` and ``positions``: convert between a whole tensor and this rank's shard."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ GRAD = one_of("slice", "sum")
 
 
 def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "layout") -> Layout:
-    """The ``Layout`` that a layout argument means for ``seqlen`` tokens in all.
+    """Return the ``Layout`` that a layout argument describes for ``seqlen`` tokens of all ranks.
 
     Raises:
-        ValueError: none given with several ranks, an unknown name, a name for shards that are not equal, or a layout of
-            another world or length.
+        ValueError: no layout for several ranks, an unknown name, a name although the shards are not equal, or a layout
+            for another number of ranks or tokens.
     """
     if layout is None:
         if world > 1:
@@ -39,8 +39,8 @@ def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "lay
                 f"{name} is {layout!r} with {seqlen} tokens over {world} ranks: a name means equal shards; "
                 f"pass Layout.{layout}({seqlen}, {world}) for shards that differ by a token"
             )
-        made: Layout = getattr(Layout, layout)(seqlen, world)
-        return made
+        resolved: Layout = getattr(Layout, layout)(seqlen, world)
+        return resolved
     if not isinstance(layout, Layout):
         raise ValueError(f"{name} is {shown(layout)}: it must be a Layout or one of {', '.join(NAMES)}")
     if layout.world != world:
@@ -51,24 +51,24 @@ def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "lay
 
 
 def shard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim: int = 1) -> torch.Tensor:
-    """This rank's tokens of ``x``, which holds the whole sequence along ``dim``; differentiable.
+    """Return this rank's tokens of ``x``, which holds the whole sequence along ``dim``; differentiable.
 
-    Every rank of the group calls it: they compare what they pass, as in :func:`ring_attention`, though nothing moves.
-    For one rank alone there is ``layout.shard(x, rank)``.
+    Every rank of the group calls it. Ranks compare their arguments as in :func:`ring_attention`, but nothing is sent.
+    Use ``layout.shard(x, rank)`` to shard on one rank alone.
 
     Raises:
-        ValueError: the layout does not fit the group or the length of ``x``; or the ranks disagree.
+        ValueError: the layout does not fit the group or the length of ``x``, or the ranks disagree.
     """
     ring = ranks_of(group, device_of(x))
     with ring._entered(device_of(x)):
         tokens = tokens_of(x, "x", dim)
-        whole = resolve_layout(layout, _seqlen(layout, tokens), ring.size)
-        ring._agree(_signature("shard", x, whole, dim), device_of(x), always=True)
-        return whole.shard(x, ring.rank, dim)
+        resolved = resolve_layout(layout, _seqlen(layout, tokens), ring.size)
+        ring._agree(_signature("shard", x, resolved, dim), device_of(x), always=True)
+        return resolved.shard(x, ring.rank, dim)
 
 
 def _signature(call: str, x: torch.Tensor, layout: Layout, dim: int, **more: object) -> dict[str, object]:
-    """What all ranks must have in common."""
+    """Return the values that must be equal on all ranks."""
     dim %= x.dim()
     sizes = [*x.shape[:dim], "tokens", *x.shape[dim + 1 :]]
     return {
@@ -83,7 +83,7 @@ def _signature(call: str, x: torch.Tensor, layout: Layout, dim: int, **more: obj
 
 
 def positions(seqlen: int, *, layout: LayoutLike, group: GroupLike = None) -> torch.Tensor:
-    """Global positions of this rank's tokens, ascending, int64 ``[S]``, of ``seqlen`` tokens in all.
+    """Return the global positions of this rank's tokens, ascending, int64 ``[S]``, out of ``seqlen`` tokens.
 
     Raises:
         ValueError: the layout does not fit the group or ``seqlen``.
@@ -93,13 +93,15 @@ def positions(seqlen: int, *, layout: LayoutLike, group: GroupLike = None) -> to
 
 
 def unshard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim: int = 1, grad: str) -> torch.Tensor:
-    """The whole sequence along ``dim`` from every rank's shard ``x``, on every rank.
+    """Return the whole sequence along ``dim``, on every rank, from the shards ``x`` of all ranks.
 
     Args:
-        x: this rank's shard; every rank passes its own.
-        layout: who holds which tokens.
-        grad: ``slice`` where every rank computes the same loss from the result: each takes its part of its own
-            gradient; ``sum`` where each rank computes its own: the parts of all ranks are summed.
+        x: this rank's shard.
+        layout: positions that each rank holds.
+        group: as for :func:`ring_attention`.
+        dim: dimension of the tokens.
+        grad: ``slice`` if every rank computes the same loss from the result; each rank then takes its part of its own
+            gradient. ``sum`` if every rank computes a different loss; the gradients of all ranks are then summed.
 
     Raises:
         ValueError: an argument does not fit, or the ranks disagree.
@@ -109,16 +111,16 @@ def unshard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim
         check_tensor("x", x)
         check_autograd("unshard", x)
         tokens, dim, grad = tokens_of(x, "x", dim), DIM.of("dim", dim), GRAD.of("grad", grad)
-        whole = resolve_layout(layout, _seqlen(layout, tokens * ring.size), ring.size)
-        length = whole.lengths[ring.rank]
+        resolved = resolve_layout(layout, _seqlen(layout, tokens * ring.size), ring.size)
+        length = resolved.lengths[ring.rank]
         check_tokens(x, "x", dim, length, f"the layout gives rank {ring.rank} {length}")
-        number: Any = ring._agree(_signature("unshard", x, whole, dim, grad=grad), x.device)
-        if isinstance(ring, Rings):  # of all ranks in one place of the ring first
-            (ring, ulysses), (number, first) = ring, number
-            held = shared(whole, ulysses.size, ring.rank)
-            x = _Unshard.apply(x, held, ulysses, dim, grad, first)  # type: ignore[no-untyped-call]
-            whole = joined(whole, ulysses.size)
-        result: torch.Tensor = _Unshard.apply(x, whole, ring, dim, grad, number)  # type: ignore[no-untyped-call]
+        number: Any = ring._agree(_signature("unshard", x, resolved, dim, grad=grad), x.device)
+        if isinstance(ring, Rings):  # first along Ulysses, then along the ring
+            (ring, ulysses), (number, ulysses_number) = ring, number
+            own_layout = shared(resolved, ulysses.size, ring.rank)
+            x = _Unshard.apply(x, own_layout, ulysses, dim, grad, ulysses_number)  # type: ignore[no-untyped-call]
+            resolved = joined(resolved, ulysses.size)
+        result: torch.Tensor = _Unshard.apply(x, resolved, ring, dim, grad, number)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -148,7 +150,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def exchange(ring: Ring, outgoing: list[torch.Tensor], shapes: list[Any]) -> list[torch.Tensor]:
-    """Send ``outgoing[r]`` to every rank r, receive a tensor of ``shapes[r]`` from each."""
+    """Send ``outgoing[r]`` to every rank r and receive a tensor of shape ``shapes[r]`` from each."""
     each = [(x,) for x in outgoing], [(shape,) for shape in shapes]
     return [x for (x,) in exchange_all(ring, *each, "unshard")]
 
@@ -156,8 +158,10 @@ def exchange(ring: Ring, outgoing: list[torch.Tensor], shapes: list[Any]) -> lis
 def exchange_all(
     ring: Ring, outgoing: Sequence[Tensors], shapes: Sequence[Sequence[tuple[int, ...]]], label: str
 ) -> list[Tensors]:
-    """Send the tensors ``outgoing[r]`` to every rank r, receive as many of ``shapes[r]`` from each, in one group of
-    transfers; ``label`` is what errors call it."""
+    """Send the tensors ``outgoing[r]`` to every rank r and receive tensors of ``shapes[r]`` from each, in one group.
+
+    ``label`` names the exchange in errors.
+    """
     own = outgoing[ring.rank]
     incoming = [
         tuple(x.new_empty(shape) for x, shape in zip(own, each, strict=True)) if rank != ring.rank else own

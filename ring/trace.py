@@ -1,9 +1,9 @@
-"""Where the time of a call went: compute, waits, transfers and slots, by host clock or, on a GPU, by CUDA events.
+"""Traces of a call: compute, waits, transfers and slot use, by host clock or, on a GPU, by CUDA events.
 
-All of a rank's points in time are on its host clock (``time.perf_counter``). On a GPU every one is an event, timed
-against one start event whose place on the host clock is known to :attr:`Trace.clock_error`. Nothing is waited for while
-a call runs: a transfer's begin is noted as the last of what it waits for, its end by whoever ends it. What a transfer
-carried, and from when to when a slot was in use, is read off the plan and these times.
+All times are on the rank's host clock (``time.perf_counter``). On a GPU every point is an event, timed against a start
+event whose host time is known up to :attr:`Trace.clock_error`. Nothing waits while a call runs. A transfer's begin is
+recorded after the last fence that it waits for, its end when the transfer ends. The content of transfers and the use of
+slots follow from the plan and these times.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Stretch = tuple[float, float]  # begin and end
 
 @dataclass(frozen=True)
 class Span:
-    """``kind`` from ``begin`` to ``end``, in seconds on the rank's host clock, at a hop of the forward or the backward.
+    """One interval of ``kind``, in seconds on the rank's host clock, at one hop of the forward or the backward.
 
-    ``kind`` is "compute" or "wait"; "send" or "receive"; "slot N" (K/V) or "dK/dV slot N" while a slot is in use.
+    ``kind`` is "compute", "wait", "send" or "receive"; or "slot N" (K/V) or "dK/dV slot N" while a slot is in use.
     """
 
     phase: str
@@ -40,7 +40,7 @@ class Span:
     hop: int
     begin: float
     end: float
-    name: str = ""  # what moves, or what a slot holds: "K/V of 3"
+    name: str = ""  # content of a transfer or slot, such as "K/V of 3"
     nbytes: int = 0
 
     @property
@@ -49,7 +49,7 @@ class Span:
 
 
 class Moved(NamedTuple):
-    """A group of transfers that is over: when, and how many bytes it sent and received."""
+    """A completed group of transfers, with its times and the bytes that it sent and received."""
 
     key: Key
     begin: float
@@ -61,10 +61,10 @@ class Moved(NamedTuple):
 def slot_trace(
     phase: str, plan: Plan, posts: Sequence[Moved], computed: Mapping[int, Sequence[Stretch]]
 ) -> Iterator[Span]:
-    """Every use of a slot by one call: from when something may be written there until its last reader is over.
+    """Yield every use of a slot in one call, from the first write to the end of the last read.
 
-    ``computed``: per hop, when it computed. Left out: the two slots of a two-level ring through which dK/dV of nodes
-    return to their owners.
+    The two slots of a two-level ring that return dK/dV between nodes are left out. ``computed`` maps hops to the times
+    of their compute.
     """
     kv = [post for post in posts if post.key.kind in KEY_VALUES]
     dkv = [post for post in posts if post.key.kind is Kind.DKV]
@@ -76,7 +76,7 @@ def slot_trace(
             for span in _slot_span(into, out, reads):
                 yield Span(phase, f"slot {hop.kv_slot}", hop.index, *span, f"K/V of {hop.shard}")
         if hop.dkv_slot is not None and phase == "backward":
-            # where more is to come, what returned is added to a total as soon as it is there
+            # If more dK/dV return later, each arrival is added to a total at once, and hop 0 does not read the slot.
             plain = not plan.two_level and plan.send_index is None
             into = [post for post in dkv if post.received and hop in plan.dkv_arrivals[post.key.hop]]
             out = [post for post in dkv if post.sent and post.key.hop == hop.index]
@@ -85,29 +85,31 @@ def slot_trace(
 
 
 def _slot_span(into: Sequence[Moved], out: Sequence[Moved], reads: Sequence[Stretch]) -> list[Stretch]:
-    """From the first write into a slot to its last reader; nothing where nothing comes or goes through it."""
-    moved = [(post.begin, post.end) for post in (*into, *out)]
-    used = [*moved, *reads]
-    return [(min(begin for begin, _ in moved[: len(into)] or used), max(end for _, end in used))] if moved else []
+    """Return the time from the first write into a slot to its last read; empty if nothing moves through it."""
+    transfers = [(post.begin, post.end) for post in (*into, *out)]
+    used = [*transfers, *reads]
+    if not transfers:
+        return []
+    return [(min(begin for begin, _ in transfers[: len(into)] or used), max(end for _, end in used))]
 
 
 def names(plan: Plan, key: Key) -> tuple[str, str]:
-    """What a group of transfers sends, and what it receives."""
+    """Return what a group of transfers sends and what it receives."""
     if key.kind in KEY_VALUES:
         coming = plan.hops[key.brings]
         return f"K/V of {plan.kv_sender(coming).shard}", f"K/V of {coming.shard}"
     if key.kind is Kind.DKV:
-        arrivals = " and ".join(str(one.shard) for one in plan.dkv_arrivals[key.hop])
+        arrivals = " and ".join(str(hop.shard) for hop in plan.dkv_arrivals[key.hop])
         return f"dK/dV of {plan.hops[key.hop].shard}", f"dK/dV of {arrivals}"
     root = plan.hops[key.hop // plan.inner * plan.inner]
     return f"dK/dV of {root.shard}", f"dK/dV of {plan.rank}"
 
 
-Moment = Any  # float: seconds on the host clock; a torch.cuda.Event: where a stream is
+Moment = Any  # a float (seconds on the host clock) or a torch.cuda.Event (a point of a stream)
 
 
 class _Clock:
-    """Points in time of a device, and where they lie on the host's clock."""
+    """Points in time of a device, converted to the host clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -122,16 +124,16 @@ class _Clock:
             self._host, self.error = (before + after) / 2, (after - before) / 2
 
     def now(self, stream: torch.cuda.Stream | None = None) -> Moment:
-        """This point: of the host, or of a stream (the device's current one where none is named)."""
+        """Return the current point of the host (CPU) or of a stream (GPU; default: the current stream)."""
         if not self._cuda:
             return time.perf_counter()
         event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-        made = event(enable_timing=True)
-        made.record(torch.cuda.current_stream(self._device) if stream is None else stream)
-        return made
+        point = event(enable_timing=True)
+        point.record(torch.cuda.current_stream(self._device) if stream is None else stream)
+        return point
 
     def seconds(self, moment: Moment) -> float:
-        """On the host clock; waits for a stream's point."""
+        """Convert a point to seconds on the host clock. Wait for it if it is an event."""
         if isinstance(moment, float):
             return moment
         self._wait(moment)
@@ -144,7 +146,7 @@ class _Clock:
 
 
 class _Begin(StreamOrdered):
-    """The last of what a post waits for: where it is reached, the transfer begins."""
+    """Last fence that a post waits for. When it is reached, the transfer begins."""
 
     def __init__(self, clock: _Clock) -> None:
         self._clock = clock
@@ -165,32 +167,32 @@ class _Begin(StreamOrdered):
 
 @dataclass
 class _Post:
-    """A group of transfers on its way."""
+    """A posted group of transfers."""
 
     call: int
     key: Key
     begin: _Begin
     fence: Fence
-    end: Moment  # None: the fence knows
+    end: Moment  # None: the fence records the end
     sent: int
     received: int
 
 
 @dataclass
 class _Piece:
-    """A span whose ends may still be points of a stream."""
+    """A span whose ends may still be stream events."""
 
     call: int
     phase: str
     kind: str
     hop: int
     begin: Moment
-    end: Moment = None  # not yet
+    end: Moment = None  # None while it is open
 
 
 @dataclass
 class Trace:
-    """What one rank did while :meth:`Ring.record` was open."""
+    """Recording of one rank's work while :meth:`Ring.record` was open."""
 
     device: torch.device
     _pieces: list[_Piece] = field(default_factory=list)
@@ -203,13 +205,13 @@ class Trace:
 
     @property
     def clock_error(self) -> float:
-        """Seconds by which the device's clock may be off the host's; 0 on the CPU."""
+        """Largest error of device times on the host clock, in seconds; 0 on the CPU."""
         return self._clock.error
 
     # while a call runs
 
     def watching(self, call: RingCall) -> RingCall:
-        """The same call, with its transfers and its inner waits noted."""
+        """Return the call with recording of its transfers and waits."""
         self._plans.append((call.phase, call.plan))
 
         @contextmanager
@@ -217,26 +219,26 @@ class Trace:
             with call.span(kind, hop), self.span(call.phase, kind, hop):
                 yield
 
-        settings = {one.name: getattr(call, one.name) for one in fields(call)}
+        settings = {item.name: getattr(call, item.name) for item in fields(call)}
         settings |= {"waiting": partial(self.span, call.phase, "wait"), "span": span}
         return _RecordedCall(**settings, trace=self)
 
     def posting(self, key: Key, begin: _Begin, fence: Fence, sends: Load, receives: Load) -> None:
-        """Note a post, right after it was made."""
+        """Record a post right after it was made."""
         end = None if isinstance(fence, HostFence) else self._clock.now(begin.stream)
         sent, received = (sum(nbytes for _, nbytes in way.sizes) for way in (sends, receives))
         self._posts.append(_Post(len(self._plans) - 1, key, begin, fence, end, sent, received))
 
     @contextmanager
     def span(self, phase: str, kind: str, hop: Hop) -> Iterator[None]:
-        """Note what is done (CPU) or enqueued on the current stream (GPU) inside. A wait inside a compute cuts it."""
+        """Record the work inside: done on the CPU, or enqueued on the stream. A wait inside a compute splits it."""
         begin, outer = self._clock.now(), self._open
         if outer is not None:
             self._pieces.append(replace(outer, end=begin))
-        self._open = mine = _Piece(max(len(self._plans) - 1, 0), phase, kind, hop.index, begin)
+        self._open = piece = _Piece(max(len(self._plans) - 1, 0), phase, kind, hop.index, begin)
         yield
         end = self._clock.now()
-        self._pieces.append(replace(mine, end=end))
+        self._pieces.append(replace(piece, end=end))
         if outer is not None:
             outer.begin = end
         self._open = outer
@@ -245,29 +247,29 @@ class Trace:
 
     @property
     def spans(self) -> list[Span]:
-        """Compute and waits so far, in order; on a GPU this waits for them."""
+        """Compute and waits so far, in order. On a GPU, reading them waits for their end."""
         at = self._clock.seconds
-        return [Span(one.phase, one.kind, one.hop, at(one.begin), at(one.end)) for one in self._pieces]
+        return [Span(piece.phase, piece.kind, piece.hop, at(piece.begin), at(piece.end)) for piece in self._pieces]
 
     def seconds(self, kind: str, hop: int | None = None) -> float:
-        """Sum over the spans of one kind ("compute" or "wait"), of one hop or of all."""
+        """Return the total time of the spans of one kind ("compute" or "wait"), at one hop or all hops."""
         return sum(span.seconds for span in self.spans if span.kind == kind and hop in (None, span.hop))
 
     @property
     def transfers(self) -> list[Span]:
-        """Sends and receives so far; waits for them. A send ends where the group of transfers it is in does.
+        """Sends and receives so far. Reading them waits for their end. A send ends when its group of transfers ends.
 
-        Between virtual ranks on the CPU the receiver copies: a send is over there once it is offered.
+        Between virtual ranks on the CPU the receiver copies, so a send ends as soon as it is posted.
         """
         return [span for post in self._posts for span in self._moved(post)]
 
     @property
     def slots(self) -> list[Span]:
-        """Every use of a slot so far: from when it may be written to until the last that reads it is over."""
+        """Uses of a slot so far, each from the first possible write to the end of the last read."""
         return [span for number in range(len(self._plans)) for span in self._slot_trace(number)]
 
     def _done(self, post: _Post) -> Moved:
-        """A post whose ends are known; waits for it."""
+        """Return a post with its times. Wait for its end."""
         if post.end is None:
             assert isinstance(post.fence, HostFence)
             post.fence.wait()
@@ -277,23 +279,25 @@ class Trace:
 
     def _moved(self, post: _Post) -> Iterator[Span]:
         phase, plan = self._plans[post.call]
-        moved = self._done(post)
-        for kind, name, nbytes in zip(("send", "receive"), names(plan, post.key), moved[3:], strict=True):
+        done = self._done(post)
+        sizes = (done.sent, done.received)
+        for kind, name, nbytes in zip(("send", "receive"), names(plan, post.key), sizes, strict=True):
             if nbytes:
-                yield Span(phase, kind, post.key.hop, moved.begin, moved.end, name, nbytes)
+                yield Span(phase, kind, post.key.hop, done.begin, done.end, name, nbytes)
 
     def _slot_trace(self, number: int) -> Iterator[Span]:
         computed: dict[int, list[tuple[float, float]]] = {}
-        for one in self._pieces:
-            if (one.call, one.kind) == (number, "compute"):
-                computed.setdefault(one.hop, []).append((self._clock.seconds(one.begin), self._clock.seconds(one.end)))
+        at = self._clock.seconds
+        for piece in self._pieces:
+            if (piece.call, piece.kind) == (number, "compute"):
+                computed.setdefault(piece.hop, []).append((at(piece.begin), at(piece.end)))
         posts = [self._done(post) for post in self._posts if post.call == number]
         return slot_trace(*self._plans[number], posts, computed)
 
 
 @dataclass(frozen=True)
 class _RecordedCall(RingCall):
-    """A call whose posts are noted: when what they wait for is over, and when they are."""
+    """A call that records when the last wait of each post ends, and when the post ends."""
 
     trace: Trace = field(kw_only=True)
 

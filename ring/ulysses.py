@@ -1,8 +1,8 @@
-"""Ulysses x ring: heads are exchanged for tokens along one dimension of a mesh, K/V travel along the other.
+"""Ulysses x ring: exchange heads for tokens along one mesh dimension, and run the ring along the other.
 
-DeepSpeed-Ulysses (Jacobs et al., arXiv:2309.14509) around the rings of Ring Attention, as in USP (Fang and Zhao,
-arXiv:2405.07719). By an all-to-all among U ranks each gets the tokens of all of them, ascending, of its part of the
-heads; the R ranks that have the same heads make a ring; another all-to-all brings tokens and heads home.
+DeepSpeed-Ulysses (Jacobs et al., arXiv:2309.14509) around Ring Attention, as in USP (Fang and Zhao, arXiv:2405.07719).
+An all-to-all among U ranks gives each rank all their tokens, in order, for its part of the heads. The R ranks with
+equal heads form a ring. A second all-to-all returns tokens and heads.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .shards import exchange_all
 
 
 def heads_of(heads: int, kv_heads: int, ulysses: int) -> tuple[list[slice], list[slice]]:
-    """The query heads and the key heads with which each of ``ulysses`` ranks computes.
+    """Return the query heads and the key heads of each of ``ulysses`` ranks.
 
-    Where there are fewer key heads than ranks, several ranks have the same one.
+    If there are fewer key heads than ranks, several ranks have the same key head.
 
     Raises:
-        ValueError: the ranks would not all have as many.
+        ValueError: the heads cannot be split evenly.
     """
     if not heads_fit(heads, kv_heads, ulysses):
         fitting = [str(size) for size in range(1, heads + 1) if heads_fit(heads, kv_heads, size)]
         raise ValueError(
-            f"group has {ulysses} ranks in Ulysses' dimension, q has {heads} heads and k {kv_heads}: each takes "
-            f"as many heads, at least one of both; with these heads it may have {', '.join(fitting)}"
+            f"group has {ulysses} ranks in the Ulysses dimension, q has {heads} heads and k {kv_heads}: the heads must "
+            f"split evenly; with these heads the dimension may have {', '.join(fitting)} ranks"
         )
     edges = [heads * rank // ulysses for rank in range(ulysses + 1)]
     kv_edges = [kv_heads * rank // ulysses for rank in range(ulysses + 1)]
@@ -43,7 +43,7 @@ def heads_of(heads: int, kv_heads: int, ulysses: int) -> tuple[list[slice], list
 
 
 def heads_fit(heads: int, kv_heads: int, ulysses: int) -> bool:
-    """Whether each of ``ulysses`` ranks can compute with as many heads, at least one of both."""
+    """Return True if the heads split evenly over ``ulysses`` ranks, with at least one query and key head each."""
     return heads % ulysses == 0 and (kv_heads % ulysses == 0 or ulysses % kv_heads == 0)
 
 
@@ -51,19 +51,19 @@ def heads_fit(heads: int, kv_heads: int, ulysses: int) -> bool:
 
 
 class Shares(NamedTuple):
-    """Of one tensor ``[B, S, H, D]``: which tokens the ranks of Ulysses' dimension hold, which heads they compute."""
+    """Tokens that each rank of the Ulysses dimension holds of a tensor ``[B, S, H, D]``, and heads that it computes."""
 
     tokens: Layout
     heads: Sequence[slice]
 
     def sizes(self, x: Tensor, tokens_of: int, heads_of: int) -> tuple[int, ...]:
-        """Of a piece: the tokens of one rank, and the heads of one."""
+        """Return the shape of a piece: the tokens of rank ``tokens_of`` and the heads of rank ``heads_of``."""
         heads = self.heads[heads_of]
         return x.shape[0], self.tokens.lengths[tokens_of], heads.stop - heads.start, x.shape[3]
 
 
 def heads_for_tokens(ring: Ring, shares: Sequence[Shares], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """All heads of this rank's tokens become all tokens of this rank's heads, ``[B, tokens, its heads, D]``."""
+    """Exchange all heads of this rank's tokens for all tokens of its heads, ``[B, tokens, its heads, D]``."""
     each, ranks = [*zip(shares, tensors, strict=True)], range(ring.size)
     outgoing = [tuple(x[:, :, share.heads[rank]] for share, x in each) for rank in ranks]
     shapes = [[share.sizes(x, rank, ring.rank) for share, x in each] for rank in ranks]
@@ -72,25 +72,25 @@ def heads_for_tokens(ring: Ring, shares: Sequence[Shares], tensors: Sequence[Ten
 
 
 def tokens_for_heads(ring: Ring, shares: Sequence[Shares], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The inverse; of a head with which several ranks computed the sum."""
+    """Invert :func:`heads_for_tokens`. Sum over the ranks that computed with the same head."""
     each, ranks = [*zip(shares, tensors, strict=True)], range(ring.size)
     shapes = [[share.sizes(x, ring.rank, rank) for share, x in each] for rank in ranks]
-    # not kept: these copies are gone before the results are joined
+    # a generator, so that the copies are freed before the results are joined
     pieces = (tuple(share.tokens.shard(x, rank) for share, x in each) for rank in ranks)
     incoming = zip(*exchange_all(ring, [*pieces], shapes, "tokens for heads"), strict=True)
     return tuple(_together(share, parts) for share, parts in zip(shares, incoming, strict=True))
 
 
 def _together(share: Shares, parts: Sequence[Tensor]) -> Tensor:
-    whole, heads = torch.cat([*parts], 2), share.heads[-1].stop
-    if whole.shape[2] == heads:
-        return whole
-    copies = whole.shape[2] // heads
-    return whole.view(*whole.shape[:2], heads, copies, whole.shape[3]).float().sum(3).to(whole.dtype)
+    joined, heads = torch.cat([*parts], 2), share.heads[-1].stop
+    if joined.shape[2] == heads:
+        return joined
+    copies = joined.shape[2] // heads
+    return joined.view(*joined.shape[:2], heads, copies, joined.shape[3]).float().sum(3).to(joined.dtype)
 
 
 class _Exchange(torch.autograd.Function):
-    """One of the two, inside of an agreed call; its backward is the other. Saves nothing."""
+    """Autograd function of one exchange inside an agreed call; its backward is the inverse exchange. Saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, there: Any, rings: Rings, shares: Sequence[Shares], number: int, *xs: Tensor) -> Any:
@@ -114,13 +114,13 @@ class Exchange(NamedTuple):
     keys: Shares
 
     def gather_tokens(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Give heads of q, k and v for tokens, in the agreed call of this number; differentiable."""
+        """Exchange heads of q, k and v for tokens, inside the agreed call ``number``; differentiable."""
         shares = (self.queries, self.keys, self.keys)
-        made: tuple[Tensor, ...] = _Exchange.apply(heads_for_tokens, self.rings, shares, number, q, k, v)  # type: ignore[no-untyped-call]
-        return made
+        exchanged: tuple[Tensor, ...] = _Exchange.apply(heads_for_tokens, self.rings, shares, number, q, k, v)  # type: ignore[no-untyped-call]
+        return exchanged
 
     def gather_heads(self, out: Tensor, lse: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Give tokens of ``out`` and ``lse`` for heads, in a call of its own; differentiable."""
+        """Exchange tokens of ``out`` and ``lse`` for heads, in a call of its own; differentiable."""
         results: tuple[Tensor, ...] = (out,) if lse is None else (out, in_rows(lse))
         with self.rings._entered(out.device):
             number = self.rings.ulysses._agree({"call": "tokens for heads"}, out.device)
@@ -130,7 +130,7 @@ class Exchange(NamedTuple):
 
 
 def in_rows(lse: Tensor) -> Tensor:
-    """Return ``[B, H, S]`` as the exchange takes it, ``[B, S, H, 1]``."""
+    """Return ``lse [B, H, S]`` as the exchange takes it, ``[B, S, H, 1]``."""
     return lse.transpose(1, 2).unsqueeze(3)
 
 

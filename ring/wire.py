@@ -1,7 +1,7 @@
-"""How K/V and dK/dV travel: as they are, rounded to bfloat16, or as fp8 with scales.
+"""Encodings in which K/V and dK/dV are sent: unchanged, rounded to bfloat16, or fp8 with scales.
 
-K/V are encoded once by their owner, passed on byte for byte, decoded by everyone who computes with them: however many
-hops, one rounding. dK/dV change at every hop, and are rounded at every hop.
+The owner encodes K/V once. Every rank passes them on byte for byte and decodes them for its own compute, so they are
+rounded once. dK/dV change at every hop and are rounded at every hop.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from ..kernels.quantize import dequantize, quantize
 from ..kinds import shown
 
 E4M3_MAX = 448.0
-SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32
+SMALLEST_SCALE = 2.0**-126  # smallest normal fp32 number
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``bfloat16``."""
+    """Return the name of a dtype without ``torch.``, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 class Rounded:
-    """``[B, S, H, D]`` as one tensor of another dtype, rounded to nearest; what is too large for it becomes infinite.
+    """Encodes ``[B, S, H, D]`` as one tensor of another dtype, rounded to nearest.
 
-    By way of bfloat16 that is ``|x| >= 65,408`` of fp16, and ``|x| >= (2 - 2^-8) * 2^127`` of fp32.
+    Values too large for the dtype become infinite. With bfloat16 these are ``|x| >= (2 - 2^-8) * 2^127`` in fp32. An
+    fp16 model receives infinity for ``|x| >= 65,408``, which bfloat16 rounds above the fp16 range.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.name = dtype_name(dtype)  # as torch spells it: "bfloat16"
+        self.name = dtype_name(dtype)
 
     def specs(self, shape: tuple[int, ...]) -> list[TensorSpec]:
-        """Shapes and dtypes of the contiguous tensors that travel in the place of one of ``shape``."""
+        """Return shapes and dtypes of the contiguous tensors that encode a tensor of ``shape``."""
         return [(shape, self.dtype)]
 
     def encode(self, x: Tensor, into: tuple[Tensor, ...]) -> None:
@@ -44,15 +45,15 @@ class Rounded:
         into[0].copy_(x)
 
     def decode(self, wire: tuple[Tensor, ...], into: Tensor) -> None:
-        """Write what arrived into ``into``, in its dtype."""
+        """Write the received tensors into ``into``, in its dtype."""
         into.copy_(wire[0])
 
 
 class Scaled:
-    """As e4m3 with a fp32 scale per (batch, head, 128 tokens): :func:`ringattn.kernels.quantize`.
+    """Encodes as e4m3 with one fp32 scale per (batch, head, 128 tokens), see :func:`ringattn.kernels.quantize`.
 
-    On the CPU in torch, bit for bit what the kernels do, one scale's tokens at a time: its temporaries do not grow with
-    the shard.
+    The CPU version uses torch and equals the kernels bit for bit. It works on the tokens of one scale at a time, so
+    that its temporaries do not grow with the shard.
     """
 
     name = "float8_e4m3fn"
@@ -78,14 +79,14 @@ class Scaled:
 
 
 def tiles(tokens: int) -> list[slice]:
-    """The tokens of each scale."""
+    """Return the token ranges of the scales."""
     return [slice(start, start + SCALE_TOKENS) for start in range(0, tokens, SCALE_TOKENS)]
 
 
 def encode_tile(x: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """``x [B, tokens, H, D]`` to e4m3 ``codes`` of its shape and fp32 ``scale [B, H]``, as the kernel does it."""
+    """Encode ``x [B, tokens, H, D]`` as e4m3 ``codes`` of its shape and fp32 ``scale [B, H]``, as the kernel does."""
     values = x.to(torch.float32)
-    # to torch infinity is 448 in e4m3, and a sum that should have been infinite would be finite
+    # torch converts infinity to 448 in e4m3, which would make infinite sums finite. Send NaN instead.
     values = values.masked_fill(~values.isfinite(), torch.nan)
     amax = values.abs().nan_to_num_(nan=0.0).amax((1, 3))
     scale.copy_((amax / E4M3_MAX).clamp_(min=SMALLEST_SCALE))
@@ -99,26 +100,26 @@ _GRAD_WIRES: dict[torch.dtype, Wire | None] = {torch.float32: None, torch.bfloat
 
 
 def wire_of(wire_dtype: torch.dtype | str | None, dtype: torch.dtype) -> Wire | None:
-    """How keys and values of ``dtype`` travel as ``wire_dtype``; None where they travel as they are.
+    """Return the encoding of keys and values of ``dtype`` for ``wire_dtype``; None if they are sent unchanged.
 
     Args:
-        wire_dtype: None, ``torch.bfloat16`` or ``torch.float8_e4m3fn``, or the name of one, as ``"bfloat16"``.
+        wire_dtype: None, ``torch.bfloat16`` or ``torch.float8_e4m3fn``, or its name, such as ``"bfloat16"``.
         dtype: float16, bfloat16 or float32.
 
     Raises:
         ValueError: another dtype or name.
     """
     if dtype not in MODEL_DTYPES:
-        raise ValueError(f"dtype is {dtype}: keys and values are float16, bfloat16 or float32")
+        raise ValueError(f"dtype is {dtype}: keys and values must be float16, bfloat16 or float32")
     name = dtype_of("wire_dtype", wire_dtype, tuple(_WIRES))
     return None if name is None or name == dtype else _WIRES[name]
 
 
 def grad_wire_of(grad_wire_dtype: torch.dtype | str | None) -> Wire | None:
-    """How partial dK and dV, fp32, travel; None where they travel as they are.
+    """Return the encoding of partial dK and dV, which are fp32; None if they are sent unchanged.
 
     Args:
-        grad_wire_dtype: None, ``torch.float32`` (the same) or ``torch.bfloat16``, or the name of one.
+        grad_wire_dtype: None, ``torch.float32`` (unchanged) or ``torch.bfloat16``, or its name.
 
     Raises:
         ValueError: another dtype or name.
@@ -128,7 +129,7 @@ def grad_wire_of(grad_wire_dtype: torch.dtype | str | None) -> Wire | None:
 
 
 def dtype_of(argument: str, given: torch.dtype | str | None, known: tuple[torch.dtype, ...]) -> torch.dtype | None:
-    """The dtype that an argument names: ValueError where it is not among ``known``."""
+    """Return the dtype that an argument names, or raise ValueError if it is not in ``known``."""
     if given is None:
         return None
     for dtype in known:

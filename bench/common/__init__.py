@@ -1,1 +1,1 @@
-"""What benches share: launching, timing, flags, errors against float64, output, provenance."""
+"""Code that the bench commands share: launching, timing, flags, errors against float64, output, provenance."""

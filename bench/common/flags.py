@@ -1,6 +1,6 @@
-"""The flags that commands share: sizes like ``8k``, masks, devices, files; and the one refusal of flags without a say.
+"""Flags that several commands share: sizes such as ``8k``, masks, devices and files.
 
-Nothing here imports torch: a command's ``--help`` is there at once.
+This module does not import torch, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 WIRE_DTYPES = ("bfloat16", "float8_e4m3fn")
 GRAD_WIRE_DTYPES = ("float32", "bfloat16")
-MAX_HEAD_DIM = 256  # of our kernels
-KV_SLOTS = 3  # of a ring where nothing is said
+MAX_HEAD_DIM = 256  # of the Triton kernels
+KV_SLOTS = 3  # default of Ring
 TIMERS = ("events", "graph", "clock")
-"""CUDA events around a run; events around the replay of a CUDA graph of it; the host's clock, device idle at both ends.
+"""Ways to time a run: CUDA events, events around the replay of a CUDA graph, or the host's clock.
 
-A graph has no launches by the host in it, the host's clock has all of them."""
+A graph's time contains no host launches. The host's clock contains all of them: the device is idle before and after."""
 OF_RINGS = ("events", "clock")
-"""Of them those that time a whole ring: its transfers are posted by the host, and no graph holds them."""
+"""Timers for a whole ring. Its transfers are posted by the host, so a CUDA graph cannot capture them."""
 
 
 class LayoutName(StrEnum):
-    """Layouts that have a name: equal shards."""
+    """Layouts with equal shards, by name."""
 
     contiguous = "contiguous"
     zigzag = "zigzag"
@@ -52,44 +52,40 @@ class LayoutName(StrEnum):
 
 
 def size(text: str) -> int:
-    """``8192``, ``8k``, ``1m`` or ``2g`` (powers of 1024) as a number; a parser of typer options, as are those below.
-
-    Raises:
-        typer.BadParameter: anything else.
-    """
+    """Parse a size such as ``8192``, ``8k``, ``1m`` or ``2g`` (powers of 1024)."""
     match = re.fullmatch(r"(\d{1,18})([kmg]?)", text.strip().lower())
     if match is None:
         raise typer.BadParameter(
-            f"{text!r} is not a size: it must be a whole number below 10^18, with k, m or g behind it or not"
+            f"{text!r} is not a size: it takes a whole number below 10^18, optionally followed by k, m or g"
         )
     return int(match[1]) * SUFFIXES[match[2]]
 
 
 def parser_of(kind: Kind, parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser of typer options that takes values of one kind."""
+    """Return a typer parser that accepts values of one kind."""
 
     def parser(text: str) -> Any:
         try:
             return kind.read(parse(text))
         except ValueError:
-            raise typer.BadParameter(f"{text!r} does not fit: it must be {kind.takes}") from None
+            raise typer.BadParameter(f"got {text!r}: it must be {kind.takes}") from None
 
     return parser
 
 
 def dtype_of(known: Sequence[str]) -> Callable[[str], str]:
-    """Return a parser of a dtype by its long or its short name."""
+    """Return a parser of dtypes by long or short name."""
     words = one_of(*(short for short, long in SHORT_DTYPES.items() if long in known), *known)
     return parser_of(words, lambda text: SHORT_DTYPES.get(text.strip(), text.strip()))
 
 
 def listed(parser: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """A parser of a comma list, as in ``8k,32k``."""
+    """Return a parser of a comma-separated list such as ``8k,32k``."""
 
-    def several(text: str) -> list[T]:
+    def parse_list(text: str) -> list[T]:
         return [parser(part) for part in text.split(",")]
 
-    return several
+    return parse_list
 
 
 count, head_dim = parser_of(whole(1, MOST_SIZE), size), parser_of(whole(1, MAX_HEAD_DIM), size)
@@ -101,10 +97,10 @@ layout = parser_of(Kind(_LAYOUTS, lambda text: Path(text) if text.endswith(".jso
 
 
 def window(text: str) -> tuple[int, int]:
-    """``4k,0`` as (left, right), with -1 for a side without an end."""
+    """Parse ``4k,0`` as (left, right); -1 means no limit on that side."""
     sides = [-1 if part.strip() == "-1" else size(part) for part in text.split(",")]
     if len(sides) != 2:
-        raise typer.BadParameter(f"{text!r} is no window: it must be left,right, two sizes, or -1 for no end")
+        raise typer.BadParameter(f"{text!r} is not a window: it takes LEFT,RIGHT, each a size, or -1 for no limit")
     return sides[0], sides[1]
 
 
@@ -124,104 +120,106 @@ PATTERNS = {
 
 
 def pattern(text: str) -> Pattern:
-    """``strided,block=128,stride=4k`` as a :class:`Pattern`, whose parameters are those of :data:`PATTERNS`."""
-    name, *given = [part.strip() for part in text.split(",")]
+    """Parse ``strided,block=128,stride=4k`` as a :class:`Pattern` with the parameters in :data:`PATTERNS`."""
+    name, *pairs = [part.strip() for part in text.split(",")]
     if name not in PATTERNS:
-        raise typer.BadParameter(f"{name!r} is no pattern: it must be one of {', '.join(PATTERNS)}")
-    parameters = {key.strip(): size(value) for key, _, value in (one.partition("=") for one in given)}
+        raise typer.BadParameter(f"{name!r} is not a pattern: it takes one of {', '.join(PATTERNS)}")
+    parameters = {key.strip(): size(value) for key, _, value in (pair.partition("=") for pair in pairs)}
     if {*parameters} - {"seed"} != {*PATTERNS[name]} or ("seed" in parameters and name != "bigbird"):
         wanted = ",".join(f"{key}=SIZE" for key in PATTERNS[name]) + ("[,seed=SIZE]" if name == "bigbird" else "")
-        raise typer.BadParameter(f"{text!r} does not say all of {name}, or more: it must be {name},{wanted}")
+        raise typer.BadParameter(f"{text!r} has other parameters than {name} takes: it takes {name},{wanted}")
     return Pattern(name, parameters)
 
 
 def _target(value: Path | None) -> Path | None:
-    """A file to write, refused before any work where it cannot be written; a callback of typer options."""
+    """Raise typer.BadParameter before any work if a file cannot be written; used as a typer callback."""
     check_targets(value)
     return value
 
 
 def _stream(context: typer.Context, value: str | None) -> str | None:
-    """The same of --json and --csv, one of which may be ``-``, standard output."""
+    """Check the target of --json or --csv; only one of them may be ``-``, standard output."""
     if value != "-":
         check_targets(value)
     elif "-" in context.params.values():
-        raise typer.BadParameter("--json and --csv are both -: standard output takes one of them")
+        raise typer.BadParameter("--json and --csv are both -: only one of them can go to standard output")
     return value
 
 
 def check_folder(flag: str, folder: Path) -> None:
-    """Refuse a folder for output that cannot be made or written to, before any work; nothing of it is left.
-
-    Raises:
-        typer.BadParameter: it is something else, or nothing can be written there.
-    """
-    made: list[Path] = []
+    """Raise typer.BadParameter if files cannot be written to a folder, without leaving anything behind."""
+    created: list[Path] = []
     try:
         for part in reversed([folder, *folder.parents]):
             if not part.is_dir():
                 part.mkdir()
-                made.append(part)
+                created.append(part)
         TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise typer.BadParameter(f"{flag} is {folder}: it is no folder to write to: {error.strerror}") from None
+        raise typer.BadParameter(f"{flag} is {folder}: cannot write to this folder: {error.strerror}") from None
     finally:
-        with suppress(OSError):  # another process may write there by now
-            for part in reversed(made):
+        with suppress(OSError):  # another process may have written there by now
+            for part in reversed(created):
                 part.rmdir()
 
 
-Batch = Annotated[int, typer.Option(min=1)]
+Batch = Annotated[int, typer.Option(min=1, help="Batch size.")]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
-KvHeads = Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")]
-HeadDim = Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM)]
+KvHeads = Annotated[int | None, typer.Option(min=1, help="Key/value heads; default: --heads.")]
+HeadDim = Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM, help="Dimension of a head.")]
 Dtype = Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")]
 DtypeOfDevice = Annotated[
     str | None,
-    typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16, fp16; default: bf16; on the CPU fp32."),
+    typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16; default: bf16, on the CPU fp32."),
 ]
-Chunks = Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each; medians count.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Per process; default: a share of the cores.")]
-Seed = Annotated[int, typer.Option(help="Of the random inputs.")]
-LayoutFlag = Annotated[LayoutName, typer.Option(help="Who holds which tokens.")]
+Chunks = Annotated[int, typer.Option(min=1, help="Groups of heads that are sent and computed separately.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each candidate; the median is reported.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads per process; default: a share of the cores.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
+LayoutFlag = Annotated[LayoutName, typer.Option(help="How tokens are split over the ranks.")]
 LayoutOrFile = Annotated[
     Any,
     typer.Option(
         parser=layout,
         metavar="|".join([*LayoutName, "FILE.json"]),
         autocompletion=lambda: [*LayoutName],
-        help="Who holds which tokens; a file holds the spans_per_rank of a Layout.",
+        help="How tokens are split over the ranks; a file has the spans_per_rank of a Layout.",
     ),
 ]
 TokensPerRank = Annotated[Any, typer.Option(parser=count, metavar="SIZE", help="Tokens per rank.")]
-DeviceFlag = Annotated[str, typer.Option(help="cpu or cuda; default: cuda where there is one.")]
-Timer = Annotated[str, typer.Option("--timer", metavar="|".join(TIMERS), help="Default: events; on the CPU clock.")]
+DeviceFlag = Annotated[str, typer.Option(help="cpu or cuda; default: cuda if available.")]
+Timer = Annotated[
+    str, typer.Option("--timer", metavar="|".join(TIMERS), help="How to time; default: events, on the CPU clock.")
+]
 TimerOfRings = Annotated[
-    str, typer.Option("--timer", metavar="|".join(OF_RINGS), help="Default: events; on the CPU clock.")
+    str, typer.Option("--timer", metavar="|".join(OF_RINGS), help="How to time; default: events, on the CPU clock.")
 ]
 WireDtype = Annotated[
     str | None,
-    typer.Option(parser=wire_dtype, metavar="DTYPE", help=f"K/V travel as {' or '.join(WIRE_DTYPES)}."),
+    typer.Option(parser=wire_dtype, metavar="DTYPE", help=f"Send K/V as {' or '.join(WIRE_DTYPES)}."),
 ]
 GradWireDtype = Annotated[
     str | None,
-    typer.Option(parser=grad_wire_dtype, metavar="DTYPE", help=f"dK/dV travel as {' or '.join(GRAD_WIRE_DTYPES)}."),
+    typer.Option(parser=grad_wire_dtype, metavar="DTYPE", help=f"Send dK/dV as {' or '.join(GRAD_WIRE_DTYPES)}."),
 ]
 Json = Annotated[
-    str | None, typer.Option("--json", metavar="FILE|-", callback=_stream, help="Write everything as JSON.")
+    str | None,
+    typer.Option("--json", metavar="FILE|-", callback=_stream, help="Write rows, notes and provenance as JSON."),
 ]
-Csv = Annotated[str | None, typer.Option("--csv", metavar="FILE|-", callback=_stream, help="Write the rows.")]
+Csv = Annotated[str | None, typer.Option("--csv", metavar="FILE|-", callback=_stream, help="Write the rows as CSV.")]
 Trace = Annotated[
-    Path | None, typer.Option("--trace", metavar="FILE", callback=_target, help="Every rank's timeline, for Perfetto.")
+    Path | None,
+    typer.Option("--trace", metavar="FILE", callback=_target, help="Write the timeline of every rank, for Perfetto."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", callback=_target, help="Write a picture.")]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", callback=_target, help="Draw the losses.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", callback=_target, help="Plot the losses to a file.")
+]
 
-Causal = Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")]
+Causal = Annotated[bool, typer.Option("--causal/--full", help="Causal mask, or full attention.")]
 Window = Annotated[
     Any,
-    typer.Option(parser=window, metavar="LEFT,RIGHT", help="Keys so far before and behind the query; -1: no end."),
+    typer.Option(parser=window, metavar="LEFT,RIGHT", help="Keys visible left and right of the query; -1: no limit."),
 ]
 CuSeqlens = Annotated[
     Any, typer.Option("--cu-seqlens", parser=sizes, metavar="0,SIZE,…", help="Boundaries of packed documents.")
@@ -229,20 +227,21 @@ CuSeqlens = Annotated[
 DocumentsOfMean = Annotated[
     int | None,
     typer.Option(
-        "--documents", parser=size, metavar="SIZE", help="Packed documents of exponential lengths with this mean."
+        "--documents", parser=size, metavar="SIZE", help="Pack documents with exponential lengths of this mean."
     ),
 ]
 DocumentsSeed = Annotated[
-    int | None, typer.Option("--documents-seed", help="Of the lengths that --documents draws (0 where left out).")
+    int | None, typer.Option("--documents-seed", help="Seed of the lengths that --documents draws; default: 0.")
 ]
 SeqUsedK = Annotated[
     Any,
     typer.Option(
-        "--seqused-k", parser=sizes, metavar="SIZE,…", help="Keys of each batch row; those from there on are padding."
+        "--seqused-k", parser=sizes, metavar="SIZE,…", help="Valid keys of each batch row; the rest are padding."
     ),
 ]
 PrefixLength = Annotated[
-    int | None, typer.Option(parser=size, metavar="SIZE", help="Positions that --causal hides from nobody.")
+    int | None,
+    typer.Option(parser=size, metavar="SIZE", help="First positions, visible to every query despite --causal."),
 ]
 BlockMaskPattern = Annotated[
     Any,
@@ -256,62 +255,48 @@ BlockMaskPattern = Annotated[
 
 
 def typed(context: typer.Context) -> dict[str, str]:
-    """The parameters that the user gave on the command line, by name, each with its flag as it is spelled."""
+    """Return the parameters given on the command line, by name, with their flags as spelled."""
     sources = {name: context.get_parameter_source(name) for name in spelled(context)}
-    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-    return {name: flag for name, flag in spelled(context).items() if name in given}
+    names = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    return {name: flag for name, flag in spelled(context).items() if name in names}
 
 
 def spelled(context: typer.Context) -> dict[str, str]:
-    """Every option by name, as its flag is spelled."""
-    options = [one for one in context.command.params if one.param_type_name == "option"]
-    return {one.name or "": max(one.opts, key=len) for one in options}
+    """Return the flag of every option, by parameter name."""
+    options = [option for option in context.command.params if option.param_type_name == "option"]
+    return {option.name or "": max(option.opts, key=len) for option in options}
 
 
 def check_mode(context: typer.Context, mode: str, takes: Collection[str], always: Collection[str] = ()) -> None:
-    """Refuse flags that have no say in ``mode``: by parameter names, those that it takes.
+    """Raise typer.BadParameter if a flag was given that has no effect in ``mode``.
 
-    Raises:
-        typer.BadParameter: one that it does not take was given.
+    ``takes`` and ``always`` name the parameters that have an effect. ``mode`` is part of the error, as in ``on the
+    CPU``.
     """
-    idle = [flag for name, flag in typed(context).items() if name not in {*takes, *always, "json", "csv"}]
-    if idle:
-        raise typer.BadParameter(f"{', '.join(idle)} has no say {mode}: leave it out")
+    unused = [flag for name, flag in typed(context).items() if name not in {*takes, *always, "json", "csv"}]
+    if unused:
+        raise typer.BadParameter(f"{', '.join(unused)} has no effect {mode}: leave it out")
 
 
 def check_needs(context: typer.Context, needs: Mapping[str, str]) -> None:
-    """Refuse flags that mean nothing without another: parameter names, each with the one that it needs.
-
-    Raises:
-        typer.BadParameter: one was given without the other.
-    """
-    given, flags = typed(context), spelled(context)
+    """Raise typer.BadParameter if a flag was given without the flag it needs; ``needs`` maps their names."""
+    given_flags, flags = typed(context), spelled(context)
     for name, other in needs.items():
-        if name in given and other not in given:
-            raise typer.BadParameter(f"{given[name]} is given without {flags[other]}: it has no say alone")
+        if name in given_flags and other not in given_flags:
+            raise typer.BadParameter(f"{given_flags[name]} is given without {flags[other]}: it has no effect alone")
 
 
 def check_apart(context: typer.Context, *names: str) -> None:
-    """Refuse more than one of some flags, which say the same: by parameter names.
-
-    Raises:
-        typer.BadParameter: two of them were given.
-    """
-    both = [flag for name, flag in typed(context).items() if name in names]
-    if len(both) > 1:
-        raise typer.BadParameter(f"{' and '.join(both)} are both given: pass one of them")
+    """Raise typer.BadParameter if more than one of these parameters was given."""
+    conflicting = [flag for name, flag in typed(context).items() if name in names]
+    if len(conflicting) > 1:
+        raise typer.BadParameter(f"{' and '.join(conflicting)} are both given: pass one of them")
 
 
 def read_layout(context: typer.Context, path: Path, *apart: str) -> Layout:
-    """Return the layout that ``--layout`` names by a JSON file: an object with the ``spans_per_rank`` of `Layout`.
+    """Return the layout in a JSON file, an object with ``spans_per_rank`` of `Layout`.
 
-    Args:
-        context: of the command.
-        path: the file.
-        apart: parameters that mean nothing beside it.
-
-    Raises:
-        typer.BadParameter: one of those was given, or the file holds no layout of all positions below its length.
+    Raise typer.BadParameter if a parameter of ``apart`` was given too, or if the file holds no full layout.
     """
     from ...kernels.files import read_object
     from ...ring import Layout
@@ -321,41 +306,35 @@ def read_layout(context: typer.Context, path: Path, *apart: str) -> Layout:
     try:
         fields = read_object(path)
         if [*fields] != ["spans_per_rank"]:
-            raise ValueError(f"it has {', '.join(fields) or 'no field'}: it must have spans_per_rank alone")
+            raise ValueError(f"it has {', '.join(fields) or 'no field'}: it must have only spans_per_rank")
         layout = Layout(**fields)
         if not 0 < layout.seqlen == layout.reach:
-            held = f"{layout.seqlen} tokens up to position {layout.reach - 1}" if layout.seqlen else "no token"
-            raise ValueError(f"it has {held}: it must have every position from 0 to its last one")
+            token_text = f"{layout.seqlen} tokens up to position {layout.reach - 1}" if layout.seqlen else "no token"
+            raise ValueError(f"it has {token_text}: it must have every position from 0 to its last one")
     except ValueError as error:
         raise typer.BadParameter(f"--layout is {path}: {error}") from None
     return layout
 
 
 def kv_heads_of(heads: int, kv_heads: int | None) -> int:
-    """The number of key/value heads that ``--heads`` and ``--kv-heads`` mean: as many as query heads where left out.
-
-    Raises:
-        typer.BadParameter: the query heads are not a multiple of them.
-    """
+    """Return ``--kv-heads``, or else ``--heads``; raise typer.BadParameter if it does not divide ``--heads``."""
     kv_heads = kv_heads or heads
     if heads % kv_heads:
-        raise typer.BadParameter(f"--kv-heads is {kv_heads}: --heads, {heads}, must be a multiple of it")
+        raise typer.BadParameter(
+            f"--kv-heads is {kv_heads} and --heads is {heads}: --heads must be a multiple of --kv-heads"
+        )
     return kv_heads
 
 
 def check_chunks(chunks: Sequence[int], kv_heads: int) -> None:
-    """Refuse runs of heads that hold none: typer.BadParameter."""
+    """Raise typer.BadParameter if there are more chunks than key/value heads."""
     if max(chunks) > kv_heads or min(chunks) < 1:
         listed = ",".join(map(str, chunks))
-        raise typer.BadParameter(f"--chunks is {listed}: a chunk is at least one of the {kv_heads} key heads")
+        raise typer.BadParameter(f"--chunks is {listed}: it must be 1 to {kv_heads}, the number of key/value heads")
 
 
 def check_transport(name: str, device: str, world: int) -> None:
-    """Refuse what carries nothing between so many processes on a device of this kind, as far as flags tell.
-
-    Raises:
-        typer.BadParameter: no such transport, or one of another device, or of one process between several.
-    """
+    """Raise typer.BadParameter if a transport is unknown or does not fit the device or the processes."""
     from ...comm.registry import AUTO, PROCESSES, find_transport, transport_names
 
     if name == AUTO:
@@ -364,17 +343,17 @@ def check_transport(name: str, device: str, world: int) -> None:
         raise typer.BadParameter(f"--transport is {name!r}: it takes {', '.join([AUTO, *transport_names()])}")
     entry = find_transport(name)
     if device not in entry.devices:
-        raise typer.BadParameter(f"--transport is {name}, of {' and '.join(entry.devices)}, and the device is {device}")
+        raise typer.BadParameter(
+            f"--transport is {name}, for {' and '.join(entry.devices)}, and the device is {device}"
+        )
     if PROCESSES not in entry.ranks and world > 1:
-        raise typer.BadParameter(f"--transport is {name}, of one process, and {world} are to run: take auto")
+        raise typer.BadParameter(
+            f"--transport is {name}, which works within one process, and --world is {world}: take auto"
+        )
 
 
 def resolve_world(given: int | None, default: int) -> int:
-    """Return the number of ranks: the launcher's, or ``--world``, or the default.
-
-    Raises:
-        typer.BadParameter: ``--world`` is not the number of ranks that the launcher started.
-    """
+    """Return the number of ranks: the launcher's, which ``--world`` must equal, or ``--world``, or the default."""
     place = member()
     if place is None:
         return default if given is None else given
@@ -389,23 +368,19 @@ def resolve_threads(given: int | None, world: int) -> int:
 
 
 def device_name(text: str) -> str:
-    """``cpu`` or ``cuda``; what is here where it is empty.
-
-    Raises:
-        typer.BadParameter: another one, or one that is not here.
-    """
+    """Return ``cpu`` or ``cuda``; an empty text means cuda if it is available."""
     import torch
 
-    here = torch.cuda.is_available()
+    has_cuda = torch.cuda.is_available()
     if text not in ("", "cpu", "cuda"):
         raise typer.BadParameter(f"--device is {text!r}: it takes cpu or cuda")
-    if text == "cuda" and not here:
-        raise typer.BadParameter("--device is cuda, and torch sees no CUDA device here")
-    return text or ("cuda" if here else "cpu")
+    if text == "cuda" and not has_cuda:
+        raise typer.BadParameter("--device is cuda, but torch finds no CUDA device")
+    return text or ("cuda" if has_cuda else "cpu")
 
 
 def device_here(name: str | None = None) -> torch.device:
-    """The device to measure; typer.BadParameter where there is none of that name."""
+    """Return the device to measure; raise typer.BadParameter if it is unknown or not available."""
     import torch
 
     kind = device_name(name or "")
@@ -413,25 +388,21 @@ def device_here(name: str | None = None) -> torch.device:
 
 
 def timer_on(kind: str, timer: str, takes: Sequence[str] = TIMERS) -> str:
-    """``timer``, or where it is empty what a device of this kind is timed by.
-
-    Raises:
-        typer.BadParameter: it is none of ``takes``, or not of this kind.
-    """
-    own = "events" if kind == "cuda" else "clock"
-    known = takes if kind == "cuda" else (own,)
-    if (timer or own) not in known:
+    """Return ``timer``, or the default of this kind of device; raise typer.BadParameter if it does not fit."""
+    default = "events" if kind == "cuda" else "clock"
+    known = takes if kind == "cuda" else (default,)
+    if (timer or default) not in known:
         raise typer.BadParameter(f"--timer is {timer!r}: on {kind} it must be one of {', '.join(known)}")
-    return timer or own
+    return timer or default
 
 
 def timer_of_rings(device: str, timer: str) -> str:
-    """What times a ring on a device of this kind; typer.BadParameter where it does not."""
+    """Return the timer of a ring on this kind of device; raise typer.BadParameter if it does not fit."""
     return timer_on(device, timer, OF_RINGS)
 
 
 def human(count: float, unit: str = "") -> str:
-    """A count in decimal thousands, three digits: ``67.1 MB``, ``1.02 T``; whole numbers below a thousand."""
+    """Format a number with three digits and a decimal prefix: ``67.1 MB``, ``1.02 T``."""
     power = 0
     while count >= 999.5 and power < len(PREFIXES) - 1:
         count, power = count / 1000, power + 1
@@ -445,7 +416,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def binary(count: int) -> str:
-    """A count of tokens the way it is typed: ``8k``, ``1m``, and ``1000`` where no suffix divides it."""
+    """Format a number of tokens as it is typed: ``8k``, ``1m``, or ``1000`` if no suffix divides it."""
     for suffix, unit in (("m", 1024**2), ("k", 1024)):
         if count and count % unit == 0:
             return f"{count // unit}{suffix}"

@@ -1,7 +1,7 @@
 """Runs a function on every rank: in new processes of this machine, or in those of torchrun, srun or mpirun.
 
-New processes find what torchrun sets: its environment variables, and a store to meet at on the loopback interface.
-torch is imported where it is used, because the flags of the commands need none.
+New processes get the environment variables that torchrun sets, and a store on the loopback interface. torch is imported
+late, because the flags of the commands do not need it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ T = TypeVar("T")
 
 
 def spawn(world: int, measure: Callable[..., T], *arguments: object, device: str = "cpu") -> T:
-    """Call ``measure(place, device, *arguments)``, a module's function, on every rank of a process group.
+    """Call ``measure(place, device, *arguments)`` on every rank of a process group.
 
-    Under a launcher each of its processes returns its own result. Otherwise ``world`` new processes are the ranks, and
-    rank 0's result is returned; if one of them fails, its error is printed and typer.Exit raised.
+    Under a launcher, every process returns its own result. Otherwise ``world`` new processes are the ranks, and rank
+    0's result is returned. If a rank fails, its error is printed and typer.Exit raised. ``measure`` must be a function
+    at module level.
     """
     if member() is not None:
         return _in_group(device, measure, arguments)
@@ -55,17 +56,17 @@ def _in_group(kind: str, measure: Callable[..., T], arguments: tuple[object, ...
 
 
 def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
-    """Call ``entry(*arguments)``, a module's function, in ``world`` new processes; return rank 0's result.
+    """Call ``entry(*arguments)``, a function at module level, in ``world`` new processes; return rank 0's result.
 
-    Raise ChildProcessError, and end the other processes, if one raises or dies.
+    If a process raises or dies, the others are killed and ChildProcessError is raised.
     """
     with start(world, entry, *arguments) as (folder, ranks):
         while None in (codes := [process.poll() for process in ranks]) and not any(codes):
             time.sleep(0.02)
         for rank, code in ((rank, code) for rank, code in enumerate(codes) if code):
-            ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             error = folder / f"{rank}.error"
-            raise ChildProcessError(f"rank {rank}: {error.read_text() if error.exists() else ended}")
+            raise ChildProcessError(f"rank {rank}: {error.read_text() if error.exists() else cause}")
         result: T = pickle.loads((folder / "result").read_bytes())
         return result
 
@@ -74,7 +75,7 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
 def start(
     world: int, entry: Callable[..., Any], *arguments: object
 ) -> Iterator[tuple[Path, list[subprocess.Popen[bytes]]]]:
-    """Yield the processes of :func:`launch`, and the folder of what they leave; end them with the block."""
+    """Yield the folder for results and the processes of :func:`launch`; kill them at the end."""
     import torch
     from torch._C._distributed_c10d import TCPStore
 
@@ -92,7 +93,7 @@ def start(
             for rank in range(world):
                 variables = (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()
                 environment = os.environ | {name: str(value) for name, value in variables}
-                # a session of its own: Ctrl-C reaches this process alone, which ends the others
+                # In a new session, Ctrl-C reaches only this process, which then kills the ranks.
                 ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
             yield Path(folder), ranks
         finally:
@@ -102,8 +103,8 @@ def start(
 
 
 def run_rank(folder: str, parent: int) -> None:
-    """Be one process of :func:`launch`: leave the result of rank 0, or the traceback of any, in a file."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the parent's death is this process's
+    """Run one process of :func:`launch`; write rank 0's result, or the traceback of any rank, to a file."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
     if os.getppid() != parent:
         sys.exit(1)
     try:
@@ -118,7 +119,7 @@ def run_rank(folder: str, parent: int) -> None:
 
 def sharing(ranks: int, gpus: int) -> dict[str, str]:
     """Return the environment in which ranks share fewer GPUs by NCCL 2.30 or later; empty if each has its own."""
-    # NCCL's documentation asks for a bound if more than two ranks share a GPU; it overrules Limits
+    # NCCL's documentation asks for a limit if more than two ranks share a GPU. It overrides Limits.
     bound = {"NCCL_MAX_CTAS": "4"} if ranks > 2 * gpus else {}
     defaults = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **bound} if 0 < gpus < ranks else {}
     return {name: os.environ.get(name, value) for name, value in defaults.items()}

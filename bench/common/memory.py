@@ -1,4 +1,4 @@
-"""Memory: what is free, what a stretch of code takes at its peak, and the refusal of what would not fit."""
+"""Free memory, peak memory of a piece of code, and the check that a size fits."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 GB = 1e9
 PROCESS_BYTES = 400 << 20  # Python, torch and its libraries
-USED = 0.9  # of what is free: the rest is for what nobody counts
-STEP = 1024  # sizes that fit are told in multiples of it
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+USED = 0.9  # share of the free memory; the rest is for allocations that no estimate contains
+STEP = 1024  # sizes that fit are reported as multiples of STEP
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 MAPPED_BYTES = 64 << 10
-KEPT_BYTES = 32 << 20  # the largest block that glibc keeps once it has seen it freed
+KEPT_BYTES = 32 << 20  # largest block size for which glibc raises its mmap threshold
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that nobody uses."""
+    """Return the free bytes of a GPU, or of the host."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     with open("/proc/meminfo") as file:
@@ -41,7 +41,7 @@ def free_memory(device: torch.device) -> int:
 
 
 class PeakMemory:
-    """Counts from its making: what PyTorch allocates on a GPU; on the CPU what is resident of this process."""
+    """Peak since construction: of memory that PyTorch allocates on a GPU, of resident memory on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -52,36 +52,36 @@ class PeakMemory:
         gc.collect()
         with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
             ctypes.CDLL(None).malloc_trim(0)
-        # 5: the high-water mark falls to what is resident now (proc_pid_clear_refs); without it, an earlier peak
-        # of this process counts, and the result is an upper bound
+        # 5 resets the high-water mark to the resident memory (proc_pid_clear_refs). If it cannot be reset, an earlier
+        # peak of this process counts, and the result is an upper bound.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         self._start = _resident("VmRSS")
 
     @property
     def bytes(self) -> int:
-        """The peak so far, above the start."""
+        """The peak so far, minus the memory at construction."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._start
         return max(_resident("VmHWM") - self._start, 0)
 
 
 def _resident(field: str) -> int:
-    """Bytes of a field of /proc/self/status, which are in kB."""
+    """Return a field of /proc/self/status in bytes."""
     match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if match is None:
-        raise RuntimeError(f"/proc/self/status has no {field}: this kernel does not keep it")
+        raise RuntimeError(f"/proc/self/status has no field {field} on this kernel")
     return int(match[1]) * 1024
 
 
 @contextlib.contextmanager
 def freed_at_once(device: torch.device) -> Iterator[None]:
-    """On the CPU glibc maps every large block by itself inside, so that what is resident is what is in use.
+    """Let glibc on the CPU return every large block when it is freed, so that resident memory is memory in use.
 
-    By default it keeps freed blocks for later, and does so again afterwards: mapping makes allocations slow. What it
-    has kept by then is cut up for later blocks all the same, and stays: a warm-up belongs inside.
+    By default glibc keeps freed blocks for later. The default returns at the end, because mapping every block is slow.
+    Run warm-ups inside: glibc keeps the blocks that it cached before.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C library: the figures are upper bounds
+    with contextlib.suppress(OSError, AttributeError):  # with another C library the numbers are upper bounds
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES if device.type == "cpu" else KEPT_BYTES)
     try:
         yield
@@ -92,19 +92,19 @@ def freed_at_once(device: torch.device) -> Iterator[None]:
 
 
 class Needs(NamedTuple):
-    """Bytes that a measurement takes in all, on the host and on each GPU."""
+    """Bytes that a measurement needs: on the host in all, and on each GPU."""
 
     host: int
     gpu: int = 0
 
 
 def needs_on(device: torch.device, nbytes: int) -> Needs:
-    """So many bytes of tensors of this process."""
+    """Return the needs of ``nbytes`` of tensors of this process."""
     return Needs(0, nbytes) if device.type == "cuda" else Needs(nbytes)
 
 
 def needs_of_ranks(each: int, device: torch.device, ranks_here: int) -> Needs:
-    """What the ranks of one machine take, each so many bytes of tensors; ranks that outnumber the GPUs share them."""
+    """Return the needs of the ranks of one machine; ranks share GPUs if there are fewer GPUs than ranks."""
     processes = ranks_here * PROCESS_BYTES
     if device.type == "cpu":
         return Needs(processes + ranks_here * each)
@@ -112,14 +112,14 @@ def needs_of_ranks(each: int, device: torch.device, ranks_here: int) -> Needs:
 
 
 def gpus_of(ranks_here: int) -> int:
-    """Of the ranks on this machine; srun and mpirun may show each its own GPU alone, torchrun shows all of them."""
+    """Return the number of GPUs that the ranks of this machine use; srun may show each rank only its own."""
     gpus = max(1, torch.cuda.device_count())
     hidden = gpus == 1 and member() is not None and TORCHRUN not in os.environ
     return ranks_here if hidden else gpus
 
 
 def free_here(device: torch.device) -> Needs:
-    """What is free on this machine now; under a launcher each rank looks at its own GPU."""
+    """Return the free memory of this machine; under a launcher each rank checks its own GPU."""
     place = member()
     if device.type != "cuda":
         return Needs(free_memory(torch.device("cpu")))
@@ -131,18 +131,15 @@ def free_here(device: torch.device) -> Needs:
 def refuse_too_large(
     option: str, size: int, needed: Callable[[int], Needs], device: torch.device, *, unit: str, step: int = STEP
 ) -> None:
-    """Refuse what takes more than nine tenths of this machine's free memory.
+    """Raise typer.BadParameter if a size needs more than 90% of this machine's free memory, naming a size that fits.
 
     Args:
-        option: the one that says the size.
-        size: as it was asked for.
-        needed: bytes in all on this machine, by size.
-        device: what is measured.
-        unit: of the size, as in ``tokens``.
-        step: the size that fits is told in multiples of it.
-
-    Raises:
-        typer.BadParameter: too large, with the size that fits.
+        option: The flag that sets the size.
+        size: The requested size.
+        needed: Returns the needs of this machine for a size.
+        device: The device to measure.
+        unit: Unit of the size, such as ``tokens``.
+        step: The size that fits is a multiple of ``step``.
     """
     if refusal := too_large(size, needed, free_here(device), unit=unit, step=step):
         raise typer.BadParameter(f"{option}: {refusal}")
@@ -151,39 +148,36 @@ def refuse_too_large(
 def refuse_ranks(
     option: str, config: AttentionConfig, taken: Callable[[AttentionConfig], int | Needs], *, per_rank: bool = False
 ) -> None:
-    """The same of an attention over ranks.
+    """Raise typer.BadParameter if an attention over ranks does not fit into this machine's free memory.
 
-    Args:
-        option: the one that says how many tokens there are in all, or with ``per_rank`` on each rank.
-        config: as it was asked for.
-        taken: bytes of tensors of each rank, or what all of this machine take, by the attention.
-        per_rank: which of the two ``option`` says.
+    ``option`` sets the tokens in all, or with ``per_rank`` those of each rank. ``taken`` returns the tensor bytes of
+    each rank, or the needs of all ranks of this machine.
     """
-    device, here, tokens = torch.device(config.device), ranks_here(config.world), config.world if per_rank else 1
+    device, local_ranks, tokens = torch.device(config.device), ranks_here(config.world), config.world if per_rank else 1
 
     def needed(size: int) -> Needs:
         bytes_taken = taken(replace(config, seqlen=size * tokens))
-        return bytes_taken if isinstance(bytes_taken, Needs) else needs_of_ranks(bytes_taken, device, here)
+        return bytes_taken if isinstance(bytes_taken, Needs) else needs_of_ranks(bytes_taken, device, local_ranks)
 
     unit = f"tokens {'on each of' if per_rank else 'over'} {config.world} ranks"
     refuse_too_large(option, config.seqlen // tokens, needed, device, unit=unit)
 
 
 def too_large(size: int, needed: Callable[[int], Needs], free: Needs, *, unit: str, step: int = STEP) -> str | None:
-    """Why a size does not fit, with the largest multiple of the step that does; None where it fits."""
+    """Return why a size does not fit and the largest multiple of ``step`` that does, or None if it fits."""
 
-    def excess(some: int) -> list[str]:
-        wanted, names = needed(some), ("memory", "GPU memory")
+    def excess(count: int) -> list[str]:
+        wanted, names = needed(count), ("memory", "GPU memory")
         return [
-            f"{nbytes / GB:.1f} GB of {name}, {there / GB:.1f} GB are free"
-            for name, nbytes, there in zip(names, wanted, free, strict=True)
-            if nbytes > USED * there
+            f"{nbytes / GB:.1f} GB of {name}, {available / GB:.1f} GB are free"
+            for name, nbytes, available in zip(names, wanted, free, strict=True)
+            if nbytes > USED * available
         ]
 
     reasons = excess(size)
     if not reasons:
         return None
     steps = range(1, -(-size // step))
-    most = step * bisect_left(steps, True, key=lambda count: bool(excess(count * step)))
-    fits = f"{binary(most)} fits" if most else f"not even {binary(step)} fits"
+    largest = step * bisect_left(steps, True, key=lambda number: bool(excess(number * step)))
+    fits = f"{binary(largest)} fits" if largest else f"not even {binary(step)} fits"
     return f"{size:,} {unit} take {' and '.join(reasons)}: {fits}"

@@ -1,4 +1,4 @@
-"""What commands share of their output: who prints, and where JSON and CSV go."""
+"""Which rank prints, and how JSON, CSV and other files are written."""
 
 from __future__ import annotations
 
@@ -16,35 +16,31 @@ from .ranks import member
 
 
 def prints() -> bool:
-    """Whether this process is the one that prints and writes: alone, or rank 0 under a launcher."""
+    """Return True if this process prints and writes: the only process, or rank 0 under a launcher."""
     place = member()
     return place is None or place.rank == 0
 
 
 def check_targets(*targets: str | Path | None) -> None:
-    """Refuse files that could not be written, before minutes of work rather than after: typer.BadParameter."""
+    """Raise typer.BadParameter if a file cannot be written, before minutes of work instead of after."""
     for target in targets:
-        path, why = Path(str(target)), ""
+        path, reason = Path(str(target)), ""
         if target is None:
             continue
         if str(target) == "-":
-            why = "standard output takes --json and --csv alone; name a file"
+            reason = "only --json and --csv can go to standard output; name a file"
         elif not path.absolute().parent.is_dir():
-            why = f"there is no folder {path.parent}"
+            reason = f"there is no folder {path.parent}"
         elif path.is_dir():
-            why = "it is a folder; name a file in it"
+            reason = "it is a folder; name a file in it"
         elif path.is_symlink() or (path.exists() and not path.is_file()):
-            why = "it is a link or no regular file; name another one, or -"
-        if why:
-            raise typer.BadParameter(f"cannot write {target}: {why}")
+            reason = "it is a link or not a regular file; name another file, or -"
+        if reason:
+            raise typer.BadParameter(f"cannot write {target}: {reason}")
 
 
 def write_file(target: str | Path, data: str | bytes) -> None:
-    """Write a regular file, in folders that are made; what is none, or a link to one, is left as it is.
-
-    Raises:
-        typer.BadParameter: it cannot be written.
-    """
+    """Write a regular file and make its folders; raise typer.BadParameter if it cannot be written."""
     try:
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         check_targets(target)
@@ -54,7 +50,7 @@ def write_file(target: str | Path, data: str | bytes) -> None:
 
 
 def write_json(target: str | Path, data: object, indent: int | None = 2) -> None:
-    """Write ``data`` to a file, or to standard output where ``target`` is ``-``; what is not finite becomes null."""
+    """Write ``data`` to a file, or to standard output if ``target`` is ``-``; NaN and infinity become null."""
     _write_text(target, json.dumps(_finite(data), indent=indent, allow_nan=False) + "\n")
 
 
@@ -74,7 +70,7 @@ def _finite(data: object) -> object:
 
 
 def write_csv(target: str | Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows of the same keys, with a header, to a file or to standard output, as :func:`write_json` does."""
+    """Write rows with a header to a file or to standard output; the first row's keys are the columns."""
     written = io.StringIO(newline="")
     writer = csv.DictWriter(written, fieldnames=list(rows[0]) if rows else [])
     writer.writeheader()

@@ -1,4 +1,4 @@
-"""The process group of the ranks that a launcher, or :mod:`.launching`, started, and the store where they meet."""
+"""The process group of the ranks that a launcher or :mod:`.launching` started, and the store where they meet."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from torch.distributed.rendezvous import rendezvous
 
 from .ranks import JOB, LOOPBACK, TORCHRUN, Member
 
-TIMEOUT = timedelta(minutes=10)  # of one wait for the other ranks: far more than a step of a demo takes
+TIMEOUT = timedelta(minutes=10)  # for one wait for other ranks: far more than a step of the demo takes
 LATER = 3.0  # seconds
-PORTS = range(10_000, 30_000)  # below those that the system gives to outgoing connections
+PORTS = range(10_000, 30_000)  # below the ephemeral ports of outgoing connections
 
 _groups = itertools.count()
 
 
 @contextmanager
 def process_group(place: Member, device: torch.device) -> Iterator[None]:
-    """Open the default group of torch.distributed over all ranks: gloo, and on GPUs NCCL too."""
+    """Open the default group of torch.distributed over all ranks: gloo, and on GPUs also NCCL."""
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -38,12 +38,12 @@ def process_group(place: Member, device: torch.device) -> Iterator[None]:
     if place.world == place.local_world and (TORCHRUN in os.environ or _address(place) in (LOOPBACK, "localhost")):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
-    # names of its own for each group: a rank that opens the next one early would read what the last one left
+    # Every group gets its own prefix: a rank that opens the next group early would read keys of the last group.
     store = PrefixStore(str(next(_groups)), _store(place))
     with consequences_later():  # another rank may fail before all have met
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
     try:
-        with consequences_later():  # until the group closes, no peer sees an error of this rank's making
+        with consequences_later():  # peers see this rank's error only when the group closes
             yield
     finally:
         dist.destroy_process_group()
@@ -51,23 +51,27 @@ def process_group(place: Member, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def consequences_later() -> Iterator[None]:
-    """Delay an error that another rank's end may have caused, so that the first error of all is reported."""
+    """Delay an error that another rank's end may have caused, so that the original error is reported first."""
     try:
         yield
-    except (NotImplementedError, torch.OutOfMemoryError, typer.Exit):  # RuntimeErrors too, and a rank's own
+    except (
+        NotImplementedError,
+        torch.OutOfMemoryError,
+        typer.Exit,
+    ):  # RuntimeErrors that only this rank can have caused
         raise
-    except RuntimeError:  # gloo's error of a closed connection has no class of its own
+    except RuntimeError:  # gloo reports a closed connection as a plain RuntimeError
         time.sleep(LATER)
         raise
 
 
 @cache
 def _store(place: Member) -> Store:
-    """Return the store where the ranks meet, which lives as long as this process."""
+    """Return the store where the ranks meet; it lives as long as this process."""
     address = os.environ.setdefault("MASTER_ADDR", _address(place))
     port = int(os.environ.setdefault("MASTER_PORT", str(_port())))
     if address in (LOOPBACK, "localhost") and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # by itself the server would listen on every address of the machine
+        # TCPStore's own server would listen on every address of the machine.
         served = socket.create_server((LOOPBACK, port)).detach() if place.rank == 0 else None
         return TCPStore(LOOPBACK, port, place.world, place.rank == 0, TIMEOUT, master_listen_fd=served)
     store: Store = next(rendezvous("env://", place.rank, place.world, timeout=TIMEOUT))[0]
@@ -75,20 +79,20 @@ def _store(place: Member) -> Store:
 
 
 def _address(place: Member) -> str:
-    """Return the host of rank 0; raise ValueError if the launcher of several machines does not say which it is."""
+    """Return the host of rank 0; raise ValueError if a launcher of several machines does not name it."""
     if "MASTER_ADDR" in os.environ:
         return os.environ["MASTER_ADDR"]
     if place.world == place.local_world:
         return LOOPBACK
     if first := re.match(r"(?:[^,\[]|\[[^]]*\])+", os.environ.get("SLURM_STEP_NODELIST", "")):
-        return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0])  # of gpu[03-05,9],login: gpu03
+        return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0])  # gpu[03-05,9],login becomes gpu03
     raise ValueError(
-        f"MASTER_ADDR is not set, and {place.world} ranks, {place.local_world} of them here, are on several machines: "
+        f"MASTER_ADDR is not set, but only {place.local_world} of {place.world} ranks are on this machine: "
         "set it to the host of rank 0 (mpirun -x MASTER_ADDR=host)"
     )
 
 
 def _port() -> int:
-    """Return a port of this job's own: at one port for all, ranks of two jobs of a machine would meet each other."""
+    """Return this job's own port, so that two jobs on one machine do not collide."""
     job = ".".join(os.environ.get(name, "") for name in JOB)
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)]

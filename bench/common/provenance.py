@@ -1,4 +1,4 @@
-"""Where a number comes from: what ran, on what, when."""
+"""Provenance of a number: the command, the code, the machine and the date."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKAGES = ("torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", "ring-at
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Everything that a number on ``device`` depends on, apart from its own case; ready for JSON."""
+    """Return everything that a number on ``device`` depends on apart from its case, as JSON data."""
     return {
         "command": command(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -40,19 +40,19 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def command() -> str:
-    """What was typed, without the folder of the executable."""
+    """Return the typed command, without the folder of the executable."""
     program = Path(sys.argv[0]).name
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if program == "__main__.py":  # of a process that was started by such a one too, which has no spec
+    if program == "__main__.py":  # a child of such a process has no spec
         program = "python -m ringattn"
     elif spec is not None and spec.origin == sys.argv[0]:
         program = f"python -m {spec.name}"
-    # names of files are any bytes; what is kept is text
+    # File names can hold any bytes; the record is text.
     return f"{program} {shlex.join(sys.argv[1:])}".strip().encode(errors="replace").decode()
 
 
 def sources() -> str:
-    """A digest of the package's own Python files: says which code ran where there is no git."""
+    """Return a digest of the package's Python files, which identifies the code if there is no git."""
     digest = hashlib.sha256()
     inner = (path for folder in CODE for path in (ROOT / folder).rglob("*.py"))
     for path in sorted([*ROOT.glob("*.py"), *inner]):
@@ -61,7 +61,7 @@ def sources() -> str:
 
 
 def git() -> dict[str, Any]:
-    """Commit, and whether files differ from it; None where the package is not in a checkout of its own."""
+    """Return the commit and whether files are modified; None if the package is not in its own checkout."""
 
     def ask(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
@@ -76,7 +76,7 @@ def git() -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """Of Python, of what is installed, and of what torch was built with."""
+    """Return the versions of Python, of installed packages, and of the libraries in torch."""
     by_name: dict[str, Any] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -92,7 +92,7 @@ def versions() -> dict[str, Any]:
 
 
 def cpu() -> dict[str, Any]:
-    """Model, cores that this process may use, and what else keeps them busy."""
+    """Return the CPU's model, the cores that this process may use, memory and load."""
     info, memory = (_read(path) for path in ("/proc/cpuinfo", "/proc/meminfo"))
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     total = re.search(r"^MemTotal:\s*(\d+) kB", memory, re.MULTILINE)
@@ -106,7 +106,7 @@ def cpu() -> dict[str, Any]:
 
 
 def gpu(device: torch.device) -> dict[str, Any]:
-    """The GPU, its driver, and its clocks at this moment."""
+    """Return the GPU, its driver and its current clocks."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
@@ -119,10 +119,7 @@ def gpu(device: torch.device) -> dict[str, Any]:
 
 
 def topology(device: torch.device) -> dict[str, Any]:
-    """The network adapters of this machine, and what joins its GPUs, as pairs by link, as far as /sys and NVML tell.
-
-    Of a run on the CPU the adapters alone: to ask for GPUs would start CUDA and NVML, and they had no part in it.
-    """
+    """Return network adapters, and on a GPU (which starts CUDA and NVML) the links between GPUs."""
     nics = {nic.name: None if nic.gigabits is None else f"{nic.gigabits:g} Gbit/s" for nic in nvml.nics_of()}
     if device.type != "cuda":
         return {"nics": nics}
@@ -131,13 +128,13 @@ def topology(device: torch.device) -> dict[str, Any]:
 
 
 def clocks(device: torch.device) -> dict[str, Any]:
-    """Clocks, power, temperature and throttle reasons at this moment; why not, where nothing is told."""
+    """Return current clocks, power, temperature and throttle reasons, or the reason why NVML gives none."""
     read = nvml.Reader(device)
     return read() if read.reason is None else {"unknown": read.reason}
 
 
 def _or_unknown(ask: Callable[[], Any]) -> Any:
-    """What was asked for, or why it is not known: a missing clock must not cost the measurement."""
+    """Return the answer of ``ask``, or its error's name, because a missing clock must not fail a measurement."""
     try:
         return ask()
     except Exception as error:

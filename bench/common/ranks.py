@@ -1,6 +1,6 @@
-"""Which rank this process is under torchrun, srun or mpirun, and its share of the machine.
+"""This process's rank under torchrun, srun or mpirun, and its share of the machine.
 
-torch is imported where it is used: the flags need to know who prints, and nothing of torch.
+torch is imported late, because the flags need the rank but not torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")  # what tells jobs of OpenMPI and Slurm from each other
-# rank, ranks, rank and ranks on this machine. srun's are those of the step: a batch script that calls us without srun
-# has SLURM_PROCID too, and is no rank of anything
+JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")  # identifies a job of OpenMPI or Slurm
+# Rank, world, and rank and ranks on this machine. Slurm's are those of the step, because a batch script that calls this
+# without srun also has SLURM_PROCID.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -37,35 +37,33 @@ class Member:
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU if the machine has any, else the CPU.
-
-        Raises:
-            ValueError: there are more ranks than GPUs on this machine.
-        """
+        """This rank's GPU if the machine has any, else the CPU; ValueError if there are fewer GPUs than ranks."""
         import torch
 
         gpus = torch.cuda.device_count()
-        own = gpus == 1 and TORCHRUN not in os.environ  # srun and mpirun may show each rank its own GPU alone
+        own = gpus == 1 and TORCHRUN not in os.environ  # srun and mpirun may show each rank only its own GPU
         if 0 < gpus <= self.local_rank and not own:
-            raise ValueError(f"rank {self.rank} finds no GPU: {self.local_world} ranks here, {gpus} GPUs; start fewer")
+            raise ValueError(
+                f"rank {self.rank} has no GPU: {self.local_world} ranks and {gpus} GPUs on this machine; start fewer"
+            )
         return self.shared_device("cuda" if gpus else "cpu")
 
     def shared_device(self, kind: str) -> torch.device:
-        """Return this rank's device of that kind; ranks share GPUs if this machine has fewer GPUs than ranks."""
+        """Return this rank's device of that kind; ranks share GPUs if there are fewer GPUs than ranks."""
         import torch
 
         return torch.device(kind, self.local_rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
 
 
 def member() -> Member | None:
-    """Return this process's place under a launcher, or None if nobody launched it or it is the only process."""
+    """Return this process's place under a launcher, or None without a launcher or for a single process."""
     for names in LAUNCHERS:
         rank, world, local_rank, local_world = (os.environ.get(name) for name in names)
         if rank is None or world is None:
             continue
         if world == "1" and names[0] != "RANK":
-            return None  # `srun ringattn …` with one task: as if it had been called by hand
-        here = re.match(r"\d+", local_world or world)  # srun writes 4(x2): four on each of two machines
+            return None  # `srun ringattn …` with one task equals a call by hand
+        here = re.match(r"\d+", local_world or world)  # srun writes 4(x2) for four on each of two machines
         return Member(int(rank), int(world), int(local_rank or rank), int(here[0]) if here else 1)
     return None
 
@@ -76,6 +74,6 @@ def cores() -> int:
 
 
 def ranks_here(world: int) -> int:
-    """Return how many of ``world`` ranks are on this machine: all, or as many as the launcher started here."""
+    """Return how many of ``world`` ranks are on this machine."""
     place = member()
     return world if place is None else min(world, place.local_world)

@@ -1,4 +1,4 @@
-"""Colours of pictures, and the files that they are written into."""
+"""Colours of figures, and how figures are written to files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Theme:
-    """Every colour that a picture uses."""
+    """Every colour that a figure uses."""
 
     paper: str = "#ffffff"
     ink: str = "#1f2328"
@@ -27,38 +27,34 @@ class Theme:
     grid: str = "#d9dce1"
     track: str = "#f3f4f6"  # behind the bars of a lane
     compute: str = "#3a76b5"
-    backward: str = "#7a5ea8"  # compute of the backward
+    backward: str = "#7a5ea8"  # compute in the backward
     wait: str = "#d1463f"
     send: str = "#2a9d8f"
     receive: str = "#d98e04"
     slot: str = "#b9c4d0"
     sums: str = "#cfbfdc"
-    on_bar: str = "#fefefe"  # text on dark bars, and on light ones: the same on a dark page
+    on_bar: str = "#fefefe"  # text on dark and (on_slot) on light bars, also on a dark page
     on_slot: str = "#20242a"
 
 
 LIGHT = Theme()
 OF_THE_PAGE = ("paper", "ink", "faint", "grid", "track")
-"""Colours that a page has by the same names, so that they follow its dark form."""
+"""Colours with the same names in the report's CSS, so that they follow its dark mode."""
 
 LINES = (LIGHT.compute, LIGHT.receive, LIGHT.send, LIGHT.backward, LIGHT.wait, LIGHT.faint)
-"""Colours of a chart's lines, in the order in which they are taken."""
+"""Colours of a chart's lines, in order."""
 
 
 def picture(text: str) -> Path:
-    """The path of a picture that can be drawn; a parser of typer options.
-
-    Raises:
-        typer.BadParameter: a suffix that is not one of :data:`PICTURES`.
-    """
+    """Parse the path of a figure; raise typer.BadParameter for other suffixes than :data:`PICTURES`."""
     if not text.lower().endswith(PICTURES):
-        raise typer.BadParameter(f"{text} is no picture: it must end with one of {', '.join(PICTURES)}")
+        raise typer.BadParameter(f"{text} is not a figure's name: it must end with one of {', '.join(PICTURES)}")
     return Path(text)
 
 
 @contextmanager
 def themed() -> Iterator[None]:
-    """Draw in these colours for a while; text of files is never read as mathematics."""
+    """Use this theme for matplotlib figures inside the block; text is never parsed as mathematics."""
     from matplotlib import rc_context
 
     settings: Any = {
@@ -81,7 +77,7 @@ def themed() -> Iterator[None]:
 
 
 def write_figure(figure: Any, target: Path, dpi: int) -> None:
-    """A figure in the format that the file's name ends in."""
+    """Write a figure in the format of the file's suffix."""
     if target.suffix.lower() == ".svg":
         write_file(target, '<?xml version="1.0" encoding="utf-8"?>\n' + inline(figure, "f"))
         return
@@ -91,28 +87,25 @@ def write_figure(figure: Any, target: Path, dpi: int) -> None:
 
 
 def in_page_colours(svg: str) -> str:
-    """Return an SVG for the page, whose background, text and lines take the page's colours."""
+    """Replace colours of an SVG by the page's CSS variables, for background, text and lines."""
     names = {getattr(LIGHT, name): f"var(--{name})" for name in OF_THE_PAGE}
     return re.sub("|".join(names), lambda colour: names[colour[0]], svg)
 
 
 def inline(figure: Any, name: str) -> str:
-    """An SVG element for a page with several: the same for the same figure, with ids of its own.
-
-    ``name``: letters, digits and dashes, different for every picture of a page.
-    """
+    """Return a figure as SVG with ids that start with ``name``, the same for the same figure."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    # matplotlib names its version and its home page in a comment and a block of metadata
+        figure.savefig(buffer, format="svg")
+    # matplotlib writes its version and home page into a comment and a metadata block.
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", buffer.getvalue(), flags=re.DOTALL)
-    # and its ids by digests of places, whose last bits the layout's solver gives as it likes: numbers in their place
+    # Its ids are digests of positions whose last bits vary from run to run, so number them instead.
     ids = dict[str, str]()
     text = re.sub(
         r'(\bid="|url\(#|href="#)([\w.]+)', lambda each: each[1] + ids.setdefault(each[2], f"{name}-{len(ids)}"), text
     )
-    # a hundredth of a point is finer than any screen
+    # A hundredth of a point is finer than any screen.
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", " "), text)
     return re.sub(r"\s*\n\s*", "\n", text[text.index("<svg") :])

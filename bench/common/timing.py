@@ -1,4 +1,4 @@
-"""The one way to time: candidates take turns, so that what the machine does meanwhile falls on all of them alike."""
+"""Timing: candidates take turns, so that noise of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .flags import timer_on
 
 Step = Callable[[], object]
 
-LEAST, MOST = 5, 50  # samples of a candidate where its own speed decides: a median, and an end
+LEAST, MOST = 5, 50  # bounds on the samples when a time budget decides
 FLUSH_BYTES = 256 << 20  # more than the L2 of any GPU
 HOST_AHEAD_CYCLES = 2_000_000  # about 1 ms: longer than the host takes to enqueue any step
 
@@ -32,7 +32,7 @@ class Samples:
 
     @property
     def spread(self) -> float:
-        """Half the interquartile range over the median: what a difference must exceed to mean something."""
+        """Half the interquartile range over the median: smaller differences mean nothing."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -40,7 +40,7 @@ class Samples:
 
 
 class Stopwatch:
-    """What stretches of a run take together: by the host's clock on the CPU, by events on a GPU."""
+    """Total time of several blocks of code, by the host's clock on the CPU, by events on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -49,14 +49,14 @@ class Stopwatch:
 
     @contextmanager
     def stretch(self) -> Iterator[None]:
-        """Count what runs inside."""
+        """Add the time of the block."""
         if self._on_gpu:
             event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-            begun, ended = event(enable_timing=True), event(enable_timing=True)
-            begun.record()
+            start, end = event(enable_timing=True), event(enable_timing=True)
+            start.record()
             yield
-            ended.record()
-            self._events.append((begun, ended))
+            end.record()
+            self._events.append((start, end))
             return
         at = time.perf_counter()
         yield
@@ -64,32 +64,32 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """So far; on a GPU only once everything is over."""
-        on_gpu: float = sum(begun.elapsed_time(ended) for begun, ended in self._events)
+        """Seconds so far; on a GPU, valid after all work has finished."""
+        on_gpu: float = sum(start.elapsed_time(end) for start, end in self._events)
         return self._host + on_gpu / 1e3
 
     def take(self) -> float:
-        """Seconds since the last call of this; waits for what still runs."""
-        for _, ended in self._events:
-            ended.synchronize()
+        """Wait for running work; return the seconds since the last call, and reset them."""
+        for _, end in self._events:
+            end.synchronize()
         seconds, self._host = self.seconds, 0.0
         self._events.clear()
         return seconds
 
 
 class Team:
-    """Who has to be ready before a run starts, and over before its time counts: this process alone."""
+    """Processes that start a run together. The time of the slowest one counts. Here: this process alone."""
 
     def ready(self) -> None:
-        """Return when every member may start."""
+        """Return when every process may start."""
 
     def slowest(self, seconds: float) -> float:
-        """The longest time of any member."""
+        """Return the longest time of any process."""
         return seconds
 
 
 class Ranks(Team):
-    """All ranks of the default group; waiting blocks and does not spin, and is over the host's network."""
+    """All ranks of the default group. Waiting uses the host's network and blocks without spinning."""
 
     def ready(self) -> None:
         self.slowest(0.0)
@@ -101,24 +101,21 @@ class Ranks(Team):
 
 
 def nearest(timer: str, takes: Sequence[str]) -> str:
-    """``timer`` where it is one of ``takes`` or the device's own; else, for a graph that cannot be made, events."""
+    """Return ``timer`` if it is empty or supported, else events, for work that a CUDA graph cannot capture."""
     return timer if not timer or timer in takes else "events"
 
 
 @dataclass
 class Clock:
-    """Times one run on a device, by one of ``TIMERS``: on the CPU the host's clock, on a GPU what was asked for.
+    """Times one run on a device, by one of ``TIMERS``; raises ValueError if the timer does not work on the device.
 
-    On a GPU the cache is flushed first, so that no warm inputs are in the time; by events and graphs the device is kept
-    busy while the host enqueues, so that the host's speed is not in it either.
-
-    Raises:
-        ValueError: no such timer, or not on this device.
+    On a GPU the cache is flushed first. With events and graphs, the device is kept busy while the host enqueues, so
+    that the host's speed does not count.
     """
 
     device: torch.device
     team: Team = field(default_factory=Team)
-    timer: str = ""  # the device's own where it is empty
+    timer: str = ""  # empty: the device's default
     _flush: torch.Tensor | None = None
     _capturing: torch.cuda.Stream | None = None
 
@@ -126,12 +123,12 @@ class Clock:
         self.timer = timer_on(self.device.type, self.timer)
 
     def __call__(self, step: Step) -> float:
-        """Seconds of one run, on the slowest member of the team."""
+        """Return the seconds of one run, on the slowest process of the team."""
         self.team.ready()
         return self.team.slowest(self._by_host(step) if self.timer == "clock" else self._by_events(step))
 
     def stage(self) -> AbstractContextManager[object]:
-        """Where steps must be made: a backward runs on the stream of its forward, and a graph is of one stream."""
+        """Return the context to prepare steps in: a graph captures one stream, which forward and backward share."""
         if self.timer != "graph":
             return nullcontext()
         if self._capturing is None:
@@ -141,14 +138,10 @@ class Clock:
         return context(self._capturing)
 
     def prepared(self, step: Step) -> Step:
-        """What to time in the place of ``step``: by graph its replay, else itself.
-
-        Raises:
-            RuntimeError: it cannot be captured.
-        """
+        """Return the function to time: a graph's replay, or ``step``; raise RuntimeError if capturing fails."""
         if self.timer != "graph":
             return step
-        step()  # compiles, and allocates what a capture may not
+        step()  # compile and allocate before the capture
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._capturing):
@@ -160,11 +153,11 @@ class Clock:
         if on_gpu:
             self._flushed()
             torch.cuda.synchronize(self.device)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         step()
         if on_gpu:
             torch.cuda.synchronize(self.device)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     def _by_events(self, step: Step) -> float:
         event: Callable[..., torch.cuda.Event] = torch.cuda.Event
@@ -193,29 +186,23 @@ def interleaved(
     limits: Mapping[str, int] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Samples]:
-    """Time every candidate ``repeats`` times, in turns: a, b, c, a, b, c, …
+    """Time every candidate in turns (a, b, c, a, b, c, …), after ``warmup`` runs of each.
 
-    Args:
-        candidates: what to run, by name; each does its whole work on the current stream, and every member of the team
-            calls with the same names.
-        clock: of the device.
-        repeats: timed runs of each.
-        warmup: runs of each before the first timed one.
-        limits: candidates that run fewer times, for they are slow.
-        progress: called after every run.
+    Each candidate enqueues its work on the current stream. Every process of the clock's team passes the same names.
+    ``limits`` reduces the timed runs of slow candidates. ``progress`` is called after every run.
     """
-    taken: dict[str, list[float]] = {name: [] for name in candidates}
+    seconds_by_name: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(-warmup, repeats):
         for name, step in candidates.items():
             if number >= (limits or {}).get(name, repeats):
                 continue
             seconds = clock(step)
             if number >= 0:
-                taken[name].append(seconds)
+                seconds_by_name[name].append(seconds)
             progress()
-    return {name: Samples(tuple(seconds)) for name, seconds in taken.items()}
+    return {name: Samples(tuple(seconds)) for name, seconds in seconds_by_name.items()}
 
 
 def repeats_within(seconds: float, one_round: float) -> int:
-    """How many rounds of ``one_round`` seconds to take where ``seconds`` are to be spent."""
+    """Return how many rounds of ``one_round`` seconds fit into ``seconds``, within LEAST and MOST."""
     return min(max(int(seconds / max(one_round, 1e-9)), LEAST), MOST)

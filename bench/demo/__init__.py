@@ -1,1 +1,1 @@
-"""``ringattn demo``: trains sharded and whole, and compares every loss and every gradient."""
+"""``ringattn demo``: trains with and without sharding, and compares every loss and gradient."""

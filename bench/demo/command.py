@@ -1,4 +1,4 @@
-"""``ringattn demo``: the command."""
+"""Command line of ``ringattn demo``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..common.result import Result
 
 DEFAULT_WORLD = 2
-TOKEN_BYTES = 3 * 8  # its place in the text, itself and its label, of int64
+TOKEN_BYTES = 3 * 8  # int64 position in the text, input and label
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -28,35 +28,37 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def demo(
     world: Annotated[
-        int | None, typer.Option(min=1, help=f"Ranks; default: {DEFAULT_WORLD}; the launcher's under torchrun.")
+        int | None, typer.Option(min=1, help=f"Ranks; default: {DEFAULT_WORLD}, or the launcher's.")
     ] = None,
-    data: Annotated[int, typer.Option(min=1, help="Rings, which take other rows of the batch.")] = 1,
-    steps: Annotated[int, typer.Option(min=1)] = 10,
+    data: Annotated[int, typer.Option(min=1, help="Rings; each takes different rows of the batch.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 10,
     batch: flags.Batch = 1,
     seqlen: Annotated[
-        Any, typer.Option(parser=flags.count, metavar="SIZE", help="Bytes of a row; the text is repeated if need be.")
+        Any,
+        typer.Option(parser=flags.count, metavar="SIZE", help="Bytes per row; the text is repeated if it is shorter."),
     ] = "8k",
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
     heads: flags.Heads = 4,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Heads of K and V.")] = 2,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 2,
     head_dim: Annotated[int, typer.Option(min=2, max=256)] = 32,
-    layers: Annotated[int, typer.Option(min=1)] = 2,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the decoder.")] = 2,
     dtype: flags.Dtype = "float32",
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of Adam.")] = 3e-3,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the initial weights.")] = 0,
     block: Annotated[
-        int, typer.Option(min=0, help="Tokens of feed-forward and loss at once; 0: all, and nothing is recomputed.")
+        int, typer.Option(min=0, help="Tokens of feed-forward and loss at a time; 0: all, without recomputation.")
     ] = 1024,
     plot: flags.Plot = None,
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
-    """Train a small byte-level decoder on one long text: its sequence sharded over a ring of ranks, its weights over
-    all. Then take the same steps unsharded with PyTorch's attention, and in float64, and compare every loss and every
-    gradient; the exit code is 1 where they disagree.
+    """Train a small byte-level decoder with and without sharding, and compare every loss and gradient.
 
-    A rank is a GPU where this machine has several, a virtual rank where it has one, else a process. The job is that of
-    `python -m ringattn.examples.train`, which trains alone and writes checkpoints.
+    The sequence of one long text is sharded over a ring, and the weights over all ranks. The same steps run unsharded
+    with PyTorch's attention, and in float64. The exit code is 1 if results disagree.
+
+    Ranks are GPUs if this machine has several, virtual ranks if it has one, else processes. The job is that of
+    `python -m ringattn.examples.train`, which only trains and writes checkpoints.
     """
     import torch
 
@@ -74,7 +76,7 @@ def demo(
         )  # fmt: skip
         world = resolve_ranks(world, data, member())
     except ValueError as error:
-        # on every rank: the launcher ends the others when one exits, before rank 0 could have printed
+        # Raise on every rank, because a launcher kills the others when one exits, before rank 0 has printed.
         raise typer.BadParameter(str(error)) from None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     needed = partial(needs, job, ranks=ranks_here(world), device=device)
@@ -88,7 +90,7 @@ def demo(
 
 
 def needs(job: Job, tokens: int, *, ranks: int, device: torch.device) -> Needs:
-    """Return the bytes of the whole batch, on the host in float64, and of the ranks' processes, which read the text."""
+    """Return the bytes of the whole batch, on the host in float64, and of the processes, which read the text."""
     from ..common.memory import PROCESS_BYTES, Needs
     from ..common.memory_table import FP32, FP64, trained_bytes
 
@@ -99,28 +101,23 @@ def needs(job: Job, tokens: int, *, ranks: int, device: torch.device) -> Needs:
 
 
 def resolve_ranks(world: int | None, data: int, place: Member | None) -> int:
-    """Return the number of ranks.
-
-    Raises:
-        typer.BadParameter: another number than the launcher's.
-        ValueError: more than GPUs, or no whole rings.
-    """
+    """Return the number of ranks; raise ValueError if they exceed the GPUs or make no whole rings."""
     import torch
 
     ranks, gpus = flags.resolve_world(world, DEFAULT_WORLD), torch.cuda.device_count()
     if ranks % data:
-        raise ValueError(f"--data is {data}: the ranks, {ranks}, must be a multiple of it")
+        raise ValueError(f"--data is {data} and there are {ranks} ranks: --world must be a multiple of --data")
     if place is not None:
         _ = place.device
     elif 1 < gpus < ranks:
-        raise ValueError(f"--world is {ranks}, this machine has {gpus} GPUs: a rank takes one, so at most {gpus}")
+        raise ValueError(f"--world is {ranks}: this machine has {gpus} GPUs, one per rank; take at most {gpus}")
     elif gpus == 1 and data > 1:
-        raise ValueError(f"--data is {data}: the virtual ranks of one GPU are one ring; take more GPUs, or --data 1")
+        raise ValueError(f"--data is {data}: virtual ranks on one GPU make one ring; take --data 1 or more GPUs")
     return ranks
 
 
 def draw(result: Result, target: Path) -> None:
-    """Draw the loss of every step."""
+    """Plot the loss of every step."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""``ringattn demo``: do the sharded and the whole run of one job agree, and how fast was each.
+"""Compares the sharded and the unsharded run of one job: agreement of results, speed and memory.
 
-The whole and the float64 run start every step from the weights that the sharded one had there: training amplifies
-rounding, so that two runs left to themselves part for good, however exact each step is.
+Every step of the unsharded and float64 runs starts from the weights of the sharded run. Training amplifies rounding, so
+independent runs would diverge however exact each step is.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ COLUMNS = ("step", "name", "sharded - whole", "allowed", "error", "pytorch error
 CPU = torch.device("cpu")
 
 Gradients = dict[int, dict[str, Tensor]]
-"""By step and parameter, of the compared steps."""
+"""Gradients of the compared steps, by step and parameter."""
 
 
 @dataclass
 class Trained:
-    """One run of the job, and what it took."""
+    """One run of the job, with its memory."""
 
     run: Run
     gradients: Gradients
-    peaks: list[int] = field(default_factory=list)  # bytes of every process, weights included
-    where: str = ""  # what ran it
-    logits: dict[int, float] = field(default_factory=dict)  # by step, the largest in magnitude
+    peaks: list[int] = field(default_factory=list)  # bytes of every process, including weights
+    where: str = ""  # description of the devices
+    logits: dict[int, float] = field(default_factory=dict)  # largest magnitude by step
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Keeps gradients in memory, and the weights that each step starts from in files; or loads the weights from there.
-
-    In memory the weights would count as the run's.
-    """
+    """Records gradients in memory, and writes or loads each step's initial weights in files."""
 
     folder: str
     loads: bool = False
@@ -94,7 +91,7 @@ def compared_steps(job: Job) -> list[int]:
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return all of a tensor that lies in parts on the ranks."""
+    """Return the full tensor of a sharded one."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -110,11 +107,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def compare(job: Job, text: bytes, world: int) -> Result | None:
-    """Train sharded, then take the same steps again in this process; None if another rank prints the result.
-
-    Raises:
-        RuntimeError: the whole sequence does not fit the GPU.
-    """
+    """Train sharded, then repeat the steps unsharded in this process; None if another rank prints the result."""
     with TemporaryDirectory() as folder:
         ring = train_sharded(job, text, world, Recorder(folder))
         if not prints():
@@ -124,13 +117,13 @@ def compare(job: Job, text: bytes, world: int) -> Result | None:
                 return agreement(job, Runs(ring, train_whole(job, text, folder), train_exactly(job, text, folder)))
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
-                f"--seqlen {job.seqlen}: the whole sequence does not fit one GPU, and nothing is left to compare "
-                "with; take a shorter one"
+                f"--seqlen is {job.seqlen}: the whole sequence does not fit on one GPU, so there is nothing to compare "
+                "with; take a shorter sequence"
             ) from error
 
 
 def train_sharded(job: Job, text: bytes, world: int, recorder: Recorder) -> Trained:
-    """Train on so many ranks: virtual ones on a single device, else processes, new ones or a launcher's."""
+    """Train on ``world`` ranks: virtual ranks on a single device, else new or launched processes."""
     if member() is None and (world == 1 or torch.cuda.device_count() == 1):
         return train_virtually(job, text, world, recorder)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -143,12 +136,12 @@ def train_virtually(job: Job, text: bytes, world: int, recorder: Recorder) -> Tr
     memory = PeakMemory(device)
     with threads(cores()):
         run = train_virtual_ranks(job, text, world, recorder)
-    where = f"{world} virtual ranks on {device_name(device, cores())}, memory of all together"
+    where = f"{world} virtual ranks on {device_name(device, cores())}, memory of all ranks"
     return Trained(run, recorder.gradients, [memory.bytes], where)
 
 
 def train_rank(place: Member, device: torch.device, job: Job, text: bytes, recorder: Recorder) -> Trained:
-    """Train as one of several processes."""
+    """Train in one of several processes."""
     memory, count = PeakMemory(device), max(1, cores() // place.local_world)
     with threads(count):
         run = train_on_mesh(job, text, device, recorder)
@@ -158,14 +151,14 @@ def train_rank(place: Member, device: torch.device, job: Job, text: bytes, recor
 
 
 def device_name(device: torch.device, count: int) -> str:
-    """Return the name of a GPU, or the number of threads."""
+    """Return the name of a GPU, or the number of threads on the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"1 process of {count} thread{'s' * (count > 1)}"
 
 
 def train_whole(job: Job, text: bytes, folder: str) -> Trained:
-    """Take the same steps on the whole batch in this process, with PyTorch's attention, nothing computed again."""
+    """Repeat the steps on the whole batch in this process, with PyTorch's attention and no recomputation."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
     memory, recorder = PeakMemory(device), Recorder(folder, loads=True)
     training, logits = prepare_whole(job, text, device)
@@ -174,7 +167,7 @@ def train_whole(job: Job, text: bytes, folder: str) -> Trained:
 
 
 def train_exactly(job: Job, text: bytes, folder: str) -> Trained:
-    """Compute loss and gradients of the compared steps in float64, of the whole batch, on the CPU."""
+    """Compute loss and gradients of the compared steps in float64 on the CPU, for the whole batch."""
     recorder = Recorder(folder, loads=True)
     training, logits = prepare_whole(replace(job, dtype="float32"), text, CPU)
     training.model.double()
@@ -187,7 +180,7 @@ def train_exactly(job: Job, text: bytes, folder: str) -> Trained:
 
 
 def prepare_whole(job: Job, text: bytes, device: torch.device) -> tuple[Training, dict[int, float]]:
-    """Return a training of the whole batch in this process, and the largest logit of each step that it will take."""
+    """Return a training of the whole batch in this process, and a dict that it fills with largest logits by step."""
     part = Part(0, slice(None), torch.arange(job.seqlen), pytorch_attention, lambda x: x[None], name="whole")
     training, logits = Training(replace(job, block=0), text, device, part), dict[int, float]()
 
@@ -199,39 +192,39 @@ def prepare_whole(job: Job, text: bytes, device: torch.device) -> tuple[Training
 
 
 def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``scaled_dot_product_attention``, causal, of ``[B, S, H, D]``."""
+    """Compute causal ``scaled_dot_product_attention`` on ``[B, S, H, D]``."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def agreement(job: Job, runs: Runs) -> Result:
-    """A row for every loss, and for every parameter's gradient of the compared steps; numbers are largest elements.
+    """Build a row for every loss, and for every parameter's gradient of the compared steps.
 
-    The tolerance is argued, not tuned: an error against float64 may be twice PyTorch's own in the same dtype (the same
-    terms summed in another order err differently by about as much), plus rounding of the numbers themselves: ``eps`` of
-    the dtype times the largest element. All runs start each step from the same weights, so that it holds at every step.
+    Errors are those of the largest element. The allowed error is twice PyTorch's own error against float64 in the same
+    dtype, plus rounding: the dtype's ``eps`` times the largest element. Summing the same terms in another order gives
+    errors of about the same size. The limit holds at every step because all runs start each step from the same weights.
     """
     rows: list[Row] = [*losses(job, runs), *gradients(job, runs)]
-    wrong = [row for row in rows if not row["agrees"]]
-    failed = [f"{row['name']} at step {row['step']}: {measured(row):.1e} > {row['allowed']:.1e}" for row in wrong]
+    disagreeing = [row for row in rows if not row["agrees"]]
+    failed = [f"{row['name']} at step {row['step']}: {measured(row):.1e} > {row['allowed']:.1e}" for row in disagreeing]
     notes = [
-        f"{job.batch} x {job.seqlen:,} bytes of Python's help a step; {job.layers} layers, {job.heads} heads "
-        f"({job.kv_heads} of K/V) of dim {job.head_dim}, {job.dtype}, {job.layout}",
+        f"{job.batch} x {job.seqlen:,} bytes of Python's help text per step; {job.layers} layers, {job.heads} heads "
+        f"({job.kv_heads} key/value heads) of dim {job.head_dim}, {job.dtype}, {job.layout}",
         spent("sharded", job, runs.ring),
         spent("whole", job, runs.whole),
-        "allowed: twice PyTorch's own error against float64, plus rounding (eps times the largest)",
+        "allowed: twice PyTorch's own error against float64, plus rounding (eps times the largest element)",
     ]
     if failed:
         notes.append(f"DISAGREE in {len(failed)} of {len(rows)}")
     else:
         nearest = max(measured(row) / row["allowed"] if row["allowed"] else 0.0 for row in rows)
-        notes.append(f"AGREE: every loss and every gradient; the largest error is {nearest:.0%} of what is allowed")
+        notes.append(f"AGREE: every loss and every gradient; the largest error is {nearest:.0%} of its limit")
     about = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"job": asdict(job)}
     return Result("demo", dict.fromkeys(COLUMNS, ""), rows, failed, notes, about)
 
 
 def measured(row: Row) -> float:
-    """Return the error against float64 if there is one, else the one against the whole run."""
+    """Return the error against float64 if there is one, else the difference to the unsharded run."""
     value = row["sharded - whole"] if row["error"] is None else row["error"]
     return float(value)
 
@@ -239,39 +232,39 @@ def measured(row: Row) -> float:
 def comparison_row(
     step: int, name: str, difference: float, error: float | None, theirs: float | None, allowed: float
 ) -> dict[str, Any]:
-    """Return one comparison; a NaN agrees with nothing."""
+    """Build the row of one comparison; NaN never agrees."""
     row: dict[str, Any] = {"step": step + 1, "name": name, "sharded - whole": difference, "allowed": allowed}
     row |= {"error": error, "pytorch error": theirs}
     return row | {"agrees": measured(row) <= allowed}
 
 
 def losses(job: Job, runs: Runs) -> Iterator[dict[str, Any]]:
-    """Yield a row for the loss of every step; without float64 PyTorch's error is the larger one of the other steps."""
+    """Yield a row for every step's loss; steps without float64 use PyTorch's largest known error."""
     ring, whole, exact = (trained.run.losses for trained in (runs.ring, runs.whole, runs.exact))
-    theirs = {step: abs(whole[step] - loss) for step, loss in exact.items()}
-    largest, dtype = max(theirs.values()), DTYPES[job.dtype]
+    pytorch_errors = {step: abs(whole[step] - loss) for step, loss in exact.items()}
+    largest, dtype = max(pytorch_errors.values()), DTYPES[job.dtype]
     for step in range(job.steps):
-        # a token's loss is the difference of two numbers of this size: log-sum-exp of its logits, and one of them
+        # A token's loss is the difference of two numbers of this size: the log-sum-exp of its logits, and one logit.
         magnitude = runs.whole.logits[step] + math.log(BYTES)
         error = abs(ring[step] - exact[step]) if step in exact else None
         allowed = tolerance(largest, magnitude, dtype)
-        row = comparison_row(step, "loss", abs(ring[step] - whole[step]), error, theirs.get(step), allowed)
+        row = comparison_row(step, "loss", abs(ring[step] - whole[step]), error, pytorch_errors.get(step), allowed)
         yield row | {"sharded": ring[step], "whole": whole[step]}
 
 
 def gradients(job: Job, runs: Runs) -> Iterator[dict[str, Any]]:
-    """Yield a row for every parameter, at every compared step."""
+    """Yield a row for every parameter at every compared step."""
     for step in compared_steps(job):
         for name in runs.exact.gradients[step]:
             trained = (runs.ring, runs.whole, runs.exact)
-            sharded, whole, exact = (each.gradients[step][name].double() for each in trained)
-            error, theirs = ((x - exact).abs().max().item() for x in (sharded, whole))
-            allowed = tolerance(theirs, exact.abs().max().item(), DTYPES[job.dtype])
-            yield comparison_row(step, name, (sharded - whole).abs().max().item(), error, theirs, allowed)
+            sharded, whole, exact = (run.gradients[step][name].double() for run in trained)
+            error, pytorch_error = ((x - exact).abs().max().item() for x in (sharded, whole))
+            allowed = tolerance(pytorch_error, exact.abs().max().item(), DTYPES[job.dtype])
+            yield comparison_row(step, name, (sharded - whole).abs().max().item(), error, pytorch_error, allowed)
 
 
 def spent(name: str, job: Job, trained: Trained) -> str:
-    """Return speed and memory of a run in a line; the speed is of the median step after the first, which warms up."""
+    """Return a line with speed and memory of a run; speed is that of the median step after the first."""
     peaks = dict.fromkeys(human(peak, "B") for peak in (min(trained.peaks), max(trained.peaks)))
     timed = sorted(trained.run.seconds[1:] or trained.run.seconds)
     seconds = timed[len(timed) // 2]

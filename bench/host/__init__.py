@@ -1,1 +1,1 @@
-"""Host time to post one hop, beside what the hop computes."""
+"""Measures the host's time to post one hop, next to the hop's compute time."""

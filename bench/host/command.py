@@ -1,4 +1,4 @@
-"""``ringattn bench host``: the host's time to post one hop, launches included, beside what the hop computes."""
+"""``ringattn bench host`` measures the host's time to post one hop with its launches, next to its compute time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..common.output import prints
 from ..common.result import Result, Row, finish
 
 UNITS = {"phase": "", "host": "us", "of it Triton": "us", "Python calls": "", "compute": "us"}
-LOWER_BOUND = "device calls stubbed: a lower bound, not a result"
-AHEAD = "the host has to be ahead of the device"
-BY_CLOCK = "by clock the host's time is in the compute: nothing is said of who is ahead"
+LOWER_BOUND = "device calls are stubs: the times are lower bounds"
+AHEAD = "requirement: the host posts a hop faster than the device computes it"
+BY_CLOCK = "with --timer clock, compute includes the host's time, so the two are not compared"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -32,13 +32,16 @@ def host(
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
-    """The host's time to post one hop, launches included; on a GPU less than the hop computes, or exit 1."""
+    """Measure the host's time to post one hop with its launches.
+
+    On a GPU, exit with code 1 if posting takes longer than the hop computes.
+    """
     device = flags.device_name(device)
     timer = flags.timer_of_rings(device, timer)
     kv_heads = flags.kv_heads_of(heads, kv_heads)
     flags.check_chunks([chunks], kv_heads)
     if not prints():
-        return  # one rank tells what there is to tell
+        return  # one rank measures
     import torch
 
     from ...comm.cuda_threads import indexed
@@ -71,10 +74,12 @@ def host(
 
 
 def verdict(rows: Sequence[Row], device: str, timer: str) -> tuple[str, list[str]]:
-    """What the rows say of who is ahead, and where the host is behind."""
+    """Return the summary note, and the phases in which the host is slower than the device."""
     if device == "cpu":
         return LOWER_BOUND, []
     if timer == "clock":
         return BY_CLOCK, []
-    failed = [f"the host is behind in the {row['phase']}" for row in rows if not row["host"] < row["compute"]]
+    failed = [
+        f"the host is slower than the device in the {row['phase']}" for row in rows if not row["host"] < row["compute"]
+    ]
     return AHEAD, failed

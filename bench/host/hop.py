@@ -1,8 +1,8 @@
-"""What the host needs to post one hop, launches included, beside what the hop computes.
+"""Host time to post one hop with its launches, next to the hop's compute time.
 
-One rank of a ring, telemetry on: every hop sends and receives, waits and launches. On a GPU all its peers are the rank
-itself, and only the link is missing. Without a GPU every call that reaches a device is replaced by nothing: what is
-left is this package's own Python and Triton's, up to its driver, a lower bound.
+One rank of a ring runs with telemetry: every hop sends, receives, waits and launches. On a GPU all its peers are the
+rank itself, so only the link is missing. Without a GPU, stubs replace every call that reaches a device. The remaining
+time of this package's and Triton's Python is a lower bound.
 """
 
 from __future__ import annotations
@@ -41,48 +41,50 @@ from ..common.result import Row
 from ..common.timing import Clock, interleaved
 from ..overlap.runs import PHASES, TOGETHER, Shard
 
-HOPS = 8  # and ranks
-PEERS = ("kv_from", "kv_to", "dkv_from", "dkv_to")  # of a hop
+HOPS = 8  # also the number of ranks
+PEERS = ("kv_from", "kv_to", "dkv_from", "dkv_to")  # fields of a hop
 REPEATS = 20
 NO_DEVICE = torch.device("cuda", 0)
-OTHERS = tuple(os.path.dirname(str(one)) + os.sep for one in (torch.__file__, triton.__file__))
-"""Whose calls are not this package's."""
+OTHERS = tuple(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, triton.__file__))
+"""Folders whose calls do not count as this package's."""
 
 
 def to_itself(real: Plan) -> Plan:
-    """The same, with every peer this very rank: each group has a send and its receive."""
+    """Return the plan with this rank as every peer, so that each group has a send and its receive."""
     hops = []
     for hop in real.hops:
         peers: dict[str, Any] = {name: None if getattr(hop, name) is None else 0 for name in PEERS}
         hops.append(replace(hop, **peers))
-    comings = {after: hops[base.index] for after, base in real.dkv_returns.items()}
-    return replace(real, hops=tuple(hops), dkv_returns=comings, edges=(((0, 0),), ()))
+    dkv_returns = {after: hops[base.index] for after, base in real.dkv_returns.items()}
+    return replace(real, hops=tuple(hops), dkv_returns=dkv_returns, edges=(((0, 0),), ()))
 
 
 def shard_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Shard:
-    """What rank 0 computes with; on a GPU it sends to itself."""
+    """Return rank 0's inputs and passes; on a GPU the rank sends to itself."""
     return Shard(problem, ring, device, backend="triton", revised=to_itself if device.type == "cuda" else None)
 
 
 @contextmanager
 def ring_of_one(device: torch.device, chunks: int = 1) -> Iterator[Ring]:
-    """The ring of rank 0, the only one here: with all that a ring of several ranks does, and a way to itself."""
+    """Yield the ring of rank 0 alone, with everything that a larger ring does, sending to itself."""
 
-    def to_itself(*given: object, **named: Any) -> tuple[Transport, ...]:
-        made: tuple[Transport, ...] = opened(single_rank(), **named | {"control": control_of(single_rank())})
-        return made
+    def open_to_itself(*given: object, **named: Any) -> tuple[Transport, ...]:
+        transports: tuple[Transport, ...] = open_transports(
+            single_rank(), **named | {"control": control_of(single_rank())}
+        )
+        return transports
 
     with ExitStack() as stack:
-        opened = vars(ring_module)["open_transports"]
+        open_transports = vars(ring_module)["open_transports"]
         stack.enter_context(
-            no_device() if device.type == "cpu" else patch.object(ring_module, "open_transports", to_itself)
+            no_device() if device.type == "cpu" else patch.object(ring_module, "open_transports", open_to_itself)
         )
         member = LocalGroup(Hub(HOPS, DEFAULT_TIMEOUT), 0)
         yield stack.enter_context(Ring(member, transport="nccl", chunks=chunks))
 
 
 def rows_of(shard: Shard, clock: Clock) -> list[Row]:
-    """Microseconds of the host per hop, and on a GPU what the device takes for it."""
+    """Return the host's microseconds per hop, and on a GPU the device's."""
     device, rows = clock.device, list[Row]()
     for phase in PHASES:
         step = partial(shard.run, phase, TOGETHER)
@@ -98,23 +100,22 @@ def rows_of(shard: Shard, clock: Clock) -> list[Row]:
 
 
 def posting(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the host for one pass, while the device is free to be behind; without one, of this thread alone."""
+    """Return the host's seconds for a pass while the device may lag; on the CPU, the seconds of this thread."""
     now = time.perf_counter if device.type == "cuda" else time.thread_time
-    taken = []
+    samples = []
     for _ in range(REPEATS + 1):
         begun = now()
         step()
-        taken.append(now() - begun)
+        samples.append(now() - begun)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return median(taken[1:])
+    return median(samples[1:])
 
 
 def calls_of(step: Callable[[], object]) -> int:
-    """Calls of Python functions in a pass, those of the standard library (``contextlib``, named tuples) among them.
+    """Count calls of Python functions in a pass, without those in torch, in Triton and in this file's stubs.
 
-    By ``sys.setprofile``, which counts every resumption of a generator. Not those of torch, of Triton and of this file,
-    which has the stand-ins.
+    ``sys.setprofile`` counts every resumption of a generator.
     """
     calls = 0
 
@@ -134,27 +135,27 @@ def calls_of(step: Callable[[], object]) -> int:
 
 
 class Unwarmed(NcclTransport):
-    """NCCL without a device: there are no bytes to check, and nobody to tell anything."""
+    """NCCL transport without a device; it has no bytes to check in a warm-up."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(rank=0, size=HOPS, device=device, control=control_of(single_rank()))
 
     def warm_up(self, edges: Sequence[Edge]) -> None:
-        """Nothing moves."""
+        """Send nothing."""
 
 
 def nothing(*arguments: object, **named: object) -> None:
-    """In the place of whatever reaches a device."""
+    """Replace any call that reaches a device."""
 
 
 def no_launches() -> Any:
-    """Nothing of Triton's runs, under its interpreter neither."""
+    """Return a patch with which Triton launches nothing, not even in its interpreter."""
     return patch.object(type(forward_kernel), "run", nothing)
 
 
 @contextmanager
 def no_device() -> Iterator[None]:
-    """Replace every call that reaches a device by nothing: streams, events, NCCL through CuPy, Triton's driver."""
+    """Replace every call that reaches a device by a stub: streams, events, NCCL, Triton's driver."""
     stream = SimpleNamespace(cuda_stream=0, wait_event=nothing, synchronize=nothing)
     event = SimpleNamespace(record=nothing, query=lambda: True, synchronize=nothing, elapsed_time=lambda end: 0.0)
     calls = ("InitRankConfig", "Abort", "Destroy", "GetAsyncError")
@@ -171,11 +172,11 @@ def no_device() -> Iterator[None]:
     }
     kernel = SimpleNamespace(run=nothing, function=0, packed_metadata=(), launch_metadata=nothing)
 
-    def compiled(function: Any, key: object, signature: object, device: int, *_: object) -> SimpleNamespace:
+    def compile_stub(function: Any, key: object, signature: object, device: int, *_: object) -> SimpleNamespace:
         function.device_caches[device][0][key] = kernel
         return kernel
 
-    opened = vars(ring_module)["open_watch"]
+    open_watch = vars(ring_module)["open_watch"]
     with (
         patch.multiple(torch.cuda, **cuda),
         patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": stub}),
@@ -183,11 +184,11 @@ def no_device() -> Iterator[None]:
         patch.object(torch, "cat", _cat),
         patch.object(nccl, "_library", lambda: library),
         patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (Unwarmed(device),)),
-        # as if of a GPU: its spans are events; and no thread beside this one
-        patch.object(ring_module, "open_watch", lambda group, device, **named: opened(group, NO_DEVICE, **named)),
+        # Open the watch as for a GPU, whose spans are events, and without another thread.
+        patch.object(ring_module, "open_watch", lambda group, device, **named: open_watch(group, NO_DEVICE, **named)),
         patch.object(watch, "_WATCHDOG", SimpleNamespace(add=nothing)),
         patch.object(driver, "_active", StandInDriver(90, device=-1)),
-        patch.object(JITFunction, "_do_compile", compiled),
+        patch.object(JITFunction, "_do_compile", compile_stub),
         patch.object(launching, "check_cpu", nothing),
         nullcontext() if issubclass(type(forward_kernel), JITFunction) else no_launches(),
     ):
@@ -195,12 +196,12 @@ def no_device() -> Iterator[None]:
 
 
 def _contiguous(x: torch.Tensor) -> torch.Tensor:
-    """Room for a copy: on a GPU the host does not wait for the bytes."""
+    """Allocate a copy without copying, because on a GPU the host does not wait for the bytes."""
     return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _cat(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """The same of what joins them."""
+    """Allocate the joined tensor without copying."""
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     return parts[0].new_empty(shape)

@@ -1,1 +1,1 @@
-"""Measures one device's attention beside PyTorch's backends."""
+"""Measures attention on one device, next to PyTorch's backends."""

@@ -1,4 +1,4 @@
-"""Every kernel on the device against float64, beside PyTorch's own attention in the same dtype."""
+"""Errors of every kernel against float64, next to PyTorch's attention in the same dtype."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ BACKENDS = {
     "single_pass": {"backward": "single_pass"},
     "single_pass_deterministic": {"backward": "single_pass_deterministic"},
 }
-"""As a backend: Triton kernels in the place of the default ones, by fields of their config."""
-ANY_ORDER = (HOPPER, "single_pass")  # in which dQ is added: its last bits change from run to run
+"""Backend names for non-default Triton kernels, with fields of their config."""
+ANY_ORDER = (HOPPER, "single_pass")  # dQ is accumulated in any order, so its last bits vary
 
 
 def accuracy(
@@ -41,39 +41,34 @@ def accuracy(
     causal_worlds: tuple[int, ...] = (1, 3),
     full_worlds: tuple[int, ...] = (1,),
 ) -> Iterator[Number]:
-    """Errors of forward and backward, full and causal, in one launch and carried over the shards of several ranks.
+    """Yield errors of forward and backward, full and causal, in one launch and over the shards of several ranks.
 
-    Three ranks have a first, a middle and a last hop, which are three launches of their own. Outputs lie in poisoned
-    memory; a second run has to give the same bits, but for what is added in whatever order programs come.
-
-    Args:
-        backend: "aten", "triton", or one of :data:`BACKENDS`.
-
-    Raises:
-        NotHere: the kernels of sm_90, and the GPU is another.
+    ``backend`` is "aten", "triton", or one of :data:`BACKENDS`. Three ranks cover the first, middle and last hop, which
+    are different launches. Outputs lie in memory filled with NaN. A second run must give the same bits, except where
+    programs accumulate in any order. Hopper kernels raise ``NotHere`` on other GPUs.
     """
     if backend == HOPPER and not is_hopper(device):
-        raise NotHere("the Hopper kernels take GPUs of compute capability 9.0")
+        raise NotHere("the Hopper kernels need a GPU of compute capability 9.0")
     for causal in (True, False):
-        given = draw(device, DTYPES[dtype], (seqlen, *heads, head_dim, head_dim_v or head_dim))
-        judge = judge_of(given, Masks(causal=causal))
+        inputs = draw(device, DTYPES[dtype], (seqlen, *heads, head_dim, head_dim_v or head_dim))
+        judge = judge_of(inputs, Masks(causal=causal))
         for world in causal_worlds if causal else full_worlds:
             labels = {
                 "by": backend, "dtype": dtype, "head_dim": head_dim, "seqlen": seqlen,
                 "mask": "causal" if causal else "full", "shards": world,
             }  # fmt: skip
             with poisoned():
-                first, second = (on_shards(given, causal, world, backend) for _ in range(2))
+                first, second = (on_shards(inputs, causal, world, backend) for _ in range(2))
             for name, error in judge.differences(first).items():
                 note = f"PyTorch's: {judge.usual[name]:.3g}"
                 yield Number(f"error of {name}", error, "absolute", labels, judge.limits[name], note=note)
-            kept = [name for name in first if name != "dq" or backend not in ANY_ORDER]
-            changed = sum(int((first[name] != second[name]).sum()) for name in kept)
+            repeatable = [name for name in first if name != "dq" or backend not in ANY_ORDER]
+            changed = sum(int((first[name] != second[name]).sum()) for name in repeatable)
             yield Number("changed in a second run", changed, "elements", labels, limit=0)
 
 
 def draw(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], *, batch: int = 2) -> Inputs:
-    """Fresh inputs, with q as a strided view, as a fused projection leaves it."""
+    """Draw random inputs; q is a strided view, as a fused projection produces it."""
     seqlen, heads, kv_heads, head_dim, head_dim_v = sizes
     q = torch.randn(batch, seqlen, heads, 2 * head_dim, device=device).to(dtype)[..., :head_dim]
     k, v, dout = (
@@ -84,7 +79,7 @@ def draw(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, i
 
 
 def on_shards(given: Inputs, causal: bool, world: int, backend: str) -> dict[str, Tensor]:
-    """What a zigzag ring of virtual ranks computes."""
+    """Return the results of a zigzag ring of virtual ranks."""
     layout, config = Layout.zigzag(given.q.shape[1], world), config_of(backend, given.q)
     name = "aten" if backend == "aten" else "triton"
     options: dict[str, Any] = {"causal": causal, "return_lse": True, "config": config, "backend": name}
@@ -99,16 +94,16 @@ def on_shards(given: Inputs, causal: bool, world: int, backend: str) -> dict[str
 
 
 def shards_of(given: Inputs, layout: Layout, rank: int) -> Tensors:
-    """A rank's tokens of q, k, v, dout and dlse."""
+    """Return a rank's tokens of q, k, v, dout and dlse."""
     return tuple(layout.shard(x, rank, 2 if name == "dlse" else 1) for name, x in given._asdict().items())
 
 
 def unsharded(layout: Layout, parts: Sequence[Tensors]) -> dict[str, Tensor]:
-    """Out, lse and gradients of the whole sequence, from those of every rank."""
+    """Combine out, lse and gradients of all ranks into those of the whole sequence."""
     named = zip(WITH_LSE, zip(*parts, strict=True), strict=True)
     return {name: layout.unshard(shards, 2 if name == "lse" else 1) for name, shards in named}
 
 
 def config_of(backend: str, q: Tensor) -> KernelConfig | None:
-    """Which Triton kernels; None for the default."""
+    """Return the config of a backend's Triton kernels; None for the default."""
     return Variant(backend, BACKENDS.get(backend)).config(q, q, full=False)

@@ -1,8 +1,7 @@
-"""A transfer beside the forward: a copy kernel of few blocks, which stands in for NCCL's.
+"""A copy kernel with few blocks that runs alongside the forward, in place of NCCL.
 
-Its blocks need room on the multiprocessors, which blocks of an attention kernel fill whole, and a block that runs is
-never moved: a high-priority stream only decides who starts next where one ends. The copy has as many blocks as
-``Limits()`` let NCCL take.
+Its blocks need free multiprocessors, but blocks of an attention kernel fill them. A running block is never preempted: a
+high-priority stream only decides which block starts next. The copy has as many blocks as ``Limits()`` allows NCCL.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ LIMITS = Limits()
 COPY_BLOCKS = LIMITS.blocks
 LEFT = LIMITS.multiprocessors
 COPY_WARPS = 16
-COPY_BYTES = 1 << 26  # of a copy that a longer one is scaled from
-CHUNK = 8192  # elements of 4 bytes that a block has in flight
+COPY_BYTES = 1 << 26  # of the first copy, from which a longer one is scaled
+CHUNK = 8192  # 4-byte elements that a block copies at a time
 MOST_BYTES = 8 << 30
 
 
@@ -36,7 +35,7 @@ def copy_kernel(destination, source, elements, CHUNK: tl.constexpr):  # type: ig
 
 
 class Copy:
-    """Random data, and where a launch copies it."""
+    """Random data, and the destination of its copies."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         elements = nbytes // 4
@@ -44,15 +43,15 @@ class Copy:
         self.destination = torch.zeros_like(self.source)
 
     def launch(self) -> None:
-        """On the current stream."""
+        """Launch the copy on the current stream."""
         copy_kernel[(COPY_BLOCKS,)](
             self.destination, self.source, self.source.numel(), CHUNK=CHUNK, num_warps=COPY_WARPS
         )
 
     def beside(self, step: Callable[[], object], stream: torch.cuda.Stream) -> Callable[[], None]:
-        """The step with this copy on ``stream``, which starts with it, and not under what was enqueued before."""
+        """Return ``step`` with this copy on ``stream``; both start together, after earlier work."""
 
-        def together() -> None:
+        def run_together() -> None:
             begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
             begun.record()
             stream.wait_event(begun)
@@ -60,18 +59,18 @@ class Copy:
                 self.launch()
             step()
 
-        return together
+        return run_together
 
     def wrong(self) -> int:
-        """Elements that did not arrive."""
+        """Return the number of elements that were not copied."""
         return int((self.destination != self.source).sum())
 
 
 def bytes_for(device: torch.device, seconds: float, nbytes: int = COPY_BYTES) -> int:
-    """How much the copy kernel moves alone in this time: what it does with ``nbytes``, scaled."""
-    copy, watch, taken = Copy(device, nbytes), Stopwatch(device), []
-    for _ in range(4):  # the first one compiles
+    """Return the bytes that the copy kernel alone moves in ``seconds``, scaled from a copy of ``nbytes``."""
+    copy, watch, seconds_per_copy = Copy(device, nbytes), Stopwatch(device), []
+    for _ in range(4):  # the first run compiles
         with watch.stretch():
             copy.launch()
-        taken.append(watch.take())
-    return min(max(int(nbytes * seconds / min(taken)), nbytes), MOST_BYTES) // 4 * 4
+        seconds_per_copy.append(watch.take())
+    return min(max(int(nbytes * seconds / min(seconds_per_copy)), nbytes), MOST_BYTES) // 4 * 4

@@ -1,4 +1,4 @@
-"""``ringattn bench kernels``: our kernels beside PyTorch's backends on one device; any dtype, head dim and mask."""
+"""``ringattn bench kernels`` compares our kernels with PyTorch's backends on one device, for any dtype and mask."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULTS = {"cuda": ("8k,16k", "bf16", 16), "cpu": ("1k,2k", "fp32", 4)}
-"""Lengths, dtype and heads where nothing is said."""
+"""Default lengths, dtype and heads."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -23,18 +23,22 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def kernels(
     seqlen: Annotated[
-        Any, typer.Option(parser=flags.counts, metavar="SIZE,…", help="Tokens; default: 8k,16k; on the CPU 1k,2k.")
+        Any, typer.Option(parser=flags.counts, metavar="SIZE,…", help="Tokens; default: 8k,16k, on the CPU 1k,2k.")
     ] = None,
     batch: flags.Batch = 1,
-    heads: Annotated[int | None, typer.Option(min=1, help="Query heads; default: 16; on the CPU 4.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads; default: 16, on the CPU 4.")] = None,
     kv_heads: flags.KvHeads = None,
-    head_dim: Annotated[Any, typer.Option(parser=flags.head_dims, metavar="N,…", help="Of q and k.")] = "64,128",
+    head_dim: Annotated[
+        Any, typer.Option(parser=flags.head_dims, metavar="N,…", help="Head dim of q and k.")
+    ] = "64,128",
     value_dim: Annotated[
-        int | None, typer.Option(min=1, max=flags.MAX_HEAD_DIM, help="Of v; default: --head-dim.")
+        int | None, typer.Option(min=1, max=flags.MAX_HEAD_DIM, help="Head dim of v; default: --head-dim.")
     ] = None,
     dtype: Annotated[
         Any,
-        typer.Option(parser=flags.dtype_names, metavar="NAME,…", help="fp32, bf16, fp16; default: bf16; on CPUs fp32."),
+        typer.Option(
+            parser=flags.dtype_names, metavar="NAME,…", help="fp32, bf16 or fp16; default: bf16, on the CPU fp32."
+        ),
     ] = None,
     causal: flags.Causal = True,
     window: flags.Window = None,
@@ -44,16 +48,16 @@ def kernels(
     seqused_k: flags.SeqUsedK = None,
     prefix_length: flags.PrefixLength = None,
     block_mask: flags.BlockMaskPattern = None,
-    by: Annotated[str | None, typer.Option(metavar="NAME,…", help="These contenders alone.")] = None,
+    by: Annotated[str | None, typer.Option(metavar="NAME,…", help="Measure only these contenders.")] = None,
     timer: flags.Timer = "",
-    seconds: Annotated[float, typer.Option(min=0, help="Of timing per shape.")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Seconds of timing per shape.")] = 3.0,
     seed: flags.Seed = 0,
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
-    """Forward, forward with a carried state and backward: ms, TFLOP/s, percent of a matrix product, errors."""
+    """Time forward, forward with a carried state, and backward; report errors and percent of a matrix product."""
     if not prints():
-        return  # one device: under a launcher rank 0 measures, and the others have nothing to do
+        return  # under a launcher only rank 0 measures
     from itertools import product
 
     import torch
@@ -79,10 +83,10 @@ def kernels(
         )
         for kind, dim, tokens in product(dtype or flags.dtype_names(dtypes), head_dim, seqlen or flags.counts(lengths))
     ]  # fmt: skip
-    known = [one.name for one in contenders(device)]
+    known = [contender.name for contender in contenders(device)]
     names = [part.strip() for part in by.split(",")] if by else known
     if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"--by has {unknown[0]!r}: on {device.type} there are {', '.join(known)}")
+        raise typer.BadParameter(f"--by has {unknown[0]!r}: on {device.type} it takes {', '.join(known)}")
     ours = sum(name.startswith(OURS) for name in names)
     _check_room(configs, ours, len(names) - ours, device)
     torch.manual_seed(seed)
@@ -102,16 +106,13 @@ def _tuple(given: Any) -> tuple[int, ...] | None:
 
 
 def _check_room(configs: list[Any], ours: int, theirs: int, device: torch.device) -> None:
-    """Refuse a shape of which the mask is wrong or that does not fit the free memory, with the length that does.
-
-    A contender whose own scores or mask grow with the square of the length is refused by itself, as a row.
-    """
+    """Refuse a shape whose mask is invalid or that does not fit into free memory, naming the length that fits."""
     from ..common.memory import Needs, needs_on, refuse_too_large
     from ..common.memory_table import kernels_bytes
     from .speed import PRODUCT_SIDE
 
     for config in configs:
-        _ = config.mask  # refused for what was asked for, and not for a shorter length
+        _ = config.mask  # raise for the requested length, not for a shorter one
 
         def needed(seqlen: int, config: Any = config) -> Needs:
             return needs_on(device, kernels_bytes(config, seqlen, ours, theirs, PRODUCT_SIDE[device.type]))

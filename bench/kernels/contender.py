@@ -1,6 +1,6 @@
-"""Who computes one attention on one device in ``bench kernels``: our kernels' variants, and PyTorch backend by backend.
+"""Contenders of ``bench kernels``: implementations of one attention on one device.
 
-A contender is a name and a function that makes what to time of the inputs, and refuses what it does not compute.
+A contender is a name and a function that prepares steps to time from the inputs, or refuses what it does not compute.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from ..common.timing import Step
 OURS = "ringattn"
 FORWARD, STATE, BACKWARD = "forward", "forward with state", "backward"
 PASSES = (FORWARD, STATE, BACKWARD)
-PARTS = ("delta", "dq", "dkdv")  # of our backward
+PARTS = ("delta", "dq", "dkdv")  # kernels of our backward
 HOPPER_ARCH = 90
-DENSE_SHARE = 0.4  # of the free memory: what a backend that keeps every score may take
-SCORES_KEPT = 4  # tensors of scores that the math backend has at once, in its backward
+DENSE_SHARE = 0.4  # share of free memory for a backend that keeps all scores
+SCORES_KEPT = 4  # score tensors alive at once in the math backend's backward
 
 
 class Cannot(Exception):
-    """A contender does not compute this, or not here; the message says why."""
+    """A contender does not compute this problem, or not on this device. The message says why."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What every contender computes with."""
+    """Inputs of every contender."""
 
     config: AttentionConfig
     q: Tensor
@@ -65,7 +65,7 @@ class Given:
 
     @classmethod
     def drawn(cls, config: AttentionConfig, device: torch.device) -> Given:
-        """Random inputs."""
+        """Draw random inputs."""
         return cls(config, *config.drawn(0, device))
 
     @property
@@ -74,13 +74,13 @@ class Given:
 
     @property
     def bounds(self) -> tuple[Bounds, ...]:
-        """As the kernels take the mask: one per launch, several where it has global tokens."""
-        sights = plan(self.config.held, self.config.mask, 0, 1, self.device).hop_masks[0]
-        return tuple(sight.bounds for sight in sights)
+        """The mask as the kernels take it: one per launch; several if it has global tokens."""
+        hop_masks = plan(self.config.held, self.config.mask, 0, 1, self.device).hop_masks[0]
+        return tuple(part.bounds for part in hop_masks)
 
     @property
     def halves(self) -> list[tuple[slice, tuple[Bounds, ...]]]:
-        """Keys and bounds of two hops that are together the whole; none where blocks say what is visible."""
+        """Keys and bounds of two hops that together cover all keys; empty for block-sparse masks."""
         parts, middle, end = self.bounds, self.config.seqlen // 2, self.config.seqlen
         if not middle or any(part.block_sparse is not None for part in parts):
             return []
@@ -89,23 +89,23 @@ class Given:
 
 
 def _among(part: Bounds, start: int, end: int) -> Bounds:
-    """The same of the keys ``[start, end)`` alone, counted from the first of them."""
+    """Return bounds restricted to the keys ``[start, end)``, counted from ``start``."""
     lo, hi, used = (None if x is None else x.clamp(start, end) - start for x in (part.lo, part.hi, part.seqused_k))
     return Bounds(lo, hi, used)
 
 
 @dataclass
 class Ready:
-    """Steps to time, by what they compute, and the results: out, dq, dk and dv, or out alone."""
+    """Steps to time by name, and their results: out, dq, dk and dv, or only out."""
 
     steps: dict[str, Step]
     results: list[Tensor] = field(default_factory=list)
     carried: Tensor | None = None
-    """Out of two hops, where there is a state to carry."""
+    """Out computed in two hops, if the contender can carry a state."""
 
 
 class Contender(NamedTuple):
-    """One implementation."""
+    """One implementation of attention."""
 
     name: str
     make: Callable[[Given], Ready]
@@ -116,20 +116,20 @@ class Contender(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Our Triton kernels, as they are launched without a config, or with these fields of one and no others."""
+    """Our Triton kernels without a config, or with only these fields of one."""
 
     name: str
     options: dict[str, Any] | None = None
-    passes: tuple[str, ...] = PASSES  # what the options are about; the others are as they were
-    parts: tuple[str, ...] = ()  # of its backward, timed one by one
+    passes: tuple[str, ...] = PASSES  # passes that the options change
+    parts: tuple[str, ...] = ()  # kernels of the backward to time one by one
 
     def config(self, q: Tensor, v: Tensor, *, full: bool) -> KernelConfig | None:
-        """With tuned tiles where there are some; what was tuned beside them would change what the row is about."""
+        """Return a config with tuned tiles and only this variant's options; other tuned options are dropped."""
         if self.options is None:
             return None
         tuned = default_config(q, v, full=full)
         forward = tuned.forward
-        if self.options.get("forward_kernel") == "hopper":  # which takes few tiles, the built-in one among them
+        if self.options.get("forward_kernel") == "hopper":  # takes few tiles, among them the built-in one
             forward = config_for(HOPPER_ARCH, q.dtype, max(q.shape[-1], v.shape[-1])).forward
         return KernelConfig(forward, tuned.dq, tuned.dkdv, **self.options)
 
@@ -141,15 +141,15 @@ VARIANTS = [
     Variant(f"{OURS} hopper single pass", {"backward": "hopper"}, (BACKWARD,)),
     Variant(f"{OURS} deterministic single pass", {"backward": "single_pass_deterministic"}, (BACKWARD,)),
     Variant(f"{OURS} longest first", {"order": "longest"}),
-    Variant(f"{OURS} persistent", {"persistent": True, "sm_margin": 0}, (FORWARD, STATE)),  # alone
+    Variant(f"{OURS} persistent", {"persistent": True, "sm_margin": 0}, (FORWARD, STATE)),  # nothing else runs
     Variant(f"{OURS} dkdv by descriptors", {"dkdv_epilogue": "descriptors"}, (BACKWARD,)),
     Variant(f"{OURS} packed heads", {"pack_gqa": True}, (FORWARD, STATE)),
 ]
-"""Timed on a GPU, the default first. One line adds one; where its kernel does not run, its error is the reason told."""
+"""Variants timed on a GPU, default first. If a kernel does not run, its row shows the error."""
 
 
 def triton_kernels(variant: Variant, given: Given) -> Ready:
-    """A variant of the Triton kernels, as the ring launches it; and each of its backward's by itself."""
+    """Prepare a variant of the Triton kernels as the ring launches them, and its backward's kernels one by one."""
     first, *others = given.bounds
     try:
         config = variant.config(given.q, given.v, full=first.is_full and not others)
@@ -173,25 +173,25 @@ def _parts_of_backward(given: Given, limits: Bounds, config: KernelConfig | None
 
 
 def by_hops(backend: str, given: Given, config: KernelConfig | None = None, passes: tuple[str, ...] = PASSES) -> Ready:
-    """What the ring computes a hop by, on one shard: as many launches as the mask has parts."""
+    """Prepare a local kernel as a ring calls it on one shard, with one launch per part of the mask."""
     q, k, v, dout, parts = given.q, given.k, given.v, given.dout, given.bounds
     kernel = resolve_backend(backend, q.device)
-    chunks, how = chunks_of(1, q.shape[2], k.shape[2]), {"softmax_scale": q.shape[-1] ** -0.5, "config": config}
+    chunks, options = chunks_of(1, q.shape[2], k.shape[2]), {"softmax_scale": q.shape[-1] ** -0.5, "config": config}
 
     def forward() -> tuple[Tensor, Tensor]:
-        (work,) = forward_backends(kernel, chunks, q, **how)
+        (work,) = forward_backends(kernel, chunks, q, **options)
         _fold(work, k, v, parts, final=True)
         return work.result()
 
     out, lse = forward()
-    state = out.to(torch.float32, copy=True), lse.clone()  # of its own: it is continued in place, again and again
+    state = out.to(torch.float32, copy=True), lse.clone()  # copied, because the kernels update it in place
 
     def with_state() -> None:
-        (work,) = forward_backends(kernel, chunks, q, start=state, **how)
+        (work,) = forward_backends(kernel, chunks, q, start=state, **options)
         _fold(work, k, v, parts, final=False)
 
     def backward() -> tuple[Tensor, ...]:
-        (work,) = backward_backends(kernel, chunks, dout, q, out, lse, **how)
+        (work,) = backward_backends(kernel, chunks, dout, q, out, lse, **options)
         into = torch.empty_like(k), torch.empty_like(v)
         for part in parts:
             work.dq(k, v, part, scores=PLAIN, local=True, final=part is parts[-1])
@@ -200,9 +200,9 @@ def by_hops(backend: str, given: Given, config: KernelConfig | None = None, pass
             work.dkdv(k, v, **mask, local=True, accum=accum, out=target)
         return work.result(), *into
 
-    (carried,) = forward_backends(kernel, chunks, q, **how)
-    for keys, seen in given.halves:
-        _fold(carried, k[:, keys], v[:, keys], seen, final=keys.stop is None)
+    (carried,) = forward_backends(kernel, chunks, q, **options)
+    for keys, key_bounds in given.halves:
+        _fold(carried, k[:, keys], v[:, keys], key_bounds, final=keys.stop is None)
     steps: dict[str, Step] = {FORWARD: forward, STATE: with_state, BACKWARD: backward}
     grads = backward() if BACKWARD in passes else ()
     steps = {name: step for name, step in steps.items() if name in passes}
@@ -210,61 +210,63 @@ def by_hops(backend: str, given: Given, config: KernelConfig | None = None, pass
 
 
 def _fold(work: LocalForward, k: Tensor, v: Tensor, parts: Sequence[Bounds], *, final: bool) -> None:
-    """The keys of one shard, part by part of the mask."""
+    """Fold the keys of one shard, part by part of the mask."""
     for part in parts:
         work.fold(k, v, part, scores=PLAIN, final=final and part is parts[-1])
 
 
 def sdpa(backend: SDPBackend, given: Given) -> Ready:
-    """One pinned backend of SDPA, on contiguous ``[B, H, S, D]`` tensors, as it likes them."""
+    """Prepare one pinned backend of SDPA on contiguous ``[B, H, S, D]`` tensors, its preferred format."""
     config = given.config
-    how: dict[str, Any] = {"is_causal": True} if config.causal else {}
+    options: dict[str, Any] = {"is_causal": True} if config.causal else {}
     if not config.is_plain:
-        how = {"attn_mask": _dense_mask(backend, given)}
+        options = {"attn_mask": _dense_mask(backend, given)}
     if backend is SDPBackend.MATH:
         _check_square(given, SCORES_KEPT * given.q.element_size() * config.heads, "scores")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, enable_gqa=config.heads != config.kv_heads, **how)
+            return scaled_dot_product_attention(q, k, v, enable_gqa=config.heads != config.kv_heads, **options)
 
     return _differentiated(attend, given)
 
 
 def _dense_mask(backend: SDPBackend, given: Given) -> Tensor:
-    """The mask as a tensor, for those that take one."""
+    """Return the mask as a tensor; raise ``Cannot`` for backends that take none."""
     if backend not in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
-        raise Cannot("it takes full and causal masks alone")
+        raise Cannot("it takes only full and causal masks")
     _check_square(given, 1 + given.q.element_size(), "mask")
     positions = torch.arange(given.config.seqlen, device=given.device)
     return by_batch(reference.visible(positions, positions, **given.config.options(given.device)))
 
 
 def _check_square(given: Given, nbytes: int, what: str) -> None:
-    """Refuse a square of so many bytes per query and key that takes too much of what is free."""
+    """Raise ``Cannot`` if ``nbytes`` per (query, key) pair need too much of the free memory."""
     wanted = nbytes * given.config.batch * given.config.seqlen**2
     free = free_memory(given.device)
     if wanted > DENSE_SHARE * free:
-        raise Cannot(f"its {what} take {wanted / 1e9:.1f} GB: more than {DENSE_SHARE:.0%} of {free / 1e9:.1f} GB free")
+        raise Cannot(
+            f"its {what} need {wanted / 1e9:.1f} GB, more than {DENSE_SHARE:.0%} of the {free / 1e9:.1f} GB free"
+        )
 
 
 def flex(given: Given) -> Ready:
-    """``torch.nn.attention.flex_attention``, compiled; its mask as blocks of tiles."""
+    """Prepare the compiled ``torch.nn.attention.flex_attention`` with a block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     config, device = given.config, given.device
     if device.type != "cuda":
-        raise Cannot("its backward is compiled for a GPU alone")
-    how: dict[str, Any] = {"enable_gqa": config.heads != config.kv_heads}
+        raise Cannot("its backward compiles only for a GPU")
+    options: dict[str, Any] = {"enable_gqa": config.heads != config.kv_heads}
     if config.causal or not config.is_plain:
         rows = None if config.mask.used is None else config.batch
         sizes = (rows, None, config.seqlen, config.seqlen)
-        how["block_mask"] = create_block_mask(mask_function(config, device), *sizes, device=str(device))
-    return _differentiated(partial(torch.compile(flex_attention, dynamic=False), **how), given)
+        options["block_mask"] = create_block_mask(mask_function(config, device), *sizes, device=str(device))
+    return _differentiated(partial(torch.compile(flex_attention, dynamic=False), **options), given)
 
 
 def mask_function(config: AttentionConfig, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The mask as ``flex_attention`` takes it: of indices of batch row, head, query and key."""
+    """Return the mask as ``mask_mod`` of ``flex_attention``: a predicate of batch, head, query and key."""
     mask, positions = config.mask, torch.arange(config.seqlen)
     if config.is_plain and config.causal:
         return lambda batch, head, query, key: query >= key
@@ -273,17 +275,17 @@ def mask_function(config: AttentionConfig, device: torch.device) -> Callable[[Te
     visible = None if mask.blocks is None else mask.blocks.visible.to(device)
     block = 1 if mask.blocks is None else mask.blocks.block
 
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         inside = reduce(or_, ((lo[query] <= key) & (key < hi[query]) for lo, hi in parts))
         if used is not None:
             inside = inside & (key < used[batch])
         return inside if visible is None else inside & visible[query // block, key // block]
 
-    return seen
+    return is_visible
 
 
 def _differentiated(attend: Callable[[Tensor, Tensor, Tensor], Tensor], given: Given) -> Ready:
-    """Forward and backward, ``[B, H, S, D]``, of what autograd differentiates; its error is the reason it cannot."""
+    """Prepare forward and backward by autograd on ``[B, H, S, D]``; raise ``Cannot`` with the error otherwise."""
     *inputs, dout = (x.transpose(1, 2).contiguous() for x in (given.q, given.k, given.v, given.dout))
     leaves = [x.requires_grad_() for x in inputs]
     with warnings.catch_warnings(record=True) as caught:
@@ -292,9 +294,9 @@ def _differentiated(attend: Callable[[Tensor, Tensor, Tensor], Tensor], given: G
             out = attend(*leaves)
             grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
         except torch.AcceleratorError:
-            raise  # nothing works on this device any more
+            raise  # the device is unusable
         except (RuntimeError, NotImplementedError) as refused:
-            reasons = [str(one.message).partition(" (Triggered")[0] for one in caught] or [str(refused)]
+            reasons = [str(warning.message).partition(" (Triggered")[0] for warning in caught] or [str(refused)]
             raise Cannot(" ".join(" ".join(reasons).split())[:200]) from None
 
     def forward() -> Tensor:
@@ -317,7 +319,7 @@ CPU_SDPA = {"ATen operator": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH
 
 
 def contenders(device: torch.device) -> list[Contender]:
-    """All that there are for a device, ours first; on the CPU its backend, for interpreted kernels are not timed."""
+    """Return all contenders for a device, ours first; on the CPU our CPU backend instead of interpreted kernels."""
     if device.type == "cuda":
         ours = [Contender(variant.name, partial(triton_kernels, variant)) for variant in VARIANTS]
         theirs = [Contender(name, partial(sdpa, backend)) for name, backend in GPU_SDPA.items()]

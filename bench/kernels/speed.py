@@ -1,8 +1,7 @@
-"""One device's attention: how fast and how right every contender is, on the same inputs, in turns; and the targets.
+"""Speed and errors of every contender on one device, on the same inputs, timed in turns; and speed targets.
 
-A target is what our kernels must reach beside PyTorch's backends: a ratio of medians of one interleaved run, or a rate;
-more is better. A floor that is missed is told, and fails nothing: which chip it is decides (the figures were set for an
-H200).
+A target is a ratio to PyTorch's backends in one interleaved run, or a rate. More is better. A missed floor is reported
+but fails nothing, because it depends on the GPU (the targets were set for an H200).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from .contender import (
     contenders,
 )
 
-# 16-bit results of two sums of the same terms: each is off by a few of its own roundings (2^-8 in bfloat16)
+# Two sums of the same terms differ by a few roundings of the result (2^-8 in bfloat16).
 AGREE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
 PRODUCT = "matrix product"
 PRODUCT_SIDE = {"cuda": 8192, "cpu": 1024}
@@ -50,11 +49,11 @@ UNITS = {
     "of product": "%", "mask": "", "dtype": "", "heads": "", "batch": "", "head_dim_v": "", "spread": "", "error": "",
     "rate by S²/2": "TFLOP/s", "note": "",
 }  # fmt: skip
-"""Columns of a row: one pass of one contender on one shape; spread: half the interquartile range over the median."""
+"""Columns and units. A row is one pass of one contender on one shape. Spread: half the interquartile range / median."""
 
 
 def labels_of(config: AttentionConfig) -> dict[str, Any]:
-    """What a row is of."""
+    """Return the columns that describe a row's problem."""
     dims = {} if config.value_dim == config.head_dim else {"head_dim_v": config.value_dim}
     return {
         "dtype": config.dtype, "head_dim": config.head_dim, **dims,
@@ -64,52 +63,53 @@ def labels_of(config: AttentionConfig) -> dict[str, Any]:
 
 
 def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequence[str] = ()) -> Result:
-    """Errors against float64, then times of every pass of every contender, and what a matrix product takes beside.
+    """Check every contender against float64, then time every pass in turns with a matrix product.
 
-    What of ours errs by more than rounding, or is not there, has failed; others are noted in their rows.
+    If our kernels are missing or have an error above the limit, the measurement has failed. Problems of other
+    contenders are notes in their rows.
     """
-    found, labels = Result("bench kernels", UNITS), labels_of(config)
+    result, labels = Result("bench kernels", UNITS), labels_of(config)
     steps, errors = dict[str, Step](), dict[str, dict[str, float]]()
     side = PRODUCT_SIDE[clock.device.type]
     with clock.stage():
-        given = Given.drawn(config, clock.device)
+        inputs = Given.drawn(config, clock.device)
         heads = chosen_heads(config.batch, config.heads, config.kv_heads, config.seqlen, config.seqlen)
-        judge = judge_of(Inputs(given.q, given.k, given.v, given.dout), config.options(clock.device), heads)
-        for one in contenders(clock.device):
-            if by and one.name not in by:
+        judge = judge_of(Inputs(inputs.q, inputs.k, inputs.v, inputs.dout), config.options(clock.device), heads)
+        for contender in contenders(clock.device):
+            if by and contender.name not in by:
                 continue
             try:
-                ready = one.make(given)
-                steps |= {f"{what}:{one.name}": _captured(clock, step) for what, step in ready.steps.items()}
+                ready = contender.make(inputs)
+                steps |= {f"{what}:{contender.name}": _captured(clock, step) for what, step in ready.steps.items()}
             except Cannot as reason:
-                found.rows.append({**labels, "by": one.name, "pass": "", "note": str(reason)})
-                if one.name == OURS:
-                    found.failed.append(f"{OURS} is not there: {reason}")
+                result.rows.append({**labels, "by": contender.name, "pass": "", "note": str(reason)})
+                if contender.name == OURS:
+                    result.failed.append(f"{OURS} is not available: {reason}")
                 continue
             for what, name, error in _errors(ready, judge):
                 limit = judge.limits[name]
-                if one.ours and judge.wrong({name: error}):
+                if contender.ours and judge.wrong({name: error}):
                     shape = ", ".join(f"{key} {value}" for key, value in labels.items())
-                    told = f"{name} errs by {error:.3g}, {limit:.3g} allowed"
-                    found.failed.append(f"{what} by {one.name}: {told}; {shape}")
-                worst = errors.setdefault(f"{what}:{one.name}", {"error": 0.0, "error/allowed": 0.0})
+                    message = f"error of {name} is {error:.3g}, at most {limit:.3g} allowed"
+                    result.failed.append(f"{what} by {contender.name}: {message}; {shape}")
+                worst = errors.setdefault(f"{what}:{contender.name}", {"error": 0.0, "error/allowed": 0.0})
                 worst["error"] = max(worst["error"], error)
                 worst["error/allowed"] = max(worst["error/allowed"], error / limit)
         a, b = (torch.randn(side, side, device=clock.device).to(DTYPES[config.dtype]) for _ in range(2))
         steps[PRODUCT] = clock.prepared(lambda: a @ b)
         for step in steps.values():
-            step()  # compiles, and lets cuDNN choose its plan
+            step()  # compile, and let cuDNN choose its plan
         one_round = sum(clock(step) for step in steps.values())
         times = interleaved(steps, clock, warmup=1, repeats=repeats_within(seconds, one_round))
     ceiling = 2 * side**3 / times.pop(PRODUCT).median / 1e12
     rows = [_row(name, samples, config, ceiling) | errors.get(name, {}) for name, samples in times.items()]
-    found.rows += sorted(rows, key=lambda row: [*PASSES, *PARTS].index(row["pass"]))
-    found.notes.append(f"matrix product in the same runs: {config.dtype} {ceiling:.4g} TFLOP/s")
-    return found
+    result.rows += sorted(rows, key=lambda row: [*PASSES, *PARTS].index(row["pass"]))
+    result.notes.append(f"matrix product in the same runs: {config.dtype} {ceiling:.4g} TFLOP/s")
+    return result
 
 
 def _errors(ready: Ready, judge: Judge) -> Iterator[tuple[str, str, float]]:
-    """The pass, the result, and its largest difference from float64."""
+    """Yield the pass, the result's name, and its largest error against float64."""
     for name, error in judge.errors(dict(zip(RESULTS, ready.results, strict=False))).items():
         yield FORWARD if name == RESULTS[0] else BACKWARD, name, error
     if ready.carried is not None:
@@ -117,21 +117,17 @@ def _errors(ready: Ready, judge: Judge) -> Iterator[tuple[str, str, float]]:
 
 
 def _captured(clock: Clock, step: Step) -> Step:
-    """What to time in the place of a step: by graph its replay, else itself.
-
-    Raises:
-        Cannot: no graph can be made of it.
-    """
+    """Return the function to time: a graph's replay, or the step; raise ``Cannot`` if capturing fails."""
     try:
         return clock.prepared(step)
     except torch.AcceleratorError:
         raise
     except RuntimeError as refused:
-        raise Cannot(f"no CUDA graph of it: {str(refused).splitlines()[0]}") from None
+        raise Cannot(f"it cannot be captured as a CUDA graph: {str(refused).splitlines()[0]}") from None
 
 
 def _row(name: str, samples: Samples, config: AttentionConfig, ceiling: float) -> dict[str, Any]:
-    """One pass, or one kernel of a backward, which has a time alone."""
+    """Build the row of one pass, or of one kernel of a backward, which has only a time."""
     what, _, who = name.partition(":")
     row = {**labels_of(config), "pass": what, "by": who, "time": samples.median * 1e3, "spread": samples.spread}
     if what in PASSES:
@@ -144,47 +140,47 @@ def _row(name: str, samples: Samples, config: AttentionConfig, ceiling: float) -
 
 
 def compare(rows: Sequence[Row]) -> str:
-    """The line that matters: the best of ours over the best of the others, pass by pass."""
-    told = []
+    """Return the summary line: our best rate over the best of the others, pass by pass."""
+    ratio_texts = []
     for what in (FORWARD, BACKWARD):
-        best: dict[str, list[float]] = {}  # by shape: of ours and of the others
+        best: dict[str, list[float]] = {}  # best rates by shape: ours, others
         for row in rows:
             if row["pass"] == what:
                 rates = best.setdefault(str([row.get(name) for name in SHAPE]), [0.0, 0.0])
                 theirs = not row["by"].startswith(OURS)
                 rates[theirs] = max(rates[theirs], row["rate"])
         if ratios := [ours / others for ours, others in best.values() if ours and others]:
-            told.append(f"{what} {' to '.join(dict.fromkeys(f'{one(ratios):.2f}' for one in (min, max)))}")
-    return f"best of ours over best of the others: {', '.join(told)}" if told else "nobody to compare with"
+            ratio_texts.append(f"{what} {' to '.join(dict.fromkeys(f'{end(ratios):.2f}' for end in (min, max)))}")
+    return f"our best rate / best of the others: {', '.join(ratio_texts)}" if ratio_texts else "no other contender"
 
 
 def causal_bounds(q: Tensor, k: Tensor) -> Bounds:
-    """Bounds of a causal mask on one rank."""
+    """Return the bounds of a causal mask on one rank."""
     rows, keys = (Layout.contiguous(x.shape[1], 1).positions(0) for x in (q, k))
     return bounds(Mask(causal=True), rows, keys).to(q.device)
 
 
 FLASH, CUDNN, RATE = "flash", "cudnn", "TFLOP/s"
 ALONE = "alone"
-COPY_LASTS = 2.0  # times the forward alone: the copy is beside it to its end
+COPY_LASTS = 2.0  # times the forward's own time, so that the copy outlasts it
 TWO_PASSES = (OURS, f"{OURS} dkdv by descriptors")
 SINGLE_PASSES = (f"{OURS} single pass", f"{OURS} hopper single pass")
 FORWARDS = (OURS, f"{OURS} hopper", f"{OURS} longest first")
 WITH_MARGIN = Variant(f"{OURS} persistent with margin", {"persistent": True, "sm_margin": LEFT}, (FORWARD,))
-"""Leaves the copy what it takes, as a ring leaves its transfers; alone, nobody would."""
-BESIDE = [*(one for one in VARIANTS if one.name in FORWARDS), WITH_MARGIN]
+"""Leaves multiprocessors to the copy, as a ring does for its transfers; only useful alongside a transfer."""
+BESIDE = [*(variant for variant in VARIANTS if variant.name in FORWARDS), WITH_MARGIN]
 FULL128, CAUSAL128, FULL64, STATE128, BESIDE128 = "full D128", "causal D128", "full D64", "8k keys", "beside"
 
 
 class Target(NamedTuple):
-    """One row: what is measured, by whom of ours (the best of them counts), and what it is to reach."""
+    """A speed target: a measurement, our variants (the best counts), and the bars to reach."""
 
     what: str
-    group: str  # which measurement it is read from
+    group: str  # measurement that it is read from
     passes: str
     by: tuple[str, ...]
     bars: tuple[tuple[str, str, float], ...]
-    """Floor or goal; over what; at least so many times that, or so many TFLOP/s."""
+    """(floor or goal, divisor, minimum ratio), or a minimum in TFLOP/s if the divisor is ``RATE``."""
 
 
 TARGETS = (
@@ -204,7 +200,7 @@ TARGETS = (
 
 
 class Sizes(NamedTuple):
-    """Of the table; tests take smaller ones."""
+    """Sizes of the target table; tests take smaller ones."""
 
     seqlen: int = 16 * 1024
     hop: int = 8 * 1024
@@ -212,16 +208,13 @@ class Sizes(NamedTuple):
     wide: int = 128
     narrow: int = 64
     dtype: str = "bfloat16"
-    nbytes: int = COPY_BYTES  # of the copy that is scaled to last long enough
+    nbytes: int = COPY_BYTES  # of the copy, which is scaled to last long enough
 
 
 def targets(
     device: torch.device, *, seconds: float = 1.5, sizes: Sizes | None = None, timer: str = ""
 ) -> Iterator[Number]:
-    """The table of ``TARGETS`` on this device; ``seconds`` of timing for each of its measurements.
-
-    Beside a transfer there is no graph: it would be over when the transfer is, and not when the forward is.
-    """
+    """Yield measurements and verdicts of ``TARGETS``; alongside a transfer, no graph is timed."""
     sizes, clock = sizes or Sizes(), Clock(device, timer=timer)
     beside = Clock(device, timer=nearest(timer, OF_RINGS))
     measurements: dict[str, Iterator[Number]] = {
@@ -243,49 +236,53 @@ def targets(
 
 
 def judged(target: Target, rates: Mapping[str, float]) -> Iterator[Number]:
-    """The floor, then the goals: what is reached, and in a word whether that is enough."""
-    ours = {who: rates[f"{target.passes}:{who}"] for who in target.by if f"{target.passes}:{who}" in rates}
-    who = max(ours, key=ours.__getitem__, default=target.by[0])
-    for kind, over, least in target.bars:
-        other = _rate_of(over, target.passes, who, rates)
-        reached = ours[who] / other if ours and other else None
-        verdict = "not measured" if reached is None else "reached" if reached >= least else "missed"
-        labels = {"by": who, "over": over, "bar": kind, "at least": least, "verdict": verdict}
-        yield Number(target.what, reached, RATE if over == RATE else "times", labels)
+    """Yield the ratio to each bar of a target, and whether it is reached."""
+    ours = {
+        best_name: rates[f"{target.passes}:{best_name}"]
+        for best_name in target.by
+        if f"{target.passes}:{best_name}" in rates
+    }
+    best_name = max(ours, key=ours.__getitem__, default=target.by[0])
+    for kind, divisor, minimum in target.bars:
+        other = _rate_of(divisor, target.passes, best_name, rates)
+        reached = ours[best_name] / other if ours and other else None
+        verdict = "not measured" if reached is None else "reached" if reached >= minimum else "missed"
+        labels = {"by": best_name, "over": divisor, "bar": kind, "at least": minimum, "verdict": verdict}
+        yield Number(target.what, reached, RATE if divisor == RATE else "times", labels)
 
 
 def _rate_of(over: str, what: str, who: str, rates: Mapping[str, float]) -> float | None:
-    """What a rate of ours is divided by; None where it was not measured."""
+    """Return the divisor of a target's rate; None if it was not measured."""
     if over == RATE:
         return 1.0
     if over == ALONE:
-        # of all: one that leaves room to a transfer is slow without it, and would seem to lose nothing beside it
+        # Take the fastest of all: a variant that leaves room for transfers is slow alone, so its ratio would look good.
         return max((rate for name, rate in rates.items() if name.startswith(f"{ALONE}:")), default=None)
     return rates.get(f"{FORWARD}:{who}" if over == FORWARD else f"{what}:{over}")
 
 
 def _shape(clock: Clock, sizes: Sizes, seqlen: int, head_dim: int, causal: bool, seconds: float) -> Iterator[Number]:
-    """Our variants beside SDPA's flash and cuDNN backends: ``bench kernels`` of one shape."""
+    """Measure our variants next to SDPA's flash and cuDNN backends, as ``bench kernels`` does for one shape."""
     config = AttentionConfig(
         seqlen, heads=sizes.heads, kv_heads=sizes.heads, head_dim=head_dim, dtype=sizes.dtype, causal=causal,
         layout="contiguous", device=clock.device.type,
     )  # fmt: skip
     wanted = {name for target in TARGETS for name in target.by}
-    everyone = (*(variant.name for variant in VARIANTS if variant.name in wanted), FLASH, CUDNN)
-    found = measure(config, clock, seconds=seconds, by=everyone)
+    names = (*(variant.name for variant in VARIANTS if variant.name in wanted), FLASH, CUDNN)
+    result = measure(config, clock, seconds=seconds, by=names)
     labels = labels_of(config)
-    for row in found.rows:
-        told = {**labels, "by": row["by"]}
+    for row in result.rows:
+        row_labels = {**labels, "by": row["by"]}
         if not row["pass"]:
-            yield Number("not there", None, "", told, note=row["note"])
+            yield Number("not available", None, "", row_labels, note=row["note"])
         elif "rate" in row:
-            yield Number(row["pass"], row["rate"], RATE, told, spread=row["spread"])
-    for why in found.failed:
-        yield Number("wrong results", 1, "", labels, limit=0, note=why)
+            yield Number(row["pass"], row["rate"], RATE, row_labels, spread=row["spread"])
+    for failure in result.failed:
+        yield Number("wrong results", 1, "", labels, limit=0, note=failure)
 
 
 def _beside_a_transfer(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[Number]:
-    """The forward alone, and with a copy of few blocks on a high-priority stream beside it from start to end."""
+    """Measure the forward alone, and alongside a copy of few blocks on a high-priority stream."""
     device, shape = clock.device, (1, sizes.seqlen, sizes.heads, sizes.wide)
     q, k, v = (torch.randn(shape, device=device).to(DTYPES[sizes.dtype]) for _ in range(3))
     alone: dict[str, Step] = {}
@@ -294,7 +291,7 @@ def _beside_a_transfer(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[N
             forward = partial(attention_forward, q, k, v, config=variant.config(q, v, full=True))
             forward()
         except (ValueError, NotImplementedError, TypeError) as refused:
-            yield Number("not there", None, "", {"by": variant.name}, note=str(refused))
+            yield Number("not available", None, "", {"by": variant.name}, note=str(refused))
         else:
             alone[variant.name] = forward
     if not alone:
@@ -305,9 +302,11 @@ def _beside_a_transfer(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[N
     steps: dict[str, Step] = {}
     for name, step in alone.items():
         steps |= {f"{ALONE}:{name}": step, f"{FORWARD}:{name}": copy.beside(step, stream)}
-    taken = interleaved(steps, clock, repeats=repeats_within(seconds, sum(clock(step) for step in steps.values())))
+    samples_by_name = interleaved(
+        steps, clock, repeats=repeats_within(seconds, sum(clock(step) for step in steps.values()))
+    )
     flops = forward_flops(sizes.seqlen**2, heads=sizes.heads, head_dim=sizes.wide)
-    for name, samples in taken.items():
+    for name, samples in samples_by_name.items():
         what, _, who = name.partition(":")
         labels = {"by": who, "head_dim": sizes.wide, "queries": sizes.seqlen, "keys": sizes.seqlen}
         yield Number(what, flops / samples.median / 1e12, RATE, labels, spread=samples.spread)

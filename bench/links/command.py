@@ -1,4 +1,4 @@
-"""``ringattn bench links``: every transport that opens here, over every edge of the ring, in nccl-tests' columns."""
+"""``ringattn bench links`` measures every available transport over every edge, with nccl-tests' columns."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ from .names import FORWARD, IN_PROCESS, MATMUL, swept
 if TYPE_CHECKING:
     from ..common.result import Result
 
-CHANNELS = "auto,1,2,4,8,16,32"  # of nccl, where none are given
+CHANNELS = "auto,1,2,4,8,16,32"  # default channels of nccl
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def steps(minbytes: int, maxbytes: int, factor: int) -> tuple[int, ...]:
-    """The sizes of nccl-tests' ``-b -e -f``.
-
-    Raises:
-        typer.BadParameter: a range that holds nothing.
-    """
+    """Return the sizes of nccl-tests' flags ``-b -e -f``; raise typer.BadParameter if there are none."""
     if not 0 < minbytes <= maxbytes:
-        raise typer.BadParameter(f"-b is {minbytes} and -e is {maxbytes}: sizes run from -b, at least 1, up to -e")
+        raise typer.BadParameter(f"-b is {minbytes} and -e is {maxbytes}: -b must be at least 1 and at most -e")
     sizes = [minbytes]
     while sizes[-1] * factor <= maxbytes:
         sizes.append(sizes[-1] * factor)
@@ -36,16 +32,12 @@ def steps(minbytes: int, maxbytes: int, factor: int) -> tuple[int, ...]:
 
 
 def limits_list(text: str) -> tuple[int | None, ...]:
-    """A comma list of counts, ``auto`` for a ring's default; a parser of typer options.
-
-    Raises:
-        typer.BadParameter: one of them is neither.
-    """
+    """Parse a comma-separated list of counts that ``Limits`` takes, or ``auto`` for a ring's default."""
     from ...comm import Limits
 
     parts = text.split(",")
-    if not all(part == "auto" or (part.isdigit() and int(part)) for part in parts):
-        raise typer.BadParameter(f"{text!r}: it takes a comma list of counts, or auto for a ring's default")
+    if not all(part == "auto" or part.isdigit() for part in parts):
+        raise typer.BadParameter(f"{text!r}: it takes a comma-separated list of counts, or auto for a ring's default")
     counts = tuple(None if part == "auto" else int(part) for part in parts)
     try:
         for count in counts:
@@ -56,61 +48,63 @@ def limits_list(text: str) -> tuple[int | None, ...]:
 
 
 def transports_of(text: str) -> tuple[str, ...]:
-    """The transports to try: typer.BadParameter where one is unknown."""
+    """Parse the transports to measure; raise typer.BadParameter if one is unknown."""
     from ...comm import transport_names
 
     names = transport_names() if text == "all" else text.split(",")
     if not {*names} <= {*transport_names()}:
         known = ", ".join(transport_names())
-        raise typer.BadParameter(f"--transport is {text!r}: it takes all, or a comma list of {known}")
+        raise typer.BadParameter(f"--transport is {text!r}: it takes all, or a comma-separated list of {known}")
     return tuple(names)
 
 
 def beside_name(text: str, device: str) -> str:
-    """What computes beside the transfers.
-
-    Raises:
-        typer.BadParameter: nothing of that name, or not on this device.
-    """
+    """Return the kernel to run alongside the transfers; raise typer.BadParameter if it cannot run here."""
     if text not in ("", FORWARD, MATMUL, "none"):
         raise typer.BadParameter(f"--beside is {text!r}: it takes {FORWARD}, {MATMUL} or none")
     if text == FORWARD and device == "cpu":
-        raise typer.BadParameter(f"--beside is {FORWARD}, the kernel of a GPU, and the device is cpu: take {MATMUL}")
+        raise typer.BadParameter(f"--beside is {FORWARD}, which needs a GPU, and the device is cpu: take {MATMUL}")
     return text or (FORWARD if device == "cuda" else MATMUL)
 
 
 @app.command()
 def links(
     context: typer.Context,
-    minbytes: Annotated[Any, typer.Option("-b", "--minbytes", parser=flags.size, metavar="SIZE")] = "32M",
-    maxbytes: Annotated[Any, typer.Option("-e", "--maxbytes", parser=flags.size, metavar="SIZE")] = "32M",
-    stepfactor: Annotated[int, typer.Option("-f", "--stepfactor", min=2, help="Sizes grow by it.")] = 2,
+    minbytes: Annotated[
+        Any, typer.Option("-b", "--minbytes", parser=flags.size, metavar="SIZE", help="Smallest message.")
+    ] = "32M",
+    maxbytes: Annotated[
+        Any, typer.Option("-e", "--maxbytes", parser=flags.size, metavar="SIZE", help="Largest message.")
+    ] = "32M",
+    stepfactor: Annotated[int, typer.Option("-f", "--stepfactor", min=2, help="Factor between sizes.")] = 2,
     iters: Annotated[int, typer.Option("-n", "--iters", min=1, help="Timed transfers, back to back.")] = 20,
-    warmup: Annotated[int, typer.Option("-w", "--warmup_iters", min=0, help="Transfers before them.")] = 5,
+    warmup: Annotated[int, typer.Option("-w", "--warmup_iters", min=0, help="Transfers before the timed ones.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", min=0, help="Transfers whose bytes are checked.")] = 1,
     timer: flags.TimerOfRings = "",
     world: Annotated[
-        int | None, typer.Option(min=1, help="Ranks; default: as many as GPUs, or 2; under a launcher, its ranks.")
+        int | None, typer.Option(min=1, help="Ranks; default: the launcher's, or the GPUs, at least 2.")
     ] = None,
-    transport: Annotated[str, typer.Option(metavar="NAME,…", help="all, or the names of some.")] = "all",
+    transport: Annotated[str, typer.Option(metavar="NAME,…", help="all, or names of transports.")] = "all",
     device: flags.DeviceFlag = "",
     channels: Annotated[
         Any,
-        typer.Option(parser=limits_list, metavar="N,…", help=f"Of nccl; auto: a ring's default; default: {CHANNELS}."),
+        typer.Option(
+            parser=limits_list, metavar="N,…", help=f"NCCL channels; auto is a ring's default; default: {CHANNELS}."
+        ),
     ] = None,
     ctas: Annotated[
-        Any, typer.Option(parser=limits_list, metavar="N,…", help="Of nccl, likewise; default: auto.")
+        Any, typer.Option(parser=limits_list, metavar="N,…", help="NCCL CTAs; auto is a ring's default; default: auto.")
     ] = None,
     beside: Annotated[
         str,
-        typer.Option(help="What computes beside: forward, matmul or none; default: forward on a GPU, else matmul."),
+        typer.Option(help="Compute during transfers: forward, matmul or none; default: forward on a GPU, else matmul."),
     ] = "",
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
-    """Bandwidth of every transport over every edge: one way, both ways, all edges at once, and beside compute.
+    """Measure bandwidth of every transport over every edge: one way, both ways, all at once, and during compute.
 
-    Flags and columns are those of nccl-tests: time of the slowest rank that takes part, GB/s per direction.
+    Flags and columns are those of nccl-tests. Time is that of the slowest participating rank, GB/s are per direction.
     """
     import torch
 
@@ -126,7 +120,7 @@ def links(
         mode = f"without {' or '.join(swept())} among --transport"
         flags.check_mode(context, mode, context.params.keys() - {"channels", "ctas"})
     for name in names if transport != "all" else ():
-        flags.check_transport(name, device, 1)  # local is between virtual ranks here
+        flags.check_transport(name, device, 1)  # here, local runs between virtual ranks
     config = LinksConfig(
         transports=names,
         device=device,
@@ -150,13 +144,13 @@ def links(
 
 
 def settings(timer: str) -> list[str]:
-    """What is not in the rows: the timer, and what the environment says to NCCL, which it reads once."""
-    given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
-    return [f"timed by {timer}", *given]
+    """Return notes with the timer and the environment variables that NCCL reads."""
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
+    return [f"timed by {timer}", *variables]
 
 
 def best(result: Result) -> list[str]:
-    """The fastest of processes, of the largest size and with all edges busy where there are such rows."""
+    """Return a note on the fastest row of the largest size, preferring processes and all edges at once."""
     rows = [row for row in result.rows if row["transport"] != IN_PROCESS] or result.rows
     rows = [row for row in rows if row["edge"] == "all"] or rows
     if not rows:

@@ -1,4 +1,4 @@
-"""Every transport over every edge of the ring: one way, both ways, all edges at once; time, bandwidth, wrong bytes."""
+"""Measures time, bandwidth and wrong bytes of every transport over every edge: one way, both ways, all at once."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from ..common.result import Result, Row
 from ..common.timing import HOST_AHEAD_CYCLES, Step
 from .names import FORWARD, IN_PROCESS, swept
 
-PERIOD = 65537  # of the pattern, a prime: no block of any power of two repeats within it
+PERIOD = 65537  # of the test pattern; a prime, so that no power-of-two block repeats
 STRIDE = 167
 ONE_WAY, BOTH_WAYS, RING = "one way", "both ways", "ring"
-BUFFERS = 2  # what leaves and what arrives
+BUFFERS = 2  # a send and a receive buffer
 CHECKED = {"cpu": 2, "cuda": 10}
-"""Messages beside them: what is expected, which bytes differ from it, and on a GPU those as int64, to be counted."""
-STEPS = 16  # of compute, at least, while the transfers last: what a step more or less would change is then small
+"""Extra buffers of a check, in messages: expected bytes, differences, and on a GPU differences as int64 to count."""
+STEPS = 16  # least compute steps during the transfers, so that one step more or less matters little
 MOST_POSTS = 4096
-PROBES = 4  # transfers that their number is chosen by
-RATIO = 1.5  # more steps are enqueued on a GPU than fit beside the transfers alone, for these take longer beside them
-SIDE = {"cpu": 384, "cuda": 2048}  # of the matrices: a step of about 2 ms of one core, 50 us of a GPU
-TOKENS, HEADS, HEAD_DIM = 2048, 16, 128  # of the forward: more blocks than a GPU has multiprocessors
+PROBES = 4  # transfers that determine the number of posts
+RATIO = 1.5  # extra steps to enqueue on a GPU, because transfers take longer alongside compute
+SIDE = {"cpu": 384, "cuda": 2048}  # of the matrices: a step of about 2 ms on one core, 50 us on a GPU
+TOKENS, HEADS, HEAD_DIM = 2048, 16, 128  # of the forward, which has more blocks than a GPU has multiprocessors
 
 UNITS = {
     "transport": "", "channels": "", "edge": "", "size": "B", "time": "us", "algbw": "GB/s", "#wrong": "",
     "way": "", "ctas": "", "busbw": "GB/s", "compute slowed": "x", "transfer slowed": "x", "compute": "",
     "compute alone": "ms", "compute note": "",
 }  # fmt: skip
-"""The columns: those of nccl-tests by its names, and what compute beside the largest transfer costs and is cost."""
+"""Columns of nccl-tests, and the slowdown of compute and transfer when the largest message overlaps compute."""
 
 Edge = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class LinksConfig:
-    """What to measure; the same on every rank."""
+    """Configuration of a measurement, equal on every rank."""
 
     transports: tuple[str, ...]
     device: str = "cpu"
@@ -59,23 +59,23 @@ class LinksConfig:
     iters: int = 20
     warmup: int = 5
     checks: int = 1
-    timer: str = ""  # one of TIMERS; empty: the device's own
-    channels: tuple[int | None, ...] = (None,)  # None: what a ring takes by default
+    timer: str = ""  # one of TIMERS; empty: the device's default
+    channels: tuple[int | None, ...] = (None,)  # None: a ring's default
     ctas: tuple[int | None, ...] = (None,)
-    beside: str = "none"  # what computes beside the transfers
-    must_open: bool = False  # the transports were named: one that does not open is a failure
+    beside: str = "none"  # kernel alongside the transfers
+    must_open: bool = False  # True if transports were named, so that one that does not open is a failure
 
 
 @dataclass(frozen=True)
 class Way:
-    """Which transfers run at the same time: pairs of (source, destination)."""
+    """A pattern of concurrent transfers, as pairs of (source, destination)."""
 
     name: str
     pairs: tuple[Edge, ...]
 
     @property
     def edge(self) -> str:
-        """As it is printed: ``0->1``, ``0<->1``, and ``all`` for the ring."""
+        """The edge as printed: ``0->1``, ``0<->1``, or ``all`` for the ring."""
         if self.name == RING:
             return "all"
         source, destination = self.pairs[0]
@@ -83,24 +83,24 @@ class Way:
 
 
 def ways(size: int) -> list[Way]:
-    """One way over every edge of the ring, both ways over every pair of neighbours, the whole ring at once."""
+    """Return the patterns: one way over every edge, both ways over every pair, and the whole ring at once."""
     onward = [(rank, (rank + 1) % size) for rank in range(size)]
     if size == 1:
         return [Way(ONE_WAY, (onward[0],))]
     pairs = sorted({tuple(sorted(edge)) for edge in onward})
-    both = [Way(BOTH_WAYS, ((low, high), (high, low))) for low, high in pairs]
-    return [*(Way(ONE_WAY, (edge,)) for edge in onward), *both, Way(RING, tuple(onward))]
+    both_ways = [Way(BOTH_WAYS, ((low, high), (high, low))) for low, high in pairs]
+    return [*(Way(ONE_WAY, (edge,)) for edge in onward), *both_ways, Way(RING, tuple(onward))]
 
 
 def pattern(nbytes: int, source: int, turn: int, device: torch.device) -> Tensor:
-    """Bytes that differ by place, by who sends them and by which check they belong to."""
+    """Return bytes that depend on position, sender and number of the check."""
     base = torch.arange(min(PERIOD, nbytes), device=device) * STRIDE + 5 * source + 11 * turn
     base = (base % 256).to(torch.uint8)
     return base.repeat(-(-nbytes // len(base)))[:nbytes].contiguous()
 
 
 class Ends:
-    """This rank's part of a way: what it sends and receives in every transfer, in buffers that are used again."""
+    """This rank's sends and receives in a pattern, with reused buffers."""
 
     def __init__(self, transport: Transport, way: Way, nbytes: int, device: torch.device) -> None:
         self._transport = transport
@@ -118,24 +118,24 @@ class Ends:
         return bool(self.sends or self.receives)
 
     def post(self, after: Sequence[Fence] = ()) -> Fence:
-        """One transfer. Those of one transport run in order, so that the next may use the same buffers."""
+        """Post one transfer. A transport's transfers run in order, so the next may use the same buffers."""
         return self._transport.post(sends=self.sends, receives=self.receives, after=after)
 
     def wrong(self, turn: int) -> int:
-        """One checked transfer into poisoned buffers: how many bytes arrived that are not those sent."""
+        """Transfer once into poisoned buffers; return the number of received bytes that differ from those sent."""
         if not self.takes_part:
             return 0
         for message in self.sends:
             message.tensor.copy_(pattern(self._nbytes, self._transport.rank, turn, self._device))
-        right = [pattern(self._nbytes, message.peer, turn, self._device) for message in self.receives]
-        for message, expected in zip(self.receives, right, strict=True):
-            torch.bitwise_not(expected, out=message.tensor)  # every byte is wrong until it has arrived
+        expected_bytes = [pattern(self._nbytes, message.peer, turn, self._device) for message in self.receives]
+        for message, expected in zip(self.receives, expected_bytes, strict=True):
+            torch.bitwise_not(expected, out=message.tensor)  # every byte is wrong until it arrives
         self.post([self._transport.mark()]).wait()
-        arrived = zip(self.receives, right, strict=True)
-        return sum(int(torch.count_nonzero(message.tensor != expected)) for message, expected in arrived)
+        received = zip(self.receives, expected_bytes, strict=True)
+        return sum(int(torch.count_nonzero(message.tensor != expected)) for message, expected in received)
 
     def enqueue(self, count: int) -> None:
-        """So many transfers, one behind the other, between what the current stream did before and does next."""
+        """Enqueue ``count`` transfers in order, after earlier and before later work of the current stream."""
         if not self.takes_part:
             return
         first = self._transport.mark()
@@ -144,21 +144,23 @@ class Ends:
             fence.wait()
 
     def run(self, count: int) -> None:
-        """The same; over when it returns."""
+        """Run ``count`` transfers to their end."""
         self.enqueue(count)
         settle(self._device)
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the compute stream is where the host is."""
+    """Wait until the device has finished the current stream's work."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def seconds_of(enqueue: Callable[[], None], device: torch.device, timer: str) -> float:
-    """By clock from before the host posts the first transfer until the device is done with the last.
+    """Return the seconds of ``enqueue``.
 
-    By events on the stream that transfers start from and that waits for the last: it is busy while the host posts them.
+    The clock runs from before the host posts the first transfer until the device has finished the last. Events are
+    recorded on the stream that transfers start from and that waits for the last. This stream is busy while the host
+    posts.
     """
     if timer == "clock":
         begun = time.perf_counter()
@@ -176,18 +178,18 @@ def seconds_of(enqueue: Callable[[], None], device: torch.device, timer: str) ->
 
 
 def measured(transport: Transport, limits: Limits, config: LinksConfig, device: torch.device) -> list[Row]:
-    """A row for every way and size, of the largest beside compute, too; every rank of the transport gets the rows."""
+    """Measure every pattern and size, the largest also alongside compute; every rank gets all rows."""
     rows: list[Row] = []
-    every_way = ways(transport.size)
-    transport.warm_up(sorted({pair for way in every_way for pair in way.pairs}))
-    for way in every_way:
+    patterns = ways(transport.size)
+    transport.warm_up(sorted({pair for way in patterns for pair in way.pairs}))
+    for way in patterns:
         for nbytes in config.sizes:
-            seconds, wrong = _timed(transport, Ends(transport, way, nbytes, device), config, device)
-            rate = nbytes / seconds / 1e9  # per direction; nothing moves twice, so that busbw is the same
+            seconds, wrong_bytes = _timed(transport, Ends(transport, way, nbytes, device), config, device)
+            rate = nbytes / seconds / 1e9  # per direction; every byte is sent once, so busbw is equal
             rows.append({
                 "transport": transport.name, "channels": limits.channels, "ctas": limits.ctas,
                 "way": way.name, "edge": way.edge, "size": nbytes, "time": seconds * 1e6, "algbw": rate,
-                "busbw": rate, "#wrong": wrong,
+                "busbw": rate, "#wrong": wrong_bytes,
             })  # fmt: skip
         if config.beside != "none":
             rows[-1] = {**rows[-1], **beside(transport, way, config, device)}
@@ -195,23 +197,23 @@ def measured(transport: Transport, limits: Limits, config: LinksConfig, device: 
 
 
 def _timed(transport: Transport, ends: Ends, config: LinksConfig, device: torch.device) -> tuple[float, int | None]:
-    """Seconds of one transfer at the slowest end, and how many bytes were wrong over all checks and ends."""
-    wrong = sum(ends.wrong(turn) for turn in range(config.checks))
+    """Return seconds per transfer of the slowest rank, and the number of wrong bytes of all checks and ranks."""
+    wrong_bytes = sum(ends.wrong(turn) for turn in range(config.checks))
     transport.gather(None)
-    # after the gather, which ranks leave milliseconds apart: a transfer brings its ends together within its own time
+    # Warm up after the gather, which ranks leave milliseconds apart. A transfer synchronizes its ends.
     ends.run(max(config.warmup, 1))
     enqueue = partial(ends.enqueue, config.iters)
-    each = seconds_of(enqueue, device, timer_on(device.type, config.timer)) / config.iters
-    everyone: list[Any] = transport.gather((each if ends.takes_part else None, wrong))
-    slowest = max(taken for taken, _ in everyone if taken is not None)
-    return slowest, sum(count for _, count in everyone) if config.checks else None
+    per_transfer = seconds_of(enqueue, device, timer_on(device.type, config.timer)) / config.iters
+    rank_results: list[Any] = transport.gather((per_transfer if ends.takes_part else None, wrong_bytes))
+    slowest = max(rank_seconds for rank_seconds, _ in rank_results if rank_seconds is not None)
+    return slowest, sum(count for _, count in rank_results) if config.checks else None
 
 
-# a transfer while its ends compute: what either costs the other
+# Transfers alongside compute.
 
 
 class Together(NamedTuple):
-    """Seconds until the last transfer was over, and how many steps of compute had ended by then, in what time."""
+    """Seconds until the last transfer ended, compute steps that ended before it, and the seconds of these steps."""
 
     transfers: float
     steps: int
@@ -219,7 +221,7 @@ class Together(NamedTuple):
 
 
 def step_of(kind: str, device: torch.device) -> Step:
-    """One step of compute on the current stream, or in the calling thread."""
+    """Return one step of compute, on the current stream or in the calling thread."""
     if kind == FORWARD:
         q, k, v = (torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(3))
         return lambda: attention_forward(q, k, v)
@@ -230,37 +232,41 @@ def step_of(kind: str, device: torch.device) -> Step:
 
 
 def beside(transport: Transport, way: Way, config: LinksConfig, device: torch.device) -> Row:
-    """Columns of the row of the largest size over one way: of the end that suffers most, the same on every rank."""
+    """Return compute columns for the largest size over one pattern: the largest slowdown of any rank."""
     if transport.name == IN_PROCESS and device.type == "cpu":
-        return {"compute": config.beside, "compute note": "copies inside the post: nothing runs beside it"}
+        return {"compute": config.beside, "compute note": "this transport copies inside post, so nothing overlaps"}
     ends = Ends(transport, way, config.sizes[-1], device)
     step = step_of(config.beside, device) if ends.takes_part else None
 
     def slowest(seconds: float) -> float:
-        everyone: list[Any] = transport.gather(seconds)
-        return float(max(everyone))
+        rank_seconds: list[Any] = transport.gather(seconds)
+        return float(max(rank_seconds))
 
     ends.run(1)
     alone = slowest(0.0 if step is None else _steps_alone(step, device))
     probe = slowest(seconds_of(lambda: ends.enqueue(PROBES), device, "clock") / PROBES)
-    posts = min(max(math.ceil(STEPS * alone / probe), 1), MOST_POSTS)  # so many that STEPS of compute fit beside them
+    posts = min(max(math.ceil(STEPS * alone / probe), 1), MOST_POSTS)  # enough transfers to last for STEPS of compute
     transfers = slowest(seconds_of(lambda: ends.enqueue(posts), device, "clock"))
-    transport.gather(None)  # all are ready
+    transport.gather(None)  # wait until all ranks are ready
     slowed = None
     if step is not None:
         run = _on_gpu if device.type == "cuda" else _on_host
-        both = run(ends, posts, step, device, math.ceil(RATIO * transfers / alone))
-        slowed = (both.compute / both.steps / alone, both.transfers / transfers) if both.steps else None
-    every_end: list[Any] = [ratios for ratios in transport.gather(slowed) if ratios is not None]
+        run_together = run(ends, posts, step, device, math.ceil(RATIO * transfers / alone))
+        slowed = (
+            (run_together.compute / run_together.steps / alone, run_together.transfers / transfers)
+            if run_together.steps
+            else None
+        )
+    slowdowns: list[Any] = [ratios for ratios in transport.gather(slowed) if ratios is not None]
     columns = {"compute": config.beside, "compute alone": alone * 1e3}
-    if not every_end:
-        return {**columns, "compute note": "over before a step of compute was"}
-    compute, transfer = (max(ratios) for ratios in zip(*every_end, strict=True))
+    if not slowdowns:
+        return {**columns, "compute note": "transfers ended before one compute step"}
+    compute, transfer = (max(ratios) for ratios in zip(*slowdowns, strict=True))
     return {**columns, "compute slowed": compute, "transfer slowed": transfer}
 
 
 def _steps_alone(step: Step, device: torch.device) -> float:
-    """Seconds of one step, of ``STEPS`` in a row after as many to warm up."""
+    """Return the seconds of one compute step, from ``STEPS`` in a row after as many to warm up."""
 
     def steps() -> None:
         for _ in range(STEPS):
@@ -271,7 +277,7 @@ def _steps_alone(step: Step, device: torch.device) -> float:
 
 
 def _on_host(ends: Ends, posts: int, step: Step, _device: torch.device, _steps: int) -> Together:
-    """Steps until the last transfer is over, as the host sees it."""
+    """Compute until the host sees that the last transfer has ended."""
     begun = time.perf_counter()
     fences = [ends.post() for _ in range(posts)]
     posted = time.perf_counter()
@@ -286,55 +292,52 @@ def _on_host(ends: Ends, posts: int, step: Step, _device: torch.device, _steps: 
 
 
 def _on_gpu(ends: Ends, posts: int, step: Step, device: torch.device, steps: int) -> Together:
-    """Everything is enqueued at once; which steps ended before the transfers is read from events afterwards."""
+    """Enqueue transfers and steps at once; events tell which steps ended before the transfers."""
     event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-    begun, over = event(enable_timing=True), event(enable_timing=True)
+    begun, transfers_ended = event(enable_timing=True), event(enable_timing=True)
     ended = [event(enable_timing=True) for _ in range(steps)]
-    watching = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+    side_stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
     settle(device)
     begun.record()
     fences = [ends.post() for _ in range(posts)]
-    with torch.cuda.stream(watching):
-        watching.wait_event(begun)
+    with torch.cuda.stream(side_stream):
+        side_stream.wait_event(begun)
         fences[-1].wait()
-        over.record()
+        transfers_ended.record()
     for done in ended:
         step()
         done.record()
-    watching.synchronize()
+    side_stream.synchronize()
     settle(device)
-    transfers = float(begun.elapsed_time(over))
+    transfers = float(begun.elapsed_time(transfers_ended))
     times = [float(begun.elapsed_time(done)) for done in ended]
-    inside = [taken for taken in times if taken <= transfers]
+    inside = [milliseconds for milliseconds in times if milliseconds <= transfers]
     for fence in fences:
         fence.wait()
     return Together(transfers / 1e3, len(inside), (inside[-1] if inside else 0.0) / 1e3)
 
 
-# every transport
-
-
 def of_group(group: Group, config: LinksConfig, device: torch.device) -> Result:
-    """Every transport with every limit, one after the other; every rank has the rows."""
-    found = Result("bench links", UNITS)
+    """Measure every transport with every limit in turn; every rank gets the rows."""
+    result = Result("bench links", UNITS)
     for name in config.transports:
         for limits in limits_of(name, config):
             transport = opening(group, name, device, limits)
             if isinstance(transport, str):
-                given = {"channels": limits.channels, "ctas": limits.ctas}
-                held = "".join(f", {count} {what}" for what, count in given.items() if count is not None)
-                reasons = found.failed if config.must_open else found.notes
-                reasons.append(f"{name}{held} does not open here: {transport}")
+                values = {"channels": limits.channels, "ctas": limits.ctas}
+                limit_text = "".join(f", {count} {kind}" for kind, count in values.items() if count is not None)
+                reasons = result.failed if config.must_open else result.notes
+                reasons.append(f"{name}{limit_text} cannot be opened: {transport}")
                 if limits == Limits():
-                    break  # nor does it with limits
+                    break  # it would not open with limits either
                 continue
             with closing(transport):
-                found.rows += measured(transport, limits, config, device)
-    return found
+                result.rows += measured(transport, limits, config, device)
+    return result
 
 
 def limits_of(name: str, config: LinksConfig) -> Iterator[Limits]:
-    """What a transport is held to, one after the other; nothing where it has neither channels nor CTAs."""
+    """Yield the limits to measure a transport with; no limits if it has neither channels nor CTAs."""
     if name not in swept():
         yield Limits()
         return
@@ -344,13 +347,13 @@ def limits_of(name: str, config: LinksConfig) -> Iterator[Limits]:
 
 
 def opening(group: Group, name: str, device: torch.device, limits: Limits) -> Transport | str:
-    """The transport, or why it does not open here: the same for all ranks."""
+    """Return the transport, or the reason why it does not open; the same on all ranks."""
     problem, opened = "", None
     try:
         (opened,) = open_transports(group, transport=name, device=device, limits=limits)
-    except (ValueError, RuntimeError) as error:  # TransportError is a RuntimeError, and so is NCCL's own
+    except (ValueError, RuntimeError) as error:  # TransportError and NCCL's error are RuntimeErrors
         problem = str(error)
-    # virtual ranks fail together: one that raises wakes the others
+    # Virtual ranks fail together: a rank that raises wakes the others.
     problems: list[Any] = [problem] * group.size()
     if not isinstance(group, LocalGroup):
         problems = control_of(group).gather(problem, what=f"whether {name} opens")
@@ -362,31 +365,28 @@ def opening(group: Group, name: str, device: torch.device, limits: Limits) -> Tr
     return problem or reasons[0]
 
 
-# where ranks are
-
-
 def everywhere(world: int, config: LinksConfig) -> Result:
-    """In processes and, where no launcher started them, for ``local`` between virtual ranks; with what failed."""
-    found = Result("bench links", UNITS)
+    """Measure between processes, and without a launcher also ``local`` between virtual ranks; collect failures."""
+    result = Result("bench links", UNITS)
     between = tuple(name for name in config.transports if name != IN_PROCESS or member() is not None)
     if between:
-        found = spawn(world, measure, replace(config, transports=between), device=config.device)
+        result = spawn(world, measure, replace(config, transports=between), device=config.device)
     if between != config.transports:
         torch.set_num_threads(1)
         with LocalWorld(world, device=config.device) as ranks:
-            here = replace(config, transports=(IN_PROCESS,))
-            found.add(ranks.run(partial(_of_virtual_rank, here, ranks.device))[0])
-    for row in found.rows:
+            in_process = replace(config, transports=(IN_PROCESS,))
+            result.add(ranks.run(partial(_of_virtual_rank, in_process, ranks.device))[0])
+    for row in result.rows:
         if row["#wrong"]:
-            lost = f"{row['#wrong']} bytes did not arrive as they left"
-            found.failed.append(f"{row['transport']}, {row['edge']}: {lost}")
-    if not found.rows:
-        found.failed.append("no transport opens here")
-    return found
+            lost = f"{row['#wrong']} bytes arrived wrong"
+            result.failed.append(f"{row['transport']}, {row['edge']}: {lost}")
+    if not result.rows:
+        result.failed.append("no transport can be opened")
+    return result
 
 
 def measure(place: Member, device: torch.device, config: LinksConfig) -> Result:
-    """One rank of the measurement in processes."""
+    """Run one rank of the measurement between processes."""
     torch.set_num_threads(1)
     assert dist.group.WORLD is not None
     return of_group(dist.group.WORLD, config, device)
@@ -398,10 +398,9 @@ def _of_virtual_rank(config: LinksConfig, device: torch.device, group: LocalGrou
 
 
 def check_room(config: LinksConfig, ranks_here: int, *, launched: bool) -> None:
-    """Refuse a largest message that does not fit this machine's free memory: typer.BadParameter.
+    """Raise typer.BadParameter if the largest message does not fit into this machine's free memory.
 
-    Virtual ranks, which ``local`` is measured between, are counted as processes on the CPU, and lie on one GPU; under
-    a launcher there are none.
+    Virtual ranks count as processes on the CPU and share one GPU. Under a launcher there are none.
     """
     device = torch.device(config.device)
     messages = BUFFERS + (CHECKED[config.device] if config.checks else 0)

@@ -1,1 +1,1 @@
-"""Measures compute alone, communication alone and both together."""
+"""Measures compute alone, communication alone, and both together."""

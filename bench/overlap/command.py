@@ -1,4 +1,4 @@
-"""``ringattn bench overlap``: compute alone, communication alone, together; what buffers and prefetch are worth."""
+"""``ringattn bench overlap`` times compute alone, communication alone and both, by slots and prefetch depth."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def overlap(
     context: typer.Context,
-    world: Annotated[int | None, typer.Option(min=1, help="Processes; default: the GPUs, or 2; or its ranks.")] = None,
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default: the launcher's, or the GPUs, at least 2.")
+    ] = None,
     tokens: flags.TokensPerRank = "2k",
     batch: flags.Batch = 1,
     heads: flags.Heads = 8,
@@ -32,16 +34,21 @@ def overlap(
     dtype: flags.DtypeOfDevice = None,
     causal: flags.Causal = True,
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
-    slots: Annotated[Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Buffers of K/V.")] = "1,2,3",
-    prefetch: Annotated[Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Hops; 0: blocking.")] = "0,1,2",
+    slots: Annotated[Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Receive buffers for K/V.")] = "1,2,3",
+    prefetch: Annotated[
+        Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Hops to request K/V ahead; 0: blocking.")
+    ] = "0,1,2",
     chunks: Annotated[
-        Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Runs of heads that a hop is cut into.")
+        Any,
+        typer.Option(parser=flags.sizes, metavar="N,…", help="Groups of heads that are sent and computed separately."),
     ] = "1,2",
     link_share: Annotated[
         float,
-        typer.Option(min=0.01, help="On the CPU: throttle the link to communication alone over compute alone."),
+        typer.Option(min=0.01, help="CPU only: throttle the link to this ratio of communication to compute time."),
     ] = LINK_SHARE,
-    transport: Annotated[str, typer.Option(help="As of Ring; default: process_group on the CPU, else auto.")] = "",
+    transport: Annotated[
+        str, typer.Option(help="As in Ring(transport=); default: auto, on the CPU process_group.")
+    ] = "",
     device: flags.DeviceFlag = "",
     timer: flags.TimerOfRings = "",
     repeats: flags.Repeats = 5,
@@ -50,7 +57,7 @@ def overlap(
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
-    """What a ring hides of its communication, for every number of buffers and every depth of prefetch."""
+    """Measure how much communication a ring hides, by number of buffers and prefetch depth."""
     import torch
 
     from ..common.attention import AttentionConfig
@@ -62,7 +69,9 @@ def overlap(
     device = flags.device_name(device)
     on_gpu = device == "cuda"
     if on_gpu:
-        flags.check_mode(context, "on a GPU, whose links are not throttled", context.params.keys() - {"link_share"})
+        flags.check_mode(
+            context, "on a GPU, because only CPU links are throttled", context.params.keys() - {"link_share"}
+        )
     world = flags.resolve_world(world, max(2, torch.cuda.device_count() if on_gpu else 0))
     kv_heads = flags.kv_heads_of(heads, kv_heads)
     flags.check_chunks(chunks, kv_heads)
@@ -79,7 +88,7 @@ def overlap(
     refuse_ranks("--tokens", problem, each, per_rank=True)
     config = OverlapConfig(problem, settings, repeats, None if on_gpu else link_share, timer)
     result = spawn(world, measure, config, device=device)
-    result.notes = [*(f"no ring: {reason}" for reason in reasons), *result.notes]
+    result.notes = [*(f"skipped: {reason}" for reason in reasons), *result.notes]
     result.provenance = provenance(torch.device(device))
     finish(result, json, csv)
 
@@ -87,11 +96,7 @@ def overlap(
 def rings_of(
     slots: list[int], prefetch: list[int], chunks: list[int], world: int
 ) -> tuple[tuple[Setting, ...], list[str]]:
-    """Slots, prefetch and chunks of every ring that there is, and why there are no others.
-
-    Raises:
-        typer.BadParameter: there is none.
-    """
+    """Return all valid (slots, prefetch, chunks) and why others are not; raise typer.BadParameter if there are none."""
     from ...ring.ring import depth_of
 
     pairs, reasons = [], []
@@ -103,5 +108,5 @@ def rings_of(
             reasons.append(str(error))
     if not pairs:
         why = "; ".join(dict.fromkeys(reasons))
-        raise typer.BadParameter(f"no ring can be made with these --slots and --prefetch: {why}")
+        raise typer.BadParameter(f"no combination of --slots and --prefetch is valid: {why}")
     return tuple((*pair, count) for count in chunks for pair in pairs), reasons

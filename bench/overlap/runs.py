@@ -1,7 +1,7 @@
-"""A ring's forward and backward three ways, on one loop: compute alone, communication alone, together.
+"""Times a ring's forward and backward in three ways with the same loop: compute alone, communication alone, together.
 
-Compute alone is the same work on the same slots over a transport that moves nothing. Communication alone is the same
-transfers with work that computes nothing. So the three differ in nothing else.
+Compute alone does the same work on the same slots over a transport that moves no data. Communication alone makes the
+same transfers without compute. There is no other difference.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from ..common.timing import Clock, Ranks, Samples, interleaved
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 PHASES = (FORWARD, BACKWARD)
 TOGETHER, COMPUTE, COMMUNICATION = "together", "compute", "communication"
-PROBES = 3  # runs of compute alone that the link's speed is set by
-MOST_OVERLAP = 105  # percent: a ring that hides more than there is ran while compute or communication alone ran slower
-ALLOWANCE = 0.05  # of the larger of compute and communication: what a step may take above it and one chunk
+PROBES = 3  # runs of compute alone that determine the link's speed
+MOST_OVERLAP = 105  # percent; above it, compute or communication alone ran slower than in the ring
+ALLOWANCE = 0.05  # relative slack of the bound
 UNITS = {
     "phase": "", "slots": "", "prefetch": "", "chunks": "", "together": "ms", "spread": "%", "exposed": "ms",
     "overlap": "%", "compute": "ms", "communication": "ms", "efficiency": "%", "bound": "ms", "within bound": "",
 }  # fmt: skip
 
 Setting = tuple[int, int, int]
-"""Slots, prefetch and chunks of a ring."""
+"""(slots, prefetch, chunks) of a ring."""
 
 
 class Still:
-    """In a transport's place: nothing moves, everything is here already. Counts the bytes that would have moved."""
+    """Transport that moves no data and completes at once. It counts the bytes that would have moved."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -55,16 +55,16 @@ class Still:
         return getattr(self._transport, name)
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
-        """Nothing moves. Counted is the larger direction, which is what takes a link's time."""
+        """Count the larger direction, which determines a link's time, and return a completed fence."""
         self.nbytes += max(sum(message.tensor.nbytes for message in messages) for messages in (sends, receives))
         return DONE
 
 
 class Nothing:
-    """In a backend's place: waits for what arrives, and computes nothing."""
+    """Backend that waits for received data and computes nothing."""
 
     def fold(self, *_tensors: object, **_options: object) -> None:
-        """The shard has arrived."""
+        """Accept a shard that has arrived."""
 
     dq = fold
 
@@ -73,15 +73,11 @@ class Nothing:
         if accum is not None:
             accum()
 
-    def result(self) -> Any:
-        """Return nothing."""
+    def result(self) -> Any: ...
 
 
 class Shard:
-    """One rank's random inputs, and the passes of one ring over them, in each of the three ways.
-
-    ``backend`` is that of ``ring_attention``; ``revised`` makes the plan that runs of the ring's own.
-    """
+    """One rank's random inputs and a ring's passes over them; ``revised`` may replace the ring's plan."""
 
     def __init__(
         self,
@@ -97,20 +93,20 @@ class Shard:
         self._plan = own if revised is None else revised(own)
         self._scale = 1 / math.sqrt(problem.head_dim)
         self.nbytes = dict.fromkeys(PHASES, 0)
-        """That a pass moves, once it was run as compute alone."""
+        """Bytes that each pass moves, filled in by a run of compute alone."""
         self.q, self.k, self.v, self.dout = problem.drawn(ring.rank, device)
-        # what a backward reads; and K/V of real shards lie in the ring's slots from here on
+        # The backward reads these. The run also fills the ring's slots with real K/V.
         self.out, self.lse = self.run(FORWARD, TOGETHER)
 
     def run(self, phase: str, kind: str) -> Tensors:
-        """Out and lse, or dq, dk and dv; nothing of communication alone."""
+        """Run a pass; return out and lse, or dq, dk and dv, or nothing for communication alone."""
         with torch.no_grad(), self._ring.call(self._plan, phase, self.q, self.k) as call:
-            stills = [Still(transport) for transport in call.transports] if kind == COMPUTE else []
-            if stills:
-                call = replace(call, transports=tuple(stills), posted=ignore_post)
+            still_transports = [Still(transport) for transport in call.transports] if kind == COMPUTE else []
+            if still_transports:
+                call = replace(call, transports=tuple(still_transports), posted=ignore_post)
             results = (self._forward if phase == FORWARD else self._backward)(call, idle=kind == COMMUNICATION)
-            if stills:
-                self.nbytes[phase] = sum(still.nbytes for still in stills)
+            if still_transports:
+                self.nbytes[phase] = sum(transport.nbytes for transport in still_transports)
         return results
 
     def _forward(self, call: RingCall, *, idle: bool) -> Tensors:
@@ -133,22 +129,19 @@ class Shard:
         return joined([backend.result() for backend in backends], 2), *dkdv
 
 
-# every ring
-
-
 @dataclass(frozen=True)
 class OverlapConfig:
-    """What to measure; the same on every rank."""
+    """Configuration of a measurement, equal on every rank."""
 
     problem: AttentionConfig
     settings: tuple[Setting, ...]
     repeats: int = 5
-    link_share: float | None = 0.8  # communication alone over compute alone; None: the link as it is
-    timer: str = ""  # one of OF_RINGS; empty: the device's own
+    link_share: float | None = 0.8  # ratio of communication to compute time to throttle to; None: unthrottled
+    timer: str = ""  # one of OF_RINGS; empty: the device's default
 
 
 def measure(place: Member, device: torch.device, config: OverlapConfig) -> Result:
-    """One rank of the measurement; every rank has the rows."""
+    """Run one rank of the measurement; every rank gets the rows."""
     problem = config.problem
     torch.set_num_threads(problem.threads)
     speed = None if config.link_share is None else link_speed(config, config.link_share, device)
@@ -171,7 +164,7 @@ def measure(place: Member, device: torch.device, config: OverlapConfig) -> Resul
 
 
 def link_speed(config: OverlapConfig, share: float, device: torch.device) -> float:
-    """Bytes per second at which the transfers of a step take that share of its compute."""
+    """Return the bytes per second at which a step's transfers take ``share`` of its compute time."""
     with Ring(transport=config.problem.transport, chunks=config.settings[0][2]) as ring:
         shard = Shard(config.problem, ring, device)
         steps = {phase: partial(shard.run, phase, COMPUTE) for phase in PHASES}
@@ -181,7 +174,7 @@ def link_speed(config: OverlapConfig, share: float, device: torch.device) -> flo
 
 
 def rows_of(config: OverlapConfig, rings: Mapping[Setting, Ring], device: torch.device, step: Progress) -> list[Row]:
-    """Time everything in turns; a row per ring and phase, and per ring's step."""
+    """Time everything in turns; return rows per ring and phase, and per ring's step."""
     steps: dict[str, Callable[[], object]] = {}
     for setting, ring in rings.items():
         shard = Shard(config.problem, ring, device)
@@ -189,14 +182,14 @@ def rows_of(config: OverlapConfig, rings: Mapping[Setting, Ring], device: torch.
             steps[_name(setting, phase, kind)] = partial(shard.run, phase, kind)
     step("timing", len(steps) * (config.repeats + 1))
     clock = Clock(device, Ranks(), config.timer)
-    taken = interleaved(steps, clock, repeats=config.repeats, progress=partial(step, "timing", None))
+    samples = interleaved(steps, clock, repeats=config.repeats, progress=partial(step, "timing", None))
     rows: list[Row] = []
     for setting in rings:
         forward, backward = (
             Times(
-                compute=taken[_name(setting, phase, COMPUTE)],
-                communication=taken[_name(setting, phase, COMMUNICATION)],
-                together=taken[_name(setting, phase, TOGETHER)],
+                compute=samples[_name(setting, phase, COMPUTE)],
+                communication=samples[_name(setting, phase, COMMUNICATION)],
+                together=samples[_name(setting, phase, TOGETHER)],
                 pieces=config.problem.world * setting[2],
             )
             for phase in PHASES
@@ -208,43 +201,43 @@ def rows_of(config: OverlapConfig, rings: Mapping[Setting, Ring], device: torch.
 
 
 def _name(setting: Setting, phase: str, kind: str) -> str:
-    """Of a timed step. What is alone is timed once for all rings with these chunks: the last one has most buffers."""
+    """Return a timed step's name; compute and communication alone are timed once per number of chunks."""
     return str((setting if kind == TOGETHER else setting[2], phase, kind))
 
 
-# what follows from the three times; formulas in bench/README.md
+# Evaluation; bench/README.md has the formulas.
 
 
 class Times(NamedTuple):
-    """Compute alone, communication alone and together, of one phase of one ring."""
+    """Times of compute alone, communication alone and together, for one phase of one ring."""
 
     compute: Samples
     communication: Samples
     together: Samples
-    pieces: int = 1  # chunks of all hops of the phase that compute something
+    pieces: int = 1  # computing chunks of all hops of the phase
 
     def columns(self) -> dict[str, Any]:
-        """What a row says of them."""
-        compute, communication, together = (each.median for each in self[:3])
+        """Return the row's columns."""
+        compute, communication, together = (samples.median for samples in self[:3])
         larger = max(compute, communication)
-        # what a ring that overlaps takes at most: the larger of the two, 5%, and one chunk of one hop
+        # Bound for a ring that overlaps: the larger of the two, plus 5%, plus one chunk of one hop.
         bound = larger * (1 + ALLOWANCE) + compute / self.pieces
         return {
             "together": together * 1e3,
             "spread": 100 * self.together.spread,
-            "exposed": (together - compute) * 1e3,  # what compute does not hide
-            # the part of what could be hidden that is: 100 where the shorter of the two costs nothing
+            "exposed": (together - compute) * 1e3,  # not hidden by compute
+            # Hidden share of the shorter one; 100 if it costs nothing.
             "overlap": 100 * (compute + communication - together) / min(compute, communication),
             "compute": compute * 1e3,
             "communication": communication * 1e3,
-            "efficiency": 100 * larger / together,  # of a ring that hides all it can
+            "efficiency": 100 * larger / together,  # relative to perfect overlap
             "bound": bound * 1e3,
             "within bound": together <= bound,
         }
 
 
 def step_of(forward: Times, backward: Times) -> Times:
-    """Forward and backward of one ring as one step: the sums of their times, run by run."""
+    """Add forward and backward of one ring to a step, run by run."""
     pairs = zip(forward[:3], backward[:3], strict=True)
     compute, communication, together = (
         Samples(tuple(map(sum, zip(x.seconds, y.seconds, strict=True)))) for x, y in pairs
@@ -253,30 +246,30 @@ def step_of(forward: Times, backward: Times) -> Times:
 
 
 def unlikely(rows: Sequence[Row]) -> list[str]:
-    """Return a note where some ring hides more than all there is to hide: times of several runs do not go together."""
+    """Return a note if a ring hides more than 100%, because then the separate runs are inconsistent."""
     wrong = [f"{row['phase']} with {row['slots']} slots, prefetch {row['prefetch']}, {counted(row['chunks'], 'chunk')} "
              f"({row['overlap']:.0f}%)" for row in rows if row["overlap"] > MOST_OVERLAP]  # fmt: skip
     if not wrong:
         return []
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return [
-        f"overlap above 100%, which no ring has: {wrong[0]}{more}. Compute or communication alone was slower than "
-        "together: the machine was busy, or transfers take too little to tell; run again with longer shards (--tokens) "
+        f"overlap above 100% is impossible: {wrong[0]}{more}. Compute or communication alone was slower than "
+        "together: the machine was busy, or transfers are too short; run again with longer shards (--tokens) "
         "or more --repeats"
     ]
 
 
 def verdict(rows: Sequence[Row], repeats: int) -> str:
-    """What the third buffer saves of a step, by chunks; beside it what runs spread by, where there are several."""
+    """Return how much of a step the third buffer saves, by chunks, with the spread of the runs."""
     steps = {(row["slots"], row["prefetch"], row["chunks"]): row for row in rows if row["phase"] == STEP}
-    saved = []
+    savings = []
     for chunks in sorted({row["chunks"] for row in rows}):
         two, three = steps.get((2, 1, chunks)), steps.get((3, 2, chunks))
         if two is not None and three is not None:
             spread = max(two["spread"], three["spread"])
-            beside = "" if repeats == 1 else f" ±{spread:.1f}%"
-            saved.append(
-                f"{100 - 100 * three['together'] / two['together']:+.1f}%{beside} with {counted(chunks, 'chunk')}"
+            spread_text = "" if repeats == 1 else f" ±{spread:.1f}%"
+            savings.append(
+                f"{100 - 100 * three['together'] / two['together']:+.1f}%{spread_text} with {counted(chunks, 'chunk')}"
             )
-    listed = ", ".join(saved) or "not measured (--slots 2,3 --prefetch 1,2, three ranks or more)"
-    return f"the third buffer saves of a step: {listed}"
+    listed = ", ".join(savings) or "not measured (needs --slots 2,3 --prefetch 1,2 and at least three ranks)"
+    return f"step time saved by the third buffer: {listed}"

@@ -1,1 +1,1 @@
-"""Predicts rings that are not here: the loops that really run, on a clock that is only counted."""
+"""Predicts the time of rings by running the real loops on a simulated clock."""

@@ -1,4 +1,4 @@
-"""Ways to compute the same attention: our rings, a baseline ring, gathered K/V, exchanged heads, and mixtures."""
+"""Alternative methods for the same attention: our rings, a baseline ring, all-gather, Ulysses and meshes."""
 
 from __future__ import annotations
 
@@ -19,38 +19,35 @@ from .inputs import Inputs
 from .links import Link, Links
 from .ring import Pass, ideal_seconds, predicted
 
-LEAST_SLOTS = 2  # of a ring of more than two ranks
-ARRANGE = 2  # a tensor's bytes are read and written once to bring it into the order that a collective or a kernel takes
+LEAST_SLOTS = 2  # for a ring of more than two ranks
+ARRANGE = 2  # one read and one write of a tensor to bring it into the order that a collective or a kernel takes
 Option = tuple[str, int, Callable[..., Sequence[Pass]], str]
-"""A way before it is looked at, which takes time only where it fits: name, bytes of a rank, passes, note.
+"""A method before its prediction: name, bytes of a rank, a function that predicts the passes, and a note.
 
-The passes of a ring take other ``links``.
+The function of a ring accepts other ``links``.
 """
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute the same attention; without passes where it does not fit."""
+    """One method for the same attention; it has no passes if it does not fit into memory."""
 
     name: str
     memory: int
-    """Bytes of a rank."""
+    """Bytes per rank."""
     passes: tuple[Pass, ...] = ()
     note: str = ""
     spread: tuple[Pass, ...] = ()
-    """Of a ring that crosses nodes by one transfer: the passes where that goes over all NICs of a node."""
+    """For a ring with one transfer between nodes: the passes if this transfer uses all NICs of a node."""
 
     @property
     def seconds(self) -> float:
-        """Of all passes, the mean of all draws; endless where it does not fit."""
-        return sum(float(np.mean(one.seconds)) for one in self.passes) if self.passes else math.inf
+        """Mean time of all passes; infinite if the method does not fit."""
+        return sum(float(np.mean(item.seconds)) for item in self.passes) if self.passes else math.inf
 
 
 def ways(call: Call, inputs: Inputs, *, capacity: float = math.inf) -> list[Way]:
-    """All that there are, with the same slow ranks and varying launches, the fastest first.
-
-    What needs more than ``capacity``, the bytes of a GPU, comes last, with a note in place of times.
-    """
+    """Predict all methods, fastest first; those that exceed ``capacity`` bytes come last, with a note."""
     results = []
     links = inputs.links.spread(nics_of(call, inputs))
     for name, needed, passes, note in options(call, inputs):
@@ -65,18 +62,18 @@ def ways(call: Call, inputs: Inputs, *, capacity: float = math.inf) -> list[Way]
 
 
 def nics_of(call: Call, inputs: Inputs) -> int:
-    """Return the NICs of a node: one per GPU where nothing is said."""
+    """Return the NICs of a node; the default is one per GPU."""
     return call.per_node if inputs.links.nics is None else int(inputs.links.nics)
 
 
 def crosses_flat(call: Call, name: str) -> bool:
-    """Return True if a way is one ring through several nodes, of which one transfer at a time crosses."""
+    """Return True if a method is one ring through several nodes, with one transfer at a time between nodes."""
     return call.nodes > 1 and call.per_node > 1 and name in (FLAT, BASELINE)
 
 
 def options(call: Call, inputs: Inputs) -> Iterator[Option]:
-    """Our rings; of plain calls the others too."""
-    given: dict[str, Any] = {
+    """Yield our rings, and the other methods if the call is plain."""
+    arguments: dict[str, Any] = {
         "speed": inputs.speed,
         "links": inputs.links,
         "perturbation": inputs.perturbation,
@@ -85,15 +82,16 @@ def options(call: Call, inputs: Inputs) -> Iterator[Option]:
     rings = [call]
     if call.is_two_level:
         rings.append(replace(call, two_level=False, slots=max(call.slots, LEAST_SLOTS)))
-    for one in rings:
-        yield one.name, sum(one.memory(backward=inputs.backward).values()), partial(predicted, one, **given), ""
+    for ring in rings:
+        needed = sum(ring.memory(backward=inputs.backward).values())
+        yield ring.name, needed, partial(predicted, ring, **arguments), ""
     if not call.is_plain or call.world == 1:
         return
     config = call.config
     yield (
         BASELINE,
         candidate_bytes(BASELINE, config, backward=inputs.backward),
-        partial(baseline, call, **given),
+        partial(baseline, call, **arguments),
         "two buffers, merged by torch",
     )
     note = f"every rank holds K and V of all {call.seqlen:,} tokens"
@@ -103,7 +101,7 @@ def options(call: Call, inputs: Inputs) -> Iterator[Option]:
         partial(gathered, call, inputs),
         note,
     )
-    # Ulysses over every number of ranks that `ring_attention` takes, and a ring of such groups for the rest
+    # Ulysses over every degree that `ring_attention` takes, and a ring over the groups
     for degree in range(2, call.heads + 1):
         if call.world % degree == 0 and heads_fit(call.heads, call.kv_heads, degree):
             name, group = exchanged_name(degree, call.world), grouped(call, degree)
@@ -115,42 +113,42 @@ def options(call: Call, inputs: Inputs) -> Iterator[Option]:
 
 
 def gathered(call: Call, inputs: Inputs) -> list[Pass]:
-    """All-gather of K and V, then one launch; backward again, then a reduce-scatter of dK and dV in fp32.
+    """Predict an all-gather of K and V and one launch; the backward gathers again, then reduce-scatters fp32 dK and dV.
 
-    A ring of P ranks moves P - 1 shards past every rank; over several nodes the slowest edge of that ring counts. All
-    wait for the rank whose launch takes longest.
+    A ring of P ranks moves P - 1 shards past every rank. Over several nodes, the slowest edge of that ring counts. All
+    ranks wait for the rank whose launch takes longest.
     """
     kv = 2 * call.batch * call.tokens * call.kv_heads * call.head_dim
     link = _rail(call, inputs.links) if call.nodes > 1 else inputs.links.inside.of_collectives
 
-    def moved(width: int) -> float:
+    def collective_seconds(width: int) -> float:
         nbytes = kv * width
-        # one collective for K, one for V; each has a latency for every rank that it goes past
+        # One collective for K and one for V. Each has a latency per rank that it passes.
         along = (call.world - 1) * (2 * link.latency + nbytes / link.rate)
         arranged = inputs.speed.moved(ARRANGE * nbytes * call.world)
         return max(HOST_COLLECTIVE + along + float(arranged), 2 * HOST_COLLECTIVE + HOST_ATTENTION)
 
-    there, back = moved(call.itemsize), moved(FP32)
-    exposed = {"forward": there, "backward": there + back}
+    gather, scatter = collective_seconds(call.itemsize), collective_seconds(FP32)
+    exposed = {"forward": gather, "backward": gather + scatter}
     passes = []
     for phase in inputs.phases:
-        # equal shares of the whole plane, in one launch
+        # Every rank computes an equal share of the plane in one launch.
         computed = float(ideal_seconds(call, inputs.speed, phase)) * inputs.perturbation.slowest(call.world)
         passes.append(Pass(phase, computed + exposed[phase], exposed[phase], exposed[phase]))
     return passes
 
 
 def _rail(call: Call, links: Links) -> Link:
-    """Per rank of a gather over nodes: every rank's NIC brings its part of the other nodes' shards, NVLink the rest."""
+    """Return a rank's link in a gather over nodes: every NIC brings a part of the other nodes' shards."""
     inside, between = links.inside.of_collectives, links.far(call.per_node).of_collectives
-    far = (call.world - call.per_node) / call.per_node / max(call.world - 1, 1)
-    near = 1.0 if call.per_node > 1 else 0.0
-    seconds = max(far / between.rate, near / inside.rate)
-    return Link(1 / seconds, (inside if near else between).latency)
+    far_share = (call.world - call.per_node) / call.per_node / max(call.world - 1, 1)
+    inside_share = 1.0 if call.per_node > 1 else 0.0
+    seconds = max(far_share / between.rate, inside_share / inside.rate)
+    return Link(1 / seconds, (inside if inside_share else between).latency)
 
 
 def grouped(call: Call, degree: int) -> Call:
-    """The ring of groups of neighbours, each a part of the heads of all tokens of its group."""
+    """Return the ring of groups: neighbouring ranks, each with a part of the heads of the group's tokens."""
     ranks, inside = call.world // degree, call.per_node % degree == 0
     return replace(
         call, tokens=call.tokens * degree, world=ranks, nodes=call.nodes if inside else ranks,
@@ -160,9 +158,10 @@ def grouped(call: Call, degree: int) -> Call:
 
 
 def exchanged(call: Call, degree: int, inputs: Inputs, ring: Callable[..., tuple[Pass, ...]] = predicted) -> list[Pass]:
-    """All-to-alls that are exposed around a ring of groups; as many rings run side by side as a group has ranks.
+    """Predict all-to-alls around a ring of groups; their time is fully exposed.
 
-    One stands for all: at each of its places the slowest of the neighbours there. A ring of one group is one launch.
+    As many rings run side by side as a group has ranks. One ring is simulated for all, with the slowest GPU of each
+    group. With a single group, the ring is one launch.
     """
     group, exchange = grouped(call, degree), exchange_seconds(call, degree, inputs)
     if group.world == 1:
@@ -171,22 +170,24 @@ def exchanged(call: Call, degree: int, inputs: Inputs, ring: Callable[..., tuple
     else:
         slow, links = inputs.perturbation.grouped(degree), inputs.links.beside(degree)
         passes = [*ring(group, inputs.speed, links, slow, phases=inputs.phases)]
-    for number, one in enumerate(passes):
-        worst = np.maximum(one.worst, exchange)[()]
-        passes[number] = Pass(one.phase, one.seconds + exchange, one.exposed + exchange, worst)
+    for number, predicted_pass in enumerate(passes):
+        worst = np.maximum(predicted_pass.worst, exchange)[()]
+        seconds, exposed = predicted_pass.seconds + exchange, predicted_pass.exposed + exchange
+        passes[number] = Pass(predicted_pass.phase, seconds, exposed, worst)
     return passes
 
 
 def exchange_seconds(call: Call, degree: int, inputs: Inputs) -> float:
-    """Of the two all-to-alls of a pass, each in one group of transfers: q, k and v, then out; dout, then dq, dk and dv.
+    """Return the seconds of the two all-to-alls of a pass.
 
-    Each tensor is arranged before and after. Fewer key heads than ranks are sent to several of them.
+    The first moves q, k and v (backward: dout), the second out (backward: dq, dk and dv). Each tensor is rearranged
+    before and after. If there are fewer key/value heads than ranks, each is sent to several ranks.
     """
     inside = call.per_node % degree == 0
     link = (inputs.links.inside if inside else inputs.links.far(call.per_node)).of_collectives
     total = 0.0
     for heads in (call.heads + 2 * max(call.kv_heads, degree), call.heads):
         nbytes = call.batch * call.tokens * call.head_dim * call.itemsize * heads
-        moved = link.latency + nbytes * (degree - 1) / degree / link.rate
-        total += max(HOST_COLLECTIVE, moved + float(inputs.speed.moved(2 * ARRANGE * nbytes)))
+        transfer = link.latency + nbytes * (degree - 1) / degree / link.rate
+        total += max(HOST_COLLECTIVE, transfer + float(inputs.speed.moved(2 * ARRANGE * nbytes)))
     return total

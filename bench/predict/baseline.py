@@ -1,7 +1,7 @@
-"""A baseline ring on the same clock: two buffers, a whole attention per hop, and its results merged by torch.
+"""A baseline ring on the same clock: two buffers, one full attention per hop, results merged by torch operators.
 
-Written from the method's description in zhuzilin's ring-flash-attention and TransformerEngine's context parallelism.
-What sets it apart from ours are values: bytes that merging moves, what waits for what, and the host's time.
+It follows the published descriptions of zhuzilin's ring-flash-attention and TransformerEngine's context parallelism. It
+differs from our ring in the bytes that merging moves, in the dependencies, and in the host's time.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from .speed import NONE, Area, Perturbation, Seconds, Speed, whole
 FP32 = 4
 ATTEND, MERGE = "attention", "merge"
 BUFFERS = 2
-# bytes of memory traffic per element, a row and one of its head's
+# Bytes of memory traffic per element of the head, per row.
 FIRST_BYTES = 2 + 4  # the first result as fp32
-MERGE_BYTES = (2 + 4) + (4 + 4 + 4) + (4 + 4) + (4 + 4 + 4)  # block.float(), out - block, times the weight, out - that
-SLICED_BYTES = 4 + 4  # what only some rows have is copied back
+MERGE_BYTES = (
+    (2 + 4) + (4 + 4 + 4) + (4 + 4) + (4 + 4 + 4)
+)  # block.float(); out - block; times the weight; out minus that
+SLICED_BYTES = 4 + 4  # copy back results of a part of the rows
 LAST_BYTES = 4 + 2  # the result in the model's dtype
-GRADIENT_BYTES = 4 + 2 + 4  # dq += block, and the same for dK and dV of what arrived
+GRADIENT_BYTES = 4 + 2 + 4  # dq += block; the same for the dK and dV that arrived
 MERGE_KERNELS = 6
-KERNEL = 2e-6  # seconds of a kernel that has next to nothing to do
-HOST_KERNEL = 6e-6  # of the host to issue one from Python, the order of what is usual: 5 to 10 us
-HOST_ATTENTION = 40e-6  # to call FlashAttention: checks, allocations, autograd
+KERNEL = 2e-6  # seconds of a nearly empty kernel
+HOST_KERNEL = 6e-6  # host seconds per kernel from Python; 5 to 10 us is usual
+HOST_ATTENTION = 40e-6  # host seconds to call FlashAttention: checks, allocations, autograd
 HOST_EXCHANGE = 50e-6  # torch's batch_isend_irecv of K and V, and its waits
 HOST_COLLECTIVE = 25e-6  # torch's all_gather or all_to_all
 HOST = {ATTEND: HOST_ATTENTION, MERGE: MERGE_KERNELS * HOST_KERNEL}
@@ -37,12 +39,12 @@ HOST = {ATTEND: HOST_ATTENTION, MERGE: MERGE_KERNELS * HOST_KERNEL}
 def baseline(
     call: Call, speed: Speed, links: Links, perturbation: Perturbation = NONE, *, phases: Sequence[str] = PASSES
 ) -> tuple[Pass, ...]:
-    """The passes of a plain call by a baseline ring, flat through all ranks."""
+    """Predict the passes of a plain call by a flat baseline ring through all ranks."""
 
-    def of(one: Call, phase: str) -> Pass:
-        return _simulated(one, speed, links, perturbation, phase)
+    def simulate(variant: Call, phase: str) -> Pass:
+        return _simulated(variant, speed, links, perturbation, phase)
 
-    return passes_of(replace(call, two_level=False, slots=BUFFERS), of, perturbation, phases)
+    return passes_of(replace(call, two_level=False, slots=BUFFERS), simulate, perturbation, phases)
 
 
 def _simulated(call: Call, speed: Speed, links: Links, perturbation: Perturbation, phase: str) -> Pass:
@@ -57,7 +59,7 @@ def _simulated(call: Call, speed: Speed, links: Links, perturbation: Perturbatio
 
 
 def _area(call: Call, rank: int, step: int) -> Area | None:
-    """What a rank computes at a step; None: nothing."""
+    """Return the area that a rank computes in a step, or None."""
     tokens = call.tokens
     if not call.mask.causal or step == 0 or call.layout == "striped":
         return whole(tokens, causal=call.mask.causal)
@@ -68,7 +70,7 @@ def _area(call: Call, rank: int, step: int) -> Area | None:
 
 
 class _Writer:
-    """A program as it grows; what is posted waits for all launches so far, as torch's streams do."""
+    """Writes a program. A posted group waits for all launches so far, as torch's streams do."""
 
     def __init__(self, call: Call, rank: int, phase: str) -> None:
         self.call, self.rank, self.phase = call, rank, phase
@@ -76,7 +78,7 @@ class _Writer:
         self.costs: list[Seconds] = []
         self.waiting: set[int] = set()
         self.last: int | None = None
-        # elements of a row of q and of out, and of a row of K and V together
+        # elements per row of q or out, and of K and V together
         self.row, self.kv_row = (call.batch * n * call.head_dim for n in (call.heads, 2 * call.kv_heads))
 
     def launch(self, what: str, step: int, seconds: Seconds) -> None:
@@ -86,7 +88,7 @@ class _Writer:
         self.last = len(self.ops) - 1
 
     def exchange(self, kind: Kind, step: int, itemsize: int) -> set[int]:
-        """Post what goes around the ring; what a launch that takes what arrives waits for."""
+        """Post the transfers of a step; return the operations that a consumer of the received data waits for."""
         after = () if self.last is None else (self.last,)
         world, nbytes = self.call.world, self.call.tokens * self.kv_row * itemsize
         to, source = (self.rank + 1) % world, (self.rank - 1) % world
@@ -103,27 +105,27 @@ class _Writer:
 def _forward(writer: _Writer, speed: Speed) -> None:
     call, rank = writer.call, writer.rank
     for step in range(call.world):
-        area, coming = _area(call, rank, step), writer.next_keys(step)
+        area, next_keys = _area(call, rank, step), writer.next_keys(step)
         if area is not None:
-            # of a zigzag half of the rows, of stripes all but one
+            # Zigzag merges half of the rows, striped all rows but one.
             sliced = SLICED_BYTES * (call.mask.causal and call.layout != "contiguous" and step > rank)
             moved = speed.moved((MERGE_BYTES + sliced if step else FIRST_BYTES) * area.rows * writer.row)
             writer.launch(ATTEND, step, speed.launch + speed.products(area, call))
             writer.launch(MERGE, step, MERGE_KERNELS * KERNEL + moved)
-        writer.waiting |= coming
+        writer.waiting |= next_keys
     writer.launch(MERGE, call.world - 1, speed.moved(LAST_BYTES * call.tokens * writer.row))
 
 
 def _backward(writer: _Writer, speed: Speed) -> None:
-    call, came = writer.call, set[int]()
+    call, received = writer.call, set[int]()
     for step in range(call.world):
-        area, coming = _area(call, writer.rank, step), writer.next_keys(step)
+        area, next_keys = _area(call, writer.rank, step), writer.next_keys(step)
         if area is not None:
             writer.launch(ATTEND, step, speed.launch + speed.products(area, call, backward=True))
             writer.launch(MERGE, step, speed.moved(GRADIENT_BYTES * area.rows * writer.row))
-        writer.waiting |= came
+        writer.waiting |= received
         writer.launch(MERGE, step, speed.moved(GRADIENT_BYTES * (area.keys if area else 0) * writer.kv_row))
-        writer.waiting |= coming
-        came = writer.exchange(Kind.DKV, step, FP32) if call.world > 1 else set()
-    writer.waiting |= came
+        writer.waiting |= next_keys
+        received = writer.exchange(Kind.DKV, step, FP32) if call.world > 1 else set()
+    writer.waiting |= received
     writer.launch(MERGE, call.world - 1, speed.moved(LAST_BYTES * call.tokens * (writer.row + writer.kv_row)))

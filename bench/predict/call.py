@@ -1,4 +1,4 @@
-"""What is predicted: one attention, how it is cut up, and on how many GPUs."""
+"""The call to predict: one attention, its layout and chunks, and the GPUs it runs on."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ FLAT = "flat ring"
 
 @dataclass(frozen=True)
 class Call:
-    """One ``ring_attention``, forward and backward.
+    """One ``ring_attention`` call, forward and backward.
 
     Raises:
-        ValueError: ranks that do not make equal nodes, or chunks or slots that ``Ring`` does not take.
+        ValueError: The ranks do not make equal nodes, or ``Ring`` does not take these chunks or slots.
     """
 
     tokens: int
-    """Per rank."""
+    """Tokens per rank."""
     world: int
     layout: str | Layout = "zigzag"
-    """One of ``EQUAL_SHARDS``, ``balanced`` by ``speeds``, or any of ``tokens * world`` tokens."""
+    """One of ``EQUAL_SHARDS``, ``balanced`` (by ``speeds``), or a layout of ``tokens * world`` tokens."""
     mask: Mask = field(default_factory=lambda: Mask(causal=True))
     heads: int = 32
     kv_heads: int = 8
@@ -46,9 +46,9 @@ class Call:
     batch: int = 1
     dtype: str = "bfloat16"
     nodes: int = 1
-    """Machines of equally many ranks, in rank order."""
+    """Machines with equal numbers of ranks, in rank order."""
     two_level: bool = True
-    """Whether the ring knows of the nodes; else one flat ring runs through all."""
+    """Whether several nodes make a two-level ring; else one flat ring runs through all nodes."""
     chunks: int = 1
     slots: int = KV_SLOTS
     wire_dtype: str | None = None
@@ -58,39 +58,41 @@ class Call:
     def __post_init__(self) -> None:
         if self.world % self.nodes:
             fits = ", ".join(str(n) for n in range(1, self.world + 1) if self.world % n == 0)
-            raise ValueError(f"nodes is {self.nodes}: it must divide {self.world} GPUs, as {fits} do")
+            raise ValueError(
+                f"nodes is {self.nodes}: it must divide the number of GPUs, {self.world}; possible are {fits}"
+            )
         if not 1 <= self.chunks <= self.kv_heads:
             raise ValueError(f"chunks is {self.chunks}: it must be 1 to kv_heads, {self.kv_heads}")
-        depth_of(self.slots, None, self.turn)  # what Ring takes is what is predicted
+        depth_of(self.slots, None, self.turn)  # raise as Ring does
 
     @property
     def per_node(self) -> int:
-        """Ranks of a node."""
+        """Ranks per node."""
         return self.world // self.nodes
 
     @property
     def is_two_level(self) -> bool:
-        """Whether the ring is one of rings."""
+        """True if the ring has two levels."""
         return self.nodes > 1 and self.per_node > 1 and self.two_level
 
     @property
     def name(self) -> str:
-        """Of its ring, in tables."""
+        """Name of the ring in tables."""
         return "two-level ring" if self.is_two_level else FLAT
 
     @property
     def turn(self) -> int:
-        """Hops of a turn of the ring, or of the inner ones."""
+        """Hops in one turn of the ring, or of the inner ring."""
         return self.per_node if self.is_two_level else self.world
 
     @property
     def prefetch(self) -> int:
-        """Hops that K/V are asked for ahead of the compute, as ``Ring`` does by default."""
+        """Number of hops that K/V are requested ahead of the compute; the default of ``Ring``."""
         return depth_of(self.slots, None, self.turn)[1]
 
     @cached_property
     def topology(self) -> Topology | None:
-        """The order of the ring; None where it is flat."""
+        """The order of the two-level ring; None for a flat ring."""
         return Topology.grid(self.nodes, self.per_node) if self.is_two_level else None
 
     @property
@@ -99,56 +101,58 @@ class Call:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of q, k and v."""
+        """Bytes per element of q, k and v."""
         return DTYPES[self.dtype].itemsize
 
     @cached_property
     def held(self) -> Layout:
-        """Who holds which tokens."""
+        """The layout by which the tokens are split over the ranks."""
         if isinstance(self.layout, Layout):
             return self.layout
         if self.layout == BALANCED:
             return Layout.balanced(self.seqlen, self.speeds, causal=self.mask.causal)
-        made: Layout = getattr(Layout, self.layout)(self.seqlen, self.world)
-        return made
+        layout: Layout = getattr(Layout, self.layout)(self.seqlen, self.world)
+        return layout
 
     def plans(self) -> list[Plan]:
-        """The plan of every rank, as the ring makes it; of a plain call without bounds, which take their time."""
-        made = schedule(self.held, self.mask, topology=self.topology, slots=self.slots)
-        if self.is_plain and {*made.lengths} == {self.tokens}:  # of few contiguous shards not all keys travel
-            return [self._plain_plan(made, rank) for rank in range(self.world)]
+        """Return the plan of every rank; plans of plain calls lack bounds, because computing bounds takes time."""
+        ring_schedule = schedule(self.held, self.mask, topology=self.topology, slots=self.slots)
+        if self.is_plain and {*ring_schedule.lengths} == {self.tokens}:  # few contiguous shards: not all keys are sent
+            return [self._plain_plan(ring_schedule, rank) for rank in range(self.world)]
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # thousands of short searches: threads would wait for each other
+        torch.set_num_threads(1)  # thousands of short searches: several threads would be slower
         try:
             return [plan(self.held, self.mask, rank, 1, CPU, self.topology, self.slots) for rank in range(self.world)]
         finally:
             torch.set_num_threads(threads)
 
-    def _plain_plan(self, made: Schedule, rank: int) -> Plan:
-        hops = made.hops(rank)
+    def _plain_plan(self, ring_schedule: Schedule, rank: int) -> Plan:
+        hops = ring_schedule.hops(rank)
         return Plan(
             rank=rank,
             hops=hops,
-            inner=made.inner,
+            inner=ring_schedule.inner,
             hop_masks=tuple((HopMask(FULL, NOWHERE, hop.shard),) if hop.computes else () for hop in hops),
-            lengths=made.lengths,
+            lengths=ring_schedule.lengths,
             longest=self.tokens,
             send_index=None,
             last=max(hop.index for hop in hops if hop.computes),
             slots=self.slots,
             edges=((), ()),
-            returns_early=made.returns_early,
+            returns_early=ring_schedule.returns_early,
             dkv_returns={
-                base.index + made.active_ranges[base.shard][base.index // made.inner][1]: base
-                for base in hops[:: made.inner]
+                base.index + ring_schedule.active_ranges[base.shard][base.index // ring_schedule.inner][1]: base
+                for base in hops[:: ring_schedule.inner]
                 if base.dkv_from is not None
             },
         )
 
     def plain_area(self, ahead: int, tokens: Any) -> Area:
-        """What a launch of a plain call computes; ``ahead`` is below 0, 0 or above: the shard's rank beside its own.
+        """Return the area of one launch of a plain call.
 
-        ``tokens`` are those of a rank, one number or many.
+        Args:
+            ahead: Sign of the shard's rank minus the own rank: negative, 0 or positive.
+            tokens: Tokens per rank, a number or an array.
         """
         square = Area(tokens * tokens, tokens, tokens, tokens, 0)
         if not self.mask.causal or (self.layout == "contiguous" and ahead):
@@ -156,15 +160,16 @@ class Call:
         if ahead == 0 or self.layout == "striped":
             below = whole(tokens, causal=True)
             return below if ahead <= 0 else below._replace(pairs=below.pairs - tokens, longest=tokens - 1)
-        # a zigzag: all rows see the early half of an earlier rank's keys, the late half of rows sees all of a later's
+        # Zigzag: all rows see the first half of an earlier rank's keys. The later half of the rows sees all keys of a
+        # later rank.
         return square._replace(pairs=tokens * tokens / 2, longest=tokens / 2 if ahead < 0 else tokens)
 
     def areas(self, tokens: Any = None) -> list[Area]:
-        """What one device with all tokens sees, part by part of the mask; ``tokens`` of a rank, if not the call's."""
+        """Return the areas of the mask's parts on one device with all tokens; ``tokens`` replaces the call's."""
         if self.mask == Mask(causal=self.mask.causal):
             return [whole((self.tokens if tokens is None else tokens) * self.world, causal=self.mask.causal)]
         alone = replace(self, tokens=self.seqlen, world=1, nodes=1, layout="contiguous")
-        return [area_of(one.bounds, self.seqlen, self.seqlen) for one in alone.plans()[0].hop_masks[0]]
+        return [area_of(part.bounds, self.seqlen, self.seqlen) for part in alone.plans()[0].hop_masks[0]]
 
     def node_of(self, rank: int) -> int:
         return rank // self.per_node
@@ -176,7 +181,7 @@ class Call:
 
     @cached_property
     def config(self) -> AttentionConfig:
-        """The call as memory is counted of it."""
+        """The call as the memory table takes it."""
         return AttentionConfig(
             self.seqlen, self.world, self.batch, self.heads, self.kv_heads, self.head_dim, self.dtype,
             self.mask.causal, str(self.layout), device="cuda",
@@ -184,11 +189,11 @@ class Call:
 
     @property
     def ring_form(self) -> RingForm:
-        """What the memory of its ring depends on."""
+        """The ring's settings that change its memory."""
         return RingForm(self.is_two_level, self.slots, self.wire_dtype, self.grad_wire_dtype)
 
     def memory(self, *, backward: bool = True) -> dict[str, int]:
-        """Return the bytes of a rank by what they are for, at the peak of a forward, with a backward or alone."""
+        """Return the bytes of a rank by purpose, at the peak of a forward with or without a backward."""
         parts = ring_parts(self.config, self.ring_form, backward=backward)
         if not backward and self.chunks > 1:
             parts["out of the chunks"] = self.batch * self.tokens * self.heads * self.head_dim * self.itemsize
@@ -196,24 +201,24 @@ class Call:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every rank does the same, or less than the last: equal shards of everything, or of a causal mask."""
+        """True for equal shards and a full or causal mask: all ranks do the same work, or less than the last."""
         plain = self.mask == Mask(causal=self.mask.causal)
         return plain and self.layout in EQUAL_SHARDS and (self.layout != "zigzag" or self.tokens % 2 == 0)
 
 
 def area_of(bounds: Bounds, rows: int, keys: int) -> Area:
-    """The area of one part of a hop's mask."""
+    """Return the area of one part of a hop's mask."""
     share = 1.0
-    if bounds.block_sparse is not None:  # of a block-sparse pattern the keys that a row sees, on average
-        seen_keys = float((bounds.block_sparse.ends - bounds.block_sparse.begins).sum()) * bounds.block_sparse.block
-        share = min(seen_keys / max(rows * keys, 1), 1.0)
+    if bounds.block_sparse is not None:  # the average share of visible keys
+        visible_keys = float((bounds.block_sparse.ends - bounds.block_sparse.begins).sum()) * bounds.block_sparse.block
+        share = min(visible_keys / max(rows * keys, 1), 1.0)
     if bounds.lo is None or bounds.hi is None or not rows:
         return Area(rows * keys * share, rows, keys, keys * share, 0)
-    seen = (bounds.hi - bounds.lo).clamp(min=0).double()
+    visible = (bounds.hi - bounds.lo).clamp(min=0).double()
     starts = torch.arange(0, rows, TILE_ROWS)
     ends = (starts + TILE_ROWS - 1).clamp(max=rows - 1)
-    # neither end ever decreases: a tile of rows is on an edge where its first and its last row differ
+    # Bounds never decrease, so a tile lies on an edge if its first and last rows differ.
     differ = (bounds.lo[starts] != bounds.lo[ends]) | (bounds.hi[starts] != bounds.hi[ends])
-    edges = float(((ends - starts + 1) * (differ & (seen[ends] + seen[starts] > 0))).sum())
-    seen *= share
-    return Area(float(seen.sum()), rows, keys, float(seen.max()), edges)
+    edges = float(((ends - starts + 1) * (differ & (visible[ends] + visible[starts] > 0))).sum())
+    visible *= share
+    return Area(float(visible.sum()), rows, keys, float(visible.max()), edges)

@@ -1,8 +1,8 @@
-"""Programs on a clock: when each operation begins and ends, on all ranks.
+"""Simulates programs: when each operation of every rank begins and ends.
 
-A launch begins when the one before is over, what it waits for is, and the host has come to it; a group of transfers
-when the group before on its stream is. A message moves when both ends have begun their groups, and a group is over when
-its messages are. Times are numbers, or arrays of one length: as many cases at once.
+A launch begins after the previous launch, after its dependencies, and after the host issued it. A group of transfers
+begins after the previous group on its stream. A message moves once both ends have begun their groups. A group ends with
+its last message. Times are numbers, or arrays with one element per case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Message = tuple[int, int, object]  # source, destination, key
 
 @dataclass(frozen=True)
 class Track:
-    """Seconds at which the operations of one rank's program begin and end."""
+    """Begin and end of each operation of one rank's program, in seconds."""
 
     program: Program
     begins: list[Seconds]
@@ -33,7 +33,7 @@ class Track:
         return reduce(_later(self.ends), self.ends, 0.0)
 
     def waits(self, hops: int) -> list[Seconds]:
-        """Of each hop how long the compute stream stood still before its launches."""
+        """Return, for each hop, how long the compute stream was idle before the hop's launches."""
         seconds: list[Seconds] = [0.0] * hops
         free: Seconds = 0.0
         for op, begin, end in zip(self.program.ops, self.begins, self.ends, strict=True):
@@ -44,8 +44,8 @@ class Track:
 
 
 def _later(times: Sequence[Seconds]) -> Callable[[Seconds, Seconds], Seconds]:
-    """The later of two times; of arrays one by one."""
-    return np.maximum if any(isinstance(one, np.ndarray) for one in times) else max
+    """Return a function for the later of two times, elementwise for arrays."""
+    return np.maximum if any(isinstance(time, np.ndarray) for time in times) else max
 
 
 def run(
@@ -54,24 +54,18 @@ def run(
     message_seconds: Callable[[int, int, int], Seconds],
     host: Callable[[Op], float] = lambda op: 0.0,
 ) -> list[Track]:
-    """All ranks together.
+    """Simulate all ranks together; raise ValueError if their programs wait for each other forever.
 
-    Args:
-        programs: of the ranks, in rank order.
-        costs: seconds of every launch, ``[rank][op]``; of transfers nothing is read.
-        message_seconds: of a message, given its source, destination and bytes.
-        host: seconds that the host takes to issue an operation; it waits for none.
-
-    Raises:
-        ValueError: the programs wait for each other forever, or a message has no other end.
+    ``costs`` are the seconds of every launch, ``[rank][op]``. ``message_seconds`` takes source, destination and bytes.
+    ``host`` returns the seconds to issue an operation; the host never waits.
     """
     machine = _Machine(programs, costs, message_seconds, host)
-    todo = list(range(len(programs)))
-    while todo:
-        todo.extend(machine.advance(todo.pop()))
+    ready = list(range(len(programs)))
+    while ready:
+        ready.extend(machine.advance(ready.pop()))
     stuck = [rank for rank, begins in enumerate(machine.begins) if len(begins) < len(programs[rank].ops)]
     if stuck or any(end is None for ends in machine.ends for end in ends):
-        raise ValueError(f"ranks {stuck} wait for each other forever: their programs do not fit together")
+        raise ValueError(f"ranks {stuck} wait for each other forever: their programs do not match")
     return [Track(*one) for one in zip(programs, machine.begins, machine.ends, strict=True)]
 
 
@@ -85,18 +79,18 @@ class _Machine:
         messages = [seconds(0, 0, 0)] if programs else []
         self._later = _later([*messages, *(cost for one in costs[:1] for cost in one)])
         self._issued = [0.0] * len(programs)
-        self._last: list[dict[int, int]] = [{} for _ in programs]  # by stream the operation before
-        self._half: dict[Message, tuple[int, Seconds]] = {}  # which op waits for the other end, since when
-        self._open: dict[tuple[int, int], tuple[int, Seconds]] = {}  # messages left of a group, latest end
+        self._last: list[dict[int, int]] = [{} for _ in programs]  # previous operation by stream
+        self._half: dict[Message, tuple[int, Seconds]] = {}  # operation that waits for the other end, and its begin
+        self._open: dict[tuple[int, int], tuple[int, Seconds]] = {}  # by group: messages left, latest end so far
 
     def advance(self, rank: int) -> list[int]:
-        """As far as what is known allows; the ranks that may go on since."""
+        """Advance a rank as far as possible; return the ranks that may continue."""
         ops, begins, ends, woken = self.programs[rank].ops, self.begins[rank], self.ends[rank], list[int]()
         while len(begins) < len(ops):
             number = len(begins)
             op = ops[number]
             before = self._last[rank].get(op.stream)
-            needed = [ends[one] for one in (op.after if before is None else (*op.after, before))]
+            needed = [ends[index] for index in (op.after if before is None else (*op.after, before))]
             if any(end is None for end in needed):
                 break
             if op.what != POINT:
@@ -121,37 +115,34 @@ class _Machine:
                 self._half[name] = number, begin
                 continue
             other, since = self._half.pop(name)
-            over = self._later(begin, since) + self.seconds(source, destination, nbytes)
+            end = self._later(begin, since) + self.seconds(source, destination, nbytes)
             partner = source if rank == destination else destination
             for member, group in ((rank, number), (partner, other)):
-                left, latest = self._open[member, group]
-                latest = self._later(latest, over)
-                self._open[member, group] = left - 1, latest
-                if left == 1:
+                messages_left, latest = self._open[member, group]
+                latest = self._later(latest, end)
+                self._open[member, group] = messages_left - 1, latest
+                if messages_left == 1:
                     self.ends[member][group] = latest
                     woken.append(member)
         return woken
 
 
 def slowed(program: Program, costs: Sequence[Seconds], transfers: Sequence[Seconds], beside: float) -> list[Seconds]:
-    """Launches take longer while transfers run beside them: those posted so far, for as long as they are not over.
+    """Return the launches' seconds, stretched while transfers run at the same time.
 
-    Args:
-        program: of one rank.
-        costs: of its launches with nothing beside.
-        transfers: seconds of its groups.
-        beside: the part of its speed that a launch loses.
+    ``costs`` are those of launches without transfers, and ``transfers`` the seconds of each group. A launch loses the
+    share ``beside`` of its speed during a transfer.
     """
     if not beside:
         return list(costs)
-    smaller = np.minimum if any(isinstance(one, np.ndarray) for one in (*costs, *transfers)) else min
-    longer, moving = list[Seconds](), 0.0
+    smaller = np.minimum if any(isinstance(value, np.ndarray) for value in (*costs, *transfers)) else min
+    stretched, remaining = list[Seconds](), 0.0
     for op, cost, seconds in zip(program.ops, costs, transfers, strict=True):
         if op.stream != COMPUTE:
-            moving = moving + seconds
-            longer.append(cost)
+            remaining = remaining + seconds
+            stretched.append(cost)
             continue
-        together = smaller(moving, cost / (1 - beside))
-        moving = moving - together
-        longer.append(cost + beside * together)
-    return longer
+        overlap = smaller(remaining, cost / (1 - beside))
+        remaining = remaining - overlap
+        stretched.append(cost + beside * overlap)
+    return stretched

@@ -1,4 +1,4 @@
-"""What people ask of a prediction: how many tokens are enough, what a slow GPU costs, and the map of both axes."""
+"""Questions about a prediction: how many tokens are enough, the cost of a slow GPU, and a map of both axes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .inputs import Inputs
 from .ring import ideal_seconds, predicted
 from .speed import Perturbation
 
-ENOUGH = 0.9  # of ideal
-LEAST, MOST = 256, 1 << 22  # tokens per GPU between which the answer is looked for
-OCTAVE = 8  # lengths that are predicted: the answer is found within 9%
+ENOUGH = 0.9  # share of ideal
+LEAST, MOST = 256, 1 << 22  # range of tokens per GPU to search
+OCTAVE = 8  # lengths per octave: the answer is exact within 9%
 
 
 def tokens_needed(call: Call, inputs: Inputs) -> int | None:
-    """Tokens per GPU from which on a plain ring's passes reach 90% of ideal; None: more than ``MOST``."""
+    """Return the tokens per GPU from which a plain ring reaches 90% of ideal; None if more than ``MOST``."""
     count = OCTAVE * int(math.log2(MOST / LEAST))
     lengths = np.array([2.0 * round(LEAST * 2 ** (step / OCTAVE) / 2) for step in range(count + 1)])
     enough = percent_of_ideal(call, inputs, lengths) >= 100 * ENOUGH
@@ -33,18 +33,18 @@ def tokens_needed(call: Call, inputs: Inputs) -> int | None:
 
 
 def percent_of_ideal(call: Call, inputs: Inputs, tokens: Any) -> Any:
-    """Of a plain ring with each of many lengths."""
+    """Return the percent of ideal of a plain ring at each of many lengths."""
     passes = predicted(call, inputs.speed, inputs.links, phases=inputs.phases, tokens=tokens)
     ideal = sum(ideal_seconds(call, inputs.speed, phase, tokens) for phase in inputs.phases)
-    return 100 * ideal / sum(one.seconds for one in passes)
+    return 100 * ideal / sum(item.seconds for item in passes)
 
 
 def straggling(call: Call, inputs: Inputs) -> tuple[float, float, float]:
-    """Seconds of all passes, the mean of all draws: no GPU slow, equal shards, and ``Layout.balanced``."""
+    """Return mean seconds of all passes: without slow GPUs, with equal shards, and with ``Layout.balanced``."""
     slow = inputs.perturbation
 
-    def step(one: Call, perturbation: Perturbation) -> float:
-        passes = predicted(one, inputs.speed, inputs.links, perturbation, phases=inputs.phases)
+    def step(variant: Call, perturbation: Perturbation) -> float:
+        passes = predicted(variant, inputs.speed, inputs.links, perturbation, phases=inputs.phases)
         return sum(float(np.mean(each.seconds)) for each in passes)
 
     speeds = tuple(float(Fraction(1) / Fraction(slow.slow.get(rank, 1.0))) for rank in range(call.world))
@@ -53,41 +53,43 @@ def straggling(call: Call, inputs: Inputs) -> tuple[float, float, float]:
 
 
 def check_memory(call: Call, capacity: float, *, backward: bool = True) -> None:
-    """Refuse what does not fit: ValueError with the tokens that do."""
+    """Raise ValueError if the call does not fit into memory, with the number of tokens that does."""
     needed = sum(call.memory(backward=backward).values())
     if needed > capacity:
         raise ValueError(
-            f"{call.tokens:,} tokens per GPU need {needed / 1e9:.1f} GB for this attention alone, the GPU has "
-            f"{capacity / 1e9:.3g}: at most {int(call.tokens * capacity / needed):,} fit"
+            f"{call.tokens:,} tokens per GPU need {needed / 1e9:.1f} GB for this attention alone, and the GPU has "
+            f"{capacity / 1e9:.3g} GB: at most {int(call.tokens * capacity / needed):,} tokens fit"
         )
 
 
 def sweep(
     call: Call, inputs: Inputs, tokens: Sequence[int], gpus: Sequence[int], capacity: float = math.inf
 ) -> dict[int, dict[int, float | None]]:
-    """Percent of ideal, ``[gpus][tokens]``; as many per node as the call has. None where a point fits no GPU.
+    """Predict the percent of ideal, ``[gpus][tokens]``; None if a point does not fit into memory.
 
     Raises:
-        ValueError: GPUs that make no whole nodes, zigzags that are not even, or nothing that fits.
+        ValueError: GPUs do not make whole nodes of the call's size, zigzag shards are odd, or no point fits.
     """
     for world in gpus:
         if world > call.per_node and world % call.per_node:
-            raise ValueError(f"sweep has rings of {world} GPUs: they must make whole nodes, of {call.per_node}")
+            raise ValueError(
+                f"sweep has a ring of {world} GPUs: it must be a multiple of the {call.per_node} GPUs of a node"
+            )
     if not replace(call, tokens=math.gcd(*tokens)).is_plain:
         raise ValueError(
-            f"sweep takes contiguous, zigzag (of even shards) and striped, full or causal: got {min(tokens)} tokens"
+            f"sweep takes contiguous, zigzag (even shards) or striped, full or causal: got {min(tokens)} tokens"
         )
     percents: dict[int, dict[int, float | None]] = {}
 
-    def fits(one: Call) -> bool:
-        return sum(one.memory(backward=inputs.backward).values()) <= capacity
+    def fits(variant: Call) -> bool:
+        return sum(variant.memory(backward=inputs.backward).values()) <= capacity
 
     for world in gpus:
-        one = replace(call, world=world, nodes=max(1, world // call.per_node))
-        fitting = [each for each in tokens if fits(replace(one, tokens=each))]
+        ring = replace(call, world=world, nodes=max(1, world // call.per_node))
+        fitting = [length for length in tokens if fits(replace(ring, tokens=length))]
         percents[world] = dict.fromkeys(tokens)
         if fitting:
-            values = percent_of_ideal(one, inputs, np.array(fitting, float))
+            values = percent_of_ideal(ring, inputs, np.array(fitting, float))
             percents[world] |= dict(zip(fitting, map(float, values), strict=True))
     if all(value is None for column in percents.values() for value in column.values()):
         check_memory(replace(call, tokens=min(tokens)), capacity, backward=inputs.backward)
@@ -95,8 +97,8 @@ def sweep(
 
 
 def draw(percents: dict[int, dict[int, float | None]], title: str, target: Path) -> None:
-    """Write the map as a PNG or an SVG, by the file's ending."""
-    from matplotlib import colormaps  # no picture, no need for it
+    """Draw the map to a PNG or SVG file."""
+    from matplotlib import colormaps  # only needed here
     from matplotlib.figure import Figure
 
     from ..common.theme import LIGHT, themed, write_figure
@@ -106,23 +108,23 @@ def draw(percents: dict[int, dict[int, float | None]], title: str, target: Path)
     grid = [*zip(*columns, strict=True)]
 
     with themed():
-        made = Figure(figsize=(max(6.0, 1.6 + 0.62 * len(percents)), 2.0 + 0.42 * len(tokens)), layout="constrained")
-        axes = made.subplots()
-        axes.set_facecolor(LIGHT.track)  # shows where there is no number
+        figure = Figure(figsize=(max(6.0, 1.6 + 0.62 * len(percents)), 2.0 + 0.42 * len(tokens)), layout="constrained")
+        axes = figure.subplots()
+        axes.set_facecolor(LIGHT.track)  # colour of empty cells
         image = axes.pcolormesh(grid, cmap=colormaps["viridis"], vmin=0, vmax=100)
         middles = [[0.5 + place for place in range(count)] for count in (len(percents), len(tokens))]
         axes.set_xticks(middles[0], [binary(world) for world in percents])
-        axes.set_yticks(middles[1], [binary(one) for one in tokens])
+        axes.set_yticks(middles[1], [binary(length) for length in tokens])
         axes.set_xlabel("GPUs")
         axes.set_ylabel("tokens per GPU")
         axes.set_title(title, fontsize=9, loc="left")
         for row, line in enumerate(grid):
             for column, value in enumerate(line):
-                # on viridis; a dash is on the track
+                # text on viridis, or a dash on an empty cell
                 color = LIGHT.ink if math.isnan(value) else "white" if value <= 60 else "black"
                 label = "-" if math.isnan(value) else f"{value:.0f}"
                 axes.text(column + 0.5, row + 0.5, label, ha="center", va="center", color=color, fontsize=8)
         if min(len(tokens), len(percents)) > 1:
             axes.contour(*middles, grid, levels=[90], colors="red", linewidths=1.2)
-        made.colorbar(image, label="percent of ideal: one GPU divided by the GPUs; red: 90")
-        write_figure(made, target, dpi=150)
+        figure.colorbar(image, label="percent of ideal (one GPU's time / number of GPUs); red: 90%")
+        write_figure(figure, target, dpi=150)

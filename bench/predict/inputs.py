@@ -1,4 +1,4 @@
-"""What a prediction is made from: the speed of a GPU and its links, by presets, by flags, or as files say."""
+"""Inputs of a prediction: GPU speed and links, from presets, flags or measured files."""
 
 from __future__ import annotations
 
@@ -16,39 +16,41 @@ from .links import Links, positive
 from .program import PASSES
 from .speed import CONSTANTS_OF, GPUS, NONE, Perturbation, Speed, gpu_speed
 
-SPEED_TOKENS = 16384  # of the launch whose TFLOP/s are given
+SPEED_TOKENS = 16384  # length to which --tflops refers
 OURS, FORWARD, BACKWARD = "ringattn", "forward", "backward"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What all ways are predicted from."""
+    """Inputs of a prediction besides the call."""
 
     speed: Speed
     links: Links
     perturbation: Perturbation = NONE
     phases: Sequence[str] = PASSES
     measured: tuple[str, ...] = ()
-    """What was measured, line by line."""
+    """Description of the measured rows, line by line."""
 
     @property
     def backward(self) -> bool:
-        """Whether there is a backward."""
+        """True if a backward is predicted."""
         return len(self.phases) > 1
 
 
 def speed_of(
     call: Call, gpu: str | None, forward: float | None, backward: float | None, kernels: Path | None
 ) -> tuple[Speed, tuple[str, ...]]:
-    """A GPU's constants, with the TFLOP/s given for causal or full attention of 16k tokens, or with measured rows.
+    """Return a GPU's speed from a preset, TFLOP/s or measured rows, and a description of these rows.
+
+    TFLOP/s refer to causal or full attention of 16k tokens.
 
     Raises:
-        ValueError: an unknown GPU, a speed that is none, or a file that is not of measured kernels; nothing but the
-            GPU, and a dtype that its constants are not of.
+        ValueError: The GPU is unknown, a rate is not positive, the file does not hold measured kernels, or the
+            preset does not cover the dtype.
     """
     gpu = gpu and gpu.lower()
     if gpu is not None and gpu not in GPUS:
-        raise ValueError(f"gpu is {gpu!r}: it must be one of {', '.join(GPUS)}; --tflops says how fast it is")
+        raise ValueError(f"gpu is {gpu!r}: it must be one of {', '.join(GPUS)}; for another GPU set --tflops")
     above_zero("TFLOP/s", tflops=forward, backward_tflops=backward)
     if kernels is not None:
         return measured(kernels, call, gpu)
@@ -58,62 +60,55 @@ def speed_of(
         return base.fitted((forward * 1e12, alone), None if backward is None else (backward * 1e12, alone)), ()
     if call.dtype not in CONSTANTS_OF:
         raise ValueError(
-            f"dtype is {call.dtype}: the constants of a GPU are of {' and '.join(CONSTANTS_OF)}; --tflops or "
-            "--kernels say how fast its kernels are"
+            f"dtype is {call.dtype}: the GPU presets cover {' and '.join(CONSTANTS_OF)}; set --tflops or "
+            "--kernels for this dtype"
         )
     return base, ()
 
 
 def measured(path: Path, call: Call, gpu: str | None) -> tuple[Speed, tuple[str, ...]]:
-    """A speed at which the rows nearest to a call take what `bench kernels` measured, and these rows in words.
-
-    Raises:
-        ValueError: another file, a damaged row, no GPU, or no forward of this dtype.
-    """
+    """Fit the speed to the rows of ``bench kernels`` nearest to a call; also describe these rows."""
     result = read(path)
     base = _base(result.provenance.get("gpu"), gpu, str(path))
     rows = [(row, _launch(row, f"{path}: rows[{n}]")) for n, row in enumerate(result.rows) if _is_ours(row)]
     chosen = []
     for phase in PASSES:
-        launches = [one for row, one in rows if row["pass"] == phase and one[1].dtype == call.dtype]
-        chosen += sorted(launches, key=lambda one: _distance(one[1], call))[:1]
+        launches = [launch for row, launch in rows if row["pass"] == phase and launch[1].dtype == call.dtype]
+        chosen += sorted(launches, key=lambda launch: _distance(launch[1], call))[:1]
         if not chosen:
-            dtypes = sorted({one.dtype for row, (_, one) in rows if row["pass"] == FORWARD})
-            there = f"there are rows of {', '.join(dtypes)}" if dtypes else "there are none"
+            dtypes = sorted({launched.dtype for row, (_, launched) in rows if row["pass"] == FORWARD})
+            available = f"it has rows of {', '.join(dtypes)}" if dtypes else "it has none"
             raise ValueError(
-                f"{path} has no forward of {OURS} in {call.dtype}, full or causal: {there}; "
+                f"{path} has no forward of {OURS} in {call.dtype}, full or causal: {available}; "
                 f"`ringattn bench kernels --dtype {call.dtype} --json FILE` measures it"
             )
     try:
         speed = base.fitted(*chosen)
     except (ValueError, ArithmeticError) as error:
         raise ValueError(f"{path}: {error}") from None
-    lines = (_words(phase, *one) for phase, one in zip(PASSES, chosen, strict=False))
+    lines = (_words(phase, *launch) for phase, launch in zip(PASSES, chosen, strict=False))
     return speed, (f"{path}, {base.name}", *lines)
 
 
 def _base(about: object, gpu: str | None, where: str) -> Speed:
-    """The constants that no row tells: of the GPU that ``gpu`` names, else of the one whose name the file has.
-
-    Of one that is not known those of an H100; multiprocessors and memory are those of the file.
-    """
+    """Return the preset of ``gpu``, of the file's GPU, or of an H100, with the file's multiprocessors and memory."""
     if not isinstance(about, dict) or not isinstance(name := about.get("name"), str):
-        raise ValueError(f"{where} was not measured on a GPU: it takes what `ringattn bench kernels` wrote on one")
+        raise ValueError(f"{where} was not measured on a GPU: run `ringattn bench kernels` on a GPU")
     model = gpu or find_model(name)
     base = gpu_speed(model if model in GPUS else "h100")
     where = f"{where}: provenance.gpu"
-    multiprocessors, capacity = (positive(about, one, where) for one in ("multiprocessors", "memory_gib"))
+    multiprocessors, capacity = (positive(about, name, where) for name in ("multiprocessors", "memory_gib"))
     return replace(base, name=name, multiprocessors=int(multiprocessors), capacity=capacity * 2**30)
 
 
 def _is_ours(row: Mapping[str, Any]) -> bool:
-    """Whether it is our default kernels' speed, of attention that a hop computes."""
+    """Return True for a row of our default kernels with a full or causal mask."""
     square = row.get("mask") in ("full", "causal") and row.get("head_dim_v") in (None, row.get("head_dim"))
     return row.get("pass") in PASSES and row.get("by") == OURS and square and row.get("rate") is not None
 
 
 def _launch(row: Mapping[str, Any], where: str) -> tuple[float, Call]:
-    """FLOP/s on the visible area, and of what; ValueError where the row is damaged."""
+    """Return FLOP/s on the visible pairs and the call of a row; raise ValueError for a damaged row."""
     try:
         heads, kv_heads = map(int, row["heads"].split("/"))
         call = Call(
@@ -121,12 +116,12 @@ def _launch(row: Mapping[str, Any], where: str) -> tuple[float, Call]:
             head_dim=int(row["head_dim"]), dtype=row["dtype"],
         )  # fmt: skip
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{where} is no row of `bench kernels`: {error}") from None
+        raise ValueError(f"{where} is not a row of `bench kernels`: {error}") from None
     return positive(row, "rate", where) * 1e12, call
 
 
 def _distance(measured: Call, call: Call) -> tuple[float, ...]:
-    """How far it is from what a hop of the call computes: by head dim, mask, length, heads."""
+    """Return how much a measured call differs from a call's hop: by head dim, mask, length and heads."""
     return (
         abs(math.log2(measured.head_dim / call.head_dim)), measured.mask.causal != call.mask.causal,
         abs(math.log2(measured.tokens / call.tokens)), abs(math.log2(measured.heads / call.heads)),
@@ -142,7 +137,7 @@ def _words(phase: str, flops: float, call: Call) -> str:
 
 
 def above_zero(unit: str, **given: float | None) -> None:
-    """Refuse flags that are no numbers above 0, or not finite: ValueError."""
+    """Raise ValueError for a flag that is not a finite number above 0."""
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name.replace('_', '-')} is {value:g}: it must be above 0 and finite, in {unit}")

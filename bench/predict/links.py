@@ -1,4 +1,4 @@
-"""What a message costs: bytes per second and a latency, inside a node and between nodes."""
+"""Links: bytes per second and latency of a message, inside a node and between nodes."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from typing import Any
 import numpy as np
 
 GIGA, MICRO = 1e9, 1e-6
-MOST = 1e30  # of a measured number
-NCCL_SHARE = 220 / 450  # of NVLink's nominal speed what NCCL's send and receive reach, the middle of 180 to 260 of 450
-COLLECTIVE_SHARE = 0.78  # of it what its collectives reach: nccl-tests tell 230 to 235 of 300, 350 to 360 of 450
-LOCAL = "local"  # the transport of virtual ranks that share a device
+MOST = 1e30  # limit for a measured number
+NCCL_SHARE = 220 / 450  # share of NVLink's nominal speed that NCCL's send/recv reach (180 to 260 of 450)
+COLLECTIVE_SHARE = 0.78  # the same for collectives; nccl-tests: 230 to 235 of 300, 350 to 360 of 450
+LOCAL = "local"  # transport of virtual ranks on one device
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a link, both of which carry at once."""
+    """Speed of one direction of a link; both directions carry data at once."""
 
     rate: float
     """Bytes per second."""
     latency: float
-    """Seconds from the moment when both ends are there to the first byte."""
+    """Seconds from the moment both ends are ready to the first byte."""
     source: str = "given"
     collective: float | None = None
-    """Bytes per second of all-gathers and all-to-alls; None: as fast."""
+    """Bytes per second of all-gathers and all-to-alls; None means ``rate``."""
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < math.inf or not 0 <= self.latency < math.inf:
             raise ValueError(
-                f"a link of {self.rate} bytes/s and {self.latency} s ({self.source}): "
-                "it takes more than 0, and at least 0, both finite"
+                f"a link has {self.rate} bytes/s and {self.latency} s ({self.source}): "
+                "the rate must be above 0, the latency at least 0, and both finite"
             )
 
     def seconds(self, nbytes: Any) -> Any:
-        """Of one message; of many sizes an array."""
+        """Return the seconds of one message; an array of sizes gives an array."""
         return self.latency + nbytes / self.rate
 
     @property
     def of_collectives(self) -> Link:
-        """The same link as all-gathers and all-to-alls use it."""
+        """The same link at the speed of all-gathers and all-to-alls."""
         return replace(self, rate=self.collective or self.rate)
 
 
@@ -55,50 +55,44 @@ def _nvlink(nominal: float, about: str) -> Link:
 PRESETS = {
     "nvlink4": _nvlink(450e9, "450 GB/s nominal"),
     "nvlink4-copy": Link(380e9, 10e-6, "450 GB/s nominal; copy engine 380"),
-    "nvlink4-h800": _nvlink(200e9, "400 GB/s in all, 200 nominal per direction"),
+    "nvlink4-h800": _nvlink(200e9, "400 GB/s both ways, 200 nominal per direction"),
     "nvlink5": _nvlink(900e9, "900 GB/s nominal"),
-    "nvlink3": _nvlink(300e9, "600 GB/s in all, 300 nominal per direction"),
-    "nvlink3-a800": _nvlink(200e9, "400 GB/s in all, 200 nominal per direction"),
+    "nvlink3": _nvlink(300e9, "600 GB/s both ways, 300 nominal per direction"),
+    "nvlink3-a800": _nvlink(200e9, "400 GB/s both ways, 200 nominal per direction"),
     "ib400": Link(47e9, 20e-6, "400G InfiniBand, 50 GB/s nominal; 46 to 48"),
     "ib200": Link(23e9, 20e-6, "200G InfiniBand, 25 GB/s nominal; 22 to 24"),
     "pcie5": Link(52e9, 15e-6, "PCIe 5 x16, 64 GB/s nominal; 50 to 55"),
     "pcie4": Link(25e9, 15e-6, "PCIe 4 x16, 32 GB/s nominal; 24 to 26"),
 }
-"""Per direction; latencies are guesses of their order."""
+"""Rates per direction; latencies are guesses of the order of magnitude."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """What ranks of one node are joined by, and ranks of two."""
+    """Links between ranks of one node and between nodes."""
 
     inside: Link
     between: Link
-    """Over one NIC."""
+    """Link over one NIC."""
     nics: float | None = None
-    """Of a node; None: one for every GPU."""
+    """NICs per node; None means one per GPU."""
 
     def far(self, senders: int) -> Link:
-        """Between nodes, of each of so many GPUs of a node that send at the same time."""
+        """Return the link between nodes for each of ``senders`` GPUs of a node that send at the same time."""
         share = 1.0 if self.nics is None else min(1.0, self.nics / senders)
         return replace(self.between, rate=share * self.between.rate)
 
     def spread(self, nics: int) -> Links:
-        """Return what a transfer between nodes has that is cut into parts, one for each of so many NICs."""
+        """Return the links if a transfer between nodes is split over ``nics`` NICs."""
         return replace(self, between=replace(self.between, rate=min(nics * self.between.rate, self.inside.rate)))
 
     def beside(self, rings: int) -> Links:
-        """What one of so many rings has that run side by side in every node."""
+        """Return the links of one of ``rings`` rings that run side by side in every node."""
         return self if self.nics is None else replace(self, nics=self.nics / rings)
 
 
 def link_of(text: str, flag: str = "link") -> Link:
-    """``nvlink4``, the name of a preset; ``200`` or ``200,10us``, GB/s and latency; or a file of ``bench links``.
-
-    ``flag`` is what it is called in errors.
-
-    Raises:
-        ValueError: none of these.
-    """
+    """Return the link of a preset, of ``200`` or ``200,10us`` (GB/s, latency), or of a file of ``bench links``."""
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]
     if os.path.lexists(text):
@@ -110,24 +104,21 @@ def link_of(text: str, flag: str = "link") -> Link:
         return Link(float(rate) * GIGA, float(latency.removesuffix("us")) * MICRO if comma else 0.0)
     except ValueError:
         raise ValueError(
-            f"{flag} is {text!r}: it takes one of {', '.join(PRESETS)}, GB/s and microseconds as in 200,10us, or a "
+            f"{flag} is {text!r}: it takes one of {', '.join(PRESETS)}, GB/s and latency such as 200,10us, or a "
             "JSON file of `ringattn bench links`"
         ) from None
 
 
 def measured(rows: Sequence[Mapping[str, Any]], source: str) -> Link:
-    """Rate and latency of the slowest edge, by least squares of seconds over bytes, of what ``bench links`` wrote.
+    """Fit rate and latency of the slowest edge to the rows of ``bench links``, by least squares of seconds over bytes.
 
-    Of several transports the fastest counts, the one between virtual ranks of one device left out. Every edge at once,
-    as a ring uses them; where no such rows are there, one way alone.
-
-    Raises:
-        ValueError: no transfers between two ranks, or a damaged row.
+    The fastest transport counts, without the one between virtual ranks. Rows with one active edge count only if there
+    are none with all edges active.
     """
     by_way: dict[Any, dict[str, dict[float, float]]] = {"ring": {}, "one way": {}}
     for place, row in enumerate(rows):
         transport = str(row.get("transport"))
-        # a comma stands in names of what no ring does
+        # Names with a comma are variants that no ring uses.
         if transport == LOCAL or "," in transport or row.get("edge") == "0->0" or row.get("channels") is not None:
             continue
         if row.get("way") in by_way:
@@ -144,7 +135,7 @@ def measured(rows: Sequence[Mapping[str, Any]], source: str) -> Link:
 
 
 def positive(row: Mapping[str, Any], name: str, where: str) -> float:
-    """A number of a row, above 0 and of a size that arithmetic survives; ValueError where it is something else."""
+    """Return a number of a row; raise ValueError if it is not above 0 or too large to compute with."""
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / MOST < value < MOST:
         raise ValueError(f"{where}: {name} is {value!r:.80}: it must be a number above 0")
@@ -152,12 +143,12 @@ def positive(row: Mapping[str, Any], name: str, where: str) -> float:
 
 
 def _fit(slowest: Mapping[float, float], source: str) -> Link:
-    """The line through the slowest edge's points, relative errors counted: ValueError where it does not rise."""
+    """Fit a line through the slowest edge's points by relative error; raise ValueError if it does not rise."""
     sizes, seconds = np.array(list(slowest)), np.array(list(slowest.values()))
     if len(slowest) == 1:
         return Link(float(sizes[0] / seconds[0]), 0.0, source)
-    # weights 1 / seconds, so that small messages tell the latency and large ones the rate
+    # Weights of 1 / seconds let small messages determine the latency and large messages the rate.
     slope, latency = np.polyfit(sizes, seconds, 1, w=1 / seconds)
     if not slope > 0:
-        raise ValueError(f"{source}: {sizes.max():,.0f} bytes take no longer than fewer: that tells no rate")
+        raise ValueError(f"{source}: {sizes.max():,.0f} bytes take no longer than fewer bytes, so the rate is unknown")
     return Link(float(1 / slope), max(float(latency), 0.0), source)

@@ -1,7 +1,7 @@
-"""What one rank does in one call, in order: the ring's own loops, run on tensors without memory, and written down.
+"""Records the operations of one rank in a call by running the ring's real loops on tensors without memory.
 
-Nothing here knows what a ring is. :func:`record` hands :mod:`ringattn.ring.loop` a transport that moves nothing and
-backends that compute nothing; what they are asked for, and what each waits for, is the program.
+:func:`record` passes :mod:`ringattn.ring.loop` a transport that moves no data and backends that compute nothing. Their
+calls and dependencies are the program. This module knows nothing about rings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .speed import ADD, DECODE, DKDV, DQ, ENCODE, FOLD, POINT
 
 META = torch.device("meta")
 COMPUTE, INSIDE, BETWEEN = 0, 1, 2
-"""Streams of a rank: its kernels, and the transfers of each level of the ring."""
+"""Streams of a rank: kernels, and the transfers of each level of the ring."""
 PASSES = ("forward", "backward")
 TRANSFERS = {
     Kind.RAIL: "K/V by rail",
@@ -40,25 +40,25 @@ TRANSFERS = {
 
 @dataclass(frozen=True)
 class Op:
-    """One launch, or one group of transfers; it begins after the one before on its stream, and after ``after``."""
+    """One launch or one group of transfers. It begins after the previous one on its stream and after ``after``."""
 
     stream: int
     what: str
     hop: int
     chunk: int
     after: tuple[int, ...]
-    """Indices into the program, all smaller than its own."""
+    """Indices of earlier operations of the program."""
     part: int = 0
-    """Which part of the mask a launch is for."""
+    """Part of the hop's mask that a launch computes."""
     key: Key | None = None
     sends: tuple[tuple[int, int], ...] = ()
-    """Of a group: (peer, bytes), one for each peer."""
+    """(peer, bytes) of a group, one entry per peer."""
     receives: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Program:
-    """The operations of one rank in the order in which its host issues them."""
+    """Operations of one rank, in the order in which its host issues them."""
 
     rank: int
     phase: str
@@ -66,20 +66,15 @@ class Program:
 
 
 def record(call: Call, plan: Plan, phase: str, *, tokens: int | None = None, on_host: bool = False) -> Program:
-    """The program of the rank of ``plan`` in a pass, ``forward`` or ``backward``.
+    """Record the program of a plan's rank in a pass, ``forward`` or ``backward``.
 
-    Args:
-        call: shapes, and the settings of the ring.
-        plan: of one rank of the call.
-        phase: which pass.
-        tokens: of this rank, where shards are not equal.
-        on_host: the host computes itself: it posts nothing while it does, and adds dK/dV that came in a pass of their
-            own.
+    ``tokens`` are those of this rank, if shards are not equal. With ``on_host`` the host computes: it posts nothing
+    meanwhile, and adds received dK/dV separately.
     """
     recorder = _Recorder(call, on_host)
     send_index = None if plan.send_index is None else plan.send_index.to(META)
-    # the loops pass bounds on and look at none of them
-    blank = tuple(tuple(one._replace(bounds=FULL) for one in hop_masks) for hop_masks in plan.hop_masks)
+    # The loops pass bounds on without reading them.
+    blank = tuple(tuple(part._replace(bounds=FULL) for part in parts) for parts in plan.hop_masks)
     loop_call = recorder.loop_call(replace(plan, hop_masks=blank, send_index=send_index), phase)
     shape = (call.batch, tokens or call.tokens, call.kv_heads, call.head_dim)
     k, v = (torch.empty(shape, dtype=DTYPES[call.dtype], device=META) for _ in range(2))
@@ -94,7 +89,7 @@ def record(call: Call, plan: Plan, phase: str, *, tokens: int | None = None, on_
 
 @dataclass(frozen=True)
 class _Over:
-    """The end of an operation, as a fence; None: before everything, nothing has been launched yet."""
+    """Fence for the end of an operation; None is before the first launch."""
 
     recorder: _Recorder
     op: int | None
@@ -112,15 +107,15 @@ class _Recorder:
     call: Call
     on_host: bool
     ops: list[Op] = field(default_factory=list)
-    waiting: set[int] = field(default_factory=set)  # ends that the next launch comes after
-    last: int | None = None  # the launch before
+    waiting: set[int] = field(default_factory=set)  # operations that the next launch waits for
+    last: int | None = None  # previous launch
     hop: int = 0
     part: int = 0
 
     def loop_call(self, plan: Plan, phase: str) -> RingCall:
         call = self.call
         wires = wire_of(call.wire_dtype, DTYPES[call.dtype]), grad_wire_of(call.grad_wire_dtype)
-        wire, grad_wire = (cast(Any, one and _RecordedWire(one, self)) for one in wires)
+        wire, grad_wire = (cast(Any, w and _RecordedWire(w, self)) for w in wires)
         transports: Any = (_Transport(self, INSIDE), _Transport(self, BETWEEN))
         return RingCall(
             plan=plan,
@@ -147,7 +142,7 @@ class _Recorder:
         self.last = len(self.ops) - 1
 
     def point(self) -> int | None:
-        """The launch after which everything waited for so far is over."""
+        """Return the launch after which everything waited for so far has ended."""
         if self.waiting:
             self.launch(POINT, 0)
         return self.last
@@ -157,7 +152,7 @@ class _Recorder:
         if self.on_host and (reached := self.point()) is not None:
             before.add(reached)
         moved = (_by_peer(messages) for messages in (sends, receives))
-        # what it carries is told next, by `posted`
+        # `posted` fills in the contents next
         self.ops.append(Op(stream, "", self.hop, 0, tuple(sorted(before)), 0, None, *moved))
         return _Over(self, len(self.ops) - 1)
 
@@ -176,7 +171,7 @@ def _by_peer(messages: Sequence[Message]) -> tuple[tuple[int, int], ...]:
 
 @dataclass
 class _Transport:
-    """Moves nothing: of a transport what the loops call."""
+    """Transport that moves no data, with the methods that the loops call."""
 
     recorder: _Recorder
     stream: int
@@ -189,10 +184,10 @@ class _Transport:
 
 
 class _Slots(Slots):
-    """Who uses them until when is kept; what they hold is not."""
+    """Slots that track users but hold no data."""
 
     def reserve(self, nbytes: int) -> None:
-        """Any size is there."""
+        """Accept any size."""
 
     def tensors(self, slot: int, specs: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Tensors:
         return tuple(torch.empty(shape, dtype=dtype, device=META) for shape, dtype in specs)
@@ -219,7 +214,7 @@ class _RecordedWire:
 
 @dataclass
 class _Backend:
-    """Computes nothing; ``dkdv`` asks for what it adds to as the real one does: before its launch, on a host after."""
+    """Backend that computes nothing; ``dkdv`` asks for accumulators before its launch, on a host after it."""
 
     recorder: _Recorder
     chunk: int

@@ -1,7 +1,8 @@
-"""How long a ring takes: its programs, what each operation costs, and the clock.
+"""The time of a ring, from its programs, the cost of each operation and the simulated clock.
 
-Up to ``MOST_SIMULATED`` ranks are all simulated. The time of a plain ring is a straight line in the number of nodes,
-and of ranks in a node: larger ones are extrapolated from two small ones, to rounding.
+Up to ``MOST_SIMULATED`` ranks are simulated one by one. The time of a plain ring grows linearly with the number of
+nodes, and with the number of ranks of a node. Larger rings are therefore extrapolated from two small ones, exactly up
+to rounding.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ from .links import Links
 from .program import COMPUTE, PASSES, Op, Program, record
 from .speed import DKDV, DQ, FOLD, MOST_RANKS, NONE, Area, Perturbation, Seconds, Speed
 
-UNIT = 256  # tokens of a rank that a plain ring's program is recorded with: bytes are in proportion
-MOST_SIMULATED = 32  # ranks of a plain ring: more takes no longer by a straight line, and says the same
-LEAST_RANKS, MORE_RANKS = 16, 8  # of the smaller of two rings, and how many more the larger has
+UNIT = 256  # tokens per rank in recorded programs of plain rings; bytes scale with the real tokens
+MOST_SIMULATED = 32  # ranks of a plain ring; larger ones are extrapolated
+LEAST_RANKS, MORE_RANKS = 16, 8  # size of the smaller simulated ring, and how many more ranks the larger one has
 LEAST_NODES, MORE_NODES = 3, 2
-LATE_NODES = 6  # of causal contiguous shards in a flat ring over nodes, whose line is straight from there on
-LARGE_NODE, SMALL_NODE = 16, 12  # ranks: of a larger node than the first, two smaller ones are simulated
-SURELY_TIED = 1e-9  # of the time of a pass: ranks that end together
+LATE_NODES = 6  # with causal contiguous shards in a flat ring over nodes, time is linear from here on
+LARGE_NODE, SMALL_NODE = 16, 12  # ranks; nodes above LARGE_NODE are extrapolated from these two sizes
+SURELY_TIED = 1e-9  # relative to a pass: ranks that end this close end together
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward, or a backward; numbers, or arrays of as many cases."""
+    """Times of a forward or a backward: numbers, or arrays with one element per case."""
 
     phase: str
     seconds: Seconds
-    """Until the last rank is done."""
+    """Seconds until the last rank is done."""
     exposed: Seconds = 0.0
-    """Of it the compute stream of the rank that is done last stood still."""
+    """Seconds of these in which the last rank's compute stream was idle."""
     worst: Seconds = 0.0
-    """The same before the launches of one hop, of the hop that waited longest."""
+    """Longest idle time before the launches of one hop, on the same rank."""
     tracks: tuple[Track, ...] = ()
-    """What every rank did when; empty where a smaller ring was simulated."""
+    """Timeline of every rank; empty if smaller rings were simulated."""
 
     def along(self, larger: Pass, share: float) -> Pass:
-        """On the straight line through this and the pass of a larger ring."""
+        """Extrapolate from this pass through the pass of a larger ring; ``share`` counts steps between them."""
 
         def at(one: Seconds, other: Seconds) -> Seconds:
             return one + (other - one) * share
 
-        # of contiguous causal shards over nodes it grows with the ring, of others it is that of any
+        # With causal contiguous shards over nodes the longest wait grows with the ring. Otherwise it is constant.
         worst = np.maximum(self.worst, at(self.worst, larger.worst))[()]
         return Pass(self.phase, at(self.seconds, larger.seconds), at(self.exposed, larger.exposed), worst)
 
@@ -65,25 +66,16 @@ def predicted(
     tokens: Any = None,
     simulated: bool = False,
 ) -> tuple[Pass, ...]:
-    """The passes of a call.
+    """Predict the passes of a call; raise ValueError if ranks differ in their work and are too many to simulate.
 
-    Args:
-        call: what is computed, on how many ranks.
-        speed: of a GPU.
-        links: what joins them.
-        perturbation: slow ranks, and launches that vary: every time is an array of its draws.
-        phases: which passes.
-        tokens: of a rank, many lengths (floats) in the place of the call's: every time is an array of theirs.
-        simulated: every rank, where two smaller rings could stand for all.
-
-    Raises:
-        ValueError: more ranks than are simulated, where a mask or a layout has them do different things.
+    ``tokens`` is an array of tokens per rank instead of the call's. Then every time is an array; so it is with jitter,
+    over draws. ``simulated`` simulates every rank instead of extrapolating.
     """
 
-    def of(one: Call, phase: str) -> Pass:
-        return _simulated(one, speed, links, perturbation, phase, tokens)
+    def simulate(variant: Call, phase: str) -> Pass:
+        return _simulated(variant, speed, links, perturbation, phase, tokens)
 
-    return passes_of(call, of, perturbation, phases, simulated=simulated)
+    return passes_of(call, simulate, perturbation, phases, simulated=simulated)
 
 
 def passes_of(
@@ -94,61 +86,59 @@ def passes_of(
     *,
     simulated: bool = False,
 ) -> tuple[Pass, ...]:
-    """Every pass by ``of``; without a perturbation on the straight line, where the call has many ranks."""
+    """Compute every pass by ``of``; extrapolate large rings unless ranks are perturbed or ``simulated`` is set."""
     perturbation.check(call.world)
     every = simulated or perturbation.is_there
     return tuple(of(call, phase) if every else _stretched(call, phase, of) for phase in phases)
 
 
 def _stretched(call: Call, phase: str, of: Callable[[Call, str], Pass]) -> Pass:
-    """A pass by ``of`` or, where there are many ranks, on the straight line through those of two smaller rings."""
+    """Compute a pass by ``of``, or extrapolate it from two smaller rings if there are many ranks."""
     pair = _smaller(call)
     if pair is None:
         return of(call, phase)
-    near, far, share = pair
-    return _stretched(near, phase, of).along(_stretched(far, phase, of), share)
+    small, large, share = pair
+    return _stretched(small, phase, of).along(_stretched(large, phase, of), share)
 
 
 def _smaller(call: Call) -> tuple[Call, Call, float] | None:
-    """Two smaller rings, and how far beyond the first the call is in steps to the second; None: it is simulated.
-
-    Raises:
-        ValueError: a call that is not simulated, and whose time is no straight line.
-    """
+    """Return two smaller rings, and the call's distance from the first in steps to the second; None to simulate."""
     if call.world <= (MOST_SIMULATED if call.is_plain else MOST_RANKS):
         return None
     if not call.is_plain:
         raise ValueError(
-            f"{call.world} GPUs with this layout and mask do different things: at most {MOST_RANKS} are simulated; "
-            "more of contiguous, zigzag (of even shards) and striped, full or causal"
+            f"GPUs is {call.world}: with this layout and mask at most {MOST_RANKS} can be simulated; "
+            "more need contiguous, zigzag (even shards) or striped, with a full or causal mask"
         )
     unit, steps = (call.per_node, call.nodes) if call.nodes > 1 else (1, call.world)
     if unit > LARGE_NODE:
         small, large = (replace(call, world=size * call.nodes) for size in (SMALL_NODE, LARGE_NODE))
         return small, large, (unit - SMALL_NODE) / (LARGE_NODE - SMALL_NODE)
     late = call.layout == "contiguous" and call.mask.causal and call.nodes > 1 and not call.is_two_level
-    near = max(-(-max(LEAST_RANKS, 2 * call.slots) // unit), LATE_NODES if late else LEAST_NODES)
-    far = near + max(MORE_RANKS // unit, MORE_NODES)
-    if far >= steps:
+    small_steps = max(-(-max(LEAST_RANKS, 2 * call.slots) // unit), LATE_NODES if late else LEAST_NODES)
+    large_steps = small_steps + max(MORE_RANKS // unit, MORE_NODES)
+    if large_steps >= steps:
         return None
-    small, large = (replace(call, world=unit * n, nodes=n if call.nodes > 1 else 1) for n in (near, far))
-    return small, large, (steps - near) / (far - near)
+    small, large = (replace(call, world=unit * n, nodes=n if call.nodes > 1 else 1) for n in (small_steps, large_steps))
+    return small, large, (steps - small_steps) / (large_steps - small_steps)
 
 
 @lru_cache(8)
 def recorded(call: Call, phase: str) -> tuple[tuple[Plan, Program], ...]:
-    """Plan and program of every rank."""
-    return tuple((one, record(call, one, phase, tokens=call.held.lengths[one.rank])) for one in call.plans())
+    """Return the plan and the program of every rank."""
+    return tuple((plan, record(call, plan, phase, tokens=call.held.lengths[plan.rank])) for plan in call.plans())
 
 
 def _simulated(call: Call, speed: Speed, links: Links, perturbation: Perturbation, phase: str, tokens: Any) -> Pass:
     plain = call.is_plain
     tokens = call.tokens if tokens is None else tokens
-    made = recorded(replace(call, tokens=UNIT) if plain else call, phase)
+    plans_and_programs = recorded(replace(call, tokens=UNIT) if plain else call, phase)
     price = _plain_price(call, speed, tokens) if plain else _price(call, speed)
-    costs = [[price(plan, op) if op.stream == COMPUTE else 0.0 for op in program.ops] for plan, program in made]
+    costs = [
+        [price(plan, op) if op.stream == COMPUTE else 0.0 for op in program.ops] for plan, program in plans_and_programs
+    ]
     factor = tokens / UNIT if plain else 1.0
-    programs = [program for _, program in made]
+    programs = [program for _, program in plans_and_programs]
     return simulated(programs, costs, messages(call, links, factor), speed.beside, lambda op: speed.host, perturbation)
 
 
@@ -160,51 +150,51 @@ def simulated(
     host: Callable[[Op], float],
     perturbation: Perturbation = NONE,
 ) -> Pass:
-    """A pass of all ranks, given what their launches cost with nothing beside."""
-    spent = []
+    """Simulate a pass of all ranks, given the costs of launches without concurrent transfers."""
+    durations = []
     for program, alone in zip(programs, costs, strict=True):
         if perturbation.is_there:
             factors = perturbation.factors(program.rank, program.phase, len(alone))
             alone = [cost * factor for cost, factor in zip(alone, factors, strict=True)]
-        spent.append(slowed(program, alone, [_transfer(program.rank, op, message) for op in program.ops], beside))
-    tracks = run(programs, spent, message, host)
+        durations.append(slowed(program, alone, [_transfer(program.rank, op, message) for op in program.ops], beside))
+    tracks = run(programs, durations, message, host)
     hops = 1 + max(op.hop for program in programs for op in program.ops)
     ends = np.array([np.atleast_1d(track.seconds) for track in tracks])  # [rank, case]
-    waits = np.array([[np.broadcast_to(one, ends.shape[1:]) for one in track.waits(hops)] for track in tracks])
-    # of ranks that end together the one that waited least
+    waits = np.array([[np.broadcast_to(wait, ends.shape[1:]) for wait in track.waits(hops)] for track in tracks])
+    # Among ranks that end together, take the one that waited least.
     tied = ends >= ends.max(axis=0) * (1 - SURELY_TIED)
     last = np.where(tied, waits.sum(axis=1), np.inf).argmin(axis=0)
-    mine = np.take_along_axis(waits, last[None, None], axis=0)[0]  # [hop, case]
-    results: list[Seconds] = [ends.max(axis=0), mine.sum(axis=0), mine.max(axis=0)]
+    last_waits = np.take_along_axis(waits, last[None, None], axis=0)[0]  # [hop, case]
+    results: list[Seconds] = [ends.max(axis=0), last_waits.sum(axis=0), last_waits.max(axis=0)]
     if ends.shape[1] == 1:
-        results = [float(one[0]) for one in results]
+        results = [float(value[0]) for value in results]
     return Pass(programs[0].phase, results[0], results[1], results[2], tuple(tracks))
 
 
 def _transfer(rank: int, op: Op, message: Callable[[int, int, int], Seconds]) -> Seconds:
-    """Of a group once both its ends are there: its longest message."""
+    """Return the seconds of a group once both ends are ready: those of its longest message."""
     times = [message(rank, peer, nbytes) for peer, nbytes in (*op.sends, *op.receives)]
     return times[0] if len(times) == 1 else np.max(times, axis=0) if times else 0.0
 
 
 def messages(call: Call, links: Links, factor: Any = 1.0) -> Callable[[int, int, int], Seconds]:
-    """Seconds of a message, whose bytes are so many times those that were recorded."""
-    near, far = links.inside, links.far(call.senders)
+    """Return a function for the seconds of a message, whose recorded bytes are multiplied by ``factor``."""
+    inside, between = links.inside, links.far(call.senders)
 
     @lru_cache(None)
     def seconds(same_node: bool, nbytes: int) -> Seconds:
-        return (near if same_node else far).seconds(nbytes * factor)
+        return (inside if same_node else between).seconds(nbytes * factor)
 
     return lambda a, b, nbytes: seconds(call.node_of(a) == call.node_of(b), nbytes)
 
 
 def _plain_price(call: Call, speed: Speed, tokens: Any) -> Callable[[Plan, Op], Seconds]:
-    """Of a launch of a plain ring."""
+    """Return a function for the seconds of a launch of a plain ring."""
 
     @lru_cache(None)
     def seconds(what: str, ahead: int, first: bool) -> Seconds:
-        needed = speed.seconds(what, call.plain_area(ahead, tokens), call, hop=0 if first else 1)
-        return needed if np.ndim(needed) else float(needed)
+        result = speed.seconds(what, call.plain_area(ahead, tokens), call, hop=0 if first else 1)
+        return result if np.ndim(result) else float(result)
 
     def price(plan: Plan, op: Op) -> Seconds:
         shard = plan.hops[op.hop].shard
@@ -214,7 +204,7 @@ def _plain_price(call: Call, speed: Speed, tokens: Any) -> Callable[[Plan, Op], 
 
 
 def _price(call: Call, speed: Speed) -> Callable[[Plan, Op], Seconds]:
-    """The same of any other: what is seen is looked up in the plan."""
+    """Return a function for the seconds of a launch of any ring; visible areas come from the plan."""
 
     def price(plan: Plan, op: Op) -> Seconds:
         rows = call.held.lengths[plan.rank]
@@ -233,7 +223,7 @@ def _area(seen: Bounds, rows: int, keys: int) -> Area:
 
 
 def ideal_seconds(call: Call, speed: Speed, phase: str, tokens: Any = None) -> Seconds:
-    """Of one device with all the work, divided by the ranks; ``tokens`` of a rank, if not the call's."""
+    """Return the time of one device with all the work, divided by the ranks; ``tokens`` replaces the call's."""
     what = (FOLD,) if phase == "forward" else (DQ, DKDV)
     alone = replace(call, chunks=1)
-    return sum(speed.seconds(one, area, alone, hop=0) for one in what for area in call.areas(tokens)) / call.world
+    return sum(speed.seconds(name, area, alone, hop=0) for name in what for area in call.areas(tokens)) / call.world

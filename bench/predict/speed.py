@@ -1,4 +1,4 @@
-"""How long a launch takes on a GPU: what it is asked to do, a few constants that mean something, and what varies."""
+"""The time of a launch on a GPU: the area it computes, a few physical constants, and variation between ranks."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:  # which brings torch, and a command's --help needs the names of GPUs
+if TYPE_CHECKING:  # imports torch, which would slow --help
     from .call import Call
 
 FOLD, DQ, DKDV, ADD, ENCODE, DECODE, POINT = "fold", "dQ", "dK/dV", "add dK/dV", "encode", "decode", "point"
-BACKWARD_FLOPS = 5 / 2  # products of a backward and of a forward
-TILE_ROWS = 128  # query rows of one program of every kernel that these speeds are of
-TAIL = 0.5  # of a wave is idle while the last programs end: none to all of it, as the count falls
-FORWARD_FLOPS = 4  # of a pair and element of the head: two products
-DQ_SHARE, DKDV_SHARE = 3 / 7, 4 / 7  # products of the two kernels of a backward: both compute the scores again
-STATE_BYTES = 4 + 4  # fp32 out or dQ, read and written, of a row and element of the head
-DKV_BYTES = 2 * (4 + 4)  # of fp32 dK and dV, of a key and element
+BACKWARD_FLOPS = 5 / 2  # matrix products of a backward per product of a forward
+TILE_ROWS = 128  # query rows of one program, in every kernel modelled here
+TAIL = 0.5  # share of a wave that is idle at the end; between 0 and 1, depending on the number of programs
+FORWARD_FLOPS = 4  # per pair and element of the head: two products
+DQ_SHARE, DKDV_SHARE = 3 / 7, 4 / 7  # shares of the backward's two kernels, which both recompute the scores
+STATE_BYTES = 4 + 4  # read and write fp32 out or dQ, per row and element of the head
+DKV_BYTES = 2 * (4 + 4)  # read and write fp32 dK and dV, per key and element of the head
 CONSTANTS_OF = ("float16", "bfloat16")
-"""Dtypes whose kernels the constants are of, both as fast; float32 takes several products for one."""
+"""Dtypes that the presets cover, equally fast. float32 needs several products for one."""
 Seconds = Any
-"""A float, or an array of them: one for each case that is predicted at once."""
+"""A float, or an array with one element per case."""
 
 
 class Area(NamedTuple):
-    """What one launch computes of the plane of queries and keys, for each head; numbers, or arrays of one length."""
+    """Part of the (query, key) plane that one launch computes per head; numbers, or arrays of one length."""
 
     pairs: Any
     """Visible (query, key) pairs."""
     rows: Any
-    """Query rows of the launch, seen or not: its state is theirs."""
+    """Query rows of the launch; each has a state, even without visible keys."""
     keys: Any
     longest: Any
-    """Keys of the row that sees most: how long the last program runs."""
+    """Most visible keys of any row, which bounds the last program's time."""
     edges: Any
-    """Rows of tiles whose rows end at different keys: those are masked."""
+    """Rows in tiles whose rows have different bounds; these tiles are masked."""
 
 
 def whole(tokens: Any, *, causal: bool) -> Area:
-    """Attention of so many tokens on one device."""
+    """Return the area of all tokens on one device."""
     if causal:
         return Area(tokens * (tokens + 1) / 2, tokens, tokens, tokens, tokens)
     return Area(tokens * tokens, tokens, tokens, tokens, 0)
@@ -48,35 +48,38 @@ def whole(tokens: Any, *, causal: bool) -> Area:
 
 @dataclass(frozen=True)
 class Speed:
-    """One GPU. A launch of area A takes ``launch + FLOPs(A + what it wastes) / speed + its state / memory``."""
+    """Speed of one GPU.
+
+    A launch of area A takes ``launch + (FLOPs(A) + wasted FLOPs) / speed + state bytes / memory``.
+    """
 
     name: str
     forward: float
-    """FLOP/s of a launch without an end, an edge or a state."""
+    """FLOP/s of a forward launch without idle tail, masked tiles and state."""
     backward: float
-    """The same, both kernels together, counted as 2.5 forwards."""
+    """The same for both backward kernels together, counted as 2.5 forwards."""
     memory: float
-    """Bytes per second, nominal."""
+    """Nominal bytes per second."""
     multiprocessors: int
     capacity: float
     """Bytes of memory."""
     launch: float = 5e-6
-    """Seconds."""
+    """Seconds per launch."""
     edge: float = 256.0
-    """Keys: what masking costs a row on an edge, its tile's invisible half among it."""
+    """Cost of masking per row of a masked tile, in keys; includes the tile's invisible half."""
     passes: float = 0.85
-    """Of the memory's nominal speed what one pass over a tensor reaches."""
+    """Share of the nominal memory speed that a pass over a tensor reaches."""
     beside: float = 0.12
-    """Of its speed a kernel loses while a transfer runs beside it: the multiprocessors that NCCL takes, 16 of 132."""
+    """Share of its speed that a kernel loses during a transfer: NCCL takes 16 of 132 multiprocessors."""
     host: float = 28e-6
-    """Seconds of the host for a launch or a post of our loops: `bench host` found 52 us a hop of two, 116 of four."""
+    """Host seconds per launch or post; `bench host` measured 52 us for two per hop, 116 us for four."""
     link: str = "nvlink4"
-    """The preset of what joins such GPUs."""
+    """Preset of the link between such GPUs."""
     peak: float | None = None
-    """Published FLOP/s of dense 16-bit products; None where the speeds are of a file or of flags."""
+    """Published dense 16-bit FLOP/s; None if the speeds come from a file or flags."""
 
     def products(self, area: Area, call: Call, *, backward: bool = False) -> Seconds:
-        """Seconds of the products of one launch; of a backward those of both kernels."""
+        """Return the seconds of one launch's matrix products; for a backward, of both kernels together."""
         heads, wave = call.batch * call.heads / call.chunks, self.multiprocessors * TILE_ROWS
         operations = heads * (area.pairs + self.edge * area.edges)
         work = np.maximum(operations + TAIL * wave * area.longest, wave * area.longest)
@@ -84,11 +87,11 @@ class Speed:
         return flops * BACKWARD_FLOPS / self.backward if backward else flops / self.forward
 
     def moved(self, nbytes: Any) -> Seconds:
-        """Seconds of passes over memory."""
+        """Return the seconds to read or write ``nbytes``."""
         return nbytes / (self.memory * self.passes)
 
     def seconds(self, what: str, area: Area, call: Call, *, hop: int) -> Seconds:
-        """Of one launch of our kernels."""
+        """Return the seconds of one launch of our kernels."""
         heads, kv_heads = (call.batch * count / call.chunks * call.head_dim for count in (call.heads, call.kv_heads))
         if what == POINT:
             return 0.0
@@ -104,15 +107,10 @@ class Speed:
         return self.launch + share * self.products(area, call, backward=True) + self.moved(state)
 
     def fitted(self, forward: tuple[float, Call], backward: tuple[float, Call] | None = None) -> Speed:
-        """This GPU with the speeds at which whole calls reach given FLOP/s, as tables and benches tell them.
+        """Return this GPU with speeds at which whole calls reach given FLOP/s of visible pairs.
 
-        Args:
-            forward: FLOP/s of visible pairs, and the call, in one launch.
-            backward: the same of both kernels, counted as 2.5 forwards; None: as fast as the forward, times what it
-                is slower by now.
-
-        Raises:
-            ValueError: a launch would take less than it takes to launch.
+        The backward counts as 2.5 forwards; None keeps the ratio to the forward. Raise ValueError if a call would take
+        less time than a launch.
         """
 
         def speed(rate: float, call: Call, before: float, *, is_backward: bool) -> float:
@@ -120,45 +118,51 @@ class Speed:
             pairs = FORWARD_FLOPS * call.head_dim * call.batch * call.heads * area.pairs
             wanted = pairs * (BACKWARD_FLOPS if is_backward else 1) / rate - self.launch
             if wanted <= 0:
-                raise ValueError(f"{rate:.3g} FLOP/s is no speed of this launch: it would take less than to launch it")
+                raise ValueError(
+                    f"{rate:.3g} FLOP/s is too fast for this call: it would take less time than the launch itself"
+                )
             return float(before * self.products(area, call, backward=is_backward) / wanted)
 
-        ahead = speed(*forward, self.forward, is_backward=False)
+        forward_speed = speed(*forward, self.forward, is_backward=False)
         if backward is None:
-            return replace(self, forward=ahead, backward=self.backward * ahead / self.forward, peak=None)
-        return replace(self, peak=None, forward=ahead, backward=speed(*backward, self.backward, is_backward=True))
+            return replace(
+                self, forward=forward_speed, backward=self.backward * forward_speed / self.forward, peak=None
+            )
+        return replace(
+            self, peak=None, forward=forward_speed, backward=speed(*backward, self.backward, is_backward=True)
+        )
 
 
 class Preset(NamedTuple):
-    """What a GPU model reaches, and what joins several of them; ``kernels/gpu.py`` has the facts about the model."""
+    """Rates of a GPU model, and the link between several; ``kernels/gpu.py`` has the model's facts."""
 
     forward: float
-    """FLOP/s of ``Speed.forward``: rough until it is fitted, what Triton's and PyTorch's kernels reach there."""
+    """Value of ``Speed.forward``: a rough rate of Triton's and PyTorch's kernels, until it is fitted."""
     backward: float
     link: str
     scaled_from: str = ""
-    """The model on which these rates were reached, if another; they are scaled by the ratio of the peaks."""
+    """Model on which these rates were measured, if another; they are scaled by the ratio of the peaks."""
 
 
 GPUS = {
     "h100": Preset(560e12, 430e12, "nvlink4"),
     "h200": Preset(560e12, 430e12, "nvlink4"),
     "h800": Preset(560e12, 430e12, "nvlink4-h800"),
-    "h100-pcie": Preset(380e12, 290e12, "pcie5"),  # 350 W in the place of 700 W, HBM2e
+    "h100-pcie": Preset(380e12, 290e12, "pcie5"),  # 350 W instead of 700 W, HBM2e
     "b200": Preset(560e12, 430e12, "nvlink5", scaled_from="h100"),
     "a100": Preset(215e12, 170e12, "nvlink3"),
     "a800": Preset(215e12, 170e12, "nvlink3-a800"),
     "a100-pcie": Preset(190e12, 150e12, "pcie4"),
-    # both have mma.sync, as an A100
+    # Both have mma.sync, as an A100 has.
     "l40s": Preset(215e12, 170e12, "pcie4", scaled_from="a100"),
     "a10": Preset(215e12, 170e12, "pcie4", scaled_from="a100"),
 }
-"""By the keys of ``kernels.gpu.GPU_MODELS``."""
+"""Presets by the keys of ``kernels.gpu.GPU_MODELS``."""
 
 
 def gpu_speed(key: str) -> Speed:
     """Return the preset of a GPU model, by its key in ``GPUS``."""
-    from ...kernels.gpu import GPU_MODELS  # brings torch, and a command's --help needs the keys alone
+    from ...kernels.gpu import GPU_MODELS  # imports torch; --help needs only the keys
 
     preset, gpu = GPUS[key], GPU_MODELS[key]
     peak, measured_peak = gpu.tensor_flops, GPU_MODELS[preset.scaled_from or key].tensor_flops
@@ -170,20 +174,20 @@ def gpu_speed(key: str) -> Speed:
     )  # fmt: skip
 
 
-MOST_JITTER = 1.0  # who means 5% and writes 5 is told
-MOST_SLOW = 1000  # times as long: slower is broken
-MOST_RANKS = 128  # that are simulated one by one
-DRAWS = 16  # of a jitter: their mean and spread are told
+MOST_JITTER = 1.0  # refuses 5 for 5%
+MOST_SLOW = 1000  # times as long
+MOST_RANKS = 128  # ranks that are simulated one by one
+DRAWS = 16  # random draws of jitter, reported by mean and spread
 
 
 @dataclass(frozen=True)
 class Perturbation:
-    """What makes ranks differ: GPUs that are slow, and launches that vary."""
+    """Differences between ranks: slow GPUs, and jitter of launches."""
 
     slow: Mapping[int, float] = field(default_factory=dict)
-    """By rank how many times as long its launches take."""
+    """Factor on the time of every launch, by rank."""
     jitter: float = 0.0
-    """Standard deviation of the logarithm of a launch's time, drawn for each."""
+    """Standard deviation of the logarithm of launch times, drawn per launch."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.jitter <= MOST_JITTER:
@@ -191,7 +195,7 @@ class Perturbation:
         for rank, factor in self.slow.items():
             if not 1 <= factor <= MOST_SLOW:
                 raise ValueError(
-                    f"slow is {rank}={factor:g}: a factor is how many times as long the rank takes, 1 to {MOST_SLOW:,}"
+                    f"slow is {rank}={factor:g}: the factor on the rank's times must be 1 to {MOST_SLOW:,}"
                 )
 
     @property
@@ -203,32 +207,28 @@ class Perturbation:
         return ", ".join(parts + ([f"launches vary by {self.jitter:.3g}"] if self.jitter else []))
 
     def check(self, world: int) -> None:
-        """Refuse what a ring of so many ranks cannot have.
-
-        Raises:
-            ValueError: a slow rank that it has not, or more ranks than are simulated one by one.
-        """
-        wrong = [rank for rank in self.slow if not 0 <= rank < world]
-        if wrong:
-            raise ValueError(f"slow names rank {wrong[0]}: ranks are 0 to {world - 1}")
+        """Raise ValueError if a slow rank does not exist, or there are too many ranks to simulate one by one."""
+        unknown = [rank for rank in self.slow if not 0 <= rank < world]
+        if unknown:
+            raise ValueError(f"slow names rank {unknown[0]}: it must be 0 to {world - 1}")
         if self.is_there and world > MOST_RANKS:
-            raise ValueError(f"slow and jitter are of rings of at most {MOST_RANKS} GPUs, each simulated: got {world}")
+            raise ValueError(f"slow and jitter take rings of at most {MOST_RANKS} GPUs: got {world}")
 
     def factors(self, rank: int, phase: str, count: int) -> Seconds:
-        """Of every launch of a rank how many times as long it takes, ``[count]``; with jitter ``[count, draw]``."""
-        slower = self.slow.get(rank, 1.0)
+        """Return the factor on every launch of a rank, ``[count]``, or with jitter ``[count, draw]``."""
+        factor = self.slow.get(rank, 1.0)
         if not self.jitter:
-            return [slower] * count
-        draw = np.random.default_rng([rank, len(phase)])
-        return slower * draw.lognormal(0.0, self.jitter, (count, DRAWS))
+            return [factor] * count
+        generator = np.random.default_rng([rank, len(phase)])
+        return factor * generator.lognormal(0.0, self.jitter, (count, DRAWS))
 
     def slowest(self, world: int) -> float:
-        """How many times as long one launch takes until all ranks are done with it; the mean of all draws."""
-        each = [np.broadcast_to(self.factors(rank, "", 1)[0], DRAWS) for rank in range(world)]
-        return float(np.max(each, axis=0).mean())
+        """Return the factor on a launch until all ranks have finished it, the mean of all draws."""
+        factors = [np.broadcast_to(self.factors(rank, "", 1)[0], DRAWS) for rank in range(world)]
+        return float(np.max(factors, axis=0).mean())
 
     def grouped(self, degree: int) -> Perturbation:
-        """Of rings of groups of so many ranks: in each place the slowest of its group."""
+        """Return the perturbation of a ring of groups: each group is as slow as its slowest rank."""
         slow: dict[int, float] = {}
         for rank, factor in self.slow.items():
             slow[rank // degree] = max(factor, slow.get(rank // degree, 1.0))

@@ -1,4 +1,4 @@
-"""A prediction as the timeline of every rank, in the format that measured ones are kept in."""
+"""Converts a prediction to the timeline format of measured runs."""
 
 from __future__ import annotations
 
@@ -17,28 +17,24 @@ from .ring import Pass
 from .speed import POINT
 
 NAMES = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "nodes")
-"""What a timeline says of its call beside its mask, by the names that a measured one says."""
+"""Fields of a call besides its mask in a timeline, as in measured timelines."""
 
 
 def timeline(title: str, passes: tuple[Pass, ...], call: Call) -> Timeline:
-    """The events of all ranks, the passes one after the other.
-
-    Raises:
-        ValueError: a pass in whose place smaller rings were simulated.
-    """
+    """Return the events of all ranks, one pass after the other; raise ValueError for extrapolated passes."""
     events: list[Event] = []
     plans, begin = call.plans(), 0.0
-    for one in passes:
-        if not one.tracks:
-            raise ValueError("smaller rings were simulated in its place: a timeline needs every rank")
-        for track in one.tracks:
+    for predicted_pass in passes:
+        if not predicted_pass.tracks:
+            raise ValueError("a timeline needs every rank, but smaller rings were simulated")
+        for track in predicted_pass.tracks:
             events += _of_rank(track, plans[track.program.rank], begin)
-        begin += one.seconds
+        begin += predicted_pass.seconds
     return Timeline(title, "predicted", call.world, tuple(events), {"call": described(call)})
 
 
 def described(call: Call) -> dict[str, Any]:
-    """What a timeline says of its call: shape, layout and mask, as a measured one does."""
+    """Return a timeline's description of its call: shape, layout and mask."""
     return {name: getattr(call, name) for name in NAMES} | {"layout": str(call.layout)} | mask_data(call.mask)
 
 
@@ -59,9 +55,9 @@ def _of_rank(track: Track, plan: Plan, start: float) -> Iterator[Event]:
                 name = f"{op.what} of {plan.hops[op.hop].shard}"
                 yield Event(rank, "compute", phase, op.hop, start + begin, start + end, name)
         free = end
-    # every use of a slot, by the rule that measured ones are told by
-    for one in slot_trace(phase, plan, posts, computed):
-        yield Event(rank, one.kind, one.phase, one.hop, start + one.begin, start + one.end, one.name)
+    # Slots are derived by the same rule as in measured timelines.
+    for use in slot_trace(phase, plan, posts, computed):
+        yield Event(rank, use.kind, use.phase, use.hop, start + use.begin, start + use.end, use.name)
 
 
 def _transfers(op: Op, key: Key, plan: Plan, begin: float, end: float) -> Iterator[Event]:
@@ -73,7 +69,7 @@ def _transfers(op: Op, key: Key, plan: Plan, begin: float, end: float) -> Iterat
 
 
 def _moved(key: Key, plan: Plan, lane: str) -> int:
-    """The hop whose shard a group sends, or receives."""
+    """Return the hop whose shard a group sends or receives."""
     if key.kind in KEY_VALUES:
         return key.brings if lane == "receive" else key.brings - (plan.inner if key.kind is Kind.RAIL else 1)
     if key.kind is Kind.RETURN:

@@ -1,1 +1,1 @@
-"""One page of what was measured and predicted, and the pictures on it."""
+"""One page of measured and predicted results, with its figures."""

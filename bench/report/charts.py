@@ -1,4 +1,4 @@
-"""The chart of a result: a rate or a time over a size, a line for each value of the other columns."""
+"""Charts of a result: a rate or time over a size, with a line for each combination of the other columns."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ..common.result import Result, Row
 from ..common.theme import LINES, themed
 
 SIZES = ("seqlen", "tokens", "tokens per rank", "length", "size", "bytes", "nbytes", "world", "ranks")
-"""Columns that a chart may be drawn over, the first that varies."""
+"""Columns for the x axis; the first that varies is used."""
 QUANTITIES = ("TFLOP/s", "GB/s", "%", "ms", "us", "s", "GB", "MB", "bytes", "times")
-"""Units of columns that are drawn, the first that there is."""
-WORDS = ("note", "reason", "found", "about", "command", "why", "file")  # columns that say no variant
-MOST_CHARTS = 12  # of a file
-MOST_LINES = 12  # of a chart: more could not be told apart
+"""Units of columns for the y axis; the first available is used."""
+WORDS = ("note", "reason", "found", "about", "command", "why", "file")  # columns that do not identify a line
+MOST_CHARTS = 12  # per file
+MOST_LINES = 12  # per chart; more are indistinguishable
 MOST_NAME = 60
 LEGEND_COLUMNS = 2  # below the axes, where it hides no point
-MOST = 1e150  # of a number: the square of a larger one is infinite
-LOG_FROM = 8  # times the smallest: a linear axis would squeeze the others together
+MOST = 1e150  # largest number: the square of a larger one is infinite
+LOG_FROM = 8  # ratio of largest to smallest from which an axis is logarithmic
 MOST_TICKS = 9
 
 
 @dataclass
 class Chart:
-    """Lines over one axis; every point is the median of the rows that it is of."""
+    """Lines over one axis; every point is a median of rows."""
 
     title: str
     x: str
@@ -36,32 +36,32 @@ class Chart:
 
 
 def charts(result: Result) -> list[Chart]:
-    """What of a result makes a course: one chart; of a list of numbers, one for each number by its name and unit."""
+    """Return the charts of a result: one, or for a list of numbers one for each name and unit."""
     if not {"number", "value", "unit"} <= result.units.keys():
         groups = {(result.case, ""): result.rows}
     else:
         groups = {}
         for row in result.rows:
             groups.setdefault((str(row.get("number")), str(row.get("unit"))), []).append(row)
-    made = []
+    results = []
     for (title, unit), rows in groups.items():
         units = result.units
         if unit:
             units = {name: unit for name, unit in units.items() if name not in ("number", "unit", "limit", "spread")}
             units["value"] = unit
-        made.append(chart_of(title, rows, units))
-    return [one for one in made if one is not None][:MOST_CHARTS]
+        results.append(chart_of(title, rows, units))
+    return [chart for chart in results if chart is not None][:MOST_CHARTS]
 
 
 def chart_of(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Chart | None:
-    """The first quantity over the first size that varies; None where there is no such course."""
+    """Build the chart of the first quantity over the first varying size, or None if there is none."""
     varying = [name for name in units if len({str(row.get(name)) for row in rows}) > 1]
     x = next((name for name in SIZES if name in varying and all(finite(row.get(name)) for row in rows)), None)
     drawn = [name for name in units if name != x and any(finite(row.get(name)) for row in rows)]
     y = next((name for unit in QUANTITIES for name in drawn if units[name] == unit), None)
     if x is None or y is None:
         return None
-    # what says which of several things a row is of: a word, or a whole number without a unit
+    # Columns that identify a line: words, or whole numbers without a unit.
     variants = [
         name
         for name in varying
@@ -74,33 +74,36 @@ def chart_of(title: str, rows: Sequence[Row], units: Mapping[str, str]) -> Chart
     for row in rows:
         value, size = row.get(y), row.get(x)
         if finite(value) and finite(size):
-            said = [(name, row.get(name)) for name in variants if row.get(name) is not None]
-            line = ", ".join(at if isinstance(at, str) else f"{name} {at}" for name, at in said)[:MOST_NAME] or y
+            labels = [(name, row.get(name)) for name in variants if row.get(name) is not None]
+            line = ", ".join(at if isinstance(at, str) else f"{name} {at}" for name, at in labels)[:MOST_NAME] or y
             points.setdefault(line, {}).setdefault(float(size), []).append(float(value))
-    lines = {line: {at: statistics.median(of) for at, of in course.items()} for line, course in points.items()}
-    kept = dict([*lines.items()][:MOST_LINES])
-    if not any(len(course) > 1 for course in kept.values()):
+    lines = {
+        line: {at: statistics.median(values) for at, values in points_of_line.items()}
+        for line, points_of_line in points.items()
+    }
+    shown_lines = dict([*lines.items()][:MOST_LINES])
+    if not any(len(points_of_line) > 1 for points_of_line in shown_lines.values()):
         return None
-    more = f", the first {MOST_LINES} of {len(lines)} lines" if len(lines) > MOST_LINES else ""
+    more = f", first {MOST_LINES} of {len(lines)} lines" if len(lines) > MOST_LINES else ""
     across, up = (f"{name}, {units[name]}" if units[name] not in ("", name) else name for name in (x, y))
-    return Chart(f"{title}: {y} by {x}{more}", across, up, kept)
+    return Chart(f"{title}: {y} by {x}{more}", across, up, shown_lines)
 
 
 def _only_some_have(name: str, variants: Sequence[str], x: str, rows: Sequence[Row]) -> bool:
-    """Return True if some rows lack a column and all are told apart without it: it would cut lines into pieces."""
+    """Return True if some rows lack a column that is not needed to identify rows; it would split lines."""
     if all(row.get(name) is not None for row in rows):
         return False
-    others = [one for one in (x, *variants) if one != name]
-    return len({tuple(str(row.get(one)) for one in others) for row in rows}) == len(rows)
+    others = [other for other in (x, *variants) if other != name]
+    return len({tuple(str(row.get(other)) for other in others) for row in rows}) == len(rows)
 
 
 def finite(value: object) -> TypeGuard[float]:
-    """A number that can be drawn: no NaN, no truth value, none so large that its square is infinite."""
+    """Return True for a number that can be drawn: not NaN, not a bool, not too large to square."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
 
 
 def draw(chart: Chart) -> Any:
-    """A figure of a chart, whose title the page says beside it."""
+    """Draw a chart without its title, which the page shows."""
     from matplotlib.figure import Figure
 
     with themed():

@@ -1,4 +1,4 @@
-"""``ringattn report``: one page of a folder of results."""
+"""``ringattn report`` writes one page of a folder of results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of `ringattn bench suite --out DIR`, or of any JSON.")],
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help=f"The page; default: DIR/{PAGE}.")] = None,
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Folder of `ringattn bench suite --out DIR`, or of any results in JSON."),
+    ],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help=f"File of the page; default: DIR/{PAGE}.")] = None,
 ) -> None:
-    """Write one self-contained page of a folder: what commands wrote with --json, and traces.
+    """Write one self-contained page of a folder's results (files of --json) and traces.
 
-    A trace that says it is predicted is drawn below the measured one of the same call.
+    A predicted trace is drawn below the measured trace of the same call.
     """
     from ..common.output import prints
 
@@ -34,15 +37,12 @@ def report(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     for why in contents.refused:
-        typer.echo(f"left out: {why}", err=True)
+        typer.echo(f"skipped: {why}", err=True)
     typer.echo(str(target))
 
 
 def write_beside(folder: Path) -> str:
-    """The page of a folder that was just measured: where it is, or why there is none.
-
-    What was measured must not be lost, nor called a failure, for a picture of it.
-    """
+    """Write the page of a folder just measured; return its path, or the reason why writing it failed."""
     try:
         write(folder, folder / PAGE)
     except Exception as error:
@@ -51,16 +51,11 @@ def write_beside(folder: Path) -> str:
 
 
 def write(folder: Path, target: Path) -> Folder:
-    """Write the page of a folder; what was read, and what was not.
-
-    Raises:
-        ValueError: nothing can be read there.
-        typer.BadParameter: the page cannot be written.
-    """
+    """Write the page of a folder; return its contents, with the files that could not be read."""
     from ..common.output import check_targets, write_file
     from .page import html, read_folder
 
-    contents = read_folder(folder)  # before its page is refused: there is none in what is no folder
+    contents = read_folder(folder)  # first, for the better error if this is not a folder
     check_targets(target)
     write_file(target, html(contents))
     return contents

@@ -1,4 +1,4 @@
-"""One self-contained page of a folder of results: no network, light and dark, for a phone and for paper."""
+"""One self-contained page of a folder of results: no network, light and dark mode, for phones and for paper."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..timeline import drawing
 from ..timeline.events import PREDICTED, Timeline, alike, from_chrome
 from . import charts
 
-FIRST = "results.json"  # of the suite
-PROVENANCE = ("gpu", "cpu", "date", "command", "ringattn")  # what is told first
-LONGEST = 400  # characters of a cell: what a file says may be anything
+FIRST = "results.json"  # written by the suite
+PROVENANCE = ("gpu", "cpu", "date", "command", "ringattn")  # shown first, in this order
+LONGEST = 400  # characters of a cell, because files can hold anything
 
 
 @dataclass
 class Folder:
-    """What a folder of results holds: what commands wrote with --json, Chrome traces of rings, and what is refused."""
+    """Contents of a folder of results: results in JSON, Chrome traces of rings, and files that cannot be read."""
 
     name: str
     results: list[tuple[str, Result]] = field(default_factory=list)
@@ -35,21 +35,19 @@ class Folder:
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """Of the first result or timeline."""
-        provenances = [one.provenance for _, one in self.results] + [
-            one.about.get("provenance") for _, one in self.timelines
+        """Provenance of the first result or timeline."""
+        provenances = [result.provenance for _, result in self.results] + [
+            timeline.about.get("provenance") for _, timeline in self.timelines
         ]
-        return next((one for one in provenances if isinstance(one, dict) and one), {})
+        return next((provenance for provenance in provenances if isinstance(provenance, dict) and provenance), {})
 
 
 def read_folder(folder: Path) -> Folder:
-    """Every JSON file of a folder; one that cannot be read is named with the reason.
-
-    Raises:
-        ValueError: there is no folder, or nothing in it that can be read.
-    """
+    """Read every JSON file of a folder; list files that cannot be read, or raise ValueError if no file can."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: it takes what `ringattn bench suite --out DIR` writes to")
+        raise ValueError(
+            f"{folder} is not a folder: it must be a folder of results, as from `ringattn bench suite --out DIR`"
+        )
     contents = Folder(printable(folder.absolute().name))
     for path in sorted(folder.glob("*.json"), key=lambda path: (path.name != FIRST, path)):
         name = printable(path.name)
@@ -62,24 +60,24 @@ def read_folder(folder: Path) -> Folder:
         except ValueError as error:
             contents.refused.append(f"{name}: {printable(str(error).replace(str(path), 'it'))}")
     if not contents.results and not contents.timelines:
-        why = f"{folder} holds no results: nothing that a command wrote with --json"
-        raise ValueError("; ".join([why, *contents.refused]))
+        message = f"{folder} holds no results: no file that a command wrote with --json"
+        raise ValueError("; ".join([message, *contents.refused]))
     return contents
 
 
 def printable(text: str) -> str:
-    """What a page and a terminal may show: names of files are any bytes."""
+    """Replace unprintable characters, because file names can hold any bytes."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def html(folder: Folder) -> str:
-    """The page, with everything that came from files escaped; what cannot be drawn is added to what is refused."""
+    """Render the page with all file contents escaped; results that cannot be drawn are added to the refused files."""
     import jinja2
     from markupsafe import Markup
 
-    here = files(__package__)
-    script = here.joinpath("report.js").read_text()
-    # whatever gets into the page by mistake, a browser runs this script and no other
+    package_files = files(__package__)
+    script = package_files.joinpath("report.js").read_text()
+    # The browser runs only the script with this hash, whatever else gets into the page.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"shown": shown}
@@ -95,66 +93,63 @@ def html(folder: Folder) -> str:
         for number, (file, result) in enumerate(folder.results)
     ]
     pictures = list(drawn_timelines(folder))
-    failed = [(file, why) for file, one in folder.results for why in one.failed]
-    return environment.from_string(here.joinpath("report.html.j2").read_text()).render(
+    failed = [(file, reason) for file, one in folder.results for reason in one.failed]
+    return environment.from_string(package_files.joinpath("report.html.j2").read_text()).render(
         title=f"ringattn: {folder.name}",
         version=__version__,
         provenance=list(told_first(folder.provenance)),
         ended=ended(folder),
-        failed=failed + [("not read", why) for why in folder.refused],
+        failed=failed + [("not read", reason) for reason in folder.refused],
         sections=sections,
         timelines=pictures,
-        style=Markup(here.joinpath("report.css").read_text()),
+        style=Markup(package_files.joinpath("report.css").read_text()),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
     )
 
 
 def ended(folder: Folder) -> str:
-    """How many parts of a suite ended how."""
-    rows = [row for file, one in folder.results if file == FIRST for row in one.rows]
+    """Return how many parts of the suite ended in each state."""
+    rows = [row for file, result in folder.results if file == FIRST for row in result.rows]
     states = Counter(plain(row["state"]) for row in rows if "state" in row)
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
 def told_first(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What matters first, then whatever else was written."""
+    """Yield the provenance as text, most important fields first."""
     for name in sorted(provenance, key=lambda name: PROVENANCE.index(name) if name in PROVENANCE else len(PROVENANCE)):
         if text := plain(provenance[name]):
             yield name, text
 
 
 def plain(value: object) -> str:
-    """Anything that JSON holds, in words."""
+    """Return any JSON value as text."""
     if isinstance(value, Mapping):
-        texts = {name: plain(one) for name, one in value.items()}
+        texts = {name: plain(item) for name, item in value.items()}
         return ", ".join(f"{name} {text}" for name, text in texts.items() if text)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(plain(one) for one in value)
+        return ", ".join(plain(item) for item in value)
     return cell(value)
 
 
 def shown(value: object) -> str:
-    """A cell as in the table of a command, cut where it is very long."""
+    """Return a cell as a command's table shows it, shortened if very long."""
     text = cell(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
 
 
 def order(values: Sequence[object]) -> list[int | str]:
-    """The place of each value in its column, sorted: numbers by size, then words by the alphabet; "" of what is empty.
-
-    Equal values share a place.
-    """
+    """Return sort keys of a column: numbers by size, then words alphabetically, "" for empty cells."""
 
     def key(value: object) -> tuple[bool, Any]:
         return isinstance(value, str), value.casefold() if isinstance(value, str) else value
 
-    places = {one: place for place, one in enumerate(sorted({key(value) for value in values if value is not None}))}
+    places = {item: place for place, item in enumerate(sorted({key(value) for value in values if value is not None}))}
     return ["" if value is None else places[key(value)] for value in values]
 
 
 def drawn(folder: Folder, number: int) -> Iterator[tuple[str, Any]]:
-    """The charts of a result, each with what it is; numbers that nobody can draw cost a chart alone."""
+    """Yield a result's charts with their titles; a chart that cannot be drawn does not stop the page."""
     file, result = folder.results[number]
     try:
         for place, chart in enumerate(charts.charts(result)):
@@ -164,18 +159,18 @@ def drawn(folder: Folder, number: int) -> Iterator[tuple[str, Any]]:
 
 
 def drawn_timelines(folder: Folder) -> Iterator[tuple[str, Any]]:
-    """Each measured timeline above the predicted one of the same call; what has no other, alone."""
-    predicted = [each for each in folder.timelines if each[1].source == PREDICTED]
-    groups = [[each] for each in folder.timelines if each[1].source != PREDICTED]
+    """Yield each measured timeline above the predicted one of the same call, and the remaining ones alone."""
+    predicted = [named for named in folder.timelines if named[1].source == PREDICTED]
+    groups = [[named] for named in folder.timelines if named[1].source != PREDICTED]
     for group in groups:
-        if match := next((each for each in predicted if alike(group[0][1], each[1])), None):
+        if match := next((named for named in predicted if alike(group[0][1], named[1])), None):
             predicted.remove(match)
             group.append(match)
-    groups += [[each] for each in predicted]
+    groups += [[named] for named in predicted]
     for number, group in enumerate(groups):
         try:
-            figure = drawing.draw([one for _, one in group])
-            caption = " above ".join(f"{one.source} ({name})" for name, one in group)
+            figure = drawing.draw([timeline for _, timeline in group])
+            caption = " above ".join(f"{timeline.source} ({name})" for name, timeline in group)
             yield caption, svg(figure, f"timeline{number}")
         except Exception as error:
             folder.refused += [undrawn(name, error) for name, _ in group]
@@ -188,5 +183,5 @@ def undrawn(file: str, error: Exception) -> str:
 def svg(figure: Any, name: str) -> Any:
     from markupsafe import Markup
 
-    # matplotlib escapes what it writes; what it draws with is ours
+    # matplotlib escapes text, and the rest of the drawing is ours.
     return Markup(in_page_colours(inline(figure, name)))

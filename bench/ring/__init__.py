@@ -1,1 +1,1 @@
-"""Measures whole rings in real processes, beside other ways to the same attention."""
+"""Measures whole rings in real processes, next to other methods for the same attention."""

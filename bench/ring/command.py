@@ -1,4 +1,4 @@
-"""``ringattn bench ring``: whole rings in real processes, beside one device, ways around a ring, and other rings."""
+"""``ringattn bench ring`` times whole rings in real processes, next to one device and to other methods."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def layout_names(text: str) -> list[str]:
-    """A comma list of layouts, or ``all``; a parser of typer options.
-
-    Raises:
-        typer.BadParameter: no such layout.
-    """
+    """Parse a comma-separated list of layouts, or ``all``."""
     known = [layout.value for layout in flags.LayoutName]
     names = known if text == "all" else [part.strip() for part in text.split(",")]
-    wrong = [name for name in names if name not in known]
-    if wrong:
-        raise typer.BadParameter(f"{wrong[0]!r} is no layout: it takes all, or some of {', '.join(known)}")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]!r} is not a layout: it takes all, or some of {', '.join(known)}")
     return names
 
 
 @app.command()
 def ring(
     world: Annotated[
-        Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Processes; default: 2; under a launcher, its ranks.")
+        Any,
+        typer.Option(
+            parser=flags.sizes, metavar="N,…", help="Numbers of processes; default: 2, or a launcher's ranks."
+        ),
     ] = None,
-    seqlen: Annotated[Any, typer.Option(parser=flags.sizes, metavar="SIZE,…", help="Tokens in all.")] = "16k",
+    seqlen: Annotated[Any, typer.Option(parser=flags.sizes, metavar="SIZE,…", help="Total tokens.")] = "16k",
     batch: flags.Batch = 1,
     heads: flags.Heads = 8,
     kv_heads: flags.KvHeads = None,
@@ -44,14 +43,15 @@ def ring(
     dtype: flags.DtypeOfDevice = None,
     causal: flags.Causal = True,
     layout: Annotated[
-        Any, typer.Option(parser=layout_names, metavar="NAME,…|all", help="Who holds which tokens.")
+        Any, typer.Option(parser=layout_names, metavar="NAME,…|all", help="How tokens are split over the ranks.")
     ] = "zigzag",
     by: Annotated[
-        str | None, typer.Option(metavar="NAME,…", help="Only candidates whose name starts so, beside one device.")
+        str | None,
+        typer.Option(metavar="NAME,…", help="Candidates to run, by the beginning of their names; default: all."),
     ] = None,
-    transport: Annotated[str, typer.Option(help="Of our ring, as of Ring.")] = "auto",
+    transport: Annotated[str, typer.Option(help="Transport of our ring, as in Ring(transport=).")] = "auto",
     bytes_per_second: Annotated[
-        Any, typer.Option(parser=flags.count, metavar="SIZE", help="Slows the links of our rings; on the CPU.")
+        Any, typer.Option(parser=flags.count, metavar="SIZE", help="Slow down the links of our rings; CPU only.")
     ] = None,
     repeats: flags.Repeats = 5,
     threads: flags.Threads = None,
@@ -61,7 +61,7 @@ def ring(
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
-    """Forward and backward of one attention, sharded over processes, beside the same attention done otherwise."""
+    """Time forward and backward of a ring over processes, next to other methods for the same attention."""
     import torch
 
     from ..common.attention import AttentionConfig
@@ -76,14 +76,18 @@ def ring(
     kv_heads, device = flags.kv_heads_of(heads, kv_heads), flags.device_name(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     if min(worlds) < 1:
-        raise typer.BadParameter(f"--world is {min(worlds)}: it takes at least one process")
+        raise typer.BadParameter(f"--world is {min(worlds)}: it must be at least 1")
     if min(seqlen) < max(worlds):
-        raise typer.BadParameter(f"--seqlen is {min(seqlen)}: {max(worlds)} processes need a token each")
+        raise typer.BadParameter(
+            f"--seqlen is {min(seqlen)}: it must be at least one token for each of {max(worlds)} processes"
+        )
     flags.check_transport(transport, device, max(worlds))
     if bytes_per_second is not None and device != "cpu":
-        raise typer.BadParameter("--bytes-per-second slows transfers of the CPU: --device cpu; a GPU's are as they are")
+        raise typer.BadParameter("--bytes-per-second slows only transfers on the CPU: set --device cpu")
     if bytes_per_second is not None and min(worlds) == 1:
-        raise typer.BadParameter("--bytes-per-second slows transfers between processes: --world is 1, which has none")
+        raise typer.BadParameter(
+            "--bytes-per-second slows transfers between processes, and --world is 1: set --world 2 or more"
+        )
     prefixes = chosen_prefixes(layout, by, worlds)
     configs = []
     for ranks in worlds:
@@ -96,11 +100,12 @@ def ring(
         )  # fmt: skip
         kinds = list({kind_of(name) for name in chosen(layout, prefixes, [ranks])})
         refuse_ranks("--seqlen", problems[-1], partial(runs.needs, layouts=layout, kinds=kinds))
-        # on the CPU every size has processes of its own: holes of an earlier one's heap would count as its peak
-        apart = [(problem,) for problem in problems] if device == "cpu" and place is None else [problems]
+        # On the CPU every length runs in new processes, because a reused heap would distort the peaks.
+        problem_groups = [(problem,) for problem in problems] if device == "cpu" and place is None else [problems]
         timer_of_ranks = flags.timer_of_rings(device, timer)
         configs += [
-            runs.RingConfig(some, tuple(layout), repeats, prefixes, timer_of_ranks, bytes_per_second) for some in apart
+            runs.RingConfig(group, tuple(layout), repeats, prefixes, timer_of_ranks, bytes_per_second)
+            for group in problem_groups
         ]
     result = Result("bench ring", runs.UNITS)
     for config in configs:
@@ -111,15 +116,11 @@ def ring(
 
 
 def chosen_prefixes(layouts: list[str], by: str | None, worlds: list[int]) -> tuple[str, ...]:
-    """What the names of the candidates begin with that ``--by`` leaves.
-
-    Raises:
-        typer.BadParameter: a beginning of no name.
-    """
+    """Return the name prefixes of ``--by``; raise typer.BadParameter if one starts no candidate's name."""
     from .candidates import chosen
 
     known, prefixes = list(chosen(layouts, (), worlds)), tuple(by.split(",")) if by else ()
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in known):
-            raise typer.BadParameter(f"--by has {prefix!r}: there are {', '.join(known)}")
+            raise typer.BadParameter(f"--by has {prefix!r}: it takes beginnings of {', '.join(known)}")
     return prefixes

@@ -1,1 +1,1 @@
-"""Runs everything a machine can measure, most important first, into one result folder."""
+"""Runs every benchmark that a machine can run, most important first, into one folder of results."""

@@ -1,6 +1,6 @@
-"""Calls of ``ring_attention`` with every kind of argument, each run twice and compared with the float64 reference.
+"""Calls of ``ring_attention`` with every kind of argument, run twice and compared with the float64 reference.
 
-Ranks are virtual ranks of one device, or processes. The inputs are drawn anew for each call, the same on every rank.
+Ranks are virtual ranks of one device, or processes. Each call draws new inputs, equal on every rank.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsink")
 LIMITS = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 1e-4}
 WIRE_LIMITS = {"bfloat16": 3e-2, "float8_e4m3fn": 0.25}
-"""Of a row's difference, relative to the larger of the row and the mean row; one wrong key of a row exceeds LIMITS."""
+"""Limits for a row's error relative to the row or the mean row, whichever is larger. One wrong key exceeds LIMITS."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call; tensors among its arguments are taken to the device."""
+    """One call of ``ring_attention``; tensors among its arguments are moved to the device."""
 
     layout: str = "zigzag"
     dtype: str = "bfloat16"
     options: Mapping[str, Any] = field(default_factory=lambda: {"causal": True})
     ring: Mapping[str, Any] = field(default_factory=dict)  # arguments of Ring
-    heads: tuple[int, int] = (4, 2)  # of q, and of k and v
-    head_dims: tuple[int, int] = (64, 64)  # of q and k, and of v
-    nodes: int = 1  # of a two-level ring
-    ulysses: int = 1  # ranks that exchange heads for tokens
+    heads: tuple[int, int] = (4, 2)  # query heads, key/value heads
+    head_dims: tuple[int, int] = (64, 64)  # head dim of q and k, of v
+    nodes: int = 1  # more than 1: a two-level ring
+    ulysses: int = 1  # ranks of a Ulysses group
     sink: bool = False
 
     def fits(self, transport: str, world: int) -> bool:
-        """Return whether these ranks can make this call."""
+        """Return True if these ranks can make this call."""
         levels = self.nodes == 1 or (world >= 2 * self.nodes and world % self.nodes == 0)
         return levels and world % self.ulysses == 0
 
     @property
     def limit(self) -> float:
-        """The largest relative difference of a row that is allowed."""
+        """The largest relative error allowed in a row."""
         wires = (self.ring.get(name) for name in ("wire_dtype", "grad_wire_dtype"))
         return max(LIMITS[self.dtype], *(WIRE_LIMITS.get(str(wire), 0.0) for wire in wires))
 
@@ -73,7 +73,7 @@ CAUSAL, FULL = {"causal": True}, {"causal": False}
 DROPOUT = {"dropout_p": 0.3, "dropout_seed": (1 << 63) + 5}
 CALLS = {
     "flat": Call(),
-    "fp16, full, the other way": Call("striped", "float16", FULL, {"direction": -1}),
+    "fp16, full, reverse direction": Call("striped", "float16", FULL, {"direction": -1}),
     "fp32, uneven": Call("uneven", "float32"),
     "blocking": Call(ring={"prefetch": 0, "slots": 2}),
     "chunks": Call(ring={"chunks": 2}),
@@ -81,7 +81,7 @@ CALLS = {
     "two levels, chunks": Call("contiguous", ring={"chunks": 2, "direction": -1}, nodes=2),
     "K/V as bf16": Call("contiguous", "float32", ring={"wire_dtype": "bfloat16"}),
     "K/V as fp8": Call("contiguous", ring={"wire_dtype": "float8_e4m3fn"}),
-    "K/V as fp8, sums as bf16, chunks": Call(
+    "K/V as fp8, dK/dV as bf16, chunks": Call(
         "contiguous", ring={"wire_dtype": "float8_e4m3fn", "grad_wire_dtype": "bfloat16", "chunks": 2}
     ),
     "window": Call(options=CAUSAL | {"window_size": (60, None)}, dtype="float16"),
@@ -97,37 +97,35 @@ CALLS = {
     "fp32, dropout and softcap": Call("striped", "float32", CAUSAL | DROPOUT | {"softcap": 5.0}),
     "sinks": Call(sink=True),
     "fp32, sinks and a window": Call("contiguous", "float32", CAUSAL | {"window_size": (60, None)}, sink=True),
-    "rows of their own": Call(
-        options=CAUSAL | {"cu_seqlens": [[0, 130, TOKENS], [0, 7, 300, TOKENS]], "leftpad_k": [5, 0]}
-    ),
+    "mask per row": Call(options=CAUSAL | {"cu_seqlens": [[0, 130, TOKENS], [0, 7, 300, TOKENS]], "leftpad_k": [5, 0]}),
     "key mask": Call("contiguous", "float16", CAUSAL | {"key_mask": torch.arange(2 * TOKENS).view(2, -1) % 7 != 3}),
-    "heads for tokens": Call(ulysses=2),
-    "heads for tokens, striped": Call("striped", "float16", FULL, ulysses=2),
+    "Ulysses": Call(ulysses=2),
+    "Ulysses, striped": Call("striped", "float16", FULL, ulysses=2),
     "longformer": Call("contiguous", options=FULL | {"block_mask": longformer(64, [(0, 5), (200, 210)])}),
     "D128, one head of K/V": Call(heads=(4, 1), head_dims=(128, 128)),
-    "D40, every head of its own": Call("striped", "float16", heads=(2, 2), head_dims=(40, 40)),
+    "D40, as many K/V heads as q heads": Call("striped", "float16", heads=(2, 2), head_dims=(40, 40)),
     "D192 and 128": Call(heads=(3, 3), head_dims=(192, 128)),
 }
-"""What a GPU run has to cover, by name; the tests hold that no kind of argument is missing."""
+"""Calls that a GPU run must cover, by name. Tests check that no kind of argument is missing."""
 
 
 def draw(call: Call) -> dict[str, Tensor]:
-    """Return q, k, v, dout, dlse and the sink of the whole sequence, which lie on the CPU."""
+    """Return q, k, v, dout, dlse and the sink of the whole sequence, on the CPU."""
     generator = torch.Generator().manual_seed(SEED)
     (heads, kv_heads), (dim, dim_v), dtype = call.heads, call.head_dims, DTYPES[call.dtype]
     shapes = {"q": (heads, dim), "k": (kv_heads, dim), "v": (kv_heads, dim_v), "dout": (heads, dim_v)}
-    whole = {name: torch.randn(2, TOKENS, *shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-    whole["dlse"] = torch.randn(2, heads, TOKENS, generator=generator)
-    return whole | ({"sink": torch.randn(heads, generator=generator)} if call.sink else {})
+    tensors = {name: torch.randn(2, TOKENS, *shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    tensors["dlse"] = torch.randn(2, heads, TOKENS, generator=generator)
+    return tensors | ({"sink": torch.randn(heads, generator=generator)} if call.sink else {})
 
 
 def attend(function: Any, **options: Any) -> Any:
-    """Return ``function`` of q, k, v and, if there is one, the sink."""
+    """Return ``function`` as a function of q, k, v and an optional sink."""
     return lambda q, k, v, sink=None: function(q, k, v, learnable_sink=sink, **options)
 
 
 def exact_results(call: Call, whole: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensors:
-    """Return the reference's results in float64: out, lse and the gradients."""
+    """Return out, lse and gradients of the reference in float64."""
     options = dict(options)
     if "window_size" in options:
         options["window_size"] = tuple(-1 if side is None else side for side in options["window_size"])
@@ -138,15 +136,15 @@ def exact_results(call: Call, whole: Mapping[str, Tensor], options: Mapping[str,
 
 
 def run_call(call: Call, transport: str, device: torch.device, group: Group) -> Tensor:
-    """Make a call twice as one rank; return differences by :data:`RESULTS`, changed elements, and a checksum."""
-    whole, rank, world = {name: x.to(device) for name, x in draw(call).items()}, group.rank(), group.size()
+    """Make a call twice on one rank; return errors by :data:`RESULTS`, changed elements, and a checksum."""
+    tensors, rank, world = {name: x.to(device) for name, x in draw(call).items()}, group.rank(), group.size()
     layout, ring_group, mesh = LAYOUTS[call.layout](TOKENS, world), group, None
     if call.ulysses > 1:
         mesh, ring_group = split(group, world // call.ulysses, call.ulysses)
     levels: dict[str, Any] = {"topology": Topology.grid(call.nodes, world // call.nodes)} if call.nodes > 1 else {}
     options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.options.items()}
     shards = {
-        name: x if name == "sink" else layout.shard(x, rank, 2 if name == "dlse" else 1) for name, x in whole.items()
+        name: x if name == "sink" else layout.shard(x, rank, 2 if name == "dlse" else 1) for name, x in tensors.items()
     }
     inputs = [shards[name] for name in ("q", "k", "v", "sink") if name in shards]
     with Ring(ring_group, transport=transport, **call.ring, **levels) as ring:
@@ -154,21 +152,21 @@ def run_call(call: Call, transport: str, device: torch.device, group: Group) -> 
         first, second = (forward_backward(function, inputs, shards["dout"], shards["dlse"]) for _ in range(2))
     changed = sum(int((a != b).sum()) for a, b in zip(first, second, strict=True))
     bits = zlib.crc32(b"".join(x.cpu().contiguous().view(torch.uint8).numpy().tobytes() for x in first))
-    exact = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact_results(call, whole, options)[:5])]
-    if call.sink:  # this rank's part of the gradient, by its rows alone
+    exact = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact_results(call, tensors, options)[:5])]
+    if call.sink:  # this rank's part of the gradient, from its rows only
         rows = torch.zeros(TOKENS, device=device).index_fill_(0, layout.positions(rank).to(device), 1.0)
-        mine = {"dout": whole["dout"] * rows[:, None, None], "dlse": whole["dlse"] * rows}
-        exact.append(exact_results(call, whole | mine, options)[5])
+        own_gradients = {"dout": tensors["dout"] * rows[:, None, None], "dlse": tensors["dlse"] * rows}
+        exact.append(exact_results(call, tensors | own_gradients, options)[5])
     worst = [difference(*pair) for pair in zip(first, exact, strict=True)]
     return torch.tensor([*worst, *[0.0] * (len(RESULTS) - len(worst)), changed, bits], dtype=torch.float64)
 
 
 def difference(ours: Tensor, exact: Tensor) -> float:
-    """Return the largest difference of a row, relative to the larger of the row and the mean row; infinite for NaN."""
+    """Return the largest error of a row relative to the row or the mean row; infinite for NaN."""
     blind = exact == -torch.inf
     if not ours.double()[blind].equal(exact[blind]):
         return math.inf
-    if exact.dim() < 4:  # numbers, not rows
+    if exact.dim() < 4:  # lse and sinks have no rows
         ours, exact = ours.masked_fill(blind, 0)[..., None], exact.masked_fill(blind, 0)[..., None]
     errors, rows = (ours - exact).norm(dim=-1), exact.norm(dim=-1)
     size = rows.clamp_min(float(rows.square().mean().sqrt())) if rows.any() else 1.0
@@ -176,7 +174,7 @@ def difference(ours: Tensor, exact: Tensor) -> float:
 
 
 def split(group: Group, ranks: int, ulysses: int) -> tuple[GroupLike, Any]:
-    """Return a mesh of rings whose ranks exchange heads, and this rank's ring of that mesh."""
+    """Return a mesh of rings and Ulysses groups, and this rank's ring."""
     if isinstance(group, LocalGroup):
         local = group.mesh(ranks, ulysses)
         return local, local.ring
@@ -187,7 +185,7 @@ def split(group: Group, ranks: int, ulysses: int) -> tuple[GroupLike, Any]:
 def drawn_calls(
     device: torch.device, *, transport: str, world: int, only: Sequence[str] = tuple(CALLS)
 ) -> Iterator[Number]:
-    """Calls with every kind of argument on rings of ranks, against float64; then what every transport must do."""
+    """Run calls with every kind of argument on rings against float64, then the transport's conformance suite."""
     names = [name for name in only if CALLS[name].fits(transport, world)]
     if transport == "local":
         with LocalWorld(world, device=device) as ranks:
@@ -201,26 +199,22 @@ def drawn_calls(
 
 
 def run_process(place: Member, device: torch.device, transport: str, names: Sequence[str]) -> list[list[Tensor]]:
-    """Make calls as one of several processes; return what all ranks found, by call."""
+    """Run calls in one of several processes; return the results of all ranks, by call."""
     torch.set_num_threads(1)
     group = dist.group.WORLD
     assert group is not None
     gathered = []
     for name in names:
-        mine = run_call(CALLS[name], transport, device, group)
-        rows = [torch.empty_like(mine) for _ in range(place.world)]
-        dist.all_gather(rows, mine)
+        rank_results = run_call(CALLS[name], transport, device, group)
+        rows = [torch.empty_like(rank_results) for _ in range(place.world)]
+        dist.all_gather(rows, rank_results)
         gathered.append(rows)
-    check_transfers(transport, device, group)  # last, because its cases abort
+    check_transfers(transport, device, group)  # last, because its cases abort the transport
     return gathered
 
 
 def check_transfers(transport: str, device: torch.device, group: Group) -> None:
-    """Run the conformance suite of transports, and on a GPU what is of GPUs.
-
-    Raises:
-        AssertionError: a case failed.
-    """
+    """Run the conformance suite of a transport, and its GPU cases on a GPU; a failure raises AssertionError."""
     for case in gpu.TRANSFERS.get(transport, ()) if device.type == "cuda" else ():
         opened = open_transport(group, transport=transport, device=device)
         case(opened, device)
@@ -229,10 +223,10 @@ def check_transfers(transport: str, device: torch.device, group: Group) -> None:
 
 
 def judge(name: str, transport: str, rows: Sequence[Tensor]) -> Iterator[Number]:
-    """Yield the numbers of one call from what its ranks found."""
-    found = torch.stack([*rows])
-    worst = found[:, : len(RESULTS)].amax(0)
-    bits = zlib.crc32(found[:, -1].numpy().tobytes())
-    labels = {"call": name, "by": transport, "ranks": len(found), "of": RESULTS[int(worst.argmax())]}
+    """Yield the numbers of one call from the results of its ranks."""
+    results = torch.stack([*rows])
+    worst = results[:, : len(RESULTS)].amax(0)
+    bits = zlib.crc32(results[:, -1].numpy().tobytes())
+    labels = {"call": name, "by": transport, "ranks": len(results), "of": RESULTS[int(worst.argmax())]}
     yield Number("difference of a row", float(worst.max()), "relative", labels, CALLS[name].limit, note=f"{bits:08x}")
-    yield Number("changed in a second call", float(found[:, -2].sum()), "elements", labels, limit=0)
+    yield Number("changed in a second call", float(results[:, -2].sum()), "elements", labels, limit=0)

@@ -1,6 +1,7 @@
-"""What the suite measures itself: ``python -m ringattn.bench.suite.device_cases NAME FILE`` runs one case.
+"""Cases that the suite measures itself, one per process.
 
-Everything else is a command line of its own. A case yields numbers; FILE is a result as every command writes it.
+``python -m ringattn.bench.suite.device_cases NAME FILE`` runs one case. A case yields numbers. FILE gets a result in
+the format of every command.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from ..kernels.accuracy import draw
 from ..kernels.speed import AGREE, causal_bounds
 from . import calls, gpu
 
-EXPONENTS = (-14, 8)  # of what becomes fp8: normal and subnormal codes, and some that round to zero
+EXPONENTS = (-14, 8)  # exponents of fp8 inputs: normal and subnormal codes, and values that round to zero
 MOST_TIMES = {"forward": 1.08, "forward and backward": 1.12}
-"""What a ring of virtual ranks on one GPU may take, in times of a ring of one rank."""
+"""Limits for the time of a ring of virtual ranks on one GPU, relative to a ring of one rank."""
 COPIED_SHARE = 4  # a copy takes at most this part of the free memory, twice
 
 Shape = tuple[int, int, int, int]
@@ -45,7 +46,7 @@ Run = Callable[..., Iterator[Number]]
 def launches(
     device: torch.device, *, dtype: str = "bfloat16", seqlen: int = 512, head_dim: int = 64
 ) -> Iterator[Number]:
-    """NamedTuple arguments at launch, with bounds and without."""
+    """Launch kernels with NamedTuple arguments, with and without bounds."""
     for causal in (False, True):
         q, k, v, _, _ = draw(device, DTYPES[dtype], (seqlen, 4, 2, head_dim, head_dim))
         labels = {"mask": "causal" if causal else "full", "dtype": dtype, "head_dim": head_dim}
@@ -61,7 +62,7 @@ def launches(
 def ceilings(
     device: torch.device, *, side: int = 8192, dtype: str = "bfloat16", nbytes: int = 4 << 30
 ) -> Iterator[Number]:
-    """A large matrix product and a large copy through PyTorch, on random data: what percentages refer to."""
+    """Time a large matrix product and a large copy in PyTorch, the references for percentages."""
     nbytes = min(nbytes, memory.free_memory(device) // COPIED_SHARE)
     clock = Clock(device)
     with clock.stage():
@@ -72,8 +73,8 @@ def ceilings(
         prepared = {name: clock.prepared(step) for name, step in steps.items()}
         times = interleaved(prepared, clock, repeats=10, warmup=3)
     matmul, copy = times["product"], times["copy"]
-    rate, of = 2 * side**3 / matmul.median / 1e12, {"side": side, "dtype": dtype}
-    yield Number("matrix product", rate, "TFLOP/s", of, spread=matmul.spread)
+    rate, labels = 2 * side**3 / matmul.median / 1e12, {"side": side, "dtype": dtype}
+    yield Number("matrix product", rate, "TFLOP/s", labels, spread=matmul.spread)
     rate = 2 * nbytes / copy.median / 1e9
     yield Number("copy, bytes read and written", rate, "GB/s", {"bytes": nbytes}, spread=copy.spread)
 
@@ -84,15 +85,15 @@ def fp8(
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"),
     shapes: tuple[Shape, ...] = ((2, 1000, 4, 128), (1, 200, 2, 40)),
 ) -> Iterator[Number]:
-    """K/V to e4m3 and back: bits that are not those of the CPU's own code."""
+    """Convert K/V to e4m3 and back; count bits that differ from the CPU's own code."""
     for dtype, shape in product(dtypes, shapes):
         labels = {"dtype": dtype, "shape": "x".join(map(str, shape))}
-        for what, count in fp8_differences(fp8_inputs(shape, DTYPES[dtype]), device).items():
-            yield Number(f"wrong {what}", count, "elements", labels, limit=0)
+        for part, count in fp8_differences(fp8_inputs(shape, DTYPES[dtype]), device).items():
+            yield Number(f"wrong {part}", count, "elements", labels, limit=0)
 
 
 def fp8_inputs(shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Numbers of many sizes, some zeros, and one NaN and one infinity, on the CPU; heads are strided."""
+    """Return numbers of many sizes, zeros, one NaN and one infinity, on the CPU, with strided heads."""
     batch, tokens, heads, dim = shape
     wide = torch.randn(batch, tokens, heads, 2 * dim)
     wide *= torch.exp2(torch.randint(*EXPONENTS, wide.shape))
@@ -103,14 +104,14 @@ def fp8_inputs(shape: Shape, dtype: torch.dtype) -> Tensor:
 
 
 def fp8_differences(x: Tensor, device: torch.device) -> dict[str, int]:
-    """How many codes, scales and numbers that come back differ between the kernels and the CPU's code."""
+    """Count codes, scales and decoded numbers that differ between the kernels and the CPU's code."""
     codes, scales = fp8_buffers(x, x.device)
     Scaled().encode(x, (codes, scales))
     back = torch.empty(x.shape, dtype=x.dtype)
     Scaled().decode((codes, scales), back)
-    here = x.to(device) if device.type != "cpu" else x  # which would lose the strides
+    on_device = x.to(device) if device.type != "cpu" else x  # a copy would lose the strides
     ours, our_scales = fp8_buffers(x, device)
-    quantize(here, ours, our_scales)
+    quantize(on_device, ours, our_scales)
     returned = torch.full(x.shape, torch.nan, dtype=x.dtype, device=device)
     dequantize(ours, our_scales, returned)
     pairs = {"codes": (ours, codes), "scales": (our_scales, scales), "numbers": (returned, back)}
@@ -118,13 +119,13 @@ def fp8_differences(x: Tensor, device: torch.device) -> dict[str, int]:
 
 
 def fp8_buffers(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For codes and scales of ``x``, poisoned."""
+    """Return poisoned buffers for codes and scales of ``x``."""
     codes = torch.full(x.shape, 0x55, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     return codes, torch.full(scale_shape((x.shape[0], *x.shape[1:])), torch.nan, device=device)
 
 
 def differing(ours: Tensor, other: Tensor) -> int:
-    """How many elements have other bits; any NaN equals any other."""
+    """Return the number of elements with different bits; all NaNs are equal."""
     a, b = ours.cpu().float(), other.cpu().float()
     return int((((a != b) | (a.signbit() != b.signbit())) & ~(a.isnan() & b.isnan())).sum())
 
@@ -139,47 +140,47 @@ def local_world(
     dtype: str = "bfloat16",
     repeats: int = 10,
 ) -> Iterator[Number]:
-    """A causal zigzag ring of virtual ranks on one device against one rank with all tokens: the cost of hops."""
+    """Compare a causal zigzag ring of virtual ranks with one rank on one device: the overhead of hops."""
     seqlen = world * tokens
     inputs = [torch.randn(1, seqlen, heads, head_dim, device=device).to(DTYPES[dtype]) for _ in range(4)]
     labels = {"world": world, "tokens per rank": tokens, "dtype": dtype, "head_dim": head_dim}
     with LocalWorld(world, device=device) as ring, LocalWorld(1, device=device) as alone:
         steps: dict[str, Step] = {}
         results = []
-        for who, ranks, count in (("ring", ring, world), ("one rank", alone, 1)):
+        for name, ranks, count in (("ring", ring, world), ("one rank", alone, 1)):
             layout = Layout.zigzag(seqlen, count)
-            # ranks keep their shards, as they do in a training step: cutting and joining are not timed
+            # Shard outside the timed step, because ranks keep their shards in training.
             shards = [[layout.shard(x, rank) for x in inputs] for rank in range(count)]
             step: Callable[[], Any]
-            for what in MOST_TIMES:
-                step = partial(ranks.run, partial(pass_of_a_rank, shards, layout, backward=what != "forward"))
-                steps[f"{what}:{who}"] = step
-            results.append([layout.unshard(each) for each in zip(*step(), strict=True)])
+            for pass_name in MOST_TIMES:
+                step = partial(ranks.run, partial(pass_of_a_rank, shards, layout, backward=pass_name != "forward"))
+                steps[f"{pass_name}:{name}"] = step
+            results.append([layout.unshard(parts) for parts in zip(*step(), strict=True)])
         yield Number("difference from one rank", distance(*results), "relative", labels, AGREE[dtype])
         del results
         times = interleaved(steps, Clock(device), repeats=repeats)
-    for what, most in MOST_TIMES.items():
-        ring_time, alone_time = times[f"{what}:ring"], times[f"{what}:one rank"]
-        for who, samples in (("ring", ring_time), ("one rank", alone_time)):
-            yield Number(f"{what} time", samples.median * 1e3, "ms", {**labels, "by": who}, spread=samples.spread)
-        limit = most if device.type == "cuda" else None
-        yield Number(f"{what}, ring over one rank", ring_time.median / alone_time.median, "times", labels, limit)
+    for pass_name, max_ratio in MOST_TIMES.items():
+        ring_time, alone_time = times[f"{pass_name}:ring"], times[f"{pass_name}:one rank"]
+        for name, samples in (("ring", ring_time), ("one rank", alone_time)):
+            yield Number(f"{pass_name} time", samples.median * 1e3, "ms", {**labels, "by": name}, spread=samples.spread)
+        limit = max_ratio if device.type == "cuda" else None
+        yield Number(f"{pass_name}, ring over one rank", ring_time.median / alone_time.median, "times", labels, limit)
 
 
 def pass_of_a_rank(shards: list[list[Tensor]], layout: Layout, group: LocalGroup, *, backward: bool) -> Any:
-    """Out, or out, dq, dk and dv, of one virtual rank."""
+    """Return out, or out, dq, dk and dv, of one virtual rank."""
     attend, (*inputs, dout) = partial(ring_attention, layout=layout, group=group, causal=True), shards[group.rank()]
     return forward_backward(attend, inputs, dout) if backward else attend(*inputs)
 
 
 def right(backend: str, dtype: str, head_dim: int, **more: Any) -> tuple[str, Run]:
-    """Every kernel of a backend against float64."""
+    """Return the case that checks every kernel of a backend against float64."""
     run = partial(accuracy.accuracy, backend=backend, dtype=dtype, head_dim=head_dim, **more)
     return f"right {'' if backend == 'triton' else f'{backend} '}{dtype} D{head_dim}", run
 
 
 def rings(transport: str, world: int) -> tuple[str, Run]:
-    """Calls of every kind over a transport."""
+    """Return the case that runs every kind of call over a transport."""
     return f"{transport}-{world}", partial(calls.drawn_calls, transport=transport, world=world)
 
 
@@ -187,9 +188,9 @@ SMALLEST_HOPPER: dict[str, Any] = {
     "backend": "hopper", "dtype": "bfloat16", "head_dim": 64, "seqlen": 512, "heads": (1, 1), "causal_worlds": (1,),
     "full_worlds": (),
 }  # fmt: skip
-"""Turns every ring of the Hopper kernels around once, with bounds."""
+"""Smallest problem that cycles once through every shared-memory ring of the Hopper kernels, with bounds."""
 INTERPRETED = {"seqlen": 80, "heads": (2, 1)}
-WORLDS = (1, 3)  # one launch, and carried over three shards: a first, a middle and a last hop
+WORLDS = (1, 3)  # one launch, or three shards with a first, a middle and a last hop
 CASES: dict[str, dict[str, Run]] = {
     "cuda": dict(
         [
@@ -230,14 +231,14 @@ CASES: dict[str, dict[str, Run]] = {
         ]
     ),
 }
-"""By the kind of device and by name. On the CPU kernels run under Triton's interpreter, and are not timed."""
+"""Cases by kind of device and by name. On the CPU, Triton's interpreter runs the kernels, and they are not timed."""
 
 
 def main(name: str, run: Run, device: torch.device, file: str) -> int:
-    """Write the result after every number; the exit code says whether it failed, or cannot run here."""
+    """Run a case and write its result after every number; return the exit code."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches on the current one
-    torch.manual_seed(0)  # what it draws is the same in every call
+        torch.cuda.set_device(device)  # Triton launches on the current device
+    torch.manual_seed(0)  # every run draws the same inputs
     about, numbers = provenance(device), list[Number]()
     try:
         for number in run(device):

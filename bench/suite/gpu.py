@@ -1,4 +1,4 @@
-"""Cases that only a GPU can settle: transfers in stream order, graphs, torch.compile, and a killed rank."""
+"""Cases that need a GPU: transfers in stream order, CUDA graphs, torch.compile, and a killed rank."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from ..common.launching import start
 from ..common.ranks import member
 from ..kernels.speed import AGREE
 
-BUSY_SECONDS = 4.0  # of a stream that is held: far more than it takes to notice that it was let go
-CYCLES_PER_SECOND = 2e9  # about, of any GPU of the last years
-SEGMENT = 32 << 20  # bytes: more than torch's allocator cuts from one allocation, so that freeing it frees memory
+BUSY_SECONDS = 4.0  # for a blocked stream: far more than an abort takes to free it
+CYCLES_PER_SECOND = 2e9  # roughly, of recent GPUs
+SEGMENT = 32 << 20  # bytes: too large for torch's allocator to share a segment, so that freeing it frees memory
 CAPTURE_SECONDS = 1.0  # many ticks of the watchdog
-DEADLINE, GRACE = 3.0, 2.0  # seconds, of a ring with a rank that is killed
+DEADLINE, GRACE = 3.0, 2.0  # seconds, for the ring with a killed rank
 STEPS_BEFORE_KILL = 3
 
 
 def hold(seconds: float, transport: Transport | None = None) -> None:
-    """Keep the current stream busy, which the next mark of a transport is on."""
+    """Keep the current stream busy."""
     torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
 
 
 def compute_is_waited_for_both_ways(transport: Transport, device: torch.device) -> None:
-    """Compute slowly before a send, and compute on what arrived."""
+    """Check that a send waits for slow compute before it, and that compute waits for a receive."""
     onward, back = neighbours(transport)
     outgoing, arrived = filled(-1, LARGE, device), filled(-1, LARGE, device)
     for step in range(1, 20):
@@ -52,7 +52,7 @@ def compute_is_waited_for_both_ways(transport: Transport, device: torch.device) 
 
 
 def a_graph_replays_transfers(transport: Transport, device: torch.device) -> None:
-    """Capture transfers in a graph and replay it on other data."""
+    """Capture transfers in a CUDA graph and replay it on other data."""
     onward, back = neighbours(transport)
     outgoing, arrived = filled(0, LARGE, device), filled(-1, LARGE, device)
     sends, receives = [Message(onward, outgoing)], [Message(back, arrived)]
@@ -72,12 +72,12 @@ def a_graph_replays_transfers(transport: Transport, device: torch.device) -> Non
         arrived.fill_(-1)
         graph.replay()
         expect(values(arrived), [2 * (10 * back + 3 * replay)])
-    step()  # and as before: the last point of the transport is one of a stream again
+    step()  # eager transfers work after the graph
     expect(values(arrived), [2 * (10 * back + 10)])
 
 
 def memory_is_given_back_while_peers_know_it(transport: Transport, device: torch.device) -> None:
-    """Free what a peer opened and allocate anew, at the same address or another: bytes come from what is there."""
+    """Free memory that a peer has opened and allocate anew; check that peers read the new memory."""
     onward, back = neighbours(transport)
     for step in range(6):
         outgoing = filled(100 * step + transport.rank, (1 + step % 2) * SEGMENT // 4, device)
@@ -100,23 +100,23 @@ TRANSFERS: dict[str, tuple[Callable[[Transport, torch.device], None], ...]] = {
     ),
     "nccl_one_sided": (compute_is_waited_for_both_ways, memory_is_given_back_while_peers_know_it),
 }  # fmt: skip
-"""What a transport must do on a GPU beside what :mod:`ringattn.comm.testing` asks of all."""
+"""GPU cases of each transport, in addition to those of :mod:`ringattn.comm.testing`."""
 
 
 def captured(device: torch.device) -> Iterator[Number]:
-    """A graph that has nothing to do with a ring is captured in global mode, while the watchdog polls the ring."""
+    """Capture an unrelated graph in global mode while the watchdog polls a ring."""
     world, rows = 2, 64
-    layout, posted, over = Layout.zigzag(rows, world), threading.Barrier(world, timeout=60), threading.Event()
-    whole = [torch.randn(1, rows, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    layout, posted, capture_ended = Layout.zigzag(rows, world), threading.Barrier(world, timeout=60), threading.Event()
+    tensors = [torch.randn(1, rows, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
 
     def capture() -> Tensor:
         x, graph = torch.ones(1000, device=device), torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        x.mul_(2)  # its kernel is loaded: a capture would not
+        x.mul_(2)  # load its kernel, which a capture cannot
         side.wait_stream(torch.cuda.current_stream(device))
         posted.wait()
         with torch.cuda.stream(side):
-            graph.capture_begin(capture_error_mode="global")  # `torch.cuda.graph` would wait for the ring first
+            graph.capture_begin(capture_error_mode="global")  # `torch.cuda.graph` would first wait for the ring
             x.mul_(2)
             time.sleep(CAPTURE_SECONDS)
             graph.capture_end()
@@ -126,31 +126,31 @@ def captured(device: torch.device) -> Iterator[Number]:
         return x
 
     def run_rank(group: LocalGroup) -> Tensor:
-        q, k, v = (layout.shard(x, group.rank()) for x in whole)
+        q, k, v = (layout.shard(x, group.rank()) for x in tensors)
         with Ring(group, transport="local", deadline=30) as ring:
             call = partial(ring_attention, q, k, v, layout=layout, ring=ring, causal=True)
             call()
             torch.cuda.synchronize(device)
             if group.rank() == 0:
-                hold(BUSY_SECONDS)  # the hops wait, and are polled
+                hold(BUSY_SECONDS)  # hops wait while the watchdog polls them
             out = call()
             if group.rank() == 0:
                 expect(values(capture()), [2], "what the graph replayed")
-                over.set()
+                capture_ended.set()
             else:
                 posted.wait()
-                expect(over.wait(2 * BUSY_SECONDS + CAPTURE_SECONDS), True, "whether the capture ended")
+                expect(capture_ended.wait(2 * BUSY_SECONDS + CAPTURE_SECONDS), True, "whether the capture ended")
             torch.cuda.synchronize(device)
             return out
 
     with LocalWorld(world, device=device) as ranks:
         out = layout.unshard(ranks.run(run_rank))
-    exact, _ = reference.attention(*whole, causal=True)
+    exact, _ = reference.attention(*tensors, causal=True)
     yield Number("difference from float64", distance([out], [exact]), "relative", limit=AGREE["bfloat16"])
 
 
 def compiled(device: torch.device) -> Iterator[Number]:
-    """Forward and gradients of a whole graph of torch.compile are eager's, to the bit."""
+    """Compare forward and gradients under torch.compile with eager, bit by bit."""
     leaves = [torch.randn(1, 96, heads, 64, device=device).bfloat16().requires_grad_() for heads in (4, 2, 2)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -161,25 +161,27 @@ def compiled(device: torch.device) -> Iterator[Number]:
         out = function(*leaves)
         results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)])
     changed = sum(int((a != b).sum()) for a, b in zip(*results, strict=True))
-    yield Number("other than eager's", changed, "elements", limit=0)
+    yield Number("different from eager", changed, "elements", limit=0)
 
 
 def killed(device: torch.device, *, transport: str, world: int = 2) -> Iterator[Number]:
-    """A rank is killed beside peers whose streams wait for it: within the deadline each of them ends with an error."""
+    """Kill a rank while its peers' streams wait for it; each peer must end with an error within the deadline."""
     ends: dict[int, float] = {}
     with start(world, train_until_killed, transport, device.type) as (_, ranks):
         while len(ends) < world:
-            ends |= {i: time.monotonic() for i, one in enumerate(ranks) if i not in ends and one.poll() is not None}
+            ends |= {i: time.monotonic() for i, rank in enumerate(ranks) if i not in ends and rank.poll() is not None}
             time.sleep(0.01)
-    *codes, victim = (one.returncode for one in ranks)
+    *codes, victim = (rank.returncode for rank in ranks)
     labels = {"by": transport, "exit codes": f"{codes}"}
-    wrong = sum(code not in (1, EXIT_CODE) for code in codes) + (victim != -signal.SIGKILL)
-    yield Number("ranks that end otherwise", wrong, "ranks", labels, limit=0)
-    yield Number("time to the last end", max(ends.values()) - ends[world - 1], "s", labels, limit=DEADLINE + GRACE)
+    unexpected = sum(code not in (1, EXIT_CODE) for code in codes) + (victim != -signal.SIGKILL)
+    yield Number("ranks with another exit code", unexpected, "ranks", labels, limit=0)
+    yield Number(
+        "time until the last rank ended", max(ends.values()) - ends[world - 1], "s", labels, limit=DEADLINE + GRACE
+    )
 
 
 def train_until_killed(transport: str, kind: str) -> None:
-    """Train as one rank; the last one kills itself after some steps."""
+    """Train as one rank; the last rank kills itself after some steps."""
     place = member()
     assert place is not None
     device = place.shared_device(kind)

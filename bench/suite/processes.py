@@ -1,4 +1,4 @@
-"""Runs parts of a suite as processes: what fails, hangs or dies costs that part alone, and its share of the time."""
+"""Runs the suite's parts as processes, so that a part that fails, hangs or dies costs only its own time."""
 
 from __future__ import annotations
 
@@ -19,44 +19,40 @@ from ..common.result import Row, read
 from .parts import FILE, OUT, PACKAGE, PYTHON, SECONDS, Part
 
 LOGS = "logs"
-LEAST_SHARE = 0.5  # of its time: with less left a part is not started
-ENOUGH_SHARE = 0.9  # with that a part that overruns has failed
-USED_UP = 0.5  # of its time, by a command that is told one: it compiles, starts and writes, too
-GRACE_SECONDS = 2.0  # in which what overran says where it was
+LEAST_SHARE = 0.5  # share of a part's time; with less left it is not started
+ENOUGH_SHARE = 0.9  # a part that overruns after this share has failed
+USED_UP = 0.5  # share of its time that a command with a time limit gets; start-up and writing need the rest
+GRACE_SECONDS = 2.0  # for a part that overran to dump its stack
 POLL_SECONDS = 0.05
-MARK = "RINGATTN_SUITE_PART"  # in the environment of a part, and of whatever it starts: the folder, and which
+MARK = "RINGATTN_SUITE_PART"  # environment variable of a part and its children: the folder and the part
 DONE, FAILED, NOT_HERE, OUT_OF_TIME = "done", "failed", "not here", "out of time"
 
 
 def run(parts: Sequence[Part], *, out: Path, device: str, ends: float, width: int) -> Generator[Row, None, None]:
-    """Run them in order, those of one ``beside`` side by side; a row for each as it ends, by ``ends`` at the latest.
-
-    Each has its seconds; where there is more time than all that follow need, it has its share of that, too, so that
-    what one leaves over goes to those after it.
-    """
-    end_marked(mark_of(out))  # of a call that was killed
+    """Run groups of parts in order, with shares of the time until ``ends``; yield a row for each part as it ends."""
+    end_marked(mark_of(out))  # left by a suite that was killed
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     groups = grouped(parts)
     for number, group in enumerate(groups):
-        now, needed = time.monotonic(), sum(seconds_of(one, width) for one in groups[number:])
+        now, needed = time.monotonic(), sum(seconds_of(rest, width) for rest in groups[number:])
         share = seconds_of(group, width) * max(1.0, (ends - now) / (needed or 1.0))
         yield from together(group, out, device, min(ends, now + share), width)
 
 
 def grouped(parts: Sequence[Part]) -> list[list[Part]]:
-    return [list(group) for _, group in groupby(parts, lambda one: one.beside or one.name)]
+    return [list(group) for _, group in groupby(parts, lambda part: part.beside or part.name)]
 
 
 def seconds_of(group: Sequence[Part], width: int) -> float:
-    """What parts that run side by side take at most, so many at a time."""
-    seconds = [one.seconds for one in group if one.missing is None]
+    """Return the longest time of parallel parts, ``width`` at a time."""
+    seconds = [part.seconds for part in group if part.missing is None]
     return max(seconds, default=0.0) * math.ceil(len(seconds) / width)
 
 
 def short_of(parts: Sequence[Part], ends: float) -> float:
-    """Seconds that are missing for the shortest of them to start; 0 where one does, or none is to run here."""
-    least = min((LEAST_SHARE * one.seconds for one in parts if one.missing is None), default=0.0)
-    return max(0.0, least - (ends - time.monotonic())) if least else 0.0
+    """Return the seconds missing for the shortest part to start; 0 if one can start or none is to run."""
+    shortest = min((LEAST_SHARE * part.seconds for part in parts if part.missing is None), default=0.0)
+    return max(0.0, shortest - (ends - time.monotonic())) if shortest else 0.0
 
 
 def together(group: Sequence[Part], out: Path, device: str, ends: float, width: int) -> Iterator[Row]:
@@ -65,7 +61,7 @@ def together(group: Sequence[Part], out: Path, device: str, ends: float, width: 
         try:
             for future in as_completed(futures):
                 yield future.result()
-        finally:  # where it was interrupted
+        finally:  # if interrupted
             for future in futures:
                 future.cancel()
             while not all(future.done() for future in futures):
@@ -73,36 +69,36 @@ def together(group: Sequence[Part], out: Path, device: str, ends: float, width: 
 
 
 def run_part(part: Part, out: Path, device: str, ends: float) -> Row:
-    """Run one; how it ended."""
+    """Run one part; return its row."""
     row = {"part": part.name, "about": part.about, "command": part.command_line, "seconds": 0.0}
-    left = ends - time.monotonic()
+    seconds_left = ends - time.monotonic()
     if part.missing:
         return {**row, "state": NOT_HERE, "found": part.missing}
-    if left < LEAST_SHARE * part.seconds:
-        message = f"it takes up to {part.seconds:.0f} s, {max(left, 0):.0f} s were left"
+    if seconds_left < LEAST_SHARE * part.seconds:
+        message = f"it takes up to {part.seconds:.0f} s, and {max(seconds_left, 0):.0f} s were left"
         return {**row, "state": OUT_OF_TIME, "found": message}
     log, mark = out / LOGS / f"{Path(part.file).stem}.txt", f"{mark_of(out)}{os.getpid()}.{part.name}|"
     log.parent.mkdir(parents=True, exist_ok=True)
-    (out / part.file).unlink(missing_ok=True)  # an earlier call's
+    (out / part.file).unlink(missing_ok=True)  # of an earlier run
     places = {PYTHON: sys.executable, OUT: str(out.absolute()), FILE: str(out.absolute() / part.file)}
-    places[SECONDS] = str(max(1, int(USED_UP * left)))
-    begun = time.monotonic()
+    places[SECONDS] = str(max(1, int(USED_UP * seconds_left)))
+    start = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
             [filled(word, places) for word in part.command], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             env=environment(device) | {MARK: mark}, start_new_session=True,
         )  # fmt: skip
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(left)
+        process.wait(seconds_left)
     late = process.poll() is None
     end_marked(mark)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # what the driver holds ends when it lets go
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a process in the driver ends only when the driver returns
         process.wait(GRACE_SECONDS)
     text = log.read_text(errors="replace")
-    state, message = overran(part, left, text) if late else ended(process.returncode, text)
+    state, message = overran(part, seconds_left, text) if late else ended(process.returncode, text)
     if FILE in part.command:
         state, message = with_result(out / part.file, state, message)
-    return {**row, "state": state, "found": message, "seconds": round(time.monotonic() - begun, 1)}
+    return {**row, "state": state, "found": message, "seconds": round(time.monotonic() - start, 1)}
 
 
 def filled(word: str, places: dict[str, str]) -> str:
@@ -112,7 +108,7 @@ def filled(word: str, places: dict[str, str]) -> str:
 
 
 def environment(device: str) -> dict[str, str]:
-    """Of every part: ours, Triton's compiler or interpreter, and this very package, wherever it lies."""
+    """Return the environment of a part: this package's path, and Triton's compiler or interpreter."""
     path = [str(PACKAGE.parent)] if PACKAGE.name == "ringattn" else []
     path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     variables = {"PYTHONPATH": os.pathsep.join(path), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
@@ -121,14 +117,14 @@ def environment(device: str) -> dict[str, str]:
 
 
 def overran(part: Part, had: float, text: str) -> tuple[str, str]:
-    """Not its fault where less was left than it takes at most, or where it takes whatever there is."""
+    """Return state and message of a part that overran; with a short share it is out of time, not failed."""
     enough = had >= ENOUGH_SHARE * part.seconds and SECONDS not in part.command
-    message = f"it had {had:.0f} s, and was ended with all its processes: {last_of(text)}"
+    message = f"it was killed after {had:.0f} s: {last_of(text)}"
     return (FAILED if enough else OUT_OF_TIME), message.rstrip(": ")
 
 
 def ended(code: int | None, text: str) -> tuple[str, str]:
-    """The state, and what was found or why not, by an exit code and a log."""
+    """Return state and message of a part by its exit code and log."""
     last = last_of(text)
     if code == os.EX_UNAVAILABLE:
         return NOT_HERE, last
@@ -138,10 +134,10 @@ def ended(code: int | None, text: str) -> tuple[str, str]:
 
 
 def with_result(path: Path, state: str, message: str) -> tuple[str, str]:
-    """The same by the result that a part leaves: what failed in it, or its last note."""
+    """Return state and message by the result file: failures in it, or its last note."""
     try:
         result = read(path)
-    except ValueError as error:  # a part that is done has left one
+    except ValueError as error:  # a finished part has written one
         return (FAILED, str(error)) if state == DONE else (state, message)
     if result.failed:
         return FAILED, "; ".join(result.failed)
@@ -149,28 +145,27 @@ def with_result(path: Path, state: str, message: str) -> tuple[str, str]:
 
 
 def last_of(text: str) -> str:
-    """The last line of a log."""
     return (text.strip().splitlines() or [""])[-1]
 
 
 def mark_of(out: Path) -> str:
-    """What the marks of all parts of a folder begin with."""
+    """Return the start of the marks of all parts of a folder."""
     return f"{out.absolute()}|"
 
 
 def end_marked(mark: str) -> None:
-    """End every process whose mark begins so: asked where it is at first, killed then."""
+    """End every process whose mark starts so: first SIGABRT, which dumps stacks, then SIGKILL."""
     for number in (signal.SIGABRT, signal.SIGKILL):
         until = time.monotonic() + GRACE_SECONDS
-        while (there := [*marked(mark)]) and time.monotonic() < until:
-            for pid in there:
+        while (pids := [*marked(mark)]) and time.monotonic() < until:
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             time.sleep(POLL_SECONDS)
 
 
 def marked(mark: str) -> Iterator[int]:
-    """Processes whose mark begins so, also those that have made themselves a session, or lost their parents."""
+    """Yield processes whose mark starts so, even in other sessions or without their parents."""
     begins = f"{MARK}={mark}".encode()
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

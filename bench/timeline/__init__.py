@@ -1,1 +1,1 @@
-"""Tells when each rank computed, sent, received and waited: the format, and how it is recorded."""
+"""Records when each rank computes, sends, receives and waits; and the timeline format."""

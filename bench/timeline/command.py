@@ -1,4 +1,4 @@
-"""``ringattn bench timeline``: when each rank computed, sent, received and waited in one forward and backward."""
+"""``ringattn bench timeline`` records when each rank computes, sends, receives and waits in one step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def timeline(
-    world: Annotated[int | None, typer.Option(min=1, help="Ranks; default: 2; under a launcher, its own.")] = None,
-    seqlen: Annotated[Any, typer.Option(parser=flags.size, metavar="SIZE", help="Tokens in all.")] = "8k",
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks; default: 2, or the launcher's.")] = None,
+    seqlen: Annotated[Any, typer.Option(parser=flags.size, metavar="SIZE", help="Total tokens.")] = "8k",
     batch: flags.Batch = 1,
     heads: flags.Heads = 8,
     kv_heads: flags.KvHeads = None,
@@ -31,18 +31,20 @@ def timeline(
     dtype: flags.Dtype = "fp32",
     causal: flags.Causal = True,
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
-    repeats: Annotated[int, typer.Option(min=1, help="Recorded runs; the one of median length is kept.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Recorded runs; the run of median length is kept.")] = 5,
     threads: flags.Threads = None,
     seed: flags.Seed = 0,
     device: flags.DeviceFlag = "",
     trace: flags.Trace = None,
-    out: Annotated[Any, typer.Option(parser=picture, metavar="FILE", help="Draw it: .svg, .png or .pdf.")] = None,
+    out: Annotated[
+        Any, typer.Option(parser=picture, metavar="FILE", help="Draw the timeline to a .svg, .png or .pdf file.")
+    ] = None,
     json: flags.Json = None,
     csv: flags.Csv = None,
 ) -> None:
-    """Record one forward and backward of a ring: every rank's compute, waits, transfers and slots on one clock.
+    """Record one forward and backward of a ring: compute, waits, transfers and slots of every rank, on one clock.
 
-    Alone it starts processes of the CPU, or virtual ranks on the GPU where there is one.
+    Without a launcher it starts virtual ranks on the GPU, or processes if there is no GPU.
     """
     from ..common.attention import AttentionConfig
     from . import runs
@@ -51,7 +53,7 @@ def timeline(
     place, ranks = member(), flags.resolve_world(world, DEFAULT_WORLD)
     device, kv_heads = flags.device_name(device), flags.kv_heads_of(heads, kv_heads)
     if seqlen < ranks:
-        raise typer.BadParameter(f"--seqlen is {seqlen}: {ranks} ranks need a token each")
+        raise typer.BadParameter(f"--seqlen is {seqlen}: it must be at least one token for each of {ranks} ranks")
     problem = AttentionConfig(
         seqlen, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout.value,
         flags.resolve_threads(threads, ranks), seed, device,
@@ -71,7 +73,7 @@ def timeline(
 
 
 def result_of(timeline: Timeline) -> Result:
-    """What each rank did with its time."""
+    """Return how much time each rank spent on each lane."""
     from .events import LANES
 
     length = timeline.seconds
@@ -81,7 +83,7 @@ def result_of(timeline: Timeline) -> Result:
         lanes = {lane: sum(event.seconds for event in spans if event.lane == lane) for lane in LANES}
         share = 100 * lanes["compute"] / length if length else 0.0
         rows.append({"rank": rank, **{lane: seconds * 1e3 for lane, seconds in lanes.items()}, "computing": share})
-    notes = [timeline.title, f"clocks of the ranks agree to {timeline.about['clock_error']:.1e} s"]
+    notes = [timeline.title, f"clocks of the ranks agree within {timeline.about['clock_error']:.1e} s"]
     computing = sum(row["computing"] for row in rows) / len(rows)
     notes.append(f"ranks compute {computing:.1f}% of {length * 1e3:.4g} ms")
     units = {"rank": "", **dict.fromkeys(LANES, "ms"), "computing": "%"}

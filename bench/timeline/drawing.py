@@ -1,4 +1,4 @@
-"""Timelines as pictures: per rank what it computed or waited for, what it sent and received, and its slots."""
+"""Draws timelines: compute, waits, sends, receives and slots of each rank."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from ..common.theme import LIGHT, themed
 from .events import LANES, Event, Timeline, lane_order
 
 ROWS = {"compute": 1.0, "send": 0.42, "receive": 0.42}
-"""Rows of a rank and their heights; waits share the row of compute, for a rank does one or the other."""
+"""Rows of a rank and their heights. Waits share the row of compute, because a rank does one or the other."""
 SLOT_ROW = 0.5
 GAP = 0.5  # between ranks
 INCH_PER_UNIT = 0.18
-LABEL_SHARE = 0.022  # of the width: a narrower bar has no text
+LABEL_SHARE = 0.022  # of the width; narrower bars have no text
 MOST_SLOT_RANKS = 4  # with more ranks slots would be too thin to read
 WIDTH = 10.0
 MILLI = 1e3
 
 
 class LaneBox(NamedTuple):
-    """Where a lane is drawn."""
+    """Position of a lane in the figure."""
 
     top: float
     height: float
 
 
 def rows_of(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, str], LaneBox], float]:
-    """The row of every (rank, lane), the same for all timelines, and the height of all; slots where ranks are few."""
-    world = max(one.world for one in timelines)
-    lanes = {event.lane for one in timelines for event in one.events} - set(LANES)
+    """Return the row of every (rank, lane) for all timelines, and the total height; slots only for few ranks."""
+    world = max(timeline.world for timeline in timelines)
+    lanes = {event.lane for timeline in timelines for event in timeline.events} - set(LANES)
     heights = ROWS | {lane: SLOT_ROW for lane in sorted(lanes, key=lane_order) if world <= MOST_SLOT_RANKS}
     rows: dict[tuple[int, str], LaneBox] = {}
     top = 0.0
@@ -43,26 +43,26 @@ def rows_of(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, str], LaneBo
 
 
 def draw(timelines: Sequence[Timeline]) -> Any:
-    """A figure of timelines above each other on one time axis, the first at the top; measured before predicted."""
+    """Draw timelines below each other on one time axis."""
     from matplotlib.figure import Figure
 
     rows, units = rows_of(timelines)
-    end = max(one.seconds for one in timelines) * MILLI or 1.0
+    end = max(timeline.seconds for timeline in timelines) * MILLI or 1.0
     with themed():
         height = len(timelines) * (units * INCH_PER_UNIT + 0.45) + 0.75
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
-        for one, place in zip(timelines, axes, strict=True):
-            _draw_one(place, one, rows, units, end)
+        for timeline, place in zip(timelines, axes, strict=True):
+            _draw_one(place, timeline, rows, units, end)
         axes[-1].set_xlabel("milliseconds since the call began")
         _legend(figure)
     return figure
 
 
 def heading(timeline: Timeline) -> str:
-    """``measured: causal, zigzag, …; 812 ms, ranks compute 96% of it``."""
+    """Return a heading such as ``measured: causal, zigzag, …; 812 ms, ranks compute 96% of it``."""
     total = timeline.seconds * timeline.world
-    computing = sum(one.seconds for one in timeline.events if one.lane == "compute") / total if total else 0.0
+    computing = sum(event.seconds for event in timeline.events if event.lane == "compute") / total if total else 0.0
     spent = f"{timeline.seconds * MILLI:,.3g} ms" if timeline.seconds < 0.1 else f"{timeline.seconds * MILLI:,.0f} ms"
     return f"{timeline.source}: {timeline.title}; {spent}, ranks compute {computing:.0%} of it"
 
@@ -76,8 +76,8 @@ def _draw_one(axes: Any, timeline: Timeline, rows: dict[tuple[int, str], LaneBox
             text, size = (f"rank {rank}", 9) if lane == "compute" else (lane, 6.5)
             axes.text(-0.006, middle, text, transform=across, ha="right", va="center_baseline", fontsize=size)
             axes.broken_barh([(0, end)], (row.top, row.height * 0.9), facecolors=LIGHT.track)
-        _draw_lane(axes, [one for one in timeline.events if (one.rank, one.lane) == (rank, lane)], row, end)
-    begins = [one.begin for one in timeline.events if one.phase == "backward"]
+        _draw_lane(axes, [event for event in timeline.events if (event.rank, event.lane) == (rank, lane)], row, end)
+    begins = [event.begin for event in timeline.events if event.phase == "backward"]
     if begins:
         axes.vlines(min(begins) * MILLI, -0.15, units, color=LIGHT.faint, lw=0.9, ls=(0, (3, 2)), zorder=4)
     axes.set(xlim=(0, end * 1.002), ylim=(units, -0.15), yticks=[])
@@ -89,14 +89,14 @@ def _draw_one(axes: Any, timeline: Timeline, rows: dict[tuple[int, str], LaneBox
 def _draw_lane(axes: Any, events: Sequence[Event], row: LaneBox, end: float) -> None:
     if not events:
         return
-    bars = [(one.begin * MILLI, one.seconds * MILLI) for one in events]
+    bars = [(event.begin * MILLI, event.seconds * MILLI) for event in events]
     style = {"edgecolors": LIGHT.paper, "linewidth": 0.4, "zorder": 2}
-    axes.broken_barh(bars, (row.top, row.height * 0.9), facecolors=[_colour(one) for one in events], **style)
-    for one, (begin, width) in zip(events, bars, strict=True):
-        label = {"compute": f"hop {one.hop}", "wait": ""}.get(one.lane, one.name)
+    axes.broken_barh(bars, (row.top, row.height * 0.9), facecolors=[_colour(event) for event in events], **style)
+    for event, (begin, width) in zip(events, bars, strict=True):
+        label = {"compute": f"hop {event.hop}", "wait": ""}.get(event.lane, event.name)
         if label and width > LABEL_SHARE * end * max(1.0, len(label) / 2.5):
             middle = (begin + width / 2, row.top + row.height * 0.45)
-            size, ink = 7.5 if one.lane == "compute" else 6, LIGHT.on_bar if one.lane in LANES else LIGHT.on_slot
+            size, ink = 7.5 if event.lane == "compute" else 6, LIGHT.on_bar if event.lane in LANES else LIGHT.on_slot
             axes.text(*middle, label, ha="center", va="center_baseline", fontsize=size, color=ink, zorder=3)
 
 

@@ -1,7 +1,7 @@
-"""When each rank computed, sent, received and waited: one format for what was measured and what is predicted.
+"""Timelines: when each rank computes, sends, receives and waits, measured or predicted.
 
-It is kept as a Chrome trace (JSON object format of the Trace Event document), which Perfetto opens: a process per rank,
-a thread per lane, a complete event ("X") per span, microseconds.
+They are stored as Chrome traces (JSON object format of the Trace Event document), which Perfetto opens. A process is a
+rank, a thread a lane, and a complete event ("X") a span in microseconds.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from ...kernels.files import converted
 
 SCHEMA = "ringattn timeline 2"
 LANES = ("compute", "wait", "send", "receive")
-"""Of every rank, from the top; below them come its slots while they hold or await something: "slot 0" and on (K/V),
-"dK/dV slot 0" and on."""
+"""Lanes of every rank, from the top. Below them come slots in use: "slot 0" and on for K/V, "dK/dV slot 0" and on."""
 PREDICTED = "predicted"
 SOURCES = ("measured", PREDICTED)
 MACHINE = {"threads", "seed", "device", "transport"}
-"""What a measured call says of where it ran: a prediction has none of it."""
-IGNORED = MACHINE | {"nodes"}  # a prediction alone says these
+"""Fields of measured calls that describe the machine; predictions lack them."""
+IGNORED = MACHINE | {"nodes"}  # only predictions have `nodes`
 MICRO = 1e6
-MOST_RANKS = 1024  # of a file: a picture of more cannot be read
+MOST_RANKS = 1024  # per file; a figure of more is unreadable
 
 
 @dataclass(frozen=True)
 class Event:
-    """What one rank did on one lane from ``begin`` to ``end``, in seconds from the start of the call."""
+    """One activity of a rank on a lane from ``begin`` to ``end``, in seconds from the start of the call."""
 
     rank: int
     lane: str  # one of LANES, "slot N" or "dK/dV slot N"
@@ -35,7 +34,7 @@ class Event:
     hop: int
     begin: float
     end: float
-    name: str = ""  # what moves or is computed: "K/V of 3", "dQ"
+    name: str = ""  # the data, such as "K/V of 3" or "dQ"
     nbytes: int = 0
 
     @property
@@ -45,43 +44,43 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one call, forward or forward and backward, on all its ranks."""
+    """Events of one call on all its ranks, of a forward or of a forward and backward."""
 
     title: str
     source: str  # one of SOURCES
     world: int
     events: tuple[Event, ...]
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What it is of, and where it comes from: "call" (shape, layout, mask), "provenance"; ready for JSON."""
+    """JSON data: "call" (shape, layout, mask) and "provenance"."""
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
             raise ValueError(f"source is {self.source!r}: it must be one of {', '.join(SOURCES)}")
-        wrong = [event.rank for event in self.events if not 0 <= event.rank < self.world]
-        if wrong:
-            raise ValueError(f"an event is of rank {wrong[0]}: ranks are 0 to {self.world - 1}")
+        unknown = [event.rank for event in self.events if not 0 <= event.rank < self.world]
+        if unknown:
+            raise ValueError(f"an event has rank {unknown[0]}: it must be 0 to {self.world - 1}")
 
     @property
     def seconds(self) -> float:
-        """Until the last event of any rank ends."""
+        """Time until the last event of any rank ends."""
         return max((event.end for event in self.events), default=0.0)
 
 
 def alike(one: Timeline, other: Timeline) -> bool:
-    """Whether both say of what call they are, and it is the same, whatever ran it."""
-    mine, theirs = one.about.get("call"), other.about.get("call")
-    if not (isinstance(mine, dict) and isinstance(theirs, dict) and mine and theirs):
+    """Return True if both timelines describe their call and the calls are equal, on whatever machine."""
+    call, other_call = one.about.get("call"), other.about.get("call")
+    if not (isinstance(call, dict) and isinstance(other_call, dict) and call and other_call):
         return False
-    return all(mine.get(name) == theirs.get(name) for name in {*mine, *theirs} - IGNORED)
+    return all(call.get(name) == other_call.get(name) for name in {*call, *other_call} - IGNORED)
 
 
 def lane_order(lane: str) -> tuple[int, str]:
-    """Sorts lanes as they are drawn."""
+    """Return the sort key of a lane in drawing order."""
     return (LANES.index(lane), "") if lane in LANES else (len(LANES) + lane.startswith("dK/dV"), lane)
 
 
 def as_chrome(timeline: Timeline) -> dict[str, Any]:
-    """The trace as a JSON object."""
+    """Return the timeline as a Chrome trace in JSON."""
     lanes = sorted({event.lane for event in timeline.events} | set(LANES), key=lane_order)
     names: list[dict[str, Any]] = []
     for rank in range(timeline.world):
@@ -110,19 +109,15 @@ def as_chrome(timeline: Timeline) -> dict[str, Any]:
 
 
 def from_chrome(trace: Mapping[str, Any]) -> Timeline:
-    """What :func:`as_chrome` wrote.
-
-    Raises:
-        ValueError: the trace is not one of ours, or of another version.
-    """
+    """Read a trace that :func:`as_chrome` wrote; raise ValueError for other, older or damaged traces."""
     about: Any = trace.get("otherData")
     schema = about.get("schema") if isinstance(about, Mapping) else None
     if schema != SCHEMA:
-        raise ValueError(f"schema is {schema!r:.60}: a timeline says otherData.schema = {SCHEMA!r}")
+        raise ValueError(f"schema is {schema!r:.60}: a timeline has otherData.schema = {SCHEMA!r}")
     try:
         events = [record["args"] for record in trace["traceEvents"] if record["ph"] == "X"]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"this timeline is broken: {type(error).__name__}: {error}") from None
+        raise ValueError(f"this timeline is damaged: {type(error).__name__}: {error}") from None
     fields = {name: value for name, value in about.items() if name != "schema"} | {"events": events}
     timeline: Timeline = converted(Timeline, fields, "timeline")
     if timeline.world > MOST_RANKS:

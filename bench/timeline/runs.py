@@ -1,4 +1,4 @@
-"""The timeline of a real ring: one forward and backward, every rank's trace brought to one clock and to rank 0."""
+"""Records the timeline of a real ring and gathers all ranks' traces, on one clock, at rank 0."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from ..common.ranks import Member
 from .events import MACHINE, Event, Timeline
 
 CALL = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", *sorted(MACHINE))
-ROUNDS = 16  # of questions to rank 0; the fastest counts
-PATIENCE = 60.0  # seconds for one of them
+ROUNDS = 16  # of time requests to rank 0; the fastest counts
+PATIENCE = 60.0  # seconds to wait for an answer
 
 
 class Offset(NamedTuple):
-    """Seconds to add to a rank's clock to have rank 0's, and by how much that may be wrong."""
+    """Seconds to add to a rank's clock to get rank 0's, and their possible error."""
 
     seconds: float
     error: float
 
 
 def clock_name() -> str:
-    """Processes that say the same read one monotonic clock: same boot, same time namespace."""
+    """Return an identifier of the monotonic clock; processes with the same boot and time namespace share it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/time")
     except OSError:
@@ -48,11 +48,11 @@ def clock_name() -> str:
 def offset(
     control: Control, *, now: Callable[[], float] = time.perf_counter, name: Callable[[], str] = clock_name
 ) -> Offset:
-    """This rank's offset from rank 0's clock; every rank calls it.
+    """Return this rank's offset from rank 0's clock; every rank must call.
 
-    Ranks of one machine share its clock, exactly. Others ask rank 0 for the time, as NTP does (D. Mills, RFC 5905,
-    section 8): ``offset = ((t1 - t0) + (t2 - t3)) / 2`` from when the question left and came, and the answer left and
-    came; wrong by at most half the way there and back. Of several rounds the fastest counts.
+    Ranks of one machine share its clock. Others ask rank 0 for the time as NTP does (D. Mills, RFC 5905, section 8):
+    ``offset = ((t1 - t0) + (t2 - t3)) / 2``. Here t0 and t1 are when the question was sent and received, t2 and t3 when
+    the answer was sent and received. The error is at most half the round trip. The fastest of several rounds counts.
     """
     names = control.gather(name(), what="the clocks of the ranks")
     asking = [rank for rank in range(control.size) if names[rank] != names[0]]
@@ -66,8 +66,8 @@ def offset(
 def _answer(control: Control, rank: int, now: Callable[[], float]) -> None:
     for number in range(ROUNDS):
         _hear(control, f"question{rank}/{number}")
-        came = now()
-        control.publish(f"answer{rank}/{number}", (came, now()))
+        received = now()
+        control.publish(f"answer{rank}/{number}", (received, now()))
 
 
 def _ask(control: Control, now: Callable[[], float]) -> Offset:
@@ -75,77 +75,84 @@ def _ask(control: Control, now: Callable[[], float]) -> Offset:
     for number in range(ROUNDS):
         sent = now()
         control.publish(f"question{control.rank}/{number}", True)
-        came, left = _hear(control, f"answer{control.rank}/{number}")
-        back = now()
-        rounds.append(Offset(((came - sent) + (left - back)) / 2, ((back - sent) - (left - came)) / 2))
+        question_received, answer_sent = _hear(control, f"answer{control.rank}/{number}")
+        answer_received = now()
+        rounds.append(
+            Offset(
+                ((question_received - sent) + (answer_sent - answer_received)) / 2,
+                ((answer_received - sent) - (answer_sent - question_received)) / 2,
+            )
+        )
     return min(rounds, key=lambda offset: offset.error)
 
 
 def _hear(control: Control, key: str) -> Any:
-    """What another rank publishes under a key, as soon as it does: looked for again and again, without a pause."""
+    """Poll without pause until another rank publishes ``key``; raise TransportError after ``PATIENCE``."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         message = control.look(key)
         if message is not None:
             return message
-    raise TransportError(f"the clocks of the ranks: nobody published {key} within {PATIENCE:g} s")
+    raise TransportError(f"clock comparison: no rank published {key} within {PATIENCE:g} s")
 
 
 def timeline_of(ring: Ring, trace: Trace, title: str, about: Mapping[str, Any]) -> Timeline | None:
-    """What all ranks recorded, from the first event of any of them on; on rank 0, None elsewhere. All ranks call it.
+    """Gather all ranks' traces from their first event on; return the timeline on rank 0, None elsewhere.
 
-    ``about["clock_error"]`` is the largest error of a rank's clock, in seconds: against rank 0's, and of a GPU's
-    against its host's.
+    All ranks must call. ``about["clock_error"]`` is the largest error of a rank's clock in seconds: against rank 0's,
+    and of a GPU's clock against its host's.
     """
     control = control_of(ring.group).fresh_scope("timeline")
-    moved = offset(control)
-    error = moved.error + trace.clock_error
-    mine = [astuple(span) for span in (*trace.spans, *trace.transfers, *trace.slots)]
-    everyone: list[Any] = control.gather((moved.seconds, error, mine), what="the traces of the ranks")
+    clock_offset = offset(control)
+    error = clock_offset.error + trace.clock_error
+    own_spans = [astuple(span) for span in (*trace.spans, *trace.transfers, *trace.slots)]
+    rank_traces: list[Any] = control.gather((clock_offset.seconds, error, own_spans), what="the traces of the ranks")
     if ring.rank:
         return None
-    shifted = [(rank, seconds, TraceSpan(*span)) for rank, (seconds, _, spans) in enumerate(everyone) for span in spans]
+    shifted = [
+        (rank, seconds, TraceSpan(*span)) for rank, (seconds, _, spans) in enumerate(rank_traces) for span in spans
+    ]
     start = min((span.begin + seconds for _, seconds, span in shifted), default=0.0)
     events = []
     for rank, seconds, span in shifted:
         begin, end = span.begin + seconds - start, span.end + seconds - start
         events.append(Event(rank, span.kind, span.phase, span.hop, begin, end, span.name, span.nbytes))
-    error = max(error for _, error, _ in everyone)
+    error = max(error for _, error, _ in rank_traces)
     return Timeline(title, "measured", ring.size, tuple(events), {**about, "clock_error": error})
 
 
-# one forward and backward
+# One forward and backward.
 
 
 def measured(place: Member | None, problem: AttentionConfig, repeats: int) -> Timeline | None:
-    """The timeline, on rank 0, of the launcher's ranks, of virtual ranks of a GPU, or of new processes of the CPU."""
+    """Return the timeline on rank 0: of the launcher's ranks, of a GPU's virtual ranks, or of new CPU processes."""
     device = device_here(problem.device) if place is None else place.shared_device(problem.device)
     virtual_ranks = place is None and device.type == "cuda"
 
-    def taken(one: AttentionConfig) -> int | Needs:
-        each = candidate_bytes(OURS, one)
-        return Needs(0, one.world * each) if virtual_ranks else each
+    def needed(config: AttentionConfig) -> int | Needs:
+        per_rank = candidate_bytes(OURS, config)
+        return Needs(0, config.world * per_rank) if virtual_ranks else per_rank
 
-    refuse_ranks("--seqlen", problem, taken)
+    refuse_ranks("--seqlen", problem, needed)
     if virtual_ranks:
         return virtual(problem, device, repeats)
     return spawn(problem.world, measure, problem, repeats, device=problem.device)
 
 
 def measure(place: Member, device: torch.device, problem: AttentionConfig, repeats: int) -> Timeline | None:
-    """One rank of a process group."""
+    """Record the timeline on one rank of a process group."""
     torch.set_num_threads(problem.threads)
     return recorded(problem, None, device, repeats)
 
 
 def virtual(problem: AttentionConfig, device: torch.device, repeats: int) -> Timeline | None:
-    """Virtual ranks that share one device."""
+    """Record the timeline of virtual ranks that share one device."""
     with LocalWorld(problem.world, device=device) as world:
         return world.run(lambda group: recorded(problem, group, device, repeats))[0]
 
 
 def recorded(problem: AttentionConfig, group: LocalGroup | None, device: torch.device, repeats: int) -> Timeline | None:
-    """The median of ``repeats`` runs by length, after one that is not recorded; on rank 0."""
+    """Return the run of median length of ``repeats``, after a warm-up; only on rank 0."""
     call = {name: getattr(problem, name) for name in CALL} | mask_data(problem.mask)
     title = f"{problem.title}, {'CPU' if device.type == 'cpu' else torch.cuda.get_device_name(device)}"
     runs = []
@@ -164,9 +171,9 @@ def recorded(problem: AttentionConfig, group: LocalGroup | None, device: torch.d
 
 
 def _together(ring: Ring) -> None:
-    """Let all ranks begin at once, as near as a barrier lets them."""
+    """Let all ranks begin together, within the accuracy of a barrier."""
     if isinstance(ring.group, LocalGroup):
-        for _ in range(2):  # who waited long looks seldom: the second time all look at once
+        for _ in range(2):  # a long wait polls seldom; the second barrier is tight
             control_of(ring.group).gather(None, what="the ranks to be ready")
     else:
         dist.barrier(ring.group)

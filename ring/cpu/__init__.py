@@ -1,3 +1,3 @@
-"""The aten backend: PyTorch's own CPU flash-attention operator where it can, a blockwise body where it cannot."""
+"""The aten backend: PyTorch's CPU flash-attention operator, with a blockwise fallback in plain torch."""
 
 from . import aten as aten

@@ -1,8 +1,7 @@
-"""The CPU backend: PyTorch's own flash-attention operator where it can, a blockwise body where it cannot.
+"""The aten backend on PyTorch's CPU flash-attention operator, with `blockwise` as fallback.
 
-The operator takes rectangles and square causal regions with ``D == Dv``, without softcap, ALiBi and dropout. Its
-backward takes ``out`` and ``lse`` from outside, those over all shards, so that the gradients of the regions of a ring
-add up exactly.
+The operator computes rectangles and causal squares with ``D == Dv``, without softcap, ALiBi and dropout. Its backward
+takes ``out`` and ``lse`` over all shards as inputs, so that gradients of a ring's regions add up exactly.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from ..local.registry import register_backend
 from . import blockwise
 
 NO_DROPOUT = 0.0
-LEAST_ROWS = 128  # of a square on the diagonal: in smaller ones a call costs more than it saves
+LEAST_ROWS = 128  # least rows of a diagonal square; with smaller ones a call costs more than it saves
 
 
 def operator_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return ``out`` and ``lse`` of a rectangle."""
+    """Return ``out`` and ``lse`` of a rectangle or a causal square."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(x.transpose(1, 2) for x in (q, k, v)), NO_DROPOUT, causal, scale=scale
     )
@@ -31,15 +30,16 @@ def operator_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: fl
 def operator_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv for the ``out`` and the ``lse`` of whole rows, whatever other keys they saw; fp32 or q's dtype.
+    """Return dq, dk and dv, in fp32 or q's dtype, for ``out`` and ``lse`` over all keys that the rows see.
 
-    Of a causal square the operator computes blocks of 512 keys whole, whether its rows see them or not. So it is cut
-    into small squares along the diagonal and, under them, rectangles that double in size: one call for those of a size.
+    In a causal square the operator computes blocks of 512 keys in full, visible or not. Therefore the square is cut
+    into small squares along the diagonal, and rectangles below them whose size doubles. One call computes all of one
+    size.
     """
-    given = dout, q, k, v, out
+    inputs = dout, q, k, v, out
     if causal:
-        return _causal_operator_backward(given, lse, scale=scale)
-    return _operator_backward(given, lse, causal=False, scale=scale)
+        return _causal_operator_backward(inputs, lse, scale=scale)
+    return _operator_backward(inputs, lse, causal=False, scale=scale)
 
 
 def _causal_operator_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,9 +51,9 @@ def _causal_operator_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: 
     )
     if squares == 1:
         return pieces
-    whole = (x.reshape(-1, rows, *x.shape[2:]) for x in pieces)
-    dq, dk, dv = (x.float().contiguous() for x in whole)  # a sum of several calls: in fp32
-    del pieces, whole  # of one size alone: what a call returns is not kept beside the next one's
+    joined = (x.reshape(-1, rows, *x.shape[2:]) for x in pieces)
+    dq, dk, dv = (x.float().contiguous() for x in joined)  # fp32, because several calls are summed
+    del pieces, joined  # free the results of one call before the next
     while squares > 1:
         squares //= 2
         _add_rectangles((dq, dk, dv), given, lse, squares, scale=scale)
@@ -63,14 +63,14 @@ def _causal_operator_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: 
 def _add_rectangles(
     grads: tuple[Tensor, ...], given: tuple[Tensor, ...], lse: Tensor, squares: int, *, scale: float
 ) -> None:
-    """Add what the late half of the rows of every square sees of the early half of its keys."""
+    """Add the gradients of the late half of each square's rows against the early half of its keys."""
     rows = lse.shape[2] // squares
     early, late = slice(0, rows // 2), slice(rows // 2, None)
-    whose = late, late, early, early, late
-    parts = tuple(_cut(x, squares)[:, near] for x, near in zip(given, whose, strict=True))
+    halves = late, late, early, early, late  # of dout, q, k, v and out
+    parts = tuple(_cut(x, squares)[:, half] for x, half in zip(given, halves, strict=True))
     pieces = _operator_backward(parts, _cut_lse(lse, squares)[..., late], causal=False, scale=scale)
-    for grad, piece, near in zip(grads, pieces, (late, early, early), strict=True):
-        _cut(grad, squares)[:, near] += piece
+    for grad, piece, half in zip(grads, pieces, (late, early, early), strict=True):
+        _cut(grad, squares)[:, half] += piece
 
 
 def _operator_backward(
@@ -84,12 +84,12 @@ def _operator_backward(
 
 
 def _cut(x: Tensor, count: int) -> Tensor:
-    """``[B, S, ...]`` as ``[B * count, S / count, ...]``."""
+    """Return ``[B, S, ...]`` as ``[B * count, S / count, ...]``."""
     return x.reshape(-1, x.shape[1] // count, *x.shape[2:])
 
 
 def _cut_lse(lse: Tensor, count: int) -> Tensor:
-    """``[B, H, S]`` as ``[B * count, H, S / count]``."""
+    """Return ``[B, H, S]`` as ``[B * count, H, S / count]``."""
     return _cut(lse.transpose(1, 2), count).transpose(1, 2)
 
 

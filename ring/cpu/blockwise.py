@@ -1,16 +1,16 @@
-"""Attention under any bounds in plain torch, tile by tile: what PyTorch's CPU operator cannot express.
+"""Attention with any bounds in plain torch, tile by tile: the cases that PyTorch's CPU operator cannot compute.
 
-FlashAttention-2's loops (Dao 2023, arXiv:2307.08691, algorithms 1 and 2), one batch item and a few key/value heads at a
-time. The query heads that share a key/value head are rows of one matrix, so K and V are never expanded. Everything is
-fp32. Exponentials go by ``exp2``: torch's ``exp`` is a hundred times slower where it underflows. Where no score can be
-large, by the norms of the queries and keys, the forward subtracts no maximum.
+The loops follow FlashAttention-2 (Dao 2023, arXiv:2307.08691, algorithms 1 and 2), for one batch item and a few
+key/value heads at a time. Query heads that share a key/value head are rows of one matrix, so that K and V are never
+expanded. Everything is fp32. Exponentials use ``exp2``, because torch's ``exp`` is a hundred times slower when it
+underflows. If the norms of queries and keys show that no score is large, the forward skips the maximum.
 
-A tile that no row sees is skipped, and only tiles on the edge pay for the mask. As with the operator, a NaN or inf may
-reach what shares a tile with something that sees it: the rows by ``v``, the gradients by any input.
+Tiles that no row sees are skipped; only edge tiles pay for the mask. As with the operator, a NaN or inf can spread to
+masked rows of the same tile: from ``v`` to rows, and from any input to gradients.
 
-A region is cut into heads that are computed together, blocks of rows, and the tiles they see. Softcap, ALiBi and
-dropout are functions of global positions, the latter by Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy
-as 1, 2, 3", SC 2011), in int64 arithmetic, which torch has everywhere.
+A region is cut into chunks of heads, blocks of rows, and the tiles that each block sees. Softcap, ALiBi and dropout are
+functions of global positions. Dropout uses Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
+SC 2011) in int64 arithmetic, which torch supports on every device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ...kernels import Bounds, Scores
 from ..local.regions import KeyRanges, Limits, Region, limits
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key after every round
+WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key after each round
 ROUNDS = 10
 WORD = 0xFFFFFFFF
 
@@ -39,10 +39,10 @@ Counter = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def first_word(seed: int, counter: Counter) -> Tensor:
-    """The first of the four words that ``counter`` becomes under the key ``(low word, high word)`` of ``seed``.
+    """Return the first of the four Philox words for ``counter`` under the key ``(low word, high word)`` of ``seed``.
 
-    ``counter`` is four int64 tensors of 32-bit words that broadcast. They are left as narrow as they come for as long
-    as the rounds keep them apart, so that a counter of a row, a key and a head costs seven full rounds and not ten.
+    ``counter`` is four int64 tensors of 32-bit words that broadcast. The words stay unexpanded as long as the rounds
+    keep them apart. So a counter of row, key and head costs seven full rounds and not ten.
     """
     key = [seed & WORD, seed >> 32 & WORD]
     for _ in range(ROUNDS - 1):
@@ -53,14 +53,14 @@ def first_word(seed: int, counter: Counter) -> Tensor:
 
 
 def _round(counter: Counter, key: list[int]) -> Counter:
-    """One round; the second and the fourth word keep their upper half, which the next round's mask takes away."""
+    """Compute one round. The second and fourth words keep their upper half, which the next round masks."""
     c0, c1, c2, c3 = counter
     products = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
     return _mixed(products[1], c1, key[0]), products[1], _mixed(products[0], c3, key[1]), products[0]
 
 
 def _mixed(product: Tensor, word: Tensor, key: int) -> Tensor:
-    """Upper word of a 64-bit product, xor ``word``, xor ``key``; the mask cuts the sign that the shift drags along."""
+    """Return the upper word of a 64-bit product, xor ``word``, xor ``key``. The mask drops the shift's sign bits."""
     return torch.bitwise_xor(product >> 32, word ^ key).bitwise_and_(WORD)
 
 
@@ -68,7 +68,7 @@ LOG2_E = 1 / math.log(2)
 
 
 class RegionTile(NamedTuple):
-    """Where a tile of scores lies in its region."""
+    """Place of a tile of scores in its region."""
 
     item: int
     heads: slice
@@ -78,19 +78,20 @@ class RegionTile(NamedTuple):
 
 @dataclass(frozen=True)
 class Modifiers:
-    """``scores`` as one region sees it. Positions, slopes and random numbers are those of the whole call.
+    """Softcap, ALiBi and dropout of one region. Positions, slopes and random numbers are those of the whole call.
 
-    Shapes: a tile is ``[heads, rows, keys]``, fp32.
+    A tile is fp32 ``[heads, rows, keys]``.
     """
 
     scores: Scores
     region: Region
 
     def apply(self, tile: Tensor, at: RegionTile, *, backward: bool = False) -> Tensor | None:
-        """Modify ``scale * q k^T``, here and behind it times log2(e), in place.
+        """Apply softcap and ALiBi to ``tile`` in place.
 
-        ``cap * tanh(score / cap)``, then ``- slope * |p_q - p_k|``. Returns what a gradient in the ``backward`` is
-        multiplied with on its way through: ``1 - tanh^2``, None without softcap.
+        ``tile`` holds ``scale * log2(e) * q k^T`` and becomes ``log2(e)`` times ``cap * tanh(score / cap)`` and then
+        ``- slope * |p_q - p_k|``. With ``backward``, return the factor of the gradient, ``1 - tanh^2`` (None without
+        softcap).
         """
         derivative, cap = None, self.scores.softcap * LOG2_E
         if cap:
@@ -106,23 +107,23 @@ class Modifiers:
         return derivative
 
     def kept(self, at: RegionTile) -> Tensor:
-        """What dropout multiplies the weights with: 0, or ``1 / (1 - p)``.
+        """Return the factors of dropout: 0, or ``1 / (1 - p)``.
 
-        A weight stays where the first word of philox4x32-10 (key: the seed; counter: query position, key position,
-        head, batch item) is at least ``scores.threshold``.
+        A weight is kept if the first Philox4x32-10 word is at least ``scores.threshold``. The key is the seed, the
+        counter is (query position, key position, head, batch item).
         """
         seed, threshold = self.scores.dropout_seed, self.scores.threshold
         rows, keys = self._positions(at)
         item = torch.tensor(self.region.batch + at.item)
         first = self.scores.first_head + at.heads.start
         factors = torch.empty(at.heads.stop - at.heads.start, len(rows), len(keys), dtype=torch.float32)
-        for number, factor in enumerate(factors):  # one head at a time: 64-bit words of more would leave the cache
+        for number, factor in enumerate(factors):  # one head at a time, so that the 64-bit words stay in the cache
             head = torch.tensor(first + number)
             factor.copy_(first_word(seed, (rows[:, None], keys, head, item)) >= threshold)
         return factors.mul_(1 / (1 - self.scores.dropout_p))
 
     def _positions(self, at: RegionTile) -> tuple[Tensor, Tensor]:
-        """Of the rows and of the keys of a tile, int64."""
+        """Return the global positions of the rows and of the keys of a tile, int64."""
         q_positions, k_positions = self.scores.q_positions, self.scores.k_positions
         assert q_positions is not None and k_positions is not None
         rows, keys = _moved(at.rows, self.region.row), _moved(at.keys, self.region.key)
@@ -136,16 +137,16 @@ def _moved(span: slice, by: int) -> slice:
 Vector = npt.NDArray[np.int32]
 
 
-FOLDED_ROWS = 256  # rows of one product, all query heads of the group together: sgemm is at full speed there
-MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 32, 128  # fewer would read K and V too often; more would waste the edges of a window
+FOLDED_ROWS = 256  # rows of one product, over all query heads of the group; sgemm reaches full speed there
+MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 32, 128  # fewer rows read K and V too often, more waste work at window edges
 TILE_KEYS = 512
-TILE_SCORES = 1 << 18  # scores per tile and thread: 1 MiB in fp32, half of a usual L2 cache
-EDGES = 64  # masks that are kept: the blocks of a window all have the same
+TILE_SCORES = 1 << 18  # scores per tile and thread: 1 MiB in fp32, half of a typical L2 cache
+EDGES = 64  # cached edge masks; all blocks of a window have equal ones
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One batch item and some key/value heads, with the query heads that read them; ``keys`` are ``[Hkv, Sk, D]``."""
+    """One batch item and a group of key/value heads, with their query heads; ``keys`` are ``[Hkv, Sk, D]``."""
 
     item: int
     heads: slice
@@ -155,17 +156,17 @@ class Chunk:
 
     @cached_property
     def longest(self) -> tuple[float, float]:
-        """The greatest norm of a key, and of a value."""
+        """Largest norm of a key and of a value."""
         key, value = (float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (self.keys, self.values))
         return key, value
 
 
 class Edge(NamedTuple):
-    """Columns of a tile that not every row sees, and what hides scores: first ``&`` of their bits, then ``+``."""
+    """Columns of a tile that some rows do not see. Scores are masked by ``&`` with the bits, then ``+`` the ceiling."""
 
     columns: slice
-    bits: Tensor  # int32 [rows, columns]: all bits where the row sees the key, else none
-    ceiling: Tensor  # fp32 [rows, columns]: 0, else -inf
+    bits: Tensor  # int32 [rows, columns]: -1 (all bits) if the row sees the key, otherwise 0
+    ceiling: Tensor  # fp32 [rows, columns]: 0 if the row sees the key, otherwise -inf
 
 
 class Tile(NamedTuple):
@@ -177,7 +178,7 @@ class Tile(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Query rows ``[row, end)`` and the tiles they see."""
+    """Query rows ``[row, end)`` and the tiles that they see."""
 
     row: int
     end: int
@@ -185,31 +186,31 @@ class Block(NamedTuple):
 
 
 def chunks(k: Tensor, v: Tensor, group: int, rows: int) -> list[Chunk]:
-    """As many key/value heads at a time as keep each thread busy, and its tile of scores in the cache."""
+    """Group key/value heads so that each thread is busy and its tile of scores fits into the cache."""
     items, keys, kv_heads, _ = k.shape
     scores = group * min(_block_rows(group), rows) * min(TILE_KEYS, keys)
     step = max(1, TILE_SCORES // scores) * torch.get_num_threads()
-    made = []
+    result = []
     for item in range(items):
         for first in range(0, kv_heads, step):
             end = min(first + step, kv_heads)
-            near = [x[item, :, first:end].transpose(0, 1).float().contiguous() for x in (k, v)]
+            chunk_kv = [x[item, :, first:end].transpose(0, 1).float().contiguous() for x in (k, v)]
             heads = slice(first * group, end * group), slice(first, end)
-            made.append(Chunk(item, *heads, *near))
-    return made
+            result.append(Chunk(item, *heads, *chunk_kv))
+    return result
 
 
 def blocks(visible: Limits, group: int, kv_heads: int) -> list[Block]:
-    """Blocks of rows with the tiles they see; a block that sees nothing is left out.
+    """Return the blocks of rows that see any key, with their tiles.
 
-    ``kv_heads`` are those of a chunk: of fewer, a tile has more keys.
+    ``kv_heads`` is the number of key/value heads of a chunk; with fewer heads a tile has more keys.
     """
     lo, hi = visible.lo.numpy(), visible.hi.numpy()
     step = _block_rows(group)
     width = max(TILE_KEYS, TILE_SCORES * torch.get_num_threads() // (kv_heads * group * min(step, len(lo))))
     rows = [slice(row, min(row + step, len(lo))) for row in range(0, len(lo), step)]
-    made = (Block(near.start, near.stop, tuple(_tiles(lo[near], hi[near], visible.key_ranges, width))) for near in rows)
-    return [block for block in made if block.tiles]
+    all_blocks = (Block(x.start, x.stop, tuple(_tiles(lo[x], hi[x], visible.key_ranges, width))) for x in rows)
+    return [block for block in all_blocks if block.tiles]
 
 
 def _block_rows(group: int) -> int:
@@ -217,8 +218,9 @@ def _block_rows(group: int) -> int:
 
 
 def _tiles(lo: Vector, hi: Vector, key_ranges: KeyRanges, width: int) -> Iterator[Tile]:
-    """What one block of rows sees, range by range in tiles of equal width; only the head and the tail are masked."""
-    first, full_first, full_last, last = (int(x) for x in (lo[0], lo[-1], hi[0], hi[-1]))  # neither end decreases
+    """Yield the tiles of one block of rows, of equal width in each key range. Only the head and the tail are masked."""
+    # All rows see [full_first, full_last), because lo and hi never decrease.
+    first, full_first, full_last, last = (int(x) for x in (lo[0], lo[-1], hi[0], hi[-1]))
     edges = [(first, full_first), (full_last, last)] if full_first < full_last else [(first, last)]
     for begin, past in key_ranges:
         start, end = max(first, begin), min(last, past)
@@ -236,7 +238,7 @@ def _edge(lo: Vector, hi: Vector, key: int, end: int, base: int) -> Edge:
 
 @lru_cache(EDGES)
 def _hiding(lo: bytes, hi: bytes, columns: int) -> tuple[Tensor, Tensor]:
-    """Bits and ceiling of an edge: row i sees the columns ``lo[i] <= j < hi[i]``, int32."""
+    """Return bits and ceiling of an edge whose row i sees the columns ``lo[i] <= j < hi[i]``; int32 as bytes."""
     at = np.arange(columns)
     first, last = (np.frombuffer(x, np.int32)[:, None] for x in (lo, hi))
     seen = torch.from_numpy((at >= first) & (at < last))
@@ -244,21 +246,21 @@ def _hiding(lo: bytes, hi: bytes, columns: int) -> tuple[Tensor, Tensor]:
 
 
 LOWEST = torch.finfo(torch.float32).min
-SMALL, LARGEST_VALUE = 60.0, 1e14  # 2^SMALL * LARGEST_VALUE, times a million keys, is still a number
+SMALL, LARGEST_VALUE = 60.0, 1e14  # 2^SMALL * LARGEST_VALUE, summed over a million keys, does not overflow fp32
 
 
-@torch.inference_mode()  # what it calls is small: bookkeeping for autograd would be 4% of it
+@torch.inference_mode()  # its calls are small, and autograd's bookkeeping would add 4%
 def forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Bounds, region: Region, scores: Scores,
     *, scale: float,
 ) -> None:  # fmt: skip
-    """Fold ``k`` and ``v`` into the running ``out`` and ``lse``, in place.
+    """Add ``k`` and ``v`` to the running ``out`` and ``lse``, in place.
 
-    The online softmax restarts from the state, ``m = lse, l = 1, acc = out``; a row that has seen nothing has
+    The online softmax restarts from the state: ``m = lse, l = 1, acc = out``. A row that has seen no key has
     ``lse = -inf`` and ``out = 0``. Dropped weights count in ``lse``.
 
-    Shapes: q ``[B, Sq, H, D]``, k ``[B, Sk, Hkv, D]``, v ``[B, Sk, Hkv, Dv]``, any float dtype; out ``[B, Sq, H, Dv]``
-    and lse ``[B, H, Sq]``, fp32 or wider, natural log; all those of the region.
+    Shapes of the region: q ``[B, Sq, H, D]``, k ``[B, Sk, Hkv, D]``, v ``[B, Sk, Hkv, Dv]``, any float dtype. ``out``
+    ``[B, Sq, H, Dv]`` and ``lse [B, H, Sq]`` (natural log) are fp32 or wider.
     """
     modifiers = None if scores.is_plain else Modifiers(scores, region)
     group = q.shape[2] // k.shape[2]
@@ -279,7 +281,7 @@ def forward(
 def _attend(
     queries: Tensor, acc: Tensor, m: Tensor, block: Block, chunk: Chunk, modifiers: Modifiers | None, workspace: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One block of rows: the new ``out`` and the new ``lse``, here and below in units of the base-2 logarithm."""
+    """Compute one block of rows. Return the new ``out`` and ``lse``; here and below ``lse`` is in base-2 units."""
     if modifiers is None and _is_small(queries, m, chunk):
         total = m.exp2_()
         acc.mul_(total)
@@ -296,7 +298,7 @@ def _attend(
             modifiers.apply(_by_head(scores, block), _place(chunk, block, tile))
         _hide(scores, block, tile.edges)
         peak = torch.maximum(m, scores.amax(-1, keepdim=True))
-        pivot = peak.clamp(min=LOWEST)  # finite: a row without a key yet would give -inf - -inf
+        pivot = peak.clamp(min=LOWEST)  # finite, because a row without keys would compute inf - inf
         weights = scores.sub_(pivot).exp2_()
         decay = m.sub_(pivot).exp2_()
         total.mul_(decay).add_(weights.sum(-1, keepdim=True))
@@ -308,7 +310,7 @@ def _attend(
 
 
 def _is_small(queries: Tensor, m: Tensor, chunk: Chunk) -> bool:
-    """Whether no score leaves ``[-SMALL, SMALL]``, by the Cauchy-Schwarz inequality, and no state is beyond it."""
+    """Return True if all scores are in ``[-SMALL, SMALL]`` (by Cauchy-Schwarz), and state and values are small."""
     key, value = chunk.longest
     score = float(torch.linalg.vector_norm(queries, dim=-1).amax()) * key
     return score < SMALL and value < LARGEST_VALUE and float(m.amax()) < SMALL
@@ -316,7 +318,7 @@ def _is_small(queries: Tensor, m: Tensor, chunk: Chunk) -> bool:
 
 def _divided(acc: Tensor, m: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     lse = m.double() + total.double().log2()
-    total.masked_fill_(total == 0, 1.0)  # rows that have seen nothing stay at out 0, lse -inf
+    total.masked_fill_(total == 0, 1.0)  # rows without keys keep out = 0 and lse = -inf
     return acc.div_(total), lse
 
 
@@ -325,10 +327,10 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, bounds: Bounds, region: Region,
     scores: Scores, *, scale: float, grads: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
-    """Add these queries' and keys' part of the gradients to ``grads``: dq, dk and dv, fp32, in place.
+    """Add the gradients of these queries and keys to ``grads``: dq, dk and dv, fp32, in place.
 
-    ``lse`` is the row's over all shards, +inf for a row that has seen nothing, and ``delta`` is
-    ``rowsum(dout * out) - dlse``, both ``[B, H, Sq]`` fp32; the rest is shaped as in :func:`forward`.
+    ``lse`` is the row's over all shards, +inf for a row without keys, and ``delta`` is ``rowsum(dout * out) - dlse``.
+    Both are fp32 ``[B, H, Sq]``. All other shapes are as in :func:`forward`.
     """
     modifiers = None if scores.is_plain else Modifiers(scores, region)
     dq, dk, dv = grads
@@ -346,19 +348,19 @@ def backward(
             lses, deltas = (_fold_vector(x[item, heads, rows], group) for x in (base_2, delta))
             scaled, dqueries = queries * (scale * LOG2_E), torch.zeros_like(queries)
             for tile in block.tiles:
-                near = slice(tile.key, tile.end)
-                keys, values = chunk.keys[:, near], chunk.values[:, near]
-                weights, kept, derivative = _weights(scaled, keys, lses, block, tile, chunk, modifiers, workspace)
+                tile_keys = slice(tile.key, tile.end)
+                keys, values = chunk.keys[:, tile_keys], chunk.values[:, tile_keys]
+                weights, dropout, derivative = _weights(scaled, keys, lses, block, tile, chunk, modifiers, workspace)
                 dscores = _product(douts, values, more_workspace)
-                if kept is None:
-                    dvalues[:, near].baddbmm_(weights.mT, douts)
+                if dropout is None:
+                    dvalues[:, tile_keys].baddbmm_(weights.mT, douts)
                 else:
-                    dvalues[:, near].baddbmm_((weights * kept).mT, douts)
-                    dscores.mul_(kept)
+                    dvalues[:, tile_keys].baddbmm_((weights * dropout).mT, douts)
+                    dscores.mul_(dropout)
                 dscores.sub_(deltas).mul_(weights)
                 if derivative is not None:
                     dscores.mul_(derivative)
-                dkeys[:, near].baddbmm_(dscores.mT, queries, alpha=scale)
+                dkeys[:, tile_keys].baddbmm_(dscores.mT, queries, alpha=scale)
                 dqueries.baddbmm_(dscores, keys, alpha=scale)
             dq[item, rows, heads] += _unfold(dqueries, group)
 
@@ -373,26 +375,26 @@ def _weights(
     modifiers: Modifiers | None,
     workspace: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The final weights of a tile, and where the modifiers say so what they and dscores are multiplied with."""
-    scores, kept, derivative = _product(queries, keys, workspace), None, None
+    """Return the softmax weights of a tile, the factors of dropout, and the derivative of softcap (None if unused)."""
+    scores, dropout, derivative = _product(queries, keys, workspace), None, None
     if modifiers is not None:
         at = _place(chunk, block, tile)
         derivative = modifiers.apply(_by_head(scores, block), at, backward=True)
         derivative = None if derivative is None else derivative.view_as(scores)
-        kept = modifiers.kept(at).view_as(scores) if modifiers.scores.dropout_p > 0 else None
+        dropout = modifiers.kept(at).view_as(scores) if modifiers.scores.dropout_p > 0 else None
     scores.sub_(lses)
     _hide(scores, block, tile.edges)
-    return scores.exp2_(), kept, derivative
+    return scores.exp2_(), dropout, derivative
 
 
 def _workspace(blocks: list[Block], chunk: Chunk, group: int) -> Tensor:
-    """Memory for the scores of any tile: what is allocated tile by tile may come fresh from the system each time."""
+    """Allocate memory for the scores of the largest tile, once, because fresh memory for every tile is slow."""
     sizes = ((block.end - block.row) * (tile.end - tile.key) for block in blocks for tile in block.tiles)
     return torch.empty(len(chunk.keys) * group * max(sizes, default=0), dtype=torch.float32)
 
 
 def _product(rows: Tensor, columns: Tensor, workspace: Tensor) -> Tensor:
-    """``rows columns^T``, in ``workspace``."""
+    """Compute ``rows columns^T`` in ``workspace``."""
     shape = *rows.shape[:2], columns.shape[1]
     return torch.bmm(rows, columns.mT, out=workspace[: math.prod(shape)].view(shape))
 
@@ -402,37 +404,37 @@ def _place(chunk: Chunk, block: Block, tile: Tile) -> RegionTile:
 
 
 def _by_head(scores: Tensor, block: Block) -> Tensor:
-    """``[Hkv, group * rows, keys]`` as ``[H, rows, keys]``."""
+    """Return ``[Hkv, group * rows, keys]`` as ``[H, rows, keys]``."""
     return scores.view(-1, block.end - block.row, scores.shape[-1])
 
 
 def _hide(scores: Tensor, block: Block, edges: tuple[Edge, ...]) -> None:
-    """-inf in place where the row does not see the key, whatever was there; masked_fill takes twice as long."""
+    """Set scores to -inf in place where the row does not see the key. ``masked_fill`` would take twice as long."""
     for columns, bits, ceiling in edges:
-        near = _by_head(scores, block)[..., columns]
-        near.view(torch.int32).bitwise_and_(bits)
-        near.add_(ceiling)
+        edge_scores = _by_head(scores, block)[..., columns]
+        edge_scores.view(torch.int32).bitwise_and_(bits)
+        edge_scores.add_(ceiling)
 
 
 def _clear(weights: Tensor, block: Block, edges: tuple[Edge, ...]) -> None:
-    """0 in place where the row does not see the key."""
+    """Set weights to 0 in place where the row does not see the key."""
     for columns, bits, _ in edges:
         _by_head(weights, block)[..., columns].view(torch.int32).bitwise_and_(bits)
 
 
 def _fold(x: Tensor, group: int) -> Tensor:
-    """``[S, H, D]`` as ``[Hkv, group * S, D]`` in fp32, a new tensor: what reads a key/value head is one matrix."""
+    """Copy ``[S, H, D]`` to fp32 ``[Hkv, group * S, D]``: all rows that read a key/value head become one matrix."""
     rows, heads, dim = x.shape
     by_head = torch.empty(heads // group, group, rows, dim, dtype=torch.float32)
     return by_head.copy_(x.view(rows, heads // group, group, dim).permute(1, 2, 0, 3)).view(-1, group * rows, dim)
 
 
 def _fold_vector(x: Tensor, group: int) -> Tensor:
-    """``[H, S]`` as ``[Hkv, group * S, 1]``."""
+    """Return ``[H, S]`` as fp32 ``[Hkv, group * S, 1]``."""
     return x.reshape(len(x) // group, -1, 1).float()
 
 
 def _unfold(x: Tensor, group: int) -> Tensor:
-    """``[Hkv, group * S, D]`` as ``[S, H, D]``."""
+    """Return ``[Hkv, group * S, D]`` as ``[S, H, D]``."""
     kv_heads, folded, dim = x.shape
     return x.view(kv_heads * group, folded // group, dim).transpose(0, 1)

@@ -1,3 +1,3 @@
-"""The door for local kernels: the protocol, the registry, and a helper for kernels of full and causal rectangles."""
+"""Local kernels: their protocol, their registry, and a helper for kernels that know full and causal rectangles."""
 
 from . import fused as fused

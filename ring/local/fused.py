@@ -17,7 +17,7 @@ from .registry import register_backend
 
 
 class Triton:
-    """The kernels of :mod:`ringattn.kernels`; CPU tensors under Triton's interpreter alone."""
+    """Local kernel on :mod:`ringattn.kernels`. CPU tensors need Triton's interpreter."""
 
     name = "triton"
     supports = Supports(value_dims=range(1, MAX_HEAD_DIM + 1), features=FEATURES)
@@ -38,9 +38,9 @@ class Triton:
     def check(
         self, q: torch.Tensor, v: torch.Tensor, *, scores: Scores, block: int | None, config: KernelConfig | None
     ) -> None:
-        """Refuse a config that does not fit heads, scores or the GPU, and blocks that its tiles do not divide.
+        """Raise if the config does not fit heads, scores or GPU, or if its tiles do not divide the mask's blocks.
 
-        Else the first to learn of it were the first hop, or the backward, with other ranks' shards on their way.
+        Without this check the first hop or the backward would raise, while shards of other ranks are being sent.
         """
         if q.device.type == "cpu":
             check_cpu((q,))
@@ -53,7 +53,7 @@ class Triton:
 
 
 class TritonBackward:
-    """dK/dV and dQ of a hop as two launches; both continue fp32 accumulators."""
+    """Backward with two launches per hop, dK/dV and dQ. Both continue fp32 accumulators."""
 
     def __init__(
         self, dout: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float,
@@ -76,19 +76,18 @@ class TritonBackward:
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool,
         accum: Callable[[], tuple[torch.Tensor, ...]] | None, out: tuple[torch.Tensor, ...],
     ) -> None:  # fmt: skip
-        arrived = None if accum is None else accum()
-        self._key_gradients(k, v, bounds=bounds, scores=scores, accum=arrived, out=out)
+        incoming = None if accum is None else accum()
+        self._key_gradients(k, v, bounds=bounds, scores=scores, accum=incoming, out=out)
 
     def result(self) -> torch.Tensor:
-        """dQ in q's dtype, after the final hop."""
         assert self._dq is not None
         return self._dq
 
 
 class SinglePassBackward(TritonBackward):
-    """dK, dV and dQ of a hop as one launch, in the place of dK/dV: what the loop asks for dQ is there already.
+    """Backward with one launch per hop, which computes dK, dV and dQ when the loop asks for dK/dV.
 
-    So a chunk's dK/dV travel under the next chunk's launch, and with one chunk under none.
+    The next chunk's launch hides the transfer of a chunk's dK/dV. With one chunk nothing hides it.
     """
 
     def __init__(
@@ -103,10 +102,9 @@ class SinglePassBackward(TritonBackward):
     def dq(
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
     ) -> None:
-        """Nothing: every shard's part is added with its dK/dV, that of the own shard at the very end."""
+        """Do nothing, because :meth:`dkdv` adds every shard's dQ."""
 
     def result(self) -> torch.Tensor:
-        """dQ in q's dtype, after the last shard."""
         return super().result().to(self._q.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a local kernel fulfils: attention of this rank's queries, one key shard after the other."""
+"""Protocols of a local kernel: attention of this rank's queries against one key shard after the other."""
 
 from __future__ import annotations
 
@@ -20,75 +20,87 @@ FEATURES = {
     "softcap": "softcap",
     "alibi_slopes": "alibi_slopes",
     "dropout_p": "dropout_p",
-    "learnable_sink": "a state before the first key (learnable_sink)",
-    "state": "a state that goes from fold to fold; without it every fold gets a new forward, and the ring merges",
+    "learnable_sink": "a start state before the first key (learnable_sink)",
+    "state": "a running state; without it every shard gets a new forward, and the ring merges the results",
     "backward": "gradients",
     "lse_gradient": "a gradient through lse",
-    "nan_inputs": "NaN in q, k or v; without it a NaN in lse is taken for an error of the kernel",
+    "nan_inputs": "NaN in q, k or v; without it a NaN in lse counts as an error of the kernel",
     "config": "config, the tiles of the Triton kernels",
 }
+"""Features of local kernels, with their names in error messages."""
 
 
 @dataclass(frozen=True)
 class Supports:
-    """What a local kernel computes. A call that needs more is refused before anything is sent."""
+    """Capabilities of a local kernel. A call that needs more raises before anything is sent."""
 
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = DTYPES
     head_dims: Container[int] = range(1, MAX_HEAD_DIM + 1)
     """Head dims of q and k."""
     value_dims: Container[int] | None = None
-    """Head dims of v; None: that of q and k alone."""
+    """Head dims of v; None: the same as q and k."""
     features: Iterable[str] = ()
     """Keys of :data:`FEATURES`."""
 
     def __post_init__(self) -> None:
-        """ValueError: a feature that there is not."""
+        """Raise ValueError for unknown features."""
         object.__setattr__(self, "features", frozenset(self.features))
         if unknown := sorted({*self.features} - FEATURES.keys()):
             raise ValueError(f"features has {', '.join(unknown)}: it may have {', '.join(FEATURES)}")
 
 
 class LocalForward(Protocol):
-    """The forward of one call and one chunk of heads."""
+    """Forward of one call and one chunk of heads."""
 
     def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores, final: bool) -> None:
-        """Add one shard of keys; at least once in a call, several times for one shard where a mask has parts.
+        """Add one shard of keys to the state.
+
+        Called at least once per call, and once per part of a mask for each shard.
 
         Args:
-            k: ``[B, Sk, Hkv, D]``, any strides with a unit last one; Sk may be 0. Do not keep it, or ``v``: its slot
-                is filled anew once the work on the current stream is done.
+            k: ``[B, Sk, Hkv, D]``, any strides with a unit last one; Sk may be 0. Do not keep ``k`` or ``v``: their
+                slot is overwritten after the work on the current stream.
             v: ``[B, Sk, Hkv, Dv]``.
-            bounds: which of these keys each query row sees.
+            bounds: keys that each query row sees.
             scores: softcap, ALiBi and dropout of these heads.
-            final: True in the last fold of the call.
+            final: True for the last call.
         """
 
     def result(self) -> Pair:
-        """Return ``out [B, S, H, Dv]`` in q's dtype and ``lse [B, H, S]``, fp32, natural log, after the last fold.
+        """Return ``out [B, S, H, Dv]`` in q's dtype and ``lse [B, H, S]``, fp32, natural log, after the last shard.
 
         A row that has seen no key has ``out = 0`` and ``lse = -inf``.
         """
 
 
 class LocalBackward(Protocol):
-    """The backward of one call and one chunk of heads.
+    """Backward of one call and one chunk of heads.
 
-    The ring asks for dQ of this rank's own shard first, for dK/dV and then dQ of every other, and for dK/dV of the own
-    shard last, so that transfers hide behind compute. In a two-level ring the first shard of every node is treated
-    like the own one. A kernel that computes all three at once may do so in either method.
+    The ring first asks for dQ of this rank's own shard. Then it asks for dK/dV and dQ of every other shard, and last
+    for dK/dV of the own shard. This order hides transfers behind compute. In a two-level ring the first shard of each
+    node is treated like the own shard. A kernel that computes all three at once may do so in either method.
     """
 
     def dq(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:
-        """Add one shard's part to dQ; ``local``: the own shard, ``final``: the last."""
+        """Add one shard's part to dQ.
+
+        Args:
+            k: ``[B, Sk, Hkv, D]``, as in :meth:`LocalForward.fold`.
+            v: ``[B, Sk, Hkv, Dv]``.
+            bounds: keys that each query row sees.
+            scores: softcap, ALiBi and dropout of these heads.
+            local: True for the own shard.
+            final: True for the last call.
+        """
 
     def dkdv(
         self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores, local: bool,
         accum: Callable[[], tuple[Tensor, ...]] | None, out: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
-        """Write one shard's dK and dV plus ``accum()`` to ``out``.
+        """Write dK and dV of one shard plus ``accum()`` to ``out``.
 
-        ``accum`` waits for the network: call it as late as possible. Its tensors may be ``out`` itself.
+        ``accum`` waits for the network, so call it as late as possible. It may return ``out`` itself.
         """
 
     def result(self) -> Tensor:
@@ -99,10 +111,12 @@ class LocalBackward(Protocol):
 class LocalAttention(Protocol):
     """A local kernel, for ``ring_attention(..., backend=...)`` and :func:`register_backend`.
 
-    Every call makes one forward, and one backward with the results over all shards, for each chunk of heads. They may
-    keep what they are made of for as long as the call lasts. Besides, a kernel may have two methods: ``check(q, v, *,
-    scores, block, config)``, which raises where a call does not fit (``block``: positions per block of a block-sparse
-    mask), and ``delta(dout, out, dlse)``, its own ``rowsum(dout * out) - dlse``, fp32 ``[B, H, S]``.
+    Every call makes one forward per chunk of heads, and one backward from the results over all shards. Both may keep
+    their arguments until the call ends.
+
+    A kernel may also have two optional methods. ``check(q, v, *, scores, block, config)`` raises if a call does not
+    fit; ``block`` is the block size of a block-sparse mask. ``delta(dout, out, dlse)`` returns
+    ``rowsum(dout * out) - dlse``, fp32 ``[B, H, S]``.
 
     Example:
         >>> import torch
@@ -113,8 +127,8 @@ class LocalAttention(Protocol):
         ...     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         ...     return out.transpose(1, 2), lse
         >>> def backward(dout, q, k, v, out, lse, *, causal, scale):
-        ...     given = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-        ...     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, causal, scale=scale)
+        ...     args = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+        ...     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, lse, 0.0, causal, scale=scale)
         ...     return tuple(x.transpose(1, 2) for x in grads)
         >>> kernel = RectangleAttention("sdpa", forward, backward, supports=Supports(devices=("cpu",)))
         >>> q, k, v = torch.randn(3, 1, 8, 2, 4).requires_grad_()
@@ -122,7 +136,7 @@ class LocalAttention(Protocol):
     """
 
     name: str
-    """What ranks compare, and errors say."""
+    """Name for error messages. Ranks compare it."""
     supports: Supports
 
     def forward(
@@ -130,11 +144,12 @@ class LocalAttention(Protocol):
     ) -> LocalForward:
         """Begin a forward of q ``[B, S, H, D]``.
 
-        ``start`` is the state before any key, ``(out [B, S, H, Dv], lse [B, H, S])``, fp32, which may be written to.
+        ``start`` is the fp32 state before the first key, ``(out [B, S, H, Dv], lse [B, H, S])``. The kernel may
+        overwrite it.
         """
 
     def backward(
         self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *, softmax_scale: float,
         config: KernelConfig | None,
     ) -> LocalBackward:  # fmt: skip
-        """Begin a backward from the results over all shards; a row of ``lse`` that saw no key is -inf."""
+        """Begin a backward from the results over all shards. ``lse`` is -inf for a row that saw no key."""

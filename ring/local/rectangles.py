@@ -1,4 +1,4 @@
-"""Local kernels of full and causal rectangles: a hop's bounds are cut into those, and their results merged in fp32."""
+"""Local kernels for full and causal rectangles: cut a hop's bounds into rectangles and merge their results in fp32."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from .regions import Kind, Region, halves, regions
 
 Tensors = tuple[Tensor, ...]
 DOT_ROWS = 1024
-DLSE_COLUMNS = 2  # a gradient through lse, rounded to the model dtype, and what that left of it
+DLSE_COLUMNS = 2  # the gradient through lse, rounded to the model dtype, and its rounding error
 BY_RECTANGLES = {"bounds", "seqused_k", "block_sparse", "learnable_sink", "state"}
 SCORES = {"softcap", "alibi_slopes", "dropout_p"}
 
 
 class RectangleAttention:
-    """A :class:`LocalAttention` made of functions that know full and causal rectangles alone.
+    """A :class:`LocalAttention` built from functions that only know full and causal rectangles.
 
-    Every hop's bounds, whatever mask and layout, are cut into such rectangles, a few for common masks, and up to one
-    per row for irregular ones. Results are merged in fp32, which serves ``learnable_sink``, too. For a gradient through
-    lse, q, k and v get more columns of zeros.
+    The bounds of every hop, for any mask and layout, are cut into such rectangles: a few for common masks, up to one
+    per row for irregular masks. Results are merged in fp32, which also implements ``learnable_sink``. For a gradient
+    through lse, q, k and v are padded with columns of zeros.
 
     Args:
-        name: the kernel's.
-        forward: ``forward(q, k, v, *, causal, scale)`` returns ``out [B, Sq, H, Dv]`` in q's dtype and ``lse [B, H,
-            Sq]``, fp32, natural log. ``causal``: of a square of which row i sees the first i + 1 keys.
-        backward: ``backward(dout, q, k, v, out, lse, *, causal, scale)`` returns dq, dk and dv, fp32 or in q's dtype,
-            for ``out`` and ``lse`` over all keys that a row sees. Where that is none, ``lse`` is inf. None: calls with
-            gradients are refused.
-        supports: devices, dtypes and head dims; masks and gradients are added.
-        dlse_columns: by how many columns q, k and v may grow, at least 2; 0: gradients through lse are refused.
-        blockwise: a module that computes irregular parts of a mask, other head dims of v, and scores, as
-            ``ring/cpu/blockwise.py`` does; None: all parts are rectangles.
+        name: name of the kernel.
+        forward: ``forward(q, k, v, *, causal, scale)`` returns ``out [B, Sq, H, Dv]`` in q's dtype and
+            ``lse [B, H, Sq]``, fp32, natural log. ``causal`` means a square in which row i sees the first i + 1 keys.
+        backward: ``backward(dout, q, k, v, out, lse, *, causal, scale)`` returns dq, dk and dv in fp32 or q's dtype.
+            Its ``out`` and ``lse`` cover all keys that a row sees; ``lse`` is inf for a row without keys. None: calls
+            that need gradients raise.
+        supports: devices, dtypes and head dims. Masks and gradients are added automatically.
+        dlse_columns: number of columns by which q, k and v may grow, at least 2. 0: gradients through lse raise.
+        blockwise: a module like ``ring/cpu/blockwise.py`` that computes irregular parts of a mask, other head dims of
+            v, and scores. None: every part is cut into rectangles.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RectangleAttention:
         supports: Supports, dlse_columns: int = DLSE_COLUMNS, blockwise: Any = None,
     ) -> None:  # fmt: skip
         if blockwise is None and (wrong := sorted(SCORES & {*supports.features})):
-            raise ValueError(f"features has {', '.join(wrong)}: full and causal rectangles do not know of scores")
+            raise ValueError(f"features has {', '.join(wrong)}: they need blockwise, rectangles do not support them")
         own = {"backward"} if backward is not None else set[str]()
         own |= {"lse_gradient"} if backward is not None and dlse_columns >= DLSE_COLUMNS else set()
         self.name = name
@@ -59,18 +59,15 @@ class RectangleAttention:
     def forward(
         self, q: Tensor, *, softmax_scale: float, config: KernelConfig | None = None, start: Pair | None = None
     ) -> RectangleForward:
-        """Begin a forward."""
         return RectangleForward(self, q, softmax_scale=softmax_scale, start=start)
 
     def backward(
         self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *, softmax_scale: float,
         config: KernelConfig | None = None,
     ) -> RectangleBackward:  # fmt: skip
-        """Begin a backward."""
         return RectangleBackward(self, dout, q, out, lse, dlse, softmax_scale=softmax_scale)
 
     def cut(self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> tuple[Region, ...]:
-        """Return the regions of one hop."""
         if 0 in (q.numel(), k.numel(), v.numel()):
             return ()
         operator = self.blockwise is None or (k.shape[-1] == v.shape[-1] and scores.is_plain)
@@ -78,9 +75,9 @@ class RectangleAttention:
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, *, scale: float) -> Pair:
         """Return ``out`` and ``lse`` of one region."""
-        flipped = kind is Kind.ANTICAUSAL  # causal, seen from the other end
-        given = [x.flip(1) for x in (q, k, v)] if flipped else [q, k, v]
-        results = self._forward(*given, causal=kind is not Kind.RECTANGLE, scale=scale)
+        flipped = kind is Kind.ANTICAUSAL  # causal after reversing rows and keys
+        inputs = [x.flip(1) for x in (q, k, v)] if flipped else [q, k, v]
+        results = self._forward(*inputs, causal=kind is not Kind.RECTANGLE, scale=scale)
         out, lse = check_forward(self.name, results, q, v.shape[3])
         return (out.flip(1), lse.flip(2)) if flipped else (out, lse)
 
@@ -89,17 +86,17 @@ class RectangleAttention:
     ) -> Tensors:
         """Return dq, dk and dv of one region."""
         assert self._backward is not None
-        flipped, given = kind is Kind.ANTICAUSAL, (dout, q, k, v, out)
+        flipped, inputs = kind is Kind.ANTICAUSAL, (dout, q, k, v, out)
         if flipped:
-            given, lse = tuple(x.flip(1) for x in given), lse.flip(2)  # type: ignore[assignment]
-        grads = self._backward(*given, lse, causal=kind is not Kind.RECTANGLE, scale=scale)
+            inputs, lse = tuple(x.flip(1) for x in inputs), lse.flip(2)  # type: ignore[assignment]
+        grads = self._backward(*inputs, lse, causal=kind is not Kind.RECTANGLE, scale=scale)
         for name, x, like in zip(("dq", "dk", "dv"), _items(self.name, grads, 3), (q, k, v), strict=True):
             check_result(self.name, name, x, like.shape, torch.float32, q.dtype)
         return tuple(x.flip(1) for x in grads) if flipped else grads
 
 
 def check_result(kernel: str, name: str, x: object, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    """Raise RuntimeError if what a kernel returned has another shape or dtype."""
+    """Raise RuntimeError if a kernel returned a tensor of another shape or dtype."""
     if not isinstance(x, Tensor) or x.shape != shape or x.dtype not in dtypes:
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
         raise RuntimeError(
@@ -122,10 +119,10 @@ def check_forward(kernel: str, results: Any, q: Tensor, value_dim: int) -> Pair:
 
 
 class RunningState:
-    """The ``out``, normalised, fp32, and ``lse``, natural log, of the keys so far.
+    """Softmax state over the keys seen so far: ``out`` (normalised, fp32) and ``lse`` (natural log, float64).
 
-    ``lse`` is float64: it is small, and rounding it at every hop would show in all gradients. ``start`` is the state
-    before any key, fp32; its ``out`` is written to.
+    ``lse`` is float64 because it is small, and rounding it at every hop would show in all gradients. ``start`` is the
+    fp32 state before any key; its ``out`` is overwritten.
     """
 
     def __init__(self, q: Tensor, start: Pair | None) -> None:
@@ -134,30 +131,31 @@ class RunningState:
         self._written = torch.full(q.shape[:2], start is not None, device="cpu")
 
     def rows(self, region: Region) -> Pair:
-        """Return the state of a region's rows, to be written to."""
+        """Return views of the state of a region's rows."""
         out, lse = self._whole()
         return out[region.items, region.rows], lse[region.items, :, region.rows]
 
     def written(self, region: Region) -> None:
-        """Mark the rows of a region as written to."""
+        """Mark the rows of a region as written."""
         self._written[region.items, region.rows] = True
 
     def expect(self, v: Tensor) -> None:
-        """Take the head dim of the values."""
+        """Set the head dim of the values."""
         self._value_dim = v.shape[-1]
 
     def merge(self, region: Region, part: Tensor, part_lse: Tensor) -> None:
-        """Average what these rows had with the new part, each weighted by the exponentials it stands for.
+        """Merge the result of a region into the state of its rows.
 
-        ``w = e^part_lse / (e^lse + e^part_lse)``. A row's first part is written, not merged; where it covers all rows
-        it becomes the state as it is.
+        The new part has weight ``w = e^part_lse / (e^lse + e^part_lse)``. The first part of a row is copied instead. If
+        it covers all rows, it becomes the state itself.
         """
         if self._state is None and part.shape[:2] == self._q.shape[:2]:
             self._state = part.float(), part_lse.double()
         else:
             out, lse = self.rows(region)
             if self._written[region.items, region.rows].any():
-                weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)  # 1 for a row at -inf
+                # For a row with lse -inf the weight is 1.
+                weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
                 out.lerp_(part.float(), weight.float().transpose(1, 2).unsqueeze(-1))
                 torch.logaddexp(lse, part_lse.double(), out=lse)
             else:
@@ -166,7 +164,7 @@ class RunningState:
         self.written(region)
 
     def result(self) -> Pair:
-        """``out`` ``[B, S, H, Dv]`` in q's dtype and ``lse`` ``[B, H, S]``, fp32; 0 and -inf where nothing was seen."""
+        """Return ``out [B, S, H, Dv]`` in q's dtype and ``lse [B, H, S]`` in fp32; 0 and -inf for rows without keys."""
         out, lse = self._whole()
         return out.to(self._q.dtype), lse.to(torch.float32, memory_format=torch.contiguous_format)
 
@@ -179,71 +177,69 @@ class RunningState:
 
 
 class MergedForward:
-    """Forwards of a kernel without a state: a new one for every fold, whose results are merged."""
+    """Forward of a kernel without a running state: a new forward for every shard, whose results are merged."""
 
     def __init__(self, begin: Callable[[], LocalForward], q: Tensor, start: Pair | None, name: str) -> None:
         self._begin, self._name, self._q, self._state = begin, name, q, RunningState(q, start)
         self._region = Region(Kind.BLOCKWISE, 0, q.shape[1], 0, 0)  # all rows
 
     def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
-        """Compute one shard and merge it in."""
-        one = self._begin()
-        one.fold(k, v, bounds, scores=scores, final=True)
+        """Compute one shard and merge it into the state."""
+        forward = self._begin()
+        forward.fold(k, v, bounds, scores=scores, final=True)
         self._state.expect(v)
-        self._state.merge(self._region, *check_forward(self._name, one.result(), self._q, v.shape[3]))
+        self._state.merge(self._region, *check_forward(self._name, forward.result(), self._q, v.shape[3]))
 
     def result(self) -> Pair:
-        """As :meth:`LocalForward.result`."""
         return self._state.result()
 
 
 class RectangleForward:
-    """Folds key shards into a running state, rectangle by rectangle."""
+    """Merges key shards into a running state, rectangle by rectangle."""
 
     def __init__(self, kernel: RectangleAttention, q: Tensor, *, softmax_scale: float, start: Pair | None) -> None:
         self._kernel, self._q, self._scale = kernel, _rows(q), softmax_scale
         self._state = RunningState(self._q, start)
 
     def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
-        """Fold one shard in; ``final`` changes nothing here, since :meth:`result` is what casts."""
+        """Add one shard. ``final`` has no effect, because :meth:`result` casts."""
         k, v = _rows(k), _rows(v)
         self._state.expect(v)
         wide: Pair | None = None
         for region in self._kernel.cut(self._q, k, v, bounds, scores):
             q = self._q[region.items, region.rows]
             if region.kind is Kind.BLOCKWISE:
-                wide = wide or (k.float(), v.float())  # once for all regions
-                state, near = self._state.rows(region), _keys(region, *wide)
-                self._kernel.blockwise.forward(q, *near, *state, bounds, region, scores, scale=self._scale)
+                wide = wide or (k.float(), v.float())  # convert once for all regions
+                state, region_kv = self._state.rows(region), _keys(region, *wide)
+                self._kernel.blockwise.forward(q, *region_kv, *state, bounds, region, scores, scale=self._scale)
                 self._state.written(region)
             else:
-                near = _keys(region, k, v)
-                self._state.merge(region, *self._kernel.compute(q, *near, region.kind, scale=self._scale))
+                region_kv = _keys(region, k, v)
+                self._state.merge(region, *self._kernel.compute(q, *region_kv, region.kind, scale=self._scale))
 
     def result(self) -> Pair:
-        """As :meth:`LocalForward.result`."""
         return self._state.result()
 
 
 class _Heads(NamedTuple):
-    """Some key/value heads, and the query heads that read them."""
+    """A group of key/value heads and the query heads that read them."""
 
     queries: slice
     keys: slice
 
 
 class _Share(NamedTuple):
-    """What there is to do about a shard, or a half of it."""
+    """Regions and heads to compute of a shard, or of a half of it."""
 
     heads: _Heads
     regions: tuple[Region, ...]
-    key: int  # of all regions, also those of the other half
+    key: int  # first key of all regions of the shard, including those of the other half
     end: int
-    one_call: bool  # of the operator, for these heads
+    one_call: bool  # True if one operator call computes these heads
 
 
 class _Part(NamedTuple):
-    """dK and dV of the keys ``[key, end)`` and the key/value heads ``heads`` of a shard, from this rank's queries."""
+    """This rank's dK and dV of the keys ``[key, end)`` and the key/value heads ``heads`` of a shard."""
 
     heads: slice
     key: int
@@ -255,13 +251,13 @@ class _Part(NamedTuple):
 class RectangleBackward:
     """This rank's part of the gradients, one key shard after the other.
 
-    A rectangle's dQ, dK and dV are computed at once, so :meth:`dkdv` does the whole of a remote shard and :meth:`dq`
-    nothing: dK/dV travel behind the next shard. The local one is cut in two, by heads where it is one call of the
-    operator, else by rows: :meth:`dq` does the first half, which hides the first K/V, :meth:`dkdv` the second, which
-    hides the way of what returns.
+    The operator computes dQ, dK and dV of a rectangle at once. Therefore :meth:`dkdv` does all work of a remote shard
+    and :meth:`dq` does nothing; dK/dV are sent while the next shard computes. The local shard is cut in two halves: by
+    heads if one operator call computes it, and by rows otherwise. :meth:`dq` computes the first half, which hides the
+    first K/V. :meth:`dkdv` computes the second half, which hides the returning dK/dV.
 
-    A gradient through ``lse`` only changes ``delta = rowsum(dout * out)``, which the operator computes itself, into
-    ``delta - dlse``: dout is widened by -dlse, out by 1, and q, k and v by 0.
+    A gradient through ``lse`` turns ``delta = rowsum(dout * out)`` into ``delta - dlse``. The operator computes delta
+    itself, so dout is padded with -dlse, out with 1, and q, k and v with 0.
     """
 
     def __init__(
@@ -276,7 +272,8 @@ class RectangleBackward:
             dout = F.pad(_widen(dout, -dlse), (0, self._extra - DLSE_COLUMNS))
             out, q = F.pad(out, (0, self._extra), value=1.0), F.pad(q, (0, self._extra))
         self._dout, self._q, self._out = _rows(dout), _rows(q), _rows(out)
-        self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(score - lse) of such a row is 0, and not NaN
+        # For rows without keys use +inf, so that exp(score - lse) is 0 and not NaN.
+        self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         self._delta: Tensor | None = None
         self._scale = softmax_scale
         self._local: deque[_Part] = deque()  # one per part of the mask, in order
@@ -284,7 +281,7 @@ class RectangleBackward:
     def dq(
         self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool = False
     ) -> None:
-        """The first half of the local shard. A remote one is done by :meth:`dkdv`; ``final``: see :meth:`result`."""
+        """Compute the first half of the local shard. :meth:`dkdv` computes remote shards. ``final`` has no effect."""
         if local:
             first, _ = self._halves(k, v, bounds, scores)
             self._local.append(self._part(k, v, bounds, first, scores))
@@ -293,9 +290,9 @@ class RectangleBackward:
         self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool,
         accum: Callable[[], Tensors] | None, out: Tensors,
     ) -> None:  # fmt: skip
-        """Fill ``out`` with this shard's dK and dV plus ``accum()``, which may lie in the same memory.
+        """Write this shard's dK and dV plus ``accum()`` to ``out``; both may share memory.
 
-        ``accum`` is called after all else, since it waits for the network.
+        ``accum`` is called last, because it waits for the network.
         """
         if local:
             _, second = self._halves(k, v, bounds, scores)
@@ -306,13 +303,12 @@ class RectangleBackward:
                 parts = [self._part(k, v, bounds, second, scores, half)]
         else:
             parts = [self._part(k, v, bounds, self._whole(k, v, bounds, scores), scores)]
-        arrived = (None, None) if accum is None else accum()
+        incoming = (None, None) if accum is None else accum()
         for part in parts:
-            for buffer, base, grad in zip(out, arrived, (part.dk, part.dv), strict=True):
+            for buffer, base, grad in zip(out, incoming, (part.dk, part.dv), strict=True):
                 _settle(buffer[:, :, part.heads], None if base is None else base[:, :, part.heads], grad, part)
 
     def result(self) -> Tensor:
-        """dQ in q's dtype."""
         return self._dq.to(self._dtype)
 
     def _whole(self, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> _Share:
@@ -322,17 +318,21 @@ class RectangleBackward:
         return _Share(_heads(self._q, k, 0, k.shape[2]), todo, key, end, one_call)
 
     def _halves(self, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> tuple[_Share, _Share]:
-        whole = self._whole(k, v, bounds, scores)
-        if not whole.one_call:
-            first, second = halves(whole.regions)
-            return whole._replace(regions=first), whole._replace(regions=second)
-        some, others = _halves(self._q, k)
-        return whole._replace(heads=some), whole._replace(heads=others)
+        shard = self._whole(k, v, bounds, scores)
+        if not shard.one_call:
+            first, second = halves(shard.regions)
+            return shard._replace(regions=first), shard._replace(regions=second)
+        first_heads, other_heads = _halves(self._q, k)
+        return shard._replace(heads=first_heads), shard._replace(heads=other_heads)
 
     def _part(
         self, k: Tensor, v: Tensor, bounds: Bounds, share: _Share, scores: Scores, accum: _Part | None = None
     ) -> _Part:
-        """Add dQ of a share and return its dK and dV: the operator's own where one call does it, or ``accum``."""
+        """Add dQ of a share and return its dK and dV.
+
+        If one operator call computes the share, its results are returned as they are. Otherwise they are added to
+        ``accum``.
+        """
         heads, todo = share.heads, share.regions
         k, v = _rows(k)[:, :, heads.keys], _rows(v)[:, :, heads.keys]
         if share.one_call and k.numel():
@@ -341,10 +341,10 @@ class RectangleBackward:
         accum = accum or _Part(heads.keys, share.key, share.end, *(_zeros(x[:, share.key : share.end]) for x in (k, v)))
         wide: Pair | None = None
         for region in todo if k.numel() else ():
-            near = slice(region.key - accum.key, region.key_end - accum.key)
-            grads = accum.dk[region.items, near], accum.dv[region.items, near]
+            keys = slice(region.key - accum.key, region.key_end - accum.key)
+            grads = accum.dk[region.items, keys], accum.dv[region.items, keys]
             if region.kind is Kind.BLOCKWISE:
-                wide = wide or (k.float(), v.float())  # once for all regions
+                wide = wide or (k.float(), v.float())  # convert once for all regions
                 self._blockwise(*_keys(region, *wide), bounds, heads, region, scores, grads)
             else:
                 for total, grad in zip(grads, self._operator(*_keys(region, k, v), heads, region), strict=True):
@@ -374,25 +374,24 @@ class RectangleBackward:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """As the operator can read it: a unit last stride, and rows that do not overlap (those of an expanded dout do)."""
+    """Return ``x`` with a unit last stride and rows that do not overlap, unlike those of an expanded dout."""
     return x if x.stride(-1) == 1 and x.stride(1) >= x.shape[-1] else x.contiguous()
 
 
 def _zeros(x: Tensor) -> Tensor:
-    """Zeros in fp32, shaped as ``x``, in memory head by head: what is added to them are products of one head each."""
+    """Return fp32 zeros shaped as ``x``, stored head by head, because each product that is added covers one head."""
     items, keys, heads, dim = x.shape
     return torch.zeros(items, heads, keys, dim, device=x.device, dtype=torch.float32).transpose(1, 2)
 
 
 def _keys(region: Region, k: Tensor, v: Tensor) -> Pair:
-    """The keys of a region."""
     return k[region.items, region.keys], v[region.items, region.keys]
 
 
 def row_dot(x: Tensor, y: Tensor) -> Tensor:
-    """``sum(x * y)`` of each row, fp32, ``[B, S, H]``; in regions, since new memory is slow memory."""
-    regions = [slice(row, row + DOT_ROWS) for row in range(0, max(x.shape[1], 1), DOT_ROWS)]
-    return torch.cat([(x[:, near].float() * y[:, near].float()).sum(-1) for near in regions], 1)
+    """Return ``sum(x * y)`` of each row, fp32, ``[B, S, H]``. Computed in row blocks, because fresh memory is slow."""
+    blocks = [slice(row, row + DOT_ROWS) for row in range(0, max(x.shape[1], 1), DOT_ROWS)]
+    return torch.cat([(x[:, rows].float() * y[:, rows].float()).sum(-1) for rows in blocks], 1)
 
 
 def _heads(q: Tensor, k: Tensor, first: int, end: int) -> _Heads:
@@ -401,7 +400,7 @@ def _heads(q: Tensor, k: Tensor, first: int, end: int) -> _Heads:
 
 
 def _halves(q: Tensor, k: Tensor) -> tuple[_Heads, _Heads]:
-    """The heads in two halves; all in the first where two calls would leave threads idle that one keeps busy."""
+    """Split the heads in two halves. Keep all in the first if two calls would leave more threads idle than one."""
     batch, heads, threads = k.shape[0], k.shape[2], torch.get_num_threads()
     half = heads // 2
     rounds = [-(-batch * count // threads) for count in (half, heads - half, heads)]
@@ -410,14 +409,14 @@ def _halves(q: Tensor, k: Tensor) -> tuple[_Heads, _Heads]:
 
 
 def _widen(dout: Tensor, extra: Tensor) -> Tensor:
-    """dout with the columns of ``extra`` ``[B, H, S]``: what rounding to dout's dtype keeps, and what it drops."""
+    """Append ``extra [B, H, S]`` to dout as two columns: its value rounded to dout's dtype, and the rounding error."""
     column = extra.transpose(1, 2).unsqueeze(-1)
-    kept = column.to(dout.dtype)
-    return torch.cat([dout, kept, (column - kept).to(dout.dtype)], dim=-1)
+    rounded = column.to(dout.dtype)
+    return torch.cat([dout, rounded, (column - rounded).to(dout.dtype)], dim=-1)
 
 
 def _settle(buffer: Tensor, base: Tensor | None, grad: Tensor, part: _Part) -> None:
-    """``buffer = base + grad``, in one pass; ``grad`` covers the part's keys alone, and ``base`` may be ``buffer``."""
+    """Compute ``buffer = base + grad`` in one pass. ``grad`` covers the part's keys; ``base`` may be ``buffer``."""
     outside = (slice(0, part.key), slice(part.end, None))
     inside = slice(part.key, part.end)
     if base is None:

@@ -1,4 +1,4 @@
-"""Cuts the bounds of one hop into regions that kernels of full and causal rectangles can take."""
+"""Cut the bounds of one hop into regions that kernels for full and causal rectangles can compute."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from torch import Tensor
 
 from ...kernels import BlockSparseIndex, Bounds
 
-MIN_ROWS = 128  # below it a call of the operator costs more than it computes: such rows share one blockwise region
-BAND_ROWS = 512  # rows of a window at a time: more are more triangles, of which the operator computes too much
-LONGEST = 4096  # rows of a blockwise region
-NARROW_KEYS = 2048  # of a window: of one that is no wider the triangles would be too large a part, so it goes blockwise
+MIN_ROWS = 128  # fewer rows are computed blockwise, because an operator call would cost more than it computes
+BAND_ROWS = 512  # most rows per band of a window; the operator computes parts of larger triangles in vain
+LONGEST = 4096  # most rows of a blockwise region
+NARROW_KEYS = 2048  # windows up to this width are computed blockwise, because triangles would be too large a part
 
-KeyRanges = tuple[tuple[int, int], ...]
-"""Key indices ``[begin, end)``, ascending and disjoint."""
+KeyRanges = tuple[tuple[int, int], ...]  # ascending, disjoint ranges of key indices ``[begin, end)``
 
 
 class Kind(Enum):
-    """What a region looks like in the plane of query rows and key indices."""
+    """Shape of a region in the plane of query rows and key indices."""
 
     RECTANGLE = "every row sees every key"
     CAUSAL = "square: row i of the region sees its first i + 1 keys"
@@ -32,37 +31,32 @@ class Kind(Enum):
 
 
 class Region(NamedTuple):
-    """The query rows ``[row, row_end)`` against the keys ``[key, key_end)``, as indices into the two shards."""
+    """Query rows ``[row, row_end)`` against keys ``[key, key_end)``, as indices into the two shards."""
 
     kind: Kind
     row: int
     row_end: int
     key: int
     key_end: int
-    key_ranges: KeyRanges = ()
-    """What a blockwise region sees of its keys; nothing here: all of them."""
+    key_ranges: KeyRanges = ()  # keys that a blockwise region sees; empty: all
     batch: int = 0
-    batch_end: int | None = None
-    """Which batch items; None: to the last."""
+    batch_end: int | None = None  # end of the batch items ``[batch, batch_end)``; None: the last item
 
     @property
     def items(self) -> slice:
-        """The batch items."""
         return slice(self.batch, self.batch_end)
 
     @property
     def rows(self) -> slice:
-        """The query rows."""
         return slice(self.row, self.row_end)
 
     @property
     def keys(self) -> slice:
-        """The keys."""
         return slice(self.key, self.key_end)
 
 
 class Limits(NamedTuple):
-    """Which keys of a region its rows see, from its first key on: ``lo <= j < hi``, and in one of ``key_ranges``."""
+    """Keys that the rows of a region see, counted from its first key: ``lo <= j < hi``, inside ``key_ranges``."""
 
     lo: Tensor
     hi: Tensor
@@ -73,15 +67,15 @@ _cache: WeakKeyDictionary[Bounds, dict[tuple[int, int, bool, bool], tuple[Region
 
 
 def regions(bounds: Bounds, rows: int, keys: int, *, operator: bool = True, exact: bool = False) -> tuple[Region, ...]:
-    """Disjoint regions that cover every visible pair once.
+    """Return disjoint regions that cover every visible pair once. Cached as long as ``bounds`` lives.
 
-    With ``operator=False`` all are blockwise, with ``exact`` none is. Every row of the others sees a key: an empty
-    query or key kills the process in PyTorch's CPU operator, and a row without keys gets ``lse = 0``. Cached for as
-    long as ``bounds`` lives.
+    With ``operator=False`` all regions are blockwise, with ``exact=True`` none is. In all other regions every row sees
+    a key, because PyTorch's CPU operator crashes on empty queries or keys and returns ``lse = 0`` for rows without
+    keys.
     """
     if rows == 0 or keys == 0:
         return ()
-    if bounds.is_full and bounds.seqused_k is None and bounds.block_sparse is None:  # serves any rows and keys
+    if bounds.is_full and bounds.seqused_k is None and bounds.block_sparse is None:  # FULL is shared by all shapes
         return (Region(Kind.RECTANGLE if operator else Kind.BLOCKWISE, 0, rows, 0, keys),)
     cached, key = _cache.setdefault(bounds, {}), (rows, keys, operator, exact)
     if key not in cached:
@@ -90,7 +84,7 @@ def regions(bounds: Bounds, rows: int, keys: int, *, operator: bool = True, exac
 
 
 def limits(bounds: Bounds, region: Region) -> Limits:
-    """What the rows of a region see."""
+    """Return the keys that the rows of a region see."""
     key, end = region.key, region.key_end
     key_ranges = tuple((begin - key, stop - key) for begin, stop in region.key_ranges) or ((0, end - key),)
     if bounds.lo is None or bounds.hi is None:
@@ -101,18 +95,18 @@ def limits(bounds: Bounds, region: Region) -> Limits:
 
 
 def halves(todo: Sequence[Region]) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
-    """The regions in two parts of about equal work; a blockwise one may be cut by rows."""
+    """Split the regions into two parts of about equal work. A blockwise region may be cut by rows."""
     parts: tuple[list[Region], list[Region]] = [], []
-    left = sum(_size(region) for region in todo) / 2
+    remaining = sum(_size(region) for region in todo) / 2
     for region in todo:
-        rows, share = region.row_end - region.row, left / _size(region)
+        rows, share = region.row_end - region.row, remaining / _size(region)
         cut = region.row + round(rows * share)
         if region.kind is Kind.BLOCKWISE and region.row < cut < region.row_end:
             parts[0].append(region._replace(row_end=cut))
             parts[1].append(region._replace(row=cut))
         else:
             parts[share < 0.5].append(region)
-        left -= _size(region)
+        remaining -= _size(region)
     return tuple(parts[0]), tuple(parts[1])
 
 
@@ -122,7 +116,7 @@ def _size(region: Region) -> int:
 
 
 def rectangles(bounds: Bounds, rows: int, keys: int) -> tuple[Region, ...]:
-    """Cut the bounds of one hop into full and causal rectangles, which cover every visible pair once."""
+    """Cut the bounds of one hop into full and causal rectangles that cover every visible pair once."""
     return regions(bounds, rows, keys, exact=True)
 
 
@@ -132,51 +126,51 @@ def _regions(bounds: Bounds, rows: int, keys: int, operator: bool, exact: bool) 
         lo, hi = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), keys, dtype=torch.int32)
     lo, hi = lo.cpu(), hi.cpu()
     for first, end, used in _batches(bounds.seqused_k, keys):
-        near = lo.clamp(max=used), hi.clamp(max=used)
+        interval = lo.clamp(max=used), hi.clamp(max=used)
         if bounds.block_sparse is not None:
-            cut = list(_block_sparse(*near, bounds.block_sparse, operator, exact))
+            cut = list(_block_sparse(*interval, bounds.block_sparse, operator, exact))
         else:
-            cut = list(_cut(*near, exact)) if operator else list(_blockwise(*near, 0, rows))
+            cut = list(_cut(*interval, exact)) if operator else list(_blockwise(*interval, 0, rows))
         yield from (region._replace(batch=first, batch_end=end) for region in cut)
 
 
 def _batches(used: Tensor | None, keys: int) -> Iterator[tuple[int, int | None, int]]:
-    """Neighbours in the batch that have equally many keys: ``(first, end, keys)``."""
+    """Yield ``(first, end, keys)`` for runs of batch items with equal numbers of keys."""
     if used is None:
         yield 0, None, keys
         return
-    for count, alike in groupby(enumerate(used.tolist()), key=lambda one: one[1]):
-        items = [item for item, _ in alike]
+    for count, group in groupby(enumerate(used.tolist()), key=lambda pair: pair[1]):
+        items = [item for item, _ in group]
         yield items[0], items[-1] + 1, count
 
 
 def _block_sparse(lo: Tensor, hi: Tensor, index: BlockSparseIndex, operator: bool, exact: bool) -> Iterator[Region]:
-    """Band by band: what the operator can take of long ranges, and all else in one blockwise region."""
+    """Yield per band the operator's regions of long key ranges, and one blockwise region for everything else."""
     for row, end, band in _bands(index, len(lo)):
-        near, rest = (lo[row:end], hi[row:end]), []
+        (band_lo, band_hi), rest = (lo[row:end], hi[row:end]), []
         for begin, stop in band:
-            cut = list(_cut(near[0].clamp(begin, stop), near[1].clamp(begin, stop), exact)) if operator else []
+            cut = list(_cut(band_lo.clamp(begin, stop), band_hi.clamp(begin, stop), exact)) if operator else []
             shortest = min((min(one.row_end - one.row, one.key_end - one.key) for one in cut), default=0)
             if exact or (shortest >= MIN_ROWS and all(one.kind is not Kind.BLOCKWISE for one in cut)):
                 yield from (region._replace(row=row + region.row, row_end=row + region.row_end) for region in cut)
             else:
                 rest.append((begin, stop))
-        seen = [(max(begin, int(near[0][0])), min(stop, int(near[1][-1]))) for begin, stop in rest]
+        seen = [(max(begin, int(band_lo[0])), min(stop, int(band_hi[-1]))) for begin, stop in rest]
         if seen := [(begin, stop) for begin, stop in seen if begin < stop]:
             yield Region(Kind.BLOCKWISE, row, end, seen[0][0], seen[-1][1], tuple(seen))
 
 
 def _bands(index: BlockSparseIndex, rows: int) -> Iterator[tuple[int, int, KeyRanges]]:
-    """Neighbouring query blocks that see the same keys, as ``(row, row_end, key ranges)``."""
+    """Yield runs of query blocks that see the same keys, as ``(row, row_end, key ranges)``."""
     begins, ends = index.begins.tolist(), index.ends.tolist()
     blocks = [tuple(zip(begins[a:b], ends[a:b], strict=True)) for a, b in pairwise(index.offsets.tolist())]
-    for seen, alike in groupby(range(len(blocks)), key=blocks.__getitem__):
-        same = list(alike)
-        yield same[0] * index.block, min((same[-1] + 1) * index.block, rows), seen
+    for seen, group in groupby(range(len(blocks)), key=blocks.__getitem__):
+        band = list(group)
+        yield band[0] * index.block, min((band[-1] + 1) * index.block, rows), seen
 
 
 def _blockwise(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Region]:
-    """A long run of rows in several regions: each has its keys copied, and less new memory is faster memory."""
+    """Yield blockwise regions. A long run of rows is cut, because a region copies its keys and fresh memory is slow."""
     for row in range(start, end, LONGEST):
         a, b = _seeing(lo, hi, row, min(row + LONGEST, end))
         if a < b:
@@ -184,7 +178,7 @@ def _blockwise(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Region]
 
 
 def _cut(lo: Tensor, hi: Tensor, exact: bool) -> Iterator[Region]:
-    """Long regular runs first; then what lies between two of them, whole, or where ``exact`` row by row."""
+    """Yield the regions of long regular runs and of the gaps between them; with ``exact`` the gaps go row by row."""
     regular = _regular_runs(lo, hi, 1 if exact else MIN_ROWS)
     for (_, gap), (start, end) in pairwise([(0, 0), *regular, (len(lo), len(lo))]):
         for row, row_end in pairwise(range(gap, start + 1)) if exact else [(gap, start)]:
@@ -193,7 +187,7 @@ def _cut(lo: Tensor, hi: Tensor, exact: bool) -> Iterator[Region]:
 
 
 SAME, LONGER, SHORTER, SHIFTED, OTHER = range(5)
-"""How a row follows the one before: the same keys, one more at the end, one less at the start, both, or neither."""
+"""Keys of a row relative to the row before: equal, one more at the end, one less at the start, both, or irregular."""
 
 
 def _steps(lo: Tensor, hi: Tensor) -> Tensor:
@@ -203,25 +197,24 @@ def _steps(lo: Tensor, hi: Tensor) -> Tensor:
 
 
 def _regular_runs(lo: Tensor, hi: Tensor, least: int) -> list[tuple[int, int]]:
-    """Rows ``[start, end)``, at least so many, that follow each other in one regular way."""
+    """Return runs of at least ``least`` rows, ``[start, end)``, in which all rows follow each other in the same way."""
     steps, counts = torch.unique_consecutive(_steps(lo, hi), return_counts=True)
     ends = counts.cumsum(0)
     long = (steps != OTHER) & (counts >= least)
     runs: list[tuple[int, int]] = []
     for count, end in zip(counts[long].tolist(), ends[long].tolist(), strict=True):
-        taken = runs[-1][1] if runs else 0  # two runs that touch share a row: it stays with the first
-        runs.append((max(end - count, taken), end + 1))
+        done = runs[-1][1] if runs else 0  # two adjacent runs share a row, which stays with the first run
+        runs.append((max(end - count, done), end + 1))
     return runs
 
 
 def _seeing(lo: Tensor, hi: Tensor, start: int, end: int) -> tuple[int, int]:
-    """The rows ``[start, end)`` less those at either end that see nothing."""
+    """Return the rows ``[start, end)`` without those at either end that see nothing."""
     visible = (hi > lo)[start:end].nonzero()
     return (start + int(visible[0]), start + int(visible[-1]) + 1) if len(visible) else (start, start)
 
 
 def _shape(lo: Tensor, hi: Tensor, start: int, end: int, exact: bool) -> Iterator[Region]:
-    """The regions of the rows ``[start, end)``."""
     start, end = _seeing(lo, hi, start, end)
     if start == end:
         return
@@ -247,9 +240,15 @@ def _shape(lo: Tensor, hi: Tensor, start: int, end: int, exact: bool) -> Iterato
 
 
 def _shifted(start: int, end: int, lo: int, hi: int) -> Iterator[Region]:
-    """A window that moves along with its rows, in bands: what its left edge cuts, the middle, what its right edge cuts.
+    """Yield the regions of a window that moves along with its rows, band by band.
 
-    A band has fewer rows than the window has keys, so that the edges leave each other alone.
+    Each band has a triangle at its left edge, a rectangle in the middle and a triangle at its right edge. A band has
+    fewer rows than the window has keys, so that the triangles do not overlap::
+
+        keys    0 1 2 | 3 | 4 5 6
+        row 0   # # # | # | # . .
+        row 1   . # # | # | # # .
+        row 2   . . # | # | # # #
     """
     count = -(-(end - start) // min(BAND_ROWS, hi - lo - 1))
     cuts = [(end - start) * cut // count for cut in range(count + 1)]

@@ -1,4 +1,4 @@
-"""Names of local kernels."""
+"""Registry of local kernels by name."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _DEFAULTS: dict[str, str] = {}
 
 
 def register_backend(name: str, factory: Factory, *, default_for: str | None = None) -> None:
-    """Add a local kernel that ``backend=name`` means from now on, in this process.
+    """Register a local kernel under a name for ``backend=name``, in this process.
 
     Args:
-        name: any name but ``auto``; that of the kernel, too.
-        factory: makes the kernel, once, when a call names it first. An exception says why it cannot be used here.
-        default_for: the type of device on which ``backend="auto"`` means it, where there is no such kernel yet.
+        name: any name except ``auto``. The kernel must have the same name.
+        factory: creates the kernel when a call first uses the name. If it raises, the message is shown to the caller.
+        default_for: type of device for which ``backend="auto"`` selects this kernel. It must not have a default yet.
 
     Raises:
-        ValueError: the name is taken, or the device type has a default already.
+        ValueError: the name is taken, or the device type has a default.
     """
     if not isinstance(name, str) or not name or name == "auto" or name in _FACTORIES:
         raise ValueError(f"name is {shown(name)}: it must be text other than auto, {', '.join(_FACTORIES)}")
     if not callable(factory):
-        raise ValueError(f"factory is {shown(factory)}: it must be callable, and make a LocalAttention")
+        raise ValueError(f"factory is {shown(factory)}: it must be callable and return a LocalAttention")
     if default_for in _DEFAULTS:
         raise ValueError(f"default_for is {default_for!r}: backend='auto' means {_DEFAULTS[default_for]} there")
     _FACTORIES[name] = factory
@@ -42,27 +42,29 @@ def register_backend(name: str, factory: Factory, *, default_for: str | None = N
 
 
 def resolve_backend(backend: Any, device: torch.device) -> LocalAttention:
-    """Return the local kernel that ``backend`` means for tensors on ``device``: a kernel, or the name of one.
+    """Return the local kernel for ``backend``, a kernel or a name, and tensors on ``device``.
 
     Raises:
-        ValueError: no such name, its factory fails, or what is given or made is no LocalAttention.
+        ValueError: the name is unknown, its factory fails, or the kernel is no LocalAttention.
     """
     if not isinstance(backend, str):
         return _check_kernel("backend", backend)
     name = _DEFAULTS.get(device.type) if backend == "auto" else backend
     if name not in _FACTORIES:
         raise ValueError(
-            f"backend is {shown(backend)}: it must be one of auto, {', '.join(_FACTORIES)}, or a LocalAttention, which "
-            "torch.compile takes by name"
+            f"backend is {shown(backend)}: it must be one of auto, {', '.join(_FACTORIES)}, or a LocalAttention (under "
+            "torch.compile only its registered name)"
         )
     if name not in _KERNELS:
         try:
             kernel = _FACTORIES[name]()
         except Exception as error:
             raise ValueError(f"backend {name!r} cannot be used here: {type(error).__name__}: {error}") from error
-        _check_kernel(f"what the factory of backend {name!r} made", kernel)
+        _check_kernel(f"the result of the factory of backend {name!r}", kernel)
         if kernel.name != name:
-            raise ValueError(f"the factory of backend {name!r} made a kernel named {kernel.name!r}: both must be equal")
+            raise ValueError(
+                f"the factory of backend {name!r} returned a kernel named {kernel.name!r}: both must be equal"
+            )
         _KERNELS.setdefault(name, kernel)
     return _KERNELS[name]
 
@@ -80,7 +82,7 @@ def check_supports(
     kernel: LocalAttention, q: Tensor, v: Tensor, needs: dict[str, bool], scores: Scores, block: int | None,
     config: KernelConfig | None,
 ) -> None:  # fmt: skip
-    """Raise if a kernel does not support what a call needs, a ValueError unless its own ``check`` chooses another."""
+    """Raise if a kernel does not support a call. The kernel's own ``check`` may raise other errors than ValueError."""
     supports, text = kernel.supports, f"backend {kernel.name!r} does not support"
     dim, value_dim = q.shape[3], v.shape[3]
     value_dims = (dim,) if supports.value_dims is None else supports.value_dims
@@ -91,7 +93,7 @@ def check_supports(
     if dim not in supports.head_dims:
         raise ValueError(f"{text} head dim {dim} of q and k: it takes {supports.head_dims}")
     if value_dim not in value_dims:
-        raise ValueError(f"{text} head dim {value_dim} of v: it takes {value_dims} where q and k have {dim}")
+        raise ValueError(f"{text} head dim {value_dim} of v: it takes {value_dims} if q and k have {dim}")
     if "state" not in supports.features:
         needs = needs | {"learnable_sink": False}  # the ring merges it
     for name in (name for name, is_needed in needs.items() if is_needed and name not in supports.features):

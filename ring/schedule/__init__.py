@@ -1,1 +1,1 @@
-"""Who holds which tokens, who sees whom, what each rank computes and sends at every hop: pure functions and data."""
+"""Layouts, masks and schedules: pure functions and data that do not import `comm`."""

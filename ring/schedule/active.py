@@ -1,4 +1,4 @@
-"""Which ranks see anything of which shards, and which keys of a shard leave their rank."""
+"""Visibility between ranks and shards, and the keys that are sent to other ranks."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import torch
 from .layout import Layout, Span
 from .mask import BlockMask, Mask
 
-# NumPy throughout: this is many small searches, and torch would start its threads for each
+# NumPy throughout: these are many small searches, and torch would start its threads for each.
 Vector = npt.NDArray[np.int64]
 Marks = npt.NDArray[np.bool_]
-KEPT = 8  # a schedule and what travels by it ask for the same
+KEPT = 8  # cached results; the schedule and `sent_keys` use the same ones
 
 
 def active_shards(layout: Layout, mask: Mask, keys: Layout) -> Marks:
-    """Where a query of a rank sees a key of a shard, ``[rank, shard]``; exact.
+    """Return True where a query of a rank sees a key of a shard, ``[rank, shard]``; exact.
 
-    It costs what the queries and the spans of keys cost, not what their product would.
+    The cost grows with the number of queries plus the number of key spans, not with their product.
 
     Raises:
-        ValueError: the mask has blocks, and a span of either layout begins or ends inside one.
+        ValueError: the mask has blocks, and a span of either layout begins or ends inside a block.
     """
     if mask.blocks is not None:
         for rank in range(layout.world):
-            mask.blocks.between(layout, rank, keys, rank)  # refuses parts of blocks
-    held = HeldKeys(keys)
-    return np.array([np.logical_or.reduce([held.seen(*one) for one in parts]) for parts in unions(layout, mask)])
+            mask.blocks.between(layout, rank, keys, rank)  # raises for spans that cut a block
+    key_index = HeldKeys(keys)
+    return np.array([np.logical_or.reduce([key_index.seen(*part) for part in parts]) for parts in unions(layout, mask)])
 
 
 class HeldKeys:
-    """The keys of all shards, sorted so that what lies in an interval is found by two searches."""
+    """Sorted index of the keys of all shards, which finds the keys of an interval with two searches."""
 
     def __init__(self, keys: Layout) -> None:
         spans = [(*span, shard) for shard, mine in enumerate(keys.spans_per_rank) for span in mine]
@@ -47,22 +47,22 @@ class HeldKeys:
         self.stripes = table[table[:, 2] != 1]
 
     def seen(self, starts: Vector, ends: Vector) -> Marks:
-        """For each shard whether it has a key at any of the positions; ``[world]``."""
+        """Return True for each shard that has a key in any of the intervals, ``[world]``."""
         seen = np.zeros(self.world, dtype=np.bool_)
         if len(starts):
             widest = int((ends - starts).argmax())
             self._mark(seen, starts[widest : widest + 1], ends[widest : widest + 1])
-            if not seen.all():  # most often it is: the others are looked at where they may add something
+            if not seen.all():  # the widest interval usually reaches all shards; search the others only if not
                 self._mark(seen, starts, ends)
         return seen
 
     def _mark(self, seen: Marks, starts: Vector, ends: Vector) -> None:
         first, past = np.searchsorted(self.stops, starts, side="right"), np.searchsorted(self.starts, ends)
-        there = first < past
-        if there.sum() == 1:
-            seen[self.owners[first[there][0] : past[there][0]]] = True
-        elif there.any():
-            begun, ended = (np.bincount(edges[there], minlength=len(self.owners) + 1) for edges in (first, past))
+        nonempty = first < past
+        if nonempty.sum() == 1:
+            seen[self.owners[first[nonempty][0] : past[nonempty][0]]] = True
+        elif nonempty.any():
+            begun, ended = (np.bincount(edges[nonempty], minlength=len(self.owners) + 1) for edges in (first, past))
             seen[self.owners[(begun - ended).cumsum()[:-1] > 0]] = True
         if len(self.stripes):
             self._mark_stripes(seen, starts, ends)
@@ -75,77 +75,82 @@ class HeldKeys:
 
 @lru_cache(maxsize=KEPT)
 def unions(layout: Layout, mask: Mask) -> tuple[tuple[tuple[Vector, Vector], ...], ...]:
-    """For each rank and part of the mask :func:`union` of its queries."""
+    """Return :func:`union` of each rank's queries, for every part of the mask."""
     return tuple(tuple(union(part, layout.positions(rank)) for part in mask.parts) for rank in range(layout.world))
 
 
 def union(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vector]:
-    """Starts and ends of the positions that any of the queries sees: one interval, for most masks."""
+    """Return starts and ends of the position intervals that any of the queries sees; one interval for most masks."""
     queries, lo, hi = _intervals(mask, positions)
     return disjoint(lo, hi) if mask.blocks is None or not len(queries) else _whole_blocks(mask.blocks, queries, lo, hi)
 
 
 def _whole_blocks(blocks: BlockMask, queries: Vector, lo: Vector, hi: Vector) -> tuple[Vector, Vector]:
-    """The blocks of keys of which any of the queries sees something.
+    """Return the key blocks that any of the queries sees, as intervals.
 
-    A mask's interval holds the query's own position, but for what is cut off alike for all: what the rows of a
-    block see is one interval too, from the first one's start to the last one's end.
+    The interval of a mask contains the query's own position, except where all queries are cut off alike. Therefore the
+    rows of one block together see one interval, from the start of the first row to the end of the last row.
     """
     rows, first = np.unique(queries // blocks.block, return_index=True)
     starts, ends = np.minimum.reduceat(lo, first)[:, None], np.maximum.reduceat(hi, first)[:, None]
     begins = np.arange(blocks.visible.shape[1]) * blocks.block
-    near = (begins < ends) & (starts < begins + blocks.block)
-    begins = begins[(blocks.visible.numpy()[rows] & near).any(axis=0)]
+    touched = (begins < ends) & (starts < begins + blocks.block)
+    begins = begins[(blocks.visible.numpy()[rows] & touched).any(axis=0)]
     return disjoint(begins, begins + blocks.block)
 
 
 def disjoint(starts: Vector, ends: Vector) -> tuple[Vector, Vector]:
-    """The union of intervals of which neither end decreases: what does not touch the one before starts anew."""
+    """Merge overlapping or touching intervals whose starts and ends are both ascending."""
     new = np.ones(len(starts), dtype=np.bool_)
     new[1:] = starts[1:] > ends[:-1]
     return starts[new], ends[np.roll(new, -1)]
 
 
 def _intervals(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vector, Vector]:
-    """The queries that may see something, and what each of them sees."""
+    """Return the queries that may see a key, and the interval ``[lo, hi)`` that each of them sees."""
     first, past = np.searchsorted(positions.numpy(), mask.queries)
     positions = positions[first:past]
     lo, hi = (end.numpy() for end in mask.interval(positions))
-    there = lo < hi
-    return positions.numpy()[there], lo[there], hi[there]
+    nonempty = lo < hi
+    return positions.numpy()[nonempty], lo[nonempty], hi[nonempty]
 
 
-SENT_KEYS = 64  # layouts of what travels, that are kept
-LESS = 3 / 4  # of a pass's bytes: gathering the keys and spreading their dK/dV among the others costs memory and time
-MOST = 1 << 22  # edges of what the queries see, times ranks: as many take a tenth of a second
+SENT_KEYS = 64  # cached layouts of the keys that are sent
+LESS = 3 / 4  # send a subset only below this share of the bytes: gathering keys and scattering dK/dV costs time
+MOST = 1 << 22  # largest number of interval edges times ranks; that many take 0.1 s
 Stretches = tuple[Vector, Vector]  # starts and ends, ascending
 
 
 @lru_cache(maxsize=SENT_KEYS)
 def sent_keys(layout: Layout, mask: Mask, keys: Layout) -> Layout:
-    """The keys that leave their rank, as a layout: ``keys`` without what no query of another rank sees.
+    """Return the layout of the keys that are sent: ``keys`` without those that no query of another rank sees.
 
-    Of a window's shards the ends, of packed documents those that lie on several ranks, of a block-sparse pattern whole
-    blocks. Every rank passes on the whole of what it got. ``keys`` itself where ``LESS`` of it or more would travel.
+    With a window these are the ends of the shards, with packed documents the documents that span several ranks, with a
+    block-sparse pattern whole blocks. Every rank passes on everything that it received. If a share of ``LESS`` or more
+    would be sent anyway, the result is ``keys``.
     """
     needed = _seen_by_others(layout, mask)
     if needed is None:
         return keys
-    spans = [list(_inside(mine, *near)) for mine, near in zip(keys.spans_per_rank, needed, strict=True)]
-    if sum(span.length for one in spans for span in one) >= LESS * keys.seqlen:
+    spans = [list(_inside(own, *seen)) for own, seen in zip(keys.spans_per_rank, needed, strict=True)]
+    if sum(span.length for rank_spans in spans for span in rank_spans) >= LESS * keys.seqlen:
         return keys
     return Layout(spans)
 
 
 def _seen_by_others(layout: Layout, mask: Mask) -> Iterator[Stretches] | None:
-    """For each rank what the queries of all others see; None where that is in too many pieces to be kept apart."""
+    """Return for each rank the positions that queries of other ranks see; None if they have too many pieces."""
     seen = [_merged(*(np.concatenate(ends) for ends in zip(*parts, strict=True))) for parts in unions(layout, mask)]
     edges = np.unique(np.concatenate([ends for both in seen for ends in both]))
     return None if len(edges) * layout.world > MOST else _less_own(seen, edges)
 
 
 def _less_own(seen: list[Stretches], edges: Vector) -> Iterator[Stretches]:
-    """How many ranks see what lies between two edges, less the own one."""
+    """Yield for each rank the intervals that at least one other rank sees.
+
+    Each rank's intervals change a count at their edges. Where the total without a rank's own changes is above 0,
+    another rank sees the positions.
+    """
 
     def changes(starts: Vector, ends: Vector) -> Vector:
         up, down = (np.bincount(np.searchsorted(edges, x), minlength=len(edges)) for x in (starts, ends))
@@ -159,13 +164,13 @@ def _less_own(seen: list[Stretches], edges: Vector) -> Iterator[Stretches]:
 
 
 def _merged(starts: Vector, ends: Vector) -> Stretches:
-    """The union of intervals, ascending and disjoint."""
+    """Merge intervals in any order into ascending, disjoint ones."""
     order = np.argsort(starts)
     return disjoint(starts[order], np.maximum.accumulate(ends[order]))
 
 
 def _inside(spans: tuple[Span, ...], starts: Vector, ends: Vector) -> Iterator[Span]:
-    """What of the spans lies in the intervals, both ascending."""
+    """Yield the parts of the spans that lie inside the intervals; both are ascending."""
     begins, stops = starts.tolist(), ends.tolist()
     for start, length, step in spans:
         first, past = bisect_right(stops, start), bisect_left(begins, start + length * step)

@@ -1,4 +1,12 @@
-"""Who holds which tokens: every rank's global positions, as spans."""
+"""`Layout`: the global positions that each rank holds, as spans. `Documents`: boundaries of packed documents.
+
+Example: 16 tokens on 4 ranks::
+
+    position:   0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
+    contiguous: 0  0  0  0  1  1  1  1  2  2  2  2  3  3  3  3
+    zigzag:     0  0  1  1  2  2  3  3  3  3  2  2  1  1  0  0
+    striped:    0  1  2  3  0  1  2  3  0  1  2  3  0  1  2  3
+"""
 
 from __future__ import annotations
 
@@ -18,14 +26,14 @@ from ...kernels.checks import check_local, check_tensor
 from ...kernels.shared import SharedCache
 from ...kinds import FLAG, RANKS, Kind, listed, number, shown, whole
 
-MOST_POSITIONS = (1 << 62) - 1  # so that a position and a side of a window add up in 64 bits
-MOST_DIMS = 64  # that a tensor has
+MOST_POSITIONS = (1 << 62) - 1  # a position plus one side of a window must fit in 64 bits
+MOST_DIMS = 64  # dimensions of a tensor
 POSITIONS, INTEGERS = whole(0, MOST_POSITIONS), whole(-MOST_POSITIONS, MOST_POSITIONS)
 DIM = whole(-MOST_DIMS, MOST_DIMS - 1)
 
 
 class Span(NamedTuple):
-    """``length`` tokens at the positions ``start, start + step, start + 2 step, …``."""
+    """Evenly spaced positions: ``start, start + step, start + 2 step, …``, in all ``length`` of them."""
 
     start: int
     length: int
@@ -33,29 +41,29 @@ class Span(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One past the last position."""
+        """End of the span: its last position plus one."""
         return self.start + (self.length - 1) * self.step + 1 if self.length else self.start
 
 
 def _ascending(rank: int, spans: Iterable[tuple[int, ...]]) -> tuple[Span, ...]:
-    """The spans of one rank, checked, without empty ones, joined where one continues the other."""
-    made: list[Span] = []
+    """Return the checked spans of one rank, without empty spans, and with adjacent spans joined."""
+    joined: list[Span] = []
     for index, given in enumerate(listed("a list of spans").of(f"spans_per_rank[{rank}]", spans)):
         name = f"spans_per_rank[{rank}][{index}]"
         span = _span(name, given)
         if not span.length:
             continue
-        before = made[-1] if made else Span(0, 0)
+        before = joined[-1] if joined else Span(0, 0)
         if span.start < before.stop:
             raise ValueError(
                 f"{name} starts at {span.start}, the span before it ends at {before.stop - 1}: "
                 "the positions of a rank must ascend"
             )
-        if made and span.step == before.step and span.start == before.start + before.length * before.step:
+        if joined and span.step == before.step and span.start == before.start + before.length * before.step:
             span = Span(before.start, before.length + span.length, before.step)
-            made.pop()
-        made.append(span)
-    return tuple(made)
+            joined.pop()
+        joined.append(span)
+    return tuple(joined)
 
 
 def _span(name: str, given: tuple[int, ...]) -> Span:
@@ -66,13 +74,13 @@ def _span(name: str, given: tuple[int, ...]) -> Span:
     if span.step < 1 or span.stop > MOST_POSITIONS:
         raise ValueError(
             f"{name} is {shown(given)}: it must be a Span(start, length, step=1) of whole numbers, start and length at "
-            "least 0, step at least 1, positions below 2^62"
+            "least 0, step at least 1, and positions below 2^62"
         )
     return span if span.length > 1 else span._replace(step=1)
 
 
 class _Run(NamedTuple):
-    """The positions ``p`` of one rank with ``p % period == residue`` and ``first <= p // period <= last``."""
+    """Positions ``p`` of one rank with ``p % period == residue`` and ``first <= p // period <= last``."""
 
     residue: int
     first: int
@@ -81,23 +89,23 @@ class _Run(NamedTuple):
 
 
 def _refuse_overlap(spans_per_rank: Iterable[Iterable[Span]]) -> None:
-    """Refuse a position that two spans hold.
+    """Raise ValueError if two spans share a position.
 
-    Modulo the least common multiple of all steps every span is a few runs of consecutive numbers, so that this costs
-    what the spans cost, not what the positions would.
+    Modulo the least common multiple of all steps, every span is a few runs of consecutive numbers. Therefore the cost
+    grows with the number of spans, not with the number of positions.
     """
     spans = [(rank, span) for rank, spans in enumerate(spans_per_rank) for span in spans]
     period = lcm(*(span.step for _, span in spans))
     ascending = sorted(span for _, span in spans)
     if period == 1 and all(before[0] + before[1] <= after[0] for before, after in pairwise(ascending)):
-        return  # documents cut into chunks are many spans: nothing is made for each of them
+        return  # fast path for many spans, such as documents cut into chunks
     runs = sorted(run for rank, span in spans for run in _runs(span, period, rank))
     for before, after in pairwise(runs):
         if before.residue == after.residue and after.first <= before.last:
             ranks = sorted((before.rank, after.rank))
             raise ValueError(
                 f"spans_per_rank holds position {after.first * period + after.residue} on rank {ranks[0]} "
-                f"and on rank {ranks[1]}: a token lives on one rank"
+                f"and on rank {ranks[1]}: a position may be on one rank only"
             )
 
 
@@ -109,47 +117,47 @@ def _runs(span: Span, period: int, rank: int) -> Iterator[_Run]:
 
 
 def at_least(least: int, name: str, value: int) -> int:
-    """A number as an integer; ValueError where it is none, or too small."""
-    made: int = whole(least, MOST_POSITIONS).of(name, value)
-    return made
+    """Return ``value`` as an integer of at least ``least``, or raise ValueError."""
+    number: int = whole(least, MOST_POSITIONS).of(name, value)
+    return number
 
 
-REPR_BOUNDARIES = 16  # more of them are shown by their number and a digest
+REPR_BOUNDARIES = 16  # repr() shows a digest of longer lists
 
 
 class Documents:
-    """Where each of several packed documents begins and ends; immutable and hashable.
+    """Boundaries of packed documents; immutable and hashable.
 
     Args:
-        cu_seqlens: boundaries as in flash-attention's ``cu_seqlens``: document i is ``[cu_seqlens[i],
-            cu_seqlens[i + 1])``, the first is 0. A list, or a one-dimensional integer tensor on the CPU: schedules are
-            made on the host, and a copy from a GPU would be a hidden synchronisation. Empty documents are allowed.
-        name: what errors call the boundaries.
+        cu_seqlens: boundaries as in FlashAttention's ``cu_seqlens``: document i holds the positions
+            ``[cu_seqlens[i], cu_seqlens[i + 1])``, and the first boundary is 0. A list, or a one-dimensional integer
+            tensor on the CPU, because schedules are built on the host. Empty documents are allowed.
+        name: argument name in error messages.
 
     Raises:
-        ValueError: boundaries that are not whole numbers, do not start at 0, descend, or lie on a GPU.
+        ValueError: the boundaries are not whole numbers, do not start at 0, descend, or are on a GPU.
     """
 
     __slots__ = ("__dict__", "boundaries")
 
     def __init__(self, cu_seqlens: Iterable[int] | torch.Tensor, name: str = "cu_seqlens") -> None:
-        made = whole_numbers(name, cu_seqlens, "[documents + 1]")
-        if len(made) < 2:
-            raise ValueError(f"{name} is {list(made)}: it must have at least one document, [0, length]")
-        if made[0] != 0:
-            raise ValueError(f"{name} starts at {made[0]}: it must start at 0")
-        for index, (start, end) in enumerate(pairwise(made)):
+        boundaries = whole_numbers(name, cu_seqlens, "[documents + 1]")
+        if len(boundaries) < 2:
+            raise ValueError(f"{name} is {list(boundaries)}: it must have at least one document, [0, length]")
+        if boundaries[0] != 0:
+            raise ValueError(f"{name} starts at {boundaries[0]}: it must start at 0")
+        for index, (start, end) in enumerate(pairwise(boundaries)):
             if end < start:
                 raise ValueError(f"{name}[{index + 1}] is {end}, the one before is {start}: it must not descend")
-        self.boundaries = made
+        self.boundaries = boundaries
 
     @property
     def seqlen(self) -> int:
-        """Tokens of all documents together."""
+        """Number of tokens of all documents together."""
         return self.boundaries[-1]
 
     def around(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Start and end of the document of each position; both at the very end for a position past all of them."""
+        """Return start and end of the document of each position. Positions past the last document get its end twice."""
         after = torch.searchsorted(self._tensor, positions, right=True)
         last = len(self.boundaries) - 1
         return self._tensor[after - 1], self._tensor[after.clamp(max=last)]
@@ -179,12 +187,13 @@ class Documents:
 
 
 def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) -> tuple[int, ...]:
-    """A list or a one-dimensional CPU tensor as integers: ValueError otherwise."""
+    """Return a list or one-dimensional integer CPU tensor as a tuple of integers, or raise ValueError."""
     check_local(name, given)
     if isinstance(given, torch.Tensor):
         if given.device.type != "cpu":
             raise ValueError(
-                f"{name} is on {given.device}: it must be a list or a CPU tensor, since schedules are host data"
+                f"{name} is on {given.device}: it must be a list or a CPU tensor, because schedules are built on the "
+                "host"
             )
         if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
             raise ValueError(f"{name} is {given.dtype} {list(given.shape)}: it must be integers {shape}")
@@ -199,23 +208,23 @@ _SPEED = number("a finite number of at least 0", lambda speed: 0 <= speed < inf)
 
 
 def _zigzag(boundaries: Sequence[int], world: int) -> list[list[Span]]:
-    """For every rank its runs of every document, one from each end; see :meth:`Layout.zigzag` for the rule."""
+    """Return the spans of every rank: two runs per document, one from each end. See :meth:`Layout.zigzag`."""
     spans: list[list[Span]] = [[] for _ in range(world)]
-    held, first = [0] * world, 0
+    counts, first = [0] * world, 0
     for start, end in pairwise(boundaries):
         each, extra = divmod(end - start, world)
         lengths = [each + ((rank - first) % world < extra) for rank in range(world)]
-        heads = [-(-(had + new) // 2) - -(-had // 2) for had, new in zip(held, lengths, strict=True)]
+        heads = [-(-(count + length) // 2) - -(-count // 2) for count, length in zip(counts, lengths, strict=True)]
         for rank, runs in enumerate(_from_both_ends(start, end, heads, lengths)):
             spans[rank] += runs
-        held = [had + new for had, new in zip(held, lengths, strict=True)]
+        counts = [count + length for count, length in zip(counts, lengths, strict=True)]
         first = (first + extra) % world
     return spans
 
 
 def _by_causal_pairs(seqlen: int, speeds: Sequence[Fraction]) -> list[list[Span]]:
-    """For every rank one run from each end of the sequence; see :meth:`Layout.balanced` for the rule."""
-    # the token in the middle of an odd length is its own mirror image, half a pair: the innermost run at the head
+    """Return one run from each end of the sequence for every rank. See :meth:`Layout.balanced`."""
+    # The middle token of an odd length is its own mirror image, so it goes to the innermost run at the head.
     heads = [_nearest(Fraction(seqlen, 2) * share) for share in _shares(speeds)]
     tails = [min(head, seqlen // 2) for head in heads]
     head_runs, tail_runs = _differences(heads), _differences(tails)
@@ -224,23 +233,23 @@ def _by_causal_pairs(seqlen: int, speeds: Sequence[Fraction]) -> list[list[Span]
 
 
 def _speeds_of(given: Iterable[float]) -> list[Fraction]:
-    """Relative speeds as exact numbers, so that every machine cuts alike.
+    """Return relative speeds as exact fractions, so that every machine computes the same layout.
 
     Raises:
-        ValueError: none, one that is not a finite number of at least 0, or none above 0.
+        ValueError: the list is empty, a speed is not a finite number of at least 0, or all speeds are 0.
     """
     speeds = listed("a list with the relative speed of every rank").of("speeds", given)
     numbers = [(speed, _SPEED.of(f"speeds[{rank}]", speed)) for rank, speed in enumerate(speeds)]
-    made = [Fraction(speed if isinstance(speed, Rational) else as_float) for speed, as_float in numbers]
-    if not made:
+    exact = [Fraction(speed if isinstance(speed, Rational) else as_float) for speed, as_float in numbers]
+    if not exact:
         raise ValueError("speeds is empty: it must have the relative speed of every rank")
-    if not any(made):
-        raise ValueError(f"speeds is {[*map(float, made)]}: at least one rank must be faster than 0")
-    return made
+    if not any(exact):
+        raise ValueError(f"speeds is {[*map(float, exact)]}: at least one rank must be faster than 0")
+    return exact
 
 
 def _from_both_ends(start: int, end: int, heads: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Span, Span]]:
-    """Rank by rank the next run of ``heads[rank]`` tokens at the start, and one at the end with what is left."""
+    """Yield two runs per rank: ``heads[rank]`` tokens from the start, and the rest of its tokens from the end."""
     for head, length in zip(heads, lengths, strict=True):
         tail = length - head
         yield Span(start, head), Span(end - tail, tail)
@@ -248,7 +257,7 @@ def _from_both_ends(start: int, end: int, heads: Sequence[int], lengths: Sequenc
 
 
 def _shares(speeds: Sequence[Fraction]) -> list[Fraction]:
-    """Of all speed what the first 1, 2, ... ranks have."""
+    """Return the share of the total speed that the first 1, 2, ... ranks have."""
     return [part / sum(speeds) for part in accumulate(speeds)]
 
 
@@ -263,44 +272,45 @@ def _differences(ends: Iterable[int]) -> list[int]:
 __all__ = ["Layout", "LayoutLike", "Span"]
 
 INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-REPR_SPANS = 32  # a layout of more spans than this is shown by its size and a digest
+REPR_SPANS = 32  # repr() shows a digest of larger layouts
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Layout:
-    """Which global positions each rank holds, ascending within a rank; immutable and hashable.
+    """Global positions that each rank holds, ascending within a rank; immutable and hashable.
 
     Args:
-        spans_per_rank: for every rank its spans ``(start, length[, step])``. Empty spans are dropped and spans that
-            continue each other are joined, so that layouts of the same spans are equal however they were made.
+        spans_per_rank: for every rank its spans ``(start, length[, step])``. Empty spans are dropped and adjacent spans
+            are joined, so that layouts with equal positions compare equal.
 
     Raises:
-        ValueError: no rank, a span that is not whole numbers in range, positions of a rank that do not ascend, or a
-            position on two ranks.
+        ValueError: there is no rank, a span is not whole numbers in range, the positions of a rank do not ascend, or
+            two ranks hold the same position.
     """
 
     spans_per_rank: tuple[tuple[Span, ...], ...]
     table: torch.Tensor = field(compare=False)
-    """The spans as int64 ``[spans, 4]``, for a graph of torch.compile: rank, start, length, step."""
+    """The spans as int64 ``[spans, 4]`` (rank, start, length, step), an input of torch.compile graphs."""
 
     def __init__(self, spans_per_rank: Iterable[Iterable[tuple[int, ...]]]) -> None:
         given = listed("a list with the spans of every rank").of("spans_per_rank", spans_per_rank)
-        made = tuple(_ascending(rank, spans) for rank, spans in enumerate(given))
-        if not made:
+        checked = tuple(_ascending(rank, spans) for rank, spans in enumerate(given))
+        if not checked:
             raise ValueError("spans_per_rank is empty: it must have a list of spans for every rank")
-        _refuse_overlap(made)
-        object.__setattr__(self, "spans_per_rank", made)
-        object.__setattr__(self, "table", _table(made))
+        _refuse_overlap(checked)
+        object.__setattr__(self, "spans_per_rank", checked)
+        object.__setattr__(self, "table", _table(checked))
 
     @classmethod
     def from_positions(cls, positions_per_rank: Iterable[torch.Tensor]) -> Layout:
-        """Return the layout whose rank r holds ``positions_per_rank[r]``.
+        """Return the layout in which rank r holds ``positions_per_rank[r]``.
 
         Args:
             positions_per_rank: for every rank its ascending global positions, an integer CPU tensor ``[S]``.
 
         Raises:
-            ValueError: a tensor of another kind, positions that do not ascend, or a position on two ranks.
+            ValueError: a tensor has another dtype, shape or device, the positions of a rank do not ascend, or two ranks
+                hold the same position.
         """
         spans = []
         for rank, positions in enumerate(positions_per_rank):
@@ -317,27 +327,29 @@ class Layout:
 
     @classmethod
     def contiguous(cls, seqlen: int, world: int) -> Layout:
-        """One run of tokens per rank, in rank order; the first ranks hold one more where ``world`` does not divide."""
+        """Return one run of tokens per rank, in order; the first ranks get one more if ``world`` does not divide."""
         return cls.uneven(_even(seqlen, world))
 
     @classmethod
     def zigzag(cls, seqlen: int, world: int, cu_seqlens: Iterable[int] | torch.Tensor | None = None) -> Layout:
-        """Two runs per rank, one from each end of the sequence or of every document, so that causal work is even.
+        """Return two runs per rank, one from each end of the sequence or document, so that causal work is even.
 
-        With ``2 * world`` equal chunks, rank r holds chunks r and ``2 * world - 1 - r``: where that many divide every
-        document, TransformerEngine's rule for packed sequences (``thd_get_partitioned_indices``). Elsewhere nothing
-        is padded: of what a document leaves when each rank has equally many, the ranks get one token each, going on in
-        rank order where the document before stopped, so that the tokens of two ranks differ by one at most. And a
-        rank's tokens lie at the head and at the tail of documents by turns, so that these two differ by one at most.
+        With ``2 * world`` equal chunks, rank r holds chunks r and ``2 * world - 1 - r``. If ``2 * world`` divides every
+        document, the layout equals that of TransformerEngine for packed sequences (``thd_get_partitioned_indices``).
+
+        Otherwise nothing is padded. Each rank gets ``length // world`` tokens of a document. The remaining tokens go to
+        one rank each, in rank order, starting after the rank that got the last extra token of the document before. So
+        the token counts of two ranks differ by at most one. A rank's counts at the heads and at the tails of documents
+        also differ by at most one.
 
         Args:
-            seqlen: tokens in all.
-            world: ranks.
+            seqlen: number of tokens of all ranks.
+            world: number of ranks.
             cu_seqlens: boundaries ``[0, ..., seqlen]`` of packed documents, a list or a CPU tensor; None: one document.
 
         Raises:
-            ValueError: a negative length, no rank, or boundaries that descend, or that do not start at 0 or end at
-                ``seqlen``.
+            ValueError: ``seqlen`` is negative, ``world`` is below 1, or the boundaries descend, do not start at 0 or do
+                not end at ``seqlen``.
         """
         seqlen, world = POSITIONS.of("seqlen", seqlen), RANKS.of("world", world)
         documents = Documents([0, seqlen] if cu_seqlens is None else cu_seqlens)
@@ -347,41 +359,41 @@ class Layout:
 
     @classmethod
     def striped(cls, seqlen: int, world: int) -> Layout:
-        """Token p on rank ``p % world``."""
+        """Return the layout with token p on rank ``p % world``."""
         return cls([(rank, length, world)] for rank, length in enumerate(_even(seqlen, world)))
 
     @classmethod
     def uneven(cls, lengths: Iterable[int]) -> Layout:
-        """One run of ``lengths[rank]`` tokens per rank, in rank order."""
+        """Return one run of ``lengths[rank]`` tokens per rank, in rank order."""
         given = listed("a list with the number of tokens of every rank").of("lengths", lengths)
-        made = [at_least(0, f"lengths[{rank}]", length) for rank, length in enumerate(given)]
-        if not made:
+        counts = [at_least(0, f"lengths[{rank}]", length) for rank, length in enumerate(given)]
+        if not counts:
             raise ValueError("lengths is empty: it must have the number of tokens of every rank")
-        return cls([(start, length)] for start, length in zip([0, *accumulate(made)], made, strict=False))
+        return cls([(start, length)] for start, length in zip([0, *accumulate(counts)], counts, strict=False))
 
     @classmethod
     def balanced(cls, seqlen: int, speeds: Iterable[float], *, causal: bool) -> Layout:
-        """Unequal shards for unequal GPUs, so that all finish together: visible pairs in proportion to speed.
+        """Return unequal shards for unequal GPUs, so that the visible pairs of each rank are proportional to its speed.
 
-        With c_r the speed of the ranks 0 to r over that of all, S tokens and round(x) = floor(x + 1/2):
+        Let c_r be the speed of ranks 0 to r divided by the speed of all ranks, S the number of tokens, and round(x) =
+        floor(x + 1/2).
 
-        - full: one run per rank; the ranks 0 to r hold the first ``round(S c_r)`` tokens. A rank's tokens are within
-          one of ``S speed / sum(speeds)``, its visible pairs within S.
-        - causal: two runs per rank of one length, one from each end, as in a zigzag. A token at p and its mirror image
-          at S - 1 - p together see S + 1 keys, wherever p is; the ranks 0 to r hold the outer ``round(S c_r / 2)`` of
-          these couples (the token in the middle of an odd S is half of one). A rank's tokens are within two of
-          ``S speed / sum(speeds)``, and its visible pairs within one couple, S + 1, of ``S (S + 1) / 2 * speed /
-          sum(speeds)``.
+        - full: one run per rank. Ranks 0 to r hold the first ``round(S c_r)`` tokens. A rank's tokens are within one of
+          ``S speed / sum(speeds)``, and its visible pairs within S.
+        - causal: two runs per rank, one from each end, as in a zigzag. Tokens p and S - 1 - p together see S + 1 keys,
+          for every p. Ranks 0 to r hold the outer ``round(S c_r / 2)`` such couples. The middle token of an odd S is
+          half a couple. A rank's tokens are within two of ``S speed / sum(speeds)``. Its visible pairs are within S + 1
+          of ``S (S + 1) / 2 * speed / sum(speeds)``.
 
-        The backward has the same pairs on the same ranks: dK/dV are computed where the queries are.
+        The backward has the same pairs on the same ranks, because dK/dV are computed on the rank of the queries.
 
         Args:
-            seqlen: S, tokens in all.
-            speeds: of every rank, in any unit, such as its tokens per second on an equal shard; 0: no tokens.
-            causal: whether the mask is causal.
+            seqlen: S, number of tokens of all ranks.
+            speeds: relative speed of every rank in any unit, such as tokens per second on an equal shard; 0: no tokens.
+            causal: True for a causal mask.
 
         Raises:
-            ValueError: a negative length, or speeds that are not finite numbers of at least 0 with one above it.
+            ValueError: ``seqlen`` is negative, or ``speeds`` are not finite numbers of at least 0 with one above 0.
         """
         seqlen, causal = POSITIONS.of("seqlen", seqlen), FLAG.of("causal", causal)
         exact = _speeds_of(speeds)
@@ -396,35 +408,35 @@ class Layout:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
+        """Number of tokens of each rank."""
         return tuple(sum(span.length for span in spans) for spans in self.spans_per_rank)
 
     @cached_property
     def seqlen(self) -> int:
-        """Tokens of all ranks together."""
+        """Number of tokens of all ranks."""
         return sum(self.lengths)
 
     @cached_property
     def reach(self) -> int:
-        """One past the last position of all ranks."""
+        """End of the layout: the last position of all ranks plus one."""
         return max((spans[-1].stop for spans in self.spans_per_rank if spans), default=0)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The spans of one rank, ascending; empty where it holds no token."""
+        """Return the spans of one rank, ascending; empty if it holds no token."""
         return self.spans_per_rank[self._checked(rank)]
 
     def positions(self, rank: int) -> torch.Tensor:
-        """The positions of one rank's tokens, ascending, int64 ``[S]`` on the CPU; cached: do not write to it."""
+        """Return the positions of one rank's tokens, ascending, int64 ``[S]`` on the CPU. Do not write to them."""
         cache, rank = self._positions, self._checked(rank)
         if rank not in cache:
             cache[rank] = _positions(self.spans_per_rank[rank])
         return cache[rank]
 
     def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """The tokens of ``rank`` out of ``x``, which holds the whole sequence along ``dim``; a copy; differentiable.
+        """Return the tokens of ``rank`` from ``x``, which holds the whole sequence along ``dim``. Differentiable copy.
 
         Raises:
-            ValueError: the layout leaves out positions, ``x`` has another length, or there is no such rank or dim.
+            ValueError: the layout skips positions, ``x`` has another length, or there is no such rank or dim.
         """
         self._require_whole()
         check_tokens(x, "x", dim, self.seqlen, f"the layout is made for {self.seqlen}")
@@ -433,10 +445,10 @@ class Layout:
         return torch.cat([x[(*before, slice(span.start, span.stop, span.step))] for span in spans], dim)
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
-        """The whole sequence along ``dim`` from the shards of all ranks, in rank order; a copy; differentiable.
+        """Return the whole sequence along ``dim`` from the shards of all ranks, in rank order. Differentiable copy.
 
         Raises:
-            ValueError: the layout leaves out positions, or the number of shards, their lengths or ``dim`` do not fit.
+            ValueError: the layout skips positions, or the number of shards, their lengths or ``dim`` do not fit.
         """
         self._require_whole()
         shards = Kind("the shards of all ranks, in rank order", list).of("shards", shards)
@@ -444,16 +456,16 @@ class Layout:
             raise ValueError(f"shards has {len(shards)} tensors, the layout is made for {self.world} ranks")
         for rank, (x, length) in enumerate(zip(shards, self.lengths, strict=True)):
             check_tokens(x, f"shards[{rank}]", dim, length, f"rank {rank} has {length}")
-            like, other = ([*one.narrow(dim, 0, 0).shape, one.dtype, one.device] for one in (shards[0], x))
+            like, other = ([*t.narrow(dim, 0, 0).shape, t.dtype, t.device] for t in (shards[0], x))
             if other != like:
                 raise ValueError(
-                    f"shards[{rank}] is {other} but for its tokens, shards[0] is {like}: they must be alike"
+                    f"shards[{rank}] is {other} apart from its tokens, shards[0] is {like}: they must be equal"
                 )
         if all(span.step == 1 for spans in self.spans_per_rank for span in spans):
             pieces = [
                 piece for x, spans in zip(shards, self.spans_per_rank, strict=True) for piece in _cut(x, spans, dim)
             ]
-            return torch.cat([piece for _, piece in sorted(pieces, key=lambda one: one[0])] or [*shards], dim)
+            return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])] or [*shards], dim)
         return torch.cat([*shards], dim).index_select(dim, self._order(shards[0].device))
 
     def __hash__(self) -> int:
@@ -463,7 +475,7 @@ class Layout:
         return self._repr
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout, (self.spans_per_rank,)  # without the caches: a layout travels between ranks
+        return Layout, (self.spans_per_rank,)  # without the caches, because layouts are sent between ranks
 
     @cached_property
     def _positions(self) -> dict[int, torch.Tensor]:
@@ -475,7 +487,7 @@ class Layout:
 
     @torch.inference_mode(False)
     def _order(self, device: torch.device) -> torch.Tensor:
-        """Where the tokens of the positions 0, 1, 2, ... lie among those of all ranks; the host waits once."""
+        """Return the index of positions 0, 1, 2, ... in the concatenated shards. The host waits for the copy once."""
 
         def make() -> torch.Tensor:
             return torch.cat([self.positions(rank) for rank in range(self.world)]).argsort().to(device)
@@ -495,8 +507,8 @@ class Layout:
         return f"<Layout of {self.seqlen} tokens over {self.world} ranks, spans {digest}>"
 
     def _checked(self, rank: int) -> int:
-        made: int = whole(0, self.world - 1).of("rank", rank)
-        return made
+        checked: int = whole(0, self.world - 1).of("rank", rank)
+        return checked
 
     def _require_whole(self) -> None:
         if self.reach != self.seqlen:
@@ -507,51 +519,50 @@ class Layout:
 
 
 LayoutLike = Layout | Literal["contiguous", "zigzag", "striped"] | None
-"""What ``layout=`` takes; a name means equal shards, and None one rank alone."""
+"""Type of ``layout`` arguments. A name means equal shards, None a single rank."""
 
 
 @lru_cache(maxsize=64)
 def shifted(layout: Layout, by: int) -> Layout:
-    """The layout whose positions are those of ``layout`` and ``by`` more."""
+    """Return ``layout`` with ``by`` added to all positions."""
     return Layout([[(start + by, length, step) for start, length, step in spans] for spans in layout.spans_per_rank])
 
 
 def _table(spans_per_rank: tuple[tuple[Span, ...], ...]) -> torch.Tensor:
-    """An empty span for a rank without any, so that it counts."""
+    """Build the table of spans. A rank without tokens gets an empty span, so that it counts as a rank."""
     rows = [(rank, *span) for rank, spans in enumerate(spans_per_rank) for span in spans or (Span(0, 0),)]
     return torch.tensor(rows)
 
 
 def _even(seqlen: int, world: int) -> list[int]:
-    """``seqlen`` cut into ``world`` lengths that differ by at most one, longer ones first."""
+    """Split ``seqlen`` into ``world`` lengths that differ by at most one, longer ones first."""
     seqlen, world = POSITIONS.of("seqlen", seqlen), RANKS.of("world", world)
     base, extra = divmod(seqlen, world)
     return [base + (rank < extra) for rank in range(world)]
 
 
-@torch.inference_mode(False)  # kept, and perhaps for autograd
+@torch.inference_mode(False)  # cached, and a later call may need it for autograd
 def _positions(spans: Sequence[Span]) -> torch.Tensor:
     runs = [torch.arange(span.start, span.stop, span.step) for span in spans]
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
 
 
 def _spans(positions: torch.Tensor) -> list[Span]:
-    """Return the spans of ascending positions."""
     steps, counts = torch.unique_consecutive(positions.diff(), return_counts=True)
     runs = zip(steps.tolist(), counts.tolist(), strict=True)
     spans: list[Span] = []
-    first = taken = 0  # token with which a run of equal steps begins; tokens that have a span
+    first = done = 0  # first token of the run of equal steps; number of tokens that have a span
     for step, count in runs:
-        tokens = first + count + 1 - taken
-        if tokens > 1:  # else the run is a gap between two spans, and its last token begins the next one
-            spans.append(Span(int(positions[taken]), tokens, step))
-            taken += tokens
+        tokens = first + count + 1 - done
+        if tokens > 1:  # otherwise the run is a gap between two spans, and its last token begins the next span
+            spans.append(Span(int(positions[done]), tokens, step))
+            done += tokens
         first += count
-    return spans + [Span(int(p), 1) for p in positions[taken:]]
+    return spans + [Span(int(p), 1) for p in positions[done:]]
 
 
 def tokens_of(x: torch.Tensor, name: str, dim: int) -> int:
-    """The length of a tensor along a dimension that it has: ValueError otherwise."""
+    """Return the length of ``x`` along ``dim``, or raise ValueError if ``x`` has no such dimension."""
     check_tensor(name, x, may_be_meta=True)
     dim = DIM.of("dim", dim)
     if not -x.ndim <= dim < x.ndim:
@@ -560,7 +571,7 @@ def tokens_of(x: torch.Tensor, name: str, dim: int) -> int:
 
 
 def check_tokens(x: torch.Tensor, name: str, dim: int, tokens: int, reason: str) -> None:
-    """Refuse a tensor that does not have ``tokens`` along ``dim``, and say which dimension has: ValueError."""
+    """Raise ValueError if ``x`` does not have ``tokens`` along ``dim``. The message names a dimension that does."""
     length = tokens_of(x, name, dim)
     if length != tokens:
         fits = f"; dim {x.shape.index(tokens)} has {tokens}" if tokens in x.shape else ""
@@ -568,7 +579,7 @@ def check_tokens(x: torch.Tensor, name: str, dim: int, tokens: int, reason: str)
 
 
 def _cut(x: torch.Tensor, spans: Sequence[Span], dim: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """The pieces of a shard, each with the position where it starts."""
+    """Yield the runs of a shard, each with its first position."""
     offset = 0
     for span in spans:
         yield span.start, x.narrow(dim, offset, span.length)

@@ -1,4 +1,18 @@
-"""Who sees whom: intervals of positions, and block-sparse patterns with the known ones among them."""
+"""Masks as intervals of positions, and block-sparse patterns.
+
+A query sees the keys in ``[lo, hi)``. Neither end decreases with the query's position, so one interval per row is
+enough for every layout. Example: causal, ``window_size=(2, -1)``, documents ``[0, 5, 8]``::
+
+    query  keys 0 1 2 3 4 5 6 7   [lo, hi)
+      0         # . . . . . . .   [0, 1)
+      1         # # . . . . . .   [0, 2)
+      2         # # # . . . . .   [0, 3)
+      3         . # # # . . . .   [1, 4)   the window hides key 0
+      4         . . # # # . . .   [2, 5)
+      5         . . . . . # . .   [5, 6)   the next document starts
+      6         . . . . . # # .   [5, 7)
+      7         . . . . . # # #   [5, 8)
+"""
 
 from __future__ import annotations
 
@@ -16,20 +30,20 @@ from ...kernels.checks import check_local
 from ...kinds import whole
 from .layout import Documents, Layout, at_least
 
-SEED = whole(-(1 << 63), (1 << 64) - 1)  # what torch.Generator takes
-MOST_BLOCKS = 1 << 15  # of queries, and of keys, of a pattern that is built here: a table of 1 GiB
+SEED = whole(-(1 << 63), (1 << 64) - 1)  # range of torch.Generator.manual_seed
+MOST_BLOCKS = 1 << 15  # most blocks of queries and of keys in a pattern built here; the table then has 1 GiB
 
 
 class BlockMask:
-    """A query sees a key where its block of queries sees the key's block; immutable and hashable.
+    """Block-sparse mask: a query sees a key if the query's block sees the key's block. Immutable and hashable.
 
     Args:
-        visible: bool ``[query blocks, key blocks]`` on the CPU; block i holds the positions ``[i * block, (i + 1) *
-            block)``, the last one may be shorter.
-        block: positions per block.
+        visible: bool ``[query blocks, key blocks]`` on the CPU. Block i holds the positions
+            ``[i * block, (i + 1) * block)``; the last block may be shorter.
+        block: number of positions per block.
 
     Raises:
-        ValueError: not such a tensor, or no positive block.
+        ValueError: ``visible`` is not such a tensor, or ``block`` is below 1.
     """
 
     __slots__ = ("__dict__", "block", "visible")
@@ -40,39 +54,41 @@ class BlockMask:
             got = f"{visible.dtype} {list(visible.shape)}" if isinstance(visible, torch.Tensor) else repr(visible)
             raise ValueError(f"block_mask is {got}: it must be bool [query blocks, key blocks]")
         if visible.device.type != "cpu":
-            raise ValueError(f"block_mask is on {visible.device}: it must be on the CPU, since schedules are host data")
+            raise ValueError(
+                f"block_mask is on {visible.device}: it must be on the CPU, because schedules are built on the host"
+            )
         self.visible = visible.clone()
         self.block = at_least(1, "block", block)
 
     def between(self, layout: Layout, rank: int, kv_layout: Layout, shard: int) -> torch.Tensor:
-        """What the blocks of one shard of queries see of one of keys, bool ``[query blocks, key blocks]``.
+        """Return which key blocks of one shard the query blocks of another see, bool ``[query blocks, key blocks]``.
 
         Raises:
-            ValueError: a span of either begins or ends inside a block.
+            ValueError: a span of either shard begins or ends inside a block.
         """
         rows = self._blocks("layout", layout, rank, len(self.visible))
         return self.visible[rows][:, self._blocks("kv_layout", kv_layout, shard, self.visible.shape[1])]
 
     def check(self, name: str, layout: Layout) -> None:
-        """Refuse a layout with a span that begins or ends inside a block: ValueError."""
+        """Raise ValueError if a span of the layout begins or ends inside a block."""
         for rank in range(layout.world):
             self._blocks(name, layout, rank, -(-layout.reach // self.block))
 
     def _blocks(self, name: str, layout: Layout, rank: int, count: int) -> torch.Tensor:
-        """The blocks that a shard consists of, ascending."""
+        """Return the blocks of one shard, ascending."""
         runs = []
         for start, length, step in layout.spans(rank):
             end = start + length
             if step != 1 or start % self.block or (end % self.block and end != layout.reach):
                 raise ValueError(
-                    f"{name} gives rank {rank} the span {(start, length, step)}: with block_mask the spans must be "
-                    f"runs of whole blocks of {self.block} positions"
+                    f"{name} gives rank {rank} the span {(start, length, step)}: with block_mask every span must be a "
+                    f"run of whole blocks of {self.block} positions"
                 )
             runs.append(torch.arange(start // self.block, -(-end // self.block)))
         blocks = torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
         if len(blocks) and int(blocks[-1]) >= count:
             raise ValueError(
-                f"block_mask has {count} blocks of {self.block} positions for {name}, which holds {layout.reach}"
+                f"block_mask has {count} blocks of {self.block} positions, but {name} has {layout.reach} positions"
             )
         return blocks
 
@@ -91,23 +107,25 @@ class BlockMask:
 
     def __repr__(self) -> str:
         rows, columns = self.visible.shape
-        return f"<{rows} x {columns} blocks of {self.block} positions, {int(self.visible.sum())} seen, {self._digest}>"
+        seen = int(self.visible.sum())
+        return f"<{rows} x {columns} blocks of {self.block} positions, {seen} visible, {self._digest}>"
 
 
 def strided(seqlen: int, block: int, *, stride: int) -> BlockMask:
-    """Sparse Transformer's strided pattern: the last ``stride`` positions, and every ``stride``-th block before them.
+    """Build Sparse Transformer's strided pattern: the last ``stride`` positions and every ``stride``-th before them.
 
-    R. Child et al., arXiv:1904.10509, section 4.3 (there ``l``), both heads as one: query i sees the keys j <= i where
-    ``i - j <= l`` or ``(i - j) mod l = 0``. Blocks are seen where one of their pairs is; made for ``causal=True``,
-    without which a query sees its whole block.
+    R. Child et al., arXiv:1904.10509, section 4.3, with both heads in one mask. With l = ``stride``, query i sees the
+    keys j <= i with ``i - j <= l`` or ``(i - j) mod l = 0``. A block is visible if any of its pairs is. Use it with
+    ``causal=True``; otherwise a query sees all of its own block.
 
     Args:
-        seqlen: positions of queries and of keys.
-        block: positions per block.
+        seqlen: number of positions of queries and of keys.
+        block: number of positions per block.
         stride: a multiple of ``block``.
 
     Raises:
-        ValueError: a length below 0, more than 2^15 blocks, or ``stride`` is not a positive multiple of ``block``.
+        ValueError: ``seqlen`` is negative, there are more than 2^15 blocks, or ``stride`` is not a positive multiple of
+            ``block``.
     """
     queries, keys = _grid(seqlen, block)
     step = _multiple("stride", stride, block)
@@ -116,164 +134,163 @@ def strided(seqlen: int, block: int, *, stride: int) -> BlockMask:
 
 
 def fixed(seqlen: int, block: int, *, stride: int, summary: int) -> BlockMask:
-    """Sparse Transformer's fixed pattern: the query's own stretch of ``stride`` positions, and the last ``summary``
-    positions of every stretch before it.
+    """Build Sparse Transformer's fixed pattern: local runs of ``stride`` positions, and the end of every earlier run.
 
-    R. Child et al., arXiv:1904.10509, section 4.3 (there ``l`` and ``c``), both heads as one: query i sees the keys
-    j <= i where ``floor(j / l) = floor(i / l)`` or ``j mod l >= l - c``. Blocks as in :func:`strided`.
+    R. Child et al., arXiv:1904.10509, section 4.3, with both heads in one mask. With l = ``stride`` and c =
+    ``summary``, query i sees the keys j <= i with ``floor(j / l) = floor(i / l)`` or ``j mod l >= l - c``. Blocks as in
+    :func:`strided`.
 
     Args:
-        seqlen: positions of queries and of keys.
-        block: positions per block.
-        stride: a multiple of ``block``.
-        summary: a multiple of ``block``, at most ``stride``.
+        seqlen: number of positions of queries and of keys.
+        block: number of positions per block.
+        stride: length of a run, a multiple of ``block``.
+        summary: positions at the end of a run that all later queries see, a multiple of ``block``, at most ``stride``.
 
     Raises:
-        ValueError: a length below 0, more than 2^15 blocks, ``stride`` or ``summary`` is not a positive multiple of
-            ``block``, or the summary is the longer.
+        ValueError: ``seqlen`` is negative, there are more than 2^15 blocks, or ``stride`` or ``summary`` is out of
+            range.
     """
     queries, keys = _grid(seqlen, block)
     step, last = _multiple("stride", stride, block), _multiple("summary", summary, block)
     if last > step:
         raise ValueError(f"summary is {summary}: it must be at most stride, {stride}")
-    same = queries // step == keys // step
-    return BlockMask((keys <= queries) & (same | (keys % step >= step - last)), block)
+    same_run = queries // step == keys // step
+    return BlockMask((keys <= queries) & (same_run | (keys % step >= step - last)), block)
 
 
 def bigbird(seqlen: int, block: int, *, window: int, global_: int, random: int, seed: int = 0) -> BlockMask:
-    """BigBird: ``window`` blocks around the query's, ``global_`` first blocks that see all and are seen by all, and
-    ``random`` more blocks per block of queries.
+    """Build BigBird's pattern of window, global and random blocks.
 
-    M. Zaheer et al., arXiv:2007.14062, section 2 and appendix D: the blocked form of the internal transformer
-    construction, in which tokens of the sequence itself are the global ones. The random blocks are drawn from those
-    that a block of queries does not see already; they are the same for one seed (and version of torch).
+    A query block sees the ``window`` blocks around it, the first ``global_`` blocks, and ``random`` more blocks. The
+    global blocks see all blocks.
+
+    M. Zaheer et al., arXiv:2007.14062, section 2 and appendix D, in the blocked form of the internal transformer
+    construction: the global tokens are tokens of the sequence. Random blocks are drawn from those that are not visible
+    already. The same seed and version of torch give the same blocks.
 
     Args:
-        seqlen: positions of queries and of keys.
-        block: positions per block.
-        window: blocks, odd: the query's own and as many on either side.
-        global_: blocks at the start.
-        random: blocks, for each block of queries.
-        seed: of the generator that draws them.
+        seqlen: number of positions of queries and of keys.
+        block: number of positions per block.
+        window: number of blocks, odd: the query's own block and equally many on either side.
+        global_: number of global blocks at the start.
+        random: number of random blocks per query block.
+        seed: seed of the generator.
 
     Raises:
-        ValueError: a length or a count below 0, more than 2^15 blocks, a seed that torch's generators do not take, or
+        ValueError: a length or count is negative, there are more than 2^15 blocks, ``seed`` is out of torch's range, or
             ``window`` is even or not positive.
     """
     queries, keys = _grid(seqlen, block)
     window, global_ = at_least(1, "window", window), at_least(0, "global_", global_)
     random = at_least(0, "random", random)
     if window % 2 == 0:
-        raise ValueError(f"window is {window}: it must be odd, the query's own block and as many on either side")
+        raise ValueError(f"window is {window}: it must be odd, the query's own block and equally many on either side")
     seen = ((queries - keys).abs() <= window // 2) | (queries < global_) | (keys < global_)
     generator = torch.Generator().manual_seed(SEED.of("seed", seed))
     for row in seen:
-        others = (~row).nonzero().squeeze(1)
-        row[others[torch.randperm(len(others), generator=generator)[:random]]] = True
+        hidden = (~row).nonzero().squeeze(1)
+        row[hidden[torch.randperm(len(hidden), generator=generator)[:random]]] = True
     return BlockMask(seen, block)
 
 
 @dataclass(frozen=True)
 class Longformer:
-    """A window and global tokens; see :func:`longformer`."""
+    """Longformer's mask, a window and global tokens; see :func:`longformer`."""
 
     window: tuple[int, int]
     global_tokens: tuple[tuple[int, int], ...]
 
 
 def longformer(window: int, global_tokens: Iterable[tuple[int, int]]) -> Longformer:
-    """Longformer (I. Beltagy et al., arXiv:2004.05150, section 3.1), for ``block_mask`` of ``ring_attention``.
+    """Build Longformer's mask for ``block_mask`` of ``ring_attention``: a window and global tokens.
 
-    Computed as a few disjoint interval masks, folded one after the other into the carried state.
+    I. Beltagy et al., arXiv:2004.05150, section 3.1. The mask is computed as a few disjoint interval masks, one after
+    the other.
 
     Args:
-        window: positions that a query sees around it, half on either side; even.
-        global_tokens: stretches ``(start, end)`` of global positions, ascending, that see all and are seen by all.
+        window: number of positions that a query sees around it, half on either side; even.
+        global_tokens: ascending ranges ``(start, end)`` of positions that see all positions and are seen by all.
 
     Raises:
-        ValueError: a window that is odd or below 0, or stretches that are empty, overlap or descend.
+        ValueError: ``window`` is odd or negative, or the ranges are empty, overlap or descend.
     """
     if at_least(0, "window", window) % 2:
         raise ValueError(f"window is {window}: it must be even, half of it on either side")
     try:
-        made = tuple((index(start), index(end)) for start, end in global_tokens)
+        ranges = tuple((index(start), index(end)) for start, end in global_tokens)
     except (TypeError, ValueError):
-        raise ValueError(f"global_tokens is {global_tokens!r}: it must be stretches (start, end)") from None
-    for number, (start, end) in enumerate(made):
-        if not (made[number - 1][1] if number else 0) <= start < end:
-            raise ValueError(f"global_tokens[{number}] is {(start, end)}: stretches must ascend and hold a position")
-    return Longformer((window // 2, window // 2), made)
+        raise ValueError(f"global_tokens is {global_tokens!r}: it must be ranges (start, end)") from None
+    for number, (start, end) in enumerate(ranges):
+        if not (ranges[number - 1][1] if number else 0) <= start < end:
+            raise ValueError(f"global_tokens[{number}] is {(start, end)}: ranges must ascend and must not be empty")
+    return Longformer((window // 2, window // 2), ranges)
 
 
 def _grid(seqlen: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of queries, a column, and of keys, a row."""
+    """Return the indices of the query blocks as a column and of the key blocks as a row."""
     blocks = -(-at_least(0, "seqlen", seqlen) // at_least(1, "block", block))
     if blocks > MOST_BLOCKS:
         raise ValueError(
-            f"block is {block}: {blocks:,} blocks of {seqlen:,} positions make a table of {blocks**2:,} bytes, 2^30 at "
-            f"most: pass a block of at least {-(-seqlen // MOST_BLOCKS):,}"
+            f"block is {block}: {seqlen:,} positions have {blocks:,} blocks, and the table would take {blocks**2:,} "
+            f"bytes, more than 2^30. Pass a block of at least {-(-seqlen // MOST_BLOCKS):,}."
         )
-    # int32: at a million positions a pattern has 10^8 blocks, and this is read several times for each
+    # int32, because a pattern of a million positions has 10^8 blocks, and each is computed from these several times
     count = torch.arange(blocks, dtype=torch.int32)
     return count[:, None], count[None, :]
 
 
 def _multiple(name: str, value: int, block: int) -> int:
-    """``value`` in blocks."""
+    """Return ``value`` as a number of blocks, or raise ValueError if it is not a positive multiple of ``block``."""
     if at_least(1, name, value) % block:
         raise ValueError(f"{name} is {value}: it must be a positive multiple of block, {block}")
     return value // block
 
 
-END = torch.iinfo(torch.int64).max
-"""Past every position."""
+END = torch.iinfo(torch.int64).max  # end of an interval without a limit, past every position
 
-UNLIMITED = -1
-"""A side of a window without an end."""
+UNLIMITED = -1  # side of a window without a limit
 
-Stretch = tuple[int, int]
-"""Positions ``[start, end)``."""
+Stretch = tuple[int, int]  # positions ``[start, end)``
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What a query may see; each field is an interval of positions, and a query sees what lies in all of them.
+    """Rule which keys a query sees. Each field is an interval of positions; a key must lie in all of them.
 
-    Neither end of any of them decreases with the position, which is what makes a mask a :class:`Bounds` for every
-    layout. Two things are not intervals: a pattern of blocks, inside which the intervals apply, and tokens that see
-    all and are seen by all, which make the mask a union of a few disjoint ones, its :attr:`parts`. Nothing set: every
-    key.
+    Neither end of an interval decreases with the query's position, so that a hop's mask is one :class:`Bounds` for
+    every layout. There are two exceptions. ``blocks`` is a block-sparse pattern inside the intervals. ``global_tokens``
+    turn the mask into a union of a few disjoint masks, its :attr:`parts`. The default shows every key.
     """
 
     causal: bool = False
-    """Up to the query's own position."""
+    """A query sees keys up to its own position."""
     window: tuple[int, int] = (UNLIMITED, UNLIMITED)
-    """From ``left`` positions before the query to ``right`` after it, both included; -1: no end on that side."""
+    """Positions that a query sees to the left and to the right of itself, both included; -1: no limit on that side."""
     documents: Documents | None = None
-    """The document that the query's position lies in."""
+    """A query sees only keys of its own document."""
     prefix: int = 0
-    """Positions at the start that a causal mask hides from nobody (prefix-LM)."""
+    """Number of positions at the start that a causal mask hides from no query (prefix-LM)."""
     used: tuple[int, ...] | None = None
-    """Per batch row the positions that have keys; those from there on are padding."""
+    """Number of positions with keys, per batch row; later positions are padding."""
     blocks: BlockMask | None = None
     """Which blocks of queries see which blocks of keys."""
     global_tokens: tuple[Stretch, ...] = ()
-    """Tokens that the window neither hides nor blinds (Longformer)."""
+    """Tokens that see all keys, and that all queries see, whatever the window (Longformer)."""
     queries: Stretch = (0, END)
-    """Of a part: the queries that it is about; the others see nothing."""
+    """Queries that a part of a mask covers; other queries see nothing."""
     keys: Stretch = (0, END)
-    """Of a part: the keys that it is about."""
+    """Keys that a part of a mask covers."""
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """Disjoint masks without global tokens, which together let the same pairs through."""
+        """Disjoint masks without global tokens that together allow the same pairs."""
         if not self.global_tokens:
             return (self,)
         plain = replace(self, global_tokens=())
         wide = replace(plain, window=(UNLIMITED, UNLIMITED))
-        edges = [0, *(edge for stretch in self.global_tokens for edge in stretch), END]
+        edges = [0, *(edge for interval in self.global_tokens for edge in interval), END]
         gaps = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-        # one stretch of queries each: between two of them there would be rows that see nothing, and ends that decrease
+        # Each part has one range of queries. Rows between two ranges would see nothing, and the ends would decrease.
         return (
             *(replace(wide, keys=keys) for keys in self.global_tokens),
             *(replace(wide, queries=queries, keys=keys) for queries in self.global_tokens for keys in gaps),
@@ -282,13 +299,13 @@ class Mask:
 
     @property
     def rows(self) -> tuple[Mask, ...]:
-        """One mask per batch row, where they differ."""
+        """Masks of the batch rows if they have different numbers of keys, and otherwise this mask alone."""
         return (self,) if self.used is None else tuple(replace(self, used=(used,)) for used in self.used)
 
     def interval(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(lo, hi)``: the query at ``positions[i]`` sees keys at positions ``lo[i] <= p < hi[i]``; int64.
+        """Return ``(lo, hi)``, int64: the query at ``positions[i]`` sees the keys at positions ``lo[i] <= p < hi[i]``.
 
-        Of the queries that see any; of all batch rows, the one with the most keys. Without the pattern of blocks.
+        The block pattern is not applied. If batch rows differ, the interval is that of the row with the most keys.
         """
         lo, hi = (torch.full_like(positions, end) for end in self.keys)
         if self.causal:
@@ -310,16 +327,17 @@ class Mask:
 
 
 def bounds(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -> Bounds:
-    """``mask``, one part, between one shard of queries and one of keys: an interval of key indices per query row.
+    """Return the bounds of ``mask`` between one shard of queries and one of keys: an interval of key indices per query.
 
     Args:
-        mask: what a query may see; its blocks are left to whoever knows the shards.
+        mask: one part of a mask; its block pattern is ignored.
         q_positions: positions of the queries, ascending, int64 ``[Sq]``.
         k_positions: positions of the keys, ascending, int64 ``[Sk]``.
 
     Returns:
-        FULL exactly where every query sees every key and there are both; else int32 vectors ``[Sq]`` whose ends never
-        decrease. A row that sees nothing has ``lo == hi`` inside what its neighbours see, so that no tile gets wider.
+        FULL if every query sees every key and there are both. Otherwise int32 vectors ``[Sq]`` whose ends never
+        decrease. A row that sees nothing has ``lo == hi`` inside the range of its neighbours, so that no tile gets
+        wider.
     """
     lo, hi = _indices(mask, q_positions, k_positions)
     rows, keys = len(lo), len(k_positions)
@@ -331,9 +349,9 @@ def bounds(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -> 
 
 
 def visible_pairs(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -> int:
-    """How many (query, key) pairs of two shards the mask lets through.
+    """Return the number of visible (query, key) pairs of two shards.
 
-    Of one batch row, where all are alike; where ``mask.used`` tells them apart, of all those that it lists together.
+    If ``mask.used`` is set, the result is the sum over its batch rows, and otherwise the number for one row.
     """
     return sum(_pairs(part, q_positions, k_positions) for row in mask.rows for part in row.parts)
 
@@ -350,7 +368,7 @@ def _pairs(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -> 
 def _pairs_in_blocks(
     blocks: BlockMask, queries: torch.Tensor, keys: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor
 ) -> int:
-    """Those of the pairs inside the intervals, none of them empty, that lie in a visible block."""
+    """Count the pairs of nonempty intervals that lie in a visible block."""
     rows, row = torch.unique_consecutive(queries // blocks.block, return_inverse=True)
     column, visible = keys // blocks.block, blocks.visible[rows]
     counts = column.bincount(minlength=visible.shape[1])
@@ -358,7 +376,7 @@ def _pairs_in_blocks(
     before = (visible * counts).cumsum(1) - visible * counts  # visible keys in front of each block
 
     def up_to(last: torch.Tensor) -> torch.Tensor:
-        """Visible keys up to a key and with it."""
+        """Count the visible keys up to and including key ``last``."""
         block = column[last]
         return before[row, block] + visible[row, block] * (last + 1 - starts[block])
 
@@ -366,7 +384,7 @@ def _pairs_in_blocks(
 
 
 def _used(mask: Mask, k_positions: torch.Tensor) -> torch.Tensor | None:
-    """Keys of a shard that each batch row has, int32 ``[B]``; None: all."""
+    """Return the number of keys of a shard that each batch row has, int32 ``[B]``; None if all rows have all keys."""
     if mask.used is None:
         return None
     counts = torch.searchsorted(k_positions, torch.tensor(mask.used))
@@ -374,14 +392,17 @@ def _used(mask: Mask, k_positions: torch.Tensor) -> torch.Tensor | None:
 
 
 def _indices(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The interval as indices into the keys; ``lo >= hi`` where a row sees nothing."""
+    """Return the interval as indices into the keys; ``lo >= hi`` if a row sees nothing."""
     lo, hi = mask.interval(q_positions)
     return torch.searchsorted(k_positions, lo), torch.searchsorted(k_positions, hi)
 
 
 def _with_empty_rows(lo: torch.Tensor, hi: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same intervals; a row that sees nothing starts and ends where the next row that sees something starts, or
-    where the last one ends. Neighbours of an empty row never overlap, so that both ends stay in order."""
+    """Replace the intervals of rows that see nothing by empty ones that keep both ends in order.
+
+    Such a row starts and ends at the start of the next row that sees something, or at the end of the last one. The
+    neighbours of an empty row never overlap, so both ends stay ascending.
+    """
     seen = lo < hi
     if not seen.any():
         return torch.zeros_like(lo), torch.zeros_like(hi)

@@ -1,4 +1,4 @@
-"""What one rank does in one call: its hops and the bounds of each, cached per (layout, mask, rank, settings)."""
+"""`Plan`: the hops of one rank with the bounds of each hop, cached per (layout, mask, rank, settings)."""
 
 from __future__ import annotations
 
@@ -20,75 +20,74 @@ from .schedule import DKV_SLOTS, KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, Edge, Hop, kv
 if TYPE_CHECKING:
     from ...comm.topology.topology import Topology
 
-PLANS = 64  # a model alternates between a few (layout, mask) pairs
+PLANS = 64  # cached plans; a model alternates between a few (layout, mask) pairs
 
 
 class KvPost(NamedTuple):
-    """One group of K/V transfers: those of one hop arrive, and those of an earlier hop are passed on."""
+    """One group of K/V transfers: receive K/V of one hop, send K/V of an earlier hop."""
 
     coming: Hop
     leaving: Hop
-    to: int | None
-    """The rank that K/V of ``leaving`` go to."""
-    by_rail: bool
-    """Between nodes; else inside a node or a flat ring."""
+    to: int | None  # rank that K/V of ``leaving`` are sent to
+    by_rail: bool  # True between nodes, False inside a node or in a flat ring
     waits: bool
-    """What leaves came over the other level, or is produced here: not there in this level's own order."""
+    """True if posting order does not protect the outgoing K/V, which arrived on the other level or are made here.
+    """
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's part of a schedule, with the index interval of each hop."""
+    """One rank's part of a schedule, with the bounds of each hop."""
 
     rank: int
     hops: tuple[Hop, ...]
-    inner: int  # hops of an outer step; a flat ring is one outer step
-    # of each hop, one per part of the mask; none: it launches nothing. The local hop always does, for its start state
+    inner: int  # hops per outer step; a flat ring is one outer step
+    # Per hop one mask per part; empty if the hop launches nothing. Hop 0 always launches, to write the start state.
     hop_masks: tuple[tuple[HopMask, ...], ...]
-    lengths: tuple[int, ...]  # keys of the shard of each hop that travel
-    longest: int  # those of the longest shard of all: what a slot must hold, whichever hops a mask leaves
-    send_index: torch.Tensor | None  # which keys of the own shard travel, int64 on the device; None: all
-    last: int  # the last hop that launches
-    slots: int  # that K/V rotate through
-    edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # of all ranks, per level
-    returns_early: bool  # dK/dV of some shard come back to their root before an outer step ends
-    dkv_returns: dict[int, Hop]  # after which hop the dK/dV of an outer step's root come back to it
+    lengths: tuple[int, ...]  # keys that are sent, of the shard of each hop
+    longest: int  # keys that are sent of the longest shard, which every slot must hold
+    send_index: torch.Tensor | None  # indices of the own keys that are sent, int64 on the device; None: all
+    last: int  # index of the last hop that launches
+    slots: int  # slots that K/V rotate through
+    edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # edges of all ranks, per level
+    returns_early: bool  # dK/dV of some shard return to their root before an outer step ends
+    dkv_returns: dict[int, Hop]  # hop index -> root whose dK/dV return to it after that hop
 
     def device_tensors(self) -> Iterator[torch.Tensor | None]:
-        """Yield the device tensors that were made with the plan."""
+        """Yield the device tensors that were created with the plan."""
         yield self.send_index
         for hop_mask in chain.from_iterable(self.hop_masks):
             yield from (hop_mask.bounds.lo, hop_mask.bounds.hi, hop_mask.bounds.seqused_k)
 
     @property
     def two_level(self) -> bool:
-        """Whether K/V cross between nodes."""
+        """True if K/V cross between nodes."""
         return self.inner < len(self.hops)
 
     def is_outer_root(self, hop: Hop) -> bool:
-        """Whether the hop is the first of an outer step, for which its K/V, the rank's own or come by rail, stay."""
+        """Return True if the hop is the first of an outer step. Its K/V stay in their slot for the whole outer step."""
         return hop.index % self.inner == 0
 
     @cached_property
     def outer_steps(self) -> tuple[tuple[Hop, ...], ...]:
-        """The hops, one outer step after the other; the first of each is its root."""
+        """Hops grouped by outer step; the first hop of each group is its root."""
         return tuple(self.hops[start : start + self.inner] for start in range(0, len(self.hops), self.inner))
 
     @property
     def kv_slots(self) -> int:
-        """Slots that K/V arrive in."""
+        """Number of K/V receive slots."""
         return self.slots + (ROOT_SLOTS if self.two_level else 0)
 
     @property
     def dkv_slots(self) -> int:
-        """Slots of dK/dV: those that rotate, the rail's, and on all ranks one more where some return early."""
+        """Number of dK/dV slots: rotating ones, those of the rail, and one more if dK/dV of any rank return early."""
         return DKV_SLOTS + (RAIL_SLOTS if self.two_level else 0) + self.returns_early
 
     def arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:
-        """The hops whose K/V are posted when ``hop`` begins: by rail an outer step ahead, else ``prefetch`` hops.
+        """Return the hops whose K/V are posted when ``hop`` begins.
 
-        Never those of a later outer step: its root may still be on the rail, and what is posted behind would wait for
-        it.
+        Inside a node these are ``prefetch`` hops ahead, by rail one outer step ahead. Hops of a later outer step are
+        never posted, because its root may still be on the rail and would block all later posts.
         """
         root = hop // self.inner * self.inner
         end = min(hop + prefetch + 1, root + self.inner)
@@ -97,18 +96,18 @@ class Plan:
         return self.hops[hop + prefetch : end]
 
     def kv_posts(self, prefetch: int) -> tuple[tuple[KvPost, ...], ...]:
-        """What is posted when each hop begins, in order; made once."""
+        """Return the K/V groups that are posted when each hop begins, in order. Cached."""
         if prefetch not in self._kv_posts:
             arrivals = (self.arrivals(hop.index, prefetch) for hop in self.hops)
             self._kv_posts[prefetch] = tuple(tuple(map(self._kv_post, coming)) for coming in arrivals)
         return self._kv_posts[prefetch]
 
     def kv_slot(self, hop: Hop) -> int:
-        """The slot that K/V of a hop arrive in, on every rank that they come to."""
+        """Return the slot that K/V of a hop arrive in, on every rank that receives them."""
         return kv_slot_at(hop.index, self.inner, self.slots)
 
     def kv_sender(self, coming: Hop) -> Hop:
-        """The hop whose K/V are passed on while those of ``coming`` arrive."""
+        """Return the hop whose K/V are sent on while those of ``coming`` arrive."""
         return self.hops[coming.index - (self.inner if self.is_outer_root(coming) else 1)]
 
     def _kv_post(self, coming: Hop) -> KvPost:
@@ -122,56 +121,56 @@ class Plan:
 
     @cached_property
     def dkv_arrivals(self) -> tuple[tuple[Hop, ...], ...]:
-        """For each hop those whose dK/dV arrive while its own are sent on: the next one, and an outer step's root."""
+        """Hops whose dK/dV arrive while each hop sends its own: the next hop, and a root that dK/dV return to."""
         following = [[hop] if hop.dkv_from is not None and not self.is_outer_root(hop) else [] for hop in self.hops[1:]]
         returns = [[self.dkv_returns[hop.index]] if hop.index in self.dkv_returns else [] for hop in self.hops]
-        return tuple((*near, *root) for near, root in zip([*following, []], returns, strict=True))
+        return tuple((*next_hop, *root) for next_hop, root in zip([*following, []], returns, strict=True))
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Global positions of the queries and of every shard of keys, int32, on the device; made when asked for."""
+    """Global positions of the queries and of every shard of keys, int32 on the device, created on demand."""
 
     layout: Layout
     kv_layout: Layout
-    sent: Layout  # the keys that leave their rank
+    sent: Layout  # positions of the keys that are sent to other ranks
     rank: int
     device: torch.device
     _cache: SharedCache[torch.Tensor] = field(default_factory=SharedCache, init=False, repr=False, compare=False)
 
     @property
     def queries(self) -> torch.Tensor:
-        """Of this rank's queries, ``[S]``, for work on the current stream."""
+        """Positions of this rank's queries, ``[S]``, ready on the current stream."""
         return self._cache.get(None, lambda: self._moved(self.layout.positions(self.rank)), lambda made: (made,))
 
     def keys(self, shard: int) -> torch.Tensor:
-        """Of the keys of a shard as this rank has them, ``[Sk]``, for work on the current stream."""
+        """Return the positions of a shard's keys that this rank has, ``[Sk]``, ready on the current stream."""
         return self._cache.get(shard, lambda: self._moved(self.held(shard).positions(shard)), lambda made: (made,))
 
     def _moved(self, positions: torch.Tensor) -> torch.Tensor:
         return positions.to(self.device, torch.int32)
 
     def held(self, shard: int) -> Layout:
-        """The layout that says which keys of a shard this rank has: all of its own."""
+        """Return the layout of the keys that this rank has of a shard: all keys of its own, the sent keys of others."""
         return self.kv_layout if shard == self.rank else self.sent
 
 
 class HopMask(NamedTuple):
-    """What one rank sees of one shard, by one part of the mask."""
+    """One part of the mask, between this rank's queries and one shard."""
 
     bounds: Bounds
     positions: Positions
     shard: int
 
     def place(self, scores: Scores) -> Scores:
-        """``scores`` with the positions of these queries and keys, where they ask for them."""
+        """Return ``scores`` with the positions of these queries and keys if the scores depend on positions."""
         if not scores.by_position:
             return scores
         return replace(scores, q_positions=self.positions.queries, k_positions=self.positions.keys(self.shard))
 
 
 def _hop_masks(mask: Mask, positions: Positions, shard: int) -> tuple[HopMask, ...]:
-    """Part by part; at least one, and none more that is empty."""
+    """Return the nonempty parts of the mask for one shard, or the first part if all are empty."""
     layout, kv_layout, rank, device = positions.layout, positions.held(shard), positions.rank, positions.device
     index = None
     if mask.blocks is not None:
@@ -193,9 +192,9 @@ def plan(
     slots: int = KV_SLOTS,
     kv_layout: Layout | None = None,
 ) -> Plan:
-    """Return the plan of ``rank``, for work on the current stream of ``device``; made once.
+    """Return the plan of ``rank``, ready on the current stream of ``device``. Cached.
 
-    It is a pure function of its arguments, so that all ranks agree on what moves without talking.
+    The plan is a pure function of its arguments, so that all ranks agree on the transfers without communication.
     """
     return _shared_plan(layout, mask, rank, direction, device, topology, slots, kv_layout).read()
 
@@ -212,8 +211,8 @@ def _shared_plan(
     kv_layout: Layout | None,
 ) -> Shared[Plan]:
     keys = layout if kv_layout is None else kv_layout
-    whole = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
-    hops = whole.hops(rank)
+    full = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
+    hops = full.hops(rank)
     sent = sent_keys(layout, mask, keys)
     positions = Positions(layout, keys, sent, rank, device)
     send_index = None
@@ -222,7 +221,7 @@ def _shared_plan(
     made = Plan(
         rank=rank,
         hops=hops,
-        inner=whole.inner,
+        inner=full.inner,
         hop_masks=tuple(
             _hop_masks(mask, positions, hop.shard) if hop.computes or hop.index == 0 else () for hop in hops
         ),
@@ -231,11 +230,11 @@ def _shared_plan(
         send_index=send_index,
         last=max((hop.index for hop in hops if hop.computes), default=0),
         slots=slots,
-        edges=whole.edges,
-        returns_early=whole.returns_early,
+        edges=full.edges,
+        returns_early=full.returns_early,
         dkv_returns={
-            root.index + whole.active_ranges[root.shard][root.index // whole.inner][1]: root
-            for root in hops[:: whole.inner]
+            root.index + full.active_ranges[root.shard][root.index // full.inner][1]: root
+            for root in hops[:: full.inner]
             if root.dkv_from is not None
         },
     )

@@ -1,4 +1,14 @@
-"""What each rank computes, receives and sends at every hop: data, that one loop executes and that prints itself."""
+"""The schedule of a ring: which shard each rank computes with, receives and sends at every hop.
+
+`schedule` builds it as plain data, one loop executes it, and ``print(schedule)`` shows it. Example: 4 ranks, causal,
+contiguous shards. ``N >`` computes with shard N and sends its K/V to the next rank, ``.`` is an empty hop::
+
+            hop 0  hop 1  hop 2  hop 3
+    rank 0  0 >    .      .      .
+    rank 1  1 >    0 >    .      .
+    rank 2  2 >    1 >    0 >    .
+    rank 3  3      2      1      0
+"""
 
 from __future__ import annotations
 
@@ -18,27 +28,24 @@ from .text import text
 if TYPE_CHECKING:
     from ...comm.topology.topology import Topology
 
-KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
-ROOT_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole outer step
-DKV_SLOTS = 2  # one computing, one arriving
-RAIL_SLOTS = 2  # of a two-level ring: dK/dV of a node on their way to the owner, and another node's arriving
-KEPT = 16  # schedules: a model alternates between a few (layout, mask) pairs
-
+KV_SLOTS = 3  # one is computed with, one is received, one may still be sent
+ROOT_SLOTS = 2  # two-level ring: one is sent and one received over the slow link during a whole outer step
+DKV_SLOTS = 2  # one is computed with, one is received
+RAIL_SLOTS = 2  # two-level ring: one is sent to the owner, one is received from another node
+KEPT = 16  # cached schedules; a model alternates between a few (layout, mask) pairs
 
 Vector = npt.NDArray[np.int64]
 Edge = tuple[int, int]
 
 
 class Moves(NamedTuple):
-    """All transfers of one kind on one level: for each the shard whose K/V or dK/dV it is, its source and destination.
+    """All transfers of one kind on one level, as vectors of equal length in no particular order.
 
-    Vectors of one length, in no particular order.
+    Entry i moves K/V or dK/dV of ``shards[i]`` from rank ``sources[i]`` to rank ``destinations[i]``.
     """
 
-    kind: str
-    """``kv`` or ``dkv``."""
-    level: int
-    """0: inside a node; 1: between nodes, along a rail."""
+    kind: str  # ``kv`` or ``dkv``
+    level: int  # 0 inside a node, 1 between nodes, along a rail
     shards: Vector
     sources: Vector
     destinations: Vector
@@ -46,66 +53,69 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True)
 class Hop:
-    """One shard visiting one rank. A rank that a shard only passes through has a hop that does not compute."""
+    """One shard visiting one rank. If the shard only passes through, the hop does not compute."""
 
     index: int
-    """0 is the rank's own shard."""
+    """Number of the hop; hop 0 has the rank's own shard."""
     shard: int
     computes: bool
-    """This rank sees something of the shard."""
+    """True if this rank sees any key of the shard."""
     kv_from: int | None
-    """The rank that K/V arrive from; None: they are local, or do not come."""
+    """Rank that K/V arrive from; None if they are local or not needed."""
     kv_to: int | None
-    """The rank of this node that K/V go on to."""
+    """Rank of the same node that K/V are sent on to."""
     kv_slot: int | None
-    """The slot that K/V arrive in."""
+    """Slot that K/V arrive in."""
     dkv_from: int | None
-    """The rank that partial dK/dV arrive from; of a root: this node's, coming back to it."""
+    """Rank that partial dK/dV arrive from. At a root: the rank that returns this node's sum."""
     dkv_to: int | None
-    """Where they go with this rank's part: to the next rank, or to the root at the end of the active range."""
+    """Rank that the sum is sent to: the next rank, or the root at the end of the active range."""
     dkv_slot: int | None
-    """The slot that holds them; None: this rank has none of this shard."""
+    """Slot that holds dK/dV; None if this rank has none of this shard."""
     rail_to: int | None = None
-    """The rank of the next node that K/V go on to over the slow link, during the whole outer step."""
+    """Rank of the next node that K/V are sent to over the slow link, during the whole outer step."""
     return_to: int | None = None
-    """The owner of the shard, to which this node's dK/dV return over the slow link at the end of the outer step."""
+    """Owner of the shard. This node's dK/dV return to it over the slow link at the end of the outer step."""
     return_from: int | None = None
-    """The rank from which its node's dK/dV of this rank's own shard arrive over the slow link after the outer step."""
+    """Rank that returns its node's dK/dV of this rank's own shard over the slow link, after the outer step."""
     dkv_into: int | None = None
-    """The slot that dK/dV arrive in where they go to."""
+    """Slot of the receiving rank that dK/dV arrive in."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where every shard goes, one outer step after the other.
+    """The path of every shard, one outer step after the other.
 
-    A flat ring is one outer step. In a two-level ring of N nodes of L ranks, an outer step brings the shards of another
-    node: hop ``t = o * len(steps) + i`` brings shard (node, local) to rank ``(node + direction * outer_steps[o], local
-    + direction * steps[i])``, modulo N and L. The first hop of an outer step is its root. Within an outer step K/V
-    travel up to the last rank that sees something of them; between outer steps they cross to the next node along their
-    rail, up to the last node that sees something of them, hidden behind a whole outer step. Where every rank sees
-    something of every shard, ``outer_steps`` and ``steps`` count up, and K/V move to a neighbour. Where at some
-    distance nobody sees anything, there is no hop.
+    A flat ring is a single outer step. In a two-level ring of N nodes with L ranks each, every outer step brings the
+    shards of another node. Hop ``t = o * len(steps) + i`` brings shard (node, local) to rank
+    ``(node + direction * outer_steps[o], local + direction * steps[i])``, modulo N and L.
 
-    Partial dK/dV of an outer step start at the first rank after its root that computes, follow one group of transfers
-    behind, and go straight back to the root from the last. In the first outer step the root is the owner. In every
-    other the root adds its own part and returns the node's dK/dV straight to the owner along the rail, during the next
-    outer step.
+    - The first hop of an outer step is its root.
+    - Inside an outer step, K/V move up to the last rank that sees any of their keys.
+    - Between outer steps, K/V cross to the next node along their rail, up to the last node that sees any of their keys.
+      A whole outer step hides this transfer.
+    - If every rank sees every shard, ``outer_steps`` and ``steps`` count up, and K/V move to a neighbour. A distance at
+      which no rank sees anything has no hop.
+
+    Partial dK/dV of an outer step start at the first rank after the root that computes. They follow K/V one group of
+    transfers later, and return from the last rank straight to the root. In the first outer step the root is the owner.
+    In every later one the root adds its own part, and returns the node's dK/dV to the owner along the rail during the
+    next outer step.
     """
 
     nodes: tuple[tuple[int, ...], ...]
-    """Ranks in ring order; one node is a flat ring."""
+    """Ranks in ring order, per node; a flat ring is one node."""
     direction: int
     active: tuple[tuple[bool, ...], ...]
-    """``active[shard][hop]``: the rank where the shard is at that hop sees something of it."""
+    """``active[shard][hop]`` is True if the rank that the shard visits at that hop sees any of its keys."""
     lengths: tuple[int, ...]
-    """Keys of each shard that travel."""
+    """Number of keys of each shard that are sent."""
     slots: int = KV_SLOTS
-    """Slots that K/V rotate through inside an outer step."""
+    """Number of slots that K/V rotate through inside an outer step."""
     outer_steps: tuple[int, ...] = ()
-    """How many nodes from its owner's each outer step brings a shard; first 0. Nothing given: all, counting up."""
+    """Distance from the owner's node at each outer step, in nodes; the first is 0. Default: all, counting up."""
     steps: tuple[int, ...] = ()
-    """How many ranks from its root each hop brings a shard; first 0. Nothing given: all, counting up."""
+    """Distance from the root at each hop, in ranks; the first is 0. Default: all, counting up."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer_steps", self.outer_steps or tuple(range(len(self.nodes))))
@@ -118,12 +128,12 @@ class Schedule:
 
     @property
     def inner(self) -> int:
-        """Hops of an outer step: at most as many as a node has ranks."""
+        """Hops per outer step, at most the number of ranks of a node."""
         return len(self.steps)
 
     @property
     def count(self) -> int:
-        """Hops of a pass: at most as many as there are ranks."""
+        """Hops per pass, at most the number of ranks."""
         return len(self.outer_steps) * len(self.steps)
 
     @cached_property
@@ -132,20 +142,20 @@ class Schedule:
 
     def _moved(self, rank: int, hop: int, direction: int) -> int:
         (node, local), (outer, step) = self._places[rank], divmod(hop, self.inner)
-        there = self.nodes[(node + direction * self.outer_steps[outer]) % len(self.nodes)]
-        return there[(local + direction * self.steps[step]) % len(there)]
+        ranks = self.nodes[(node + direction * self.outer_steps[outer]) % len(self.nodes)]
+        return ranks[(local + direction * self.steps[step]) % len(ranks)]
 
     def rank_at(self, shard: int, hop: int) -> int:
-        """The rank where ``shard`` is at ``hop``."""
+        """Return the rank that ``shard`` visits at ``hop``."""
         return self._moved(shard, hop, self.direction)
 
     def shard_at(self, rank: int, hop: int) -> int:
-        """The shard that is on ``rank`` at ``hop``."""
+        """Return the shard that visits ``rank`` at ``hop``."""
         return self._moved(rank, hop, -self.direction)
 
     @property
     def ranks(self) -> Vector:
-        """The rank where each shard is at each hop; ``[shard, hop]``, :meth:`rank_at` for all at once."""
+        """Rank that each shard visits at each hop, ``[shard, hop]``: :meth:`rank_at` as an array."""
         grid = np.array(self.nodes)
         node, local = (place[:, None] for place in np.divmod(np.argsort(grid.ravel()), grid.shape[1]))
         outer, step = np.repeat(self.outer_steps, self.inner), np.tile(self.steps, len(self.outer_steps))
@@ -155,33 +165,33 @@ class Schedule:
 
     @cached_property
     def active_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per shard and outer step the first and the last step away from the root that computes; (1, 0): none."""
+        """First and last step after the root that computes, per shard and outer step; (1, 0) if none does."""
         outers = range(0, self.count, self.inner)
         return tuple(tuple(_active_range(hops[outer : outer + self.inner]) for outer in outers) for hops in self.active)
 
     @cached_property
     def last_outer_steps(self) -> tuple[int, ...]:
-        """For every shard the last outer step in which any rank computes with it."""
+        """Last outer step in which any rank computes with the shard, per shard."""
         return tuple(
             max((hop // self.inner for hop, sees in enumerate(hops) if sees), default=0) for hops in self.active
         )
 
     @property
     def returns_early(self) -> bool:
-        """Whether dK/dV of any shard come back to their root before an outer step ends."""
+        """True if dK/dV of any shard return to their root before an outer step ends."""
         return any(0 < last < self.inner - 1 for outers in self.active_ranges for _, last in outers)
 
     @property
     def early_slot(self) -> int:
-        """The slot of dK/dV that come back to their root while the others still serve other shards."""
+        """Slot of dK/dV that return to their root while the rotating slots still serve other shards."""
         return DKV_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
 
     def node_sees(self, shard: int, outer: int) -> bool:
-        """Whether any rank of the node where ``shard`` is in outer step ``outer`` computes with it."""
+        """Return True if any rank of the node that ``shard`` visits in outer step ``outer`` computes with it."""
         return any(self.active[shard][outer * self.inner : (outer + 1) * self.inner])
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
-        """What ``rank`` does, hop by hop: as many entries on every rank.
+        """Return the hops of ``rank``. Every rank has the same number of hops.
 
         Raises:
             ValueError: there is no such rank.
@@ -191,12 +201,12 @@ class Schedule:
         return tuple((_away if index % self.inner else _root)(self, rank, index) for index in range(self.count))
 
     def bytes(self, kv_bytes: int, dkv_bytes: int = 0, *, level: int | None = None) -> tuple[int, ...]:
-        """How much each rank sends in one pass.
+        """Return the bytes that each rank sends in one pass.
 
         Args:
-            kv_bytes: of the K and V of one token, all heads; they move in the forward and again in the backward.
-            dkv_bytes: of the partial dK and dV of one token, all heads; they move in the backward alone.
-            level: 0 counts what moves inside nodes, 1 between them; None both.
+            kv_bytes: bytes of K and V per token, all heads. They move in the forward and again in the backward.
+            dkv_bytes: bytes of partial dK and dV per token, all heads. They move only in the backward.
+            level: 0 counts transfers inside nodes, 1 those between nodes, None both.
         """
         per_token = {"kv": kv_bytes, "dkv": dkv_bytes}
         sent, lengths = np.zeros(self.world, dtype=np.int64), np.array(self.lengths, dtype=np.int64)
@@ -207,13 +217,13 @@ class Schedule:
 
     @cached_property
     def edges(self) -> tuple[tuple[Edge, ...], tuple[Edge, ...]]:
-        """(source, destination) of all that moves in a forward or a backward: inside nodes, and between them."""
+        """``(source, destination)`` pairs of all transfers of a forward or backward, inside nodes and between nodes."""
         moves = self.moves()
-        inside, between = ([one for one in moves if one.level == level] for level in (0, 1))
+        inside, between = ([table for table in moves if table.level == level] for level in (0, 1))
         return _pairs(inside, self.world), _pairs(between, self.world)
 
     def moves(self) -> tuple[Moves, ...]:
-        """Everything that any rank sends in a backward; a forward leaves out dK/dV."""
+        """Return every transfer of a backward. A forward has the same K/V transfers and no dK/dV."""
         seen = np.array(self.active).reshape(self.world, -1, self.inner)  # [shard, outer step, step]
         ranks, steps, outers = self.ranks.reshape(seen.shape), np.arange(self.inner), np.arange(seen.shape[1])
         first, last = np.moveaxis(np.array(self.active_ranges), 2, 0)[..., None]
@@ -242,29 +252,31 @@ def schedule(
     topology: Topology | None = None,
     slots: int = KV_SLOTS,
 ) -> Schedule:
-    """The ring that computes every pair that ``mask`` lets through exactly once; pure, so that all ranks agree.
+    """Return the schedule that computes every visible pair exactly once. A pure function, so that all ranks agree.
+
+    Ranks do not compute with shards of which they see nothing. K/V are not sent past the last rank that needs them, and
+    keys that no other rank sees may stay on their rank, see :func:`sent_keys`.
 
     Args:
-        layout: who holds which queries.
-        mask: what a query may see; shards that a rank sees nothing of are not computed there, and not sent past the
-            last rank that needs them; keys that no other rank sees may stay where they are, as :func:`sent_keys` says.
-        kv_layout: who holds which keys; None: the same tokens as the queries.
-        direction: 1 sends K/V to the next rank, -1 to the one before.
-        topology: the ring's order; several nodes of one size make a two-level ring. None: flat, in rank order.
-        slots: how many slots K/V rotate through.
+        layout: positions of the queries of each rank.
+        mask: which query sees which key.
+        kv_layout: positions of the keys of each rank; None: the same as the queries.
+        direction: 1 sends K/V to the next rank, -1 to the previous rank.
+        topology: order of the ranks. Several nodes of equal size make a two-level ring. None: flat, in rank order.
+        slots: number of slots that K/V rotate through.
 
     Raises:
-        ValueError: layouts or topology are made for different worlds, another direction, or no slot.
+        ValueError: the layouts or the topology have different numbers of ranks, or direction or slots are out of range.
     """
     keys = layout if kv_layout is None else kv_layout
     if keys.world != layout.world:
         raise ValueError(f"kv_layout is made for {keys.world} ranks, layout for {layout.world}: both must be the same")
     if direction not in (1, -1):
-        raise ValueError(f"direction is {direction!r}: it must be 1 (to the next rank) or -1 (to the one before)")
+        raise ValueError(f"direction is {direction!r}: it must be 1 (to the next rank) or -1 (to the previous rank)")
     if topology is not None and topology.world != layout.world:
         raise ValueError(f"topology has {topology.world} ranks, layout is made for {layout.world}")
     if slots < 1:
-        raise ValueError(f"slots is {slots}: K/V need at least one")
+        raise ValueError(f"slots is {slots}: it must be at least 1")
     nodes: tuple[tuple[int, ...], ...] = (tuple(range(layout.world)),)
     if topology is not None:
         nodes = topology.nodes if topology.two_level else (topology.order,)
@@ -285,10 +297,11 @@ def _schedule(
 
 
 def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:
-    """Distances at which somebody sees something, in the order in which K/V move less; ``[shard, outer, distance]``.
+    """Return the distances at which any rank sees anything, in the order that moves fewer K/V.
 
-    Counting up, which moves everything to a neighbour, or the nearest of both sides first: where windows and documents
-    reach to both sides, K/V that went round to come from behind would pass all the others.
+    ``seen`` is ``[shard, outer, distance]``. The candidates are counting up, which sends everything to a neighbour, and
+    nearest first on both sides. Nearest first wins if windows or documents reach to both sides, because K/V would
+    otherwise pass all ranks to arrive from behind.
     """
     count = seen.shape[2]
     upward = (0, *(np.flatnonzero(np.asarray(seen.any(axis=(0, 1)))[1:]) + 1).tolist())
@@ -303,13 +316,13 @@ def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:
 
 
 def _chosen(kind: str, level: int, where: npt.NDArray[np.bool_], sources: Vector, destinations: Vector) -> Moves:
-    """The transfers ``where`` there is one; the first dimension of all is the shard."""
+    """Build the table of the transfers that ``where`` selects; the first dimension is the shard."""
     return Moves(kind, level, np.nonzero(where)[0], sources[where], destinations[where])
 
 
 def _pairs(moves: Sequence[Moves], world: int) -> tuple[Edge, ...]:
-    """(source, destination) of every transfer, each once, in ascending order."""
-    codes = np.unique(np.concatenate([one.sources * world + one.destinations for one in moves]))
+    """Return each ``(source, destination)`` of the transfers once, in ascending order."""
+    codes = np.unique(np.concatenate([table.sources * world + table.destinations for table in moves]))
     sources, destinations = np.divmod(codes, world)
     return tuple(zip(sources.tolist(), destinations.tolist(), strict=True))
 
@@ -320,7 +333,10 @@ def _active_range(hops: tuple[bool, ...]) -> tuple[int, int]:
 
 
 def _root(plan: Schedule, rank: int, index: int) -> Hop:
-    """An outer root: K/V stay for the whole outer step, leave first, and the node's dK/dV come back to them last."""
+    """Build the first hop of an outer step.
+
+    Its K/V stay in their slot during the whole outer step and are sent first. The node's dK/dV return to it last.
+    """
     shard, outer = plan.shard_at(rank, index), index // plan.inner
     _, last = plan.active_ranges[shard][outer]
     comes, goes = 0 < outer <= plan.last_outer_steps[shard], outer < plan.last_outer_steps[shard]
@@ -347,7 +363,10 @@ def kv_slot_at(index: int, inner: int, slots: int) -> int:
 
 
 def _return_slot(plan: Schedule, root: int, last: int) -> int:
-    """Where dK/dV come back to: from the far end of an outer step at its very end, when the next slot is free."""
+    """Return the slot of dK/dV that return to their root.
+
+    From the last hop of an outer step they arrive at its very end, when the next rotating slot is free.
+    """
     return (root + plan.inner) % DKV_SLOTS if last == plan.inner - 1 else plan.early_slot
 
 
@@ -356,7 +375,7 @@ def _away(plan: Schedule, rank: int, index: int) -> Hop:
     first, last = plan.active_ranges[shard][outer]
     comes, goes, adds = step <= last, step < last, first <= step <= last
     previous = plan.rank_at(shard, index - 1)
-    # onward, and from the end of the active range back to the root
+    # the next rank, or the root at the end of the active range
     following = plan.rank_at(shard, index + 1 if goes else index - step)
     return Hop(
         index=index,

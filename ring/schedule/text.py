@@ -1,4 +1,4 @@
-"""A schedule as text: what each rank computes with at every hop, and how partial dK/dV move behind it."""
+"""A schedule as text: which shard each rank computes with at every hop, and how partial dK/dV move."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ if TYPE_CHECKING:
     from .schedule import Hop, Schedule
 
 WIDTH = 80  # columns of a terminal
-PRINTED = 16  # ranks and hops: a larger table, or a wider one, is printed with its middle left out
-OUTER = "|"  # stands between the outer steps of a two-level ring
+PRINTED = 16  # most ranks and hops that are printed; the middle of a larger table is left out
+OUTER = "|"  # separates the outer steps of a two-level ring
 
 Cell = Callable[["Schedule", "Hop"], str]
 
 
 def text(plan: Schedule) -> str:
-    """The header, and two tables: a row per rank in ring order, a column per hop."""
+    """Return a header and two tables, for K/V and for dK/dV, with a row per rank in ring order and a column per hop."""
     several = len(plan.nodes) > 1
-    passing = "(N) only passes, > goes on" + (", » leaves by rail" if several else "")
-    back = "^ return to the outer root" if several else "^ return to the owner"
-    first = "root: < arrive, » return to the owner by rail" if several else "hop 0: < arrive"
+    sent = "> sent on" + (", » sent on by rail" if several else "")
+    back = "^ returned to the root" if several else "^ returned to the owner"
+    root = "< arrived at the root, » sent on by rail to the owner" if several else "< arrived"
     return "\n".join(
         [
             textwrap.fill(_header(plan), WIDTH),
             "",
-            _legend(f"K/V: N shard N is computed with, {passing}, . nothing comes"),
+            _legend(f"K/V: N compute with shard N, (N) pass it on only, {sent}, . none"),
             *_table(plan, _kv_cell),
             "",
-            _legend(f"dK/dV: N of shard N, > sent on, {back}, . none, {first}"),
+            _legend(f"dK/dV: N of shard N, > sent on, {back}, {root}, . none"),
             *_table(plan, _dkv_cell),
         ]
     )
 
 
 def _legend(signs: str) -> str:
-    """Lines that break at commas."""
-    whole = signs.replace(" ", "\xa0").replace(",\xa0", ", ")
-    return textwrap.fill(whole, WIDTH).replace("\xa0", " ")
+    """Wrap a legend at its commas only."""
+    unbroken = signs.replace(" ", "\xa0").replace(",\xa0", ", ")
+    return textwrap.fill(unbroken, WIDTH).replace("\xa0", " ")
 
 
 def _header(plan: Schedule) -> str:
@@ -54,12 +54,12 @@ def _header(plan: Schedule) -> str:
 
 
 def _goal(distances: Sequence[int], count: int, to: str, what: str) -> str:
-    """Where K/V move; the distances of the hops where these do more than count up, the short way round."""
+    """Describe where K/V move: to a neighbour, or the signed distances of the hops, the short way round."""
     if [*distances] == [*range(len(distances))]:
         return f"the {to} {what}"
     away = [far if 2 * far <= count else far - count for far in distances]
     listed = ", ".join("…" if index is None else f"{away[index]:+}" for index in shown(len(away)) if index != 0)
-    return f"the {what}s {listed} from their owner's"
+    return f"the {what}s {listed} from the owner"
 
 
 def _kv_cell(plan: Schedule, hop: Hop) -> str:
@@ -80,13 +80,13 @@ def _dkv_cell(plan: Schedule, hop: Hop) -> str:
 
 
 def _table(plan: Schedule, cell: Cell) -> list[str]:
-    """With as many hops as fit."""
+    """Format a table with as many hops as fit into `WIDTH`."""
     tables = (_lines(plan, cell, shown(plan.count, most)) for most in range(PRINTED, 2, -1))
     return next(lines for lines in tables if max(map(len, lines)) <= WIDTH)
 
 
 def _lines(plan: Schedule, cell: Cell, columns: Sequence[int | None]) -> list[str]:
-    """Rows in ring order, so that what leaves a row comes in one row further; outer steps are set apart."""
+    """Format the rows in ring order, so that a shard sent by one row arrives in the next row."""
     order = [rank for node in plan.nodes for rank in node]
     rows = [["", *_columns(plan, columns, lambda hop: f"hop {hop}")]]
     for place in shown(plan.world):
@@ -109,7 +109,7 @@ def _columns(plan: Schedule, numbers: Sequence[int | None], cell: Callable[[int]
 
 
 def shown(count: int, most: int = PRINTED) -> Sequence[int | None]:
-    """The ranks or hops that are printed; None where some are left out."""
+    """Return the indices of the ranks or hops to print; None stands for a gap."""
     if count <= most:
         return range(count)
     last = max(1, most // 5)

@@ -10,9 +10,10 @@ import pytest
 
 from ringattn.autotune.bound import Bound, blocks_of, bound_of, bounds_of, clocks, main_bound
 from ringattn.autotune.compile import Variant
-from ringattn.autotune.gate import Compiled, problems
+from ringattn.autotune.gate import Compiled, hopper_problems, problems
 from ringattn.autotune.sass import Loop, Mix, basic_blocks, matrix_loops, mix_of, natural_loops, read_loop
-from ringattn.kernels import Tile
+from ringattn.kernels import Tile, hopper_backward_launch
+from ringattn.kernels.hopper.steps import CONSUMERS
 
 # the gate
 
@@ -36,6 +37,23 @@ def test_the_gate_names_what_is_wrong(kernel: str, change: dict[str, Any], messa
     assert problems(variant, clean) == []
     (problem,) = problems(variant, replace(clean, **change))
     assert message in problem
+
+
+@pytest.mark.parametrize(("full", "wanted"), [(True, CONSUMERS), (False, 3 * CONSUMERS)])
+def test_the_hopper_forward_has_three_loops_unless_it_is_full(full: bool, wanted: int) -> None:
+    variant = replace(VARIANT, full=full, options=(("forward_kernel", "hopper"),))
+    for count in (CONSUMERS, 3 * CONSUMERS):
+        found = hopper_problems(variant, replace(CLEAN, loops=CLEAN.loops * count), "")
+        told = f"{count} main loops, there should be {wanted}"
+        assert (told in found) is (count != wanted)
+
+
+@pytest.mark.parametrize(("more", "fits"), [(-1, False), (0, True), (1024, True), (1025, False)])
+def test_the_hopper_backward_takes_the_shared_memory_of_its_launch(more: int, fits: bool) -> None:
+    variant = replace(VARIANT, kernel="single_pass", tile=Tile(64, 128, 8, 2), options=(("backward", "hopper"),))
+    shared = hopper_backward_launch.shared_bytes(128, variant.tile) + more
+    found = hopper_problems(variant, replace(CLEAN, shared=shared), "")
+    assert any(why.startswith(f"{shared} bytes of shared memory") for why in found) is not fits
 
 
 FEW, MANY = 16, 17
@@ -190,6 +208,7 @@ SHORT = "HMMA.16816.F32.BF16 R4, R8, R12, R4"
          {"shared_bytes": WARPS * 512, "global_bytes": WARPS * (512 + 256)}),
         # loads by TMA are what their barrier expects
         (["MOV R9, 0x4000", ARRIVE, LOAD], {"shared_bytes": 0x4000, "global_bytes": 0x4000}),
+        (["MOV R9, 0x4000", ARRIVE, ARRIVE, LOAD], {"shared_bytes": 0x8000, "global_bytes": 0x8000}),
         (["MOV R9, 0x4000", "IADD3 R9, R9, R4, RZ", ARRIVE, LOAD], {"global_bytes": 0}),
         (["FFMA2 R4, R4, R4, R4", "FADD R4, R4, R4"], {"fma": 3}),
     ],

@@ -129,6 +129,7 @@ def test_what_is_timed_and_checked_is_what_was_compiled(
         ("90:bf16:256:middle:full:gqa", {"forward", "dq", "dkdv", "reduce"}, 5, None),  # no single pass fits
         ("90:bf16:192/128:quantize", {"quantize"}, 2, ""),
         ("sm_90:bf16:128:middle:forward:64x64x4x1", {"forward"}, 4, ""),
+        ("90:bf16:128:middle:full:gqa:64x64x4x1", {*TUNED}, 5, ""),  # and none that has no tile
         ("90:bf16:128:softcap:only:full:gqa", {*TUNED}, 5, ""),
         ("90:bf16:128:middle:order=longest:persistent=True", {"forward", "dq", "dkdv"}, 12,
          "order=longest persistent=True"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from ringattn.autotune.search import Measured, Reading
 from ringattn.autotune.space import Shape
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.errors import RESULTS, Judge
+from ringattn.bench.common.ranks import Member
 from ringattn.comm import Limits
 from ringattn.kernels.gpu import INTERPRETER_GPU
 from ringattn.kernels.tables import RefusedTable
@@ -117,6 +119,26 @@ def test_two_processes_choose_the_same_setting(tmp_path: Path) -> None:
     (kept,) = read_rings(tmp_path, INTERPRETER_GPU)
     assert kept.point == RingPoint(2, 2, 2, 16, "fp32", "bounded", 64) and kept.setting.transport == "process_group"
     assert ring_settings(kept.point, None, tmp_path) == kept.setting
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_writes_the_table(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search of one rank, on a stand-in for the ring and for what is timed."""
+
+    def search(tried: Any, default: RingSetting, check: Any, *_: Any, done: Any) -> Measured[RingSetting]:
+        assert check(default) is None
+        return Measured(default, {default: [Reading(1e-3)] * 5}, {}, True)
+
+    stand_ins = {
+        "resolve_group": lambda: None, "control_of": lambda group: SimpleNamespace(scope=lambda name: None),
+        "Ring": lambda **arguments: nullcontext(SimpleNamespace(transport="nccl")), "error_of": lambda *_: None,
+        "candidate_of": lambda *_: SimpleNamespace(run=lambda shards: None), "search": search,
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(ring_search, name, stand_in)
+    problem = AttentionConfig(64, 2, heads=2, kv_heads=1, head_dim=16, dtype="float32", device="cpu")
+    result = ring_search.search_ring(Member(rank, 2, rank, 2), torch.device("cpu"), problem, 60.0, tmp_path)
+    assert "best: Ring(" in result.notes[-1] and len(read_rings(tmp_path, INTERPRETER_GPU)) == (rank == 0)
 
 
 def test_a_wrong_ring_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

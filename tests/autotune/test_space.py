@@ -56,11 +56,21 @@ def test_every_point_has_candidates_that_fit(arch: int) -> None:
         (Tile(32, 32, 4, 1), {}, 90, True),  # 8
         (Tile(128, 128, 4, 2), {}, 90, False),  # 128 x 128 sums and as many scores: 256 values per thread
         (Tile(128, 128, 4, 2), {}, 100, True),  # tensor memory holds them
+        (Tile(64, 128, 4, 2), {"length": 64}, 90, False),  # longer than the shard
     ],
 )
 def test_what_arithmetic_leaves(tile: Tile, changed: dict[str, Any], arch: int, worth: bool) -> None:
     assert is_worth_compiling(tile, POINT._replace(**changed), arch) is worth
     assert values_kept(Tile(128, 128, 4, 2), POINT) / 128 == 256 > MOST_VALUES
+
+
+@pytest.mark.parametrize(
+    ("kernel", "values"),
+    [("forward", 64 * 48 + 64 * 32), ("dq", 64 * 96 + 2 * 64 * 32), ("dkdv", 32 * 144 + 2 * 64 * 32)],
+)
+def test_a_program_keeps_its_accumulators_and_scores(kernel: str, values: int) -> None:
+    point = POINT._replace(kernel=kernel, head_dim=96, head_dim_v=48)
+    assert values_kept(Tile(64, 32, 4, 2), point) == values
 
 
 @pytest.mark.parametrize(

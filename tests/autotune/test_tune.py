@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from ringattn.autotune.measure import DeviceTrials, checked_sides
 from ringattn.autotune.search import Budget, Measured
 from ringattn.autotune.space import Shape, gpu_for_arch, point_text, space
 from ringattn.autotune.tune import TuneConfig, built_in, compile_part, estimated_entry, journal_of, measure_part
+from ringattn.bench.common.result import Result
 from ringattn.kernels import Tile, choice, default_config, tables
 from ringattn.kernels.gpu import GpuSpec, assumed_gpu
 from ringattn.kernels.tables import KERNELS, TUNED, Point, options_of, read
@@ -62,17 +64,19 @@ def asked(*arguments: str) -> Any:
         (["--heads", "6", "--kv-heads", "4"], "heads is 6: it must be a multiple of the 4"),
         (["--seqlen", "0"], "seqlen is [0]"),
         (["--kernels", "dq,dk"], "--kernels has 'dk': it must be one of forward, dq, dkdv"),
-        (["--save-dir", "/dev/null/x"], "--save-dir is /dev/null/x: it is no folder to write to"),
+        (["--save-dir", "/dev/null/x"], "--save-dir is /dev/null/x: cannot write to this folder"),
         (["--world", "5"], "--world is given without --ring"),
+        (["--device", "cpu"], "--device is given without --ring"),
         (["--ring", "--value-dim", "64"], "--value-dim is 64: with --ring it must be --head-dim"),
-        (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles has no say with --ring"),
+        (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles has no effect with --ring"),
         (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks take"),
     ],
 )
 def test_bad_input_is_an_error_that_says_what_fits(
     arguments: list[str], message: str, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_search, "spawn", lambda *args, **how: pytest.fail("a search was started"))
+    for module, name in ((ring_search, "spawn"), (tune, "tune")):
+        monkeypatch.setattr(module, name, lambda *args, **how: pytest.fail("a search was started"))
     result = asked(*arguments)
     assert result.exit_code == 2
     assert message in re.sub(r"\s+", " ", result.output.replace("│", " "))
@@ -105,6 +109,20 @@ def test_what_is_tuned_for(
     monkeypatch.setattr("ringattn.kernels.gpu.gpu_specs", lambda device: assumed_gpu(70, "Tesla V100"))
     with pytest.raises(ValueError, match="arch is 'sm_70': it must be one of sm_80"):
         cli_tune.target(None, compile_only)
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "seconds"),
+    [(CPU, [], cli_tune.BUDGET), (None, [], math.inf), (CPU, ["--budget", "20"], 20.0), (None, ["--budget", "9"], 9.0)],
+)
+def test_only_measuring_has_a_default_budget(
+    device: torch.device | None, flags: list[str], seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for: Any = []
+    monkeypatch.setattr(cli_tune, "target", lambda arch, compile_only: (H200, device, ""))
+    monkeypatch.setattr(tune, "tune", lambda config, *_: asked_for.append(config) or Result("tune", {}))
+    assert asked(*SMALL, "--save-dir", str(tmp_path), *flags).exit_code == 0
+    assert [config.budget for config in asked_for] == [seconds]
 
 
 @pytest.fixture

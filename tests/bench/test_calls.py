@@ -18,7 +18,7 @@ from ringattn.bench.suite.calls import CALLS, drawn_calls
 from ..support.nightly import rest_nightly
 
 CPU = torch.device("cpu")
-OFTEN = ("fp32, uneven", "K/V as fp8", "fp32, sinks and a window", "heads for tokens")
+OFTEN = ("fp32, uneven", "K/V as fp8", "fp32, sinks and a window", "Ulysses")
 
 
 def run(name: str, world: int = 2, transport: str = "local") -> list[Number]:
@@ -123,3 +123,13 @@ def test_a_killed_rank_on_the_cpu() -> None:
     """Over gloo, where the connection tells at once."""
     numbers = [*gpu.killed(CPU, transport="process_group", world=3)]
     assert [number.value for number in numbers[:1]] == [0] and not any(number.fails for number in numbers)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_compiled_call_is_compared_with_eager(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_(function: Any, *, fullgraph: bool) -> Any:
+        return lambda *leaves: function(*leaves) * factor
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    (number,) = gpu.compiled(CPU)
+    assert number.fails is (factor != 1.0)

@@ -164,9 +164,9 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
 
 @pytest.mark.parametrize(("flag", "value", "message"), [
     ("--seqlen", "100g", "--seqlen: 107,374,182,400 tokens take"),
-    ("--dtype", "int8", "'int8' does not fit: it must be one of fp32, bf16, fp16"),
-    ("--seqlen", "0", "'0' does not fit: it must be a whole number from 1"),
-    ("--kv-heads", "3", "--kv-heads is 3: --heads, 4, must be a multiple of it"),
+    ("--dtype", "int8", "'int8': it must be one of fp32, bf16, fp16"),
+    ("--seqlen", "0", "'0': it must be a whole number from 1"),
+    ("--kv-heads", "3", "--kv-heads is 3"),
     ("--head-dim", "33", "--head-dim is 33: it must be even"),
     ("--data", "2", "--data is 2: --batch, 1, must be a multiple of it"),
 ])  # fmt: skip
@@ -179,11 +179,11 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert command.resolve_ranks(None, 1, None) == 2
     assert command.resolve_ranks(4, 2, None) == 4
-    with pytest.raises(ValueError, match="--world is 8, this machine has 4 GPUs"):
+    with pytest.raises(ValueError, match="--world is 8: this machine has 4 GPUs"):
         command.resolve_ranks(8, 1, None)
-    with pytest.raises(ValueError, match="--data is 3: the ranks, 4, must be a multiple of it"):
+    with pytest.raises(ValueError, match="--data is 3 and there are 4 ranks"):
         command.resolve_ranks(4, 3, None)
-    with pytest.raises(ValueError, match="rank 5 finds no GPU: 8 ranks here, 4 GPUs"):
+    with pytest.raises(ValueError, match="rank 5 has no GPU: 8 ranks and 4 GPUs"):
         command.resolve_ranks(None, 1, ranks.Member(rank=5, world=8, local_rank=5, local_world=8))
 
 
@@ -193,6 +193,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_text_goes_on_with_every_row_and_begins_again_at_its_end() -> None:
     part = Part(0, slice(1, 2), torch.tensor([0, 2]), compare.pytorch_attention, lambda x: x[None])
     training = Training(replace(TINY, seqlen=3, batch=2), b"abcdefg", torch.device("cpu"), part)
+    assert training.optimizer.defaults["betas"] == (0.9, 0.95)
     batches = [b"".join(bytes(x.flatten().tolist()) for x in training._batch(step)) for step in range(3)]
     assert batches == [b"dfeg", b"cedf", b"bdce"]
 

@@ -50,7 +50,7 @@ def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
     ("device", "timer", "host", "note", "failed"),
     [
         ("cuda", "events", 99.0, command.AHEAD, []),
-        ("cuda", "events", 101.0, command.AHEAD, ["the host is behind in the forward"]),
+        ("cuda", "events", 101.0, command.AHEAD, ["the host is slower than the device in the forward"]),
         ("cuda", "clock", 101.0, command.BY_CLOCK, []),
         ("cpu", "clock", 101.0, command.LOWER_BOUND, []),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,14 @@ from typer.testing import CliRunner
 
 from ringattn import reference
 from ringattn.bench import cli
-from ringattn.bench.common import errors, timing
+from ringattn.bench.common import errors, memory_table, timing
 from ringattn.bench.common.attention import AttentionConfig, mask_title
-from ringattn.bench.common.cases import NotHere
+from ringattn.bench.common.cases import NotHere, Number
 from ringattn.bench.common.flags import Pattern
 from ringattn.bench.common.result import read
 from ringattn.bench.common.timing import Clock, Samples
-from ringattn.bench.kernels import accuracy, contender, speed
-from ringattn.bench.kernels.contender import OURS, Cannot, Contender, Given, Ready
+from ringattn.bench.kernels import accuracy, command, contender, speed
+from ringattn.bench.kernels.contender import FORWARD, OURS, Cannot, Contender, Given, Ready
 from ringattn.reference.masks import by_batch
 
 from ..support.cuda.device import FakeCuda
@@ -104,11 +105,15 @@ def test_every_mask_is_counted_computed_and_told(case: AttentionConfig) -> None:
 
 def test_what_does_not_compute_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Given.drawn(config(32, window=(4, 0)), CPU)
-    with pytest.raises(Cannot, match="compiled for a GPU alone"):
+    with pytest.raises(Cannot, match="only for a GPU"):
         contender.flex(inputs)
     monkeypatch.setattr(contender, "free_memory", lambda device: 1000)
     with pytest.raises(Cannot, match="GB free"):
         contender.sdpa(contender.CPU_SDPA["math"], inputs)
+    monkeypatch.setattr(contender, "free_memory", lambda device: 2 * 32**2 / contender.DENSE_SHARE)
+    contender._check_square(inputs, 2, "scores")
+    with pytest.raises(Cannot, match="its scores take"):
+        contender._check_square(Given.drawn(config(32, batch=2), CPU), 2, "scores")
 
 
 # rows
@@ -128,7 +133,7 @@ def test_every_pass_is_timed_and_judged(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(0 < by[OURS, what]["error/allowed"] <= 1 for what in contender.PASSES)
     absent = {row["by"]: row["note"] for row in rows.rows if row["pass"] == ""}
     assert NOT_HERE | {"cudnn", "efficient", "flex_attention"} == {*absent} and all(absent.values())
-    assert speed.compare(rows.rows).startswith("best of ours over best of the others: forward ")
+    assert speed.compare(rows.rows).startswith("our best rate / best of the others: forward ")
 
 
 def test_the_best_of_ours_is_compared_shape_by_shape() -> None:
@@ -137,7 +142,7 @@ def test_the_best_of_ours_is_compared_shape_by_shape() -> None:
 
     rows = [row(f"{OURS} hopper", 1, 30), row(OURS, 1, 10), row("flash", 1, 20), row(OURS, 2, 10), row("flash", 2, 20)]
     assert speed.compare([*rows, row(OURS, 3, 1)]).endswith(": forward 0.50 to 1.50")
-    assert speed.compare(rows[:2]) == "nobody to compare with"
+    assert speed.compare(rows[:2]) == "no other contender"
 
 
 def test_rates_are_of_the_visible_area() -> None:
@@ -160,7 +165,7 @@ def test_a_wrong_result_fails(who: str, wrong: float, monkeypatch: pytest.Monkey
     everyone = [Contender(who, make), Contender("math", make)]
     monkeypatch.setattr(speed, "contenders", lambda device: everyone)
     (why,) = speed.measure(config(40, 1, 1), Clock(CPU), seconds=0).failed  # others are told, not judged
-    assert why.startswith(f"backward by {who}: dq errs by ")
+    assert why.startswith(f"backward by {who}: error of dq is ")
 
 
 @pytest.mark.usefixtures("quick")
@@ -174,8 +179,8 @@ def test_ours_must_be_there_also_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Clock, "prepared", refuse)
     rows = speed.measure(config(40, 1, 1), Clock(CPU), seconds=0, by=[OURS])
-    why = "no CUDA graph of it: operation not permitted when stream is capturing"
-    assert rows.failed == [f"{OURS} is not there: {why}"] and [row["note"] for row in rows.rows] == [why]
+    why = "it cannot be captured as a CUDA graph: operation not permitted when stream is capturing"
+    assert rows.failed == [f"{OURS} is not available: {why}"] and [row["note"] for row in rows.rows] == [why]
 
 
 # targets
@@ -205,6 +210,33 @@ def test_floors_and_goals(row: int, rates: Any, by: str, values: list[float], wo
     assert [number.labels["verdict"] for number in verdicts] == words
 
 
+def test_targets_are_judged_by_rates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "_shape", lambda *_: iter([Number("forward", 9.0, "elements", {"by": OURS})]))
+    monkeypatch.setattr(speed, "_beside_a_transfer", lambda *_: iter(()))
+    verdicts = [number.labels["verdict"] for number in speed.targets(CPU, sizes=SIZES) if "verdict" in number.labels]
+    assert {*verdicts} == {"not measured"}
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the slowest variant; a copy that goes wrong fails the part."""
+    lasts: Any = []
+    seconds = {one.name: number for number, one in enumerate(speed.BESIDE[-2:], 1)}
+    variants = [SimpleNamespace(name=name, config=lambda *_, name=name, **how: name) for name in seconds]
+    copy = SimpleNamespace(beside=lambda step, stream: step, wrong=lambda: wrong)
+    stand_ins = {
+        "BESIDE": variants, "attention_forward": lambda *_, config: None, "Copy": lambda *_: copy,
+        "new_stream": lambda *_: None, "bytes_for": lambda device, lasting, nbytes: lasts.append(lasting) or nbytes,
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(speed, name, stand_in)
+    monkeypatch.setattr(Clock, "__call__", lambda clock, step: float(seconds[step.keywords["config"]]))
+    *rates, copied = speed._beside_a_transfer(Clock(CPU), SIZES, 0.0)
+    assert lasts == [speed.COPY_LASTS * 2.0] and copied.fails == (wrong > 0)
+    parts = [(number.name, number.labels["by"]) for number in rates]
+    assert parts == [(what, name) for name in seconds for what in (speed.ALONE, FORWARD)]
+
+
 # accuracy
 
 
@@ -223,6 +255,13 @@ def test_kernels_of_another_gpu_are_not_here() -> None:
 
 
 # the command
+
+
+def test_room_is_counted_for_our_contenders_and_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Any = []
+    monkeypatch.setattr(memory_table, "kernels_bytes", lambda config, seqlen, *counts: asked.append(counts[:2]) or 0)
+    command._check_room([config()], 2, 3, CPU)
+    assert {*asked} == {(2, 3)}
 
 
 @pytest.mark.usefixtures("quick")

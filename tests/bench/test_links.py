@@ -6,16 +6,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common import memory
+from ringattn.bench.common import flags, memory, provenance
 from ringattn.bench.common.result import Result, Row, read
 from ringattn.bench.links import command as links
 from ringattn.bench.links import runs
+from ringattn.bench.links.names import FORWARD, MATMUL
 from ringattn.bench.links.runs import BOTH_WAYS, ONE_WAY, RING, LinksConfig, measured, pattern, ways
 from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, LocalWorld, Message
 from ringattn.comm.world import single_rank
@@ -90,6 +92,25 @@ def test_a_transfer_takes_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) 
     assert row["time"] == pytest.approx(2e3) and row["#wrong"] is None
 
 
+def test_a_transfer_waits_for_the_fences_given() -> None:
+    waits: Any = []
+    transport = SimpleNamespace(
+        rank=0, mark=lambda: DONE, post=lambda *, sends, receives, after: waits.append(after) or DONE
+    )
+    ends = runs.Ends(transport, runs.Way(ONE_WAY, ((0, 1),)), 4, CPU)  # type: ignore[arg-type]
+    assert ends.post() is DONE
+    ends.enqueue(2)  # behind what the current stream did before
+    assert waits == [(), [DONE], [DONE]]
+
+
+def test_products_on_a_gpu_are_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: Any = []
+    monkeypatch.setattr(torch, "randn", lambda *_, device, dtype: drawn.append(dtype) or torch.empty(1))
+    for device in ("cuda", "cpu"):
+        runs.step_of(MATMUL, torch.device(device))
+    assert drawn == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
 def test_events_stand_behind_what_keeps_the_device_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host posts while the device is busy, and waits at the end."""
     on_gpu = FakeCuda(monkeypatch)
@@ -114,7 +135,7 @@ def test_transport_that_does_not_open_is_named_once(must_open: bool) -> None:
     config = LinksConfig(("nccl", "local"), sizes=(8,), iters=1, channels=(None, 1, 2), must_open=must_open)
     rows = runs.of_group(single_rank(), config, CPU)
     (why,) = rows.failed if must_open else rows.notes
-    assert why.startswith("nccl does not open here: ") and "cpu" in why
+    assert why.startswith("nccl cannot be opened: ") and "cpu" in why
     assert {row["transport"] for row in rows.rows} == {"local"}
 
 
@@ -204,15 +225,15 @@ def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     beside = [row for row in result.rows if row.get("compute")]
     assert {row["size"] for row in beside} == {4096} and len(beside) == 2 * 4
-    assert all((row["transport"] == "local") == ("inside the post" in row.get("compute note", "")) for row in beside)
+    assert all((row["transport"] == "local") == ("inside post" in row.get("compute note", "")) for row in beside)
     assert all(row["compute alone"] > 0 for row in beside if row["transport"] == "process_group")
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}], "nccl, 0->1: 3 bytes did not arrive as they left"),
-        ([], "no transport opens here"),
+        ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}], "nccl, 0->1: 3 bytes arrived wrong"),
+        ([], "no transport can be opened"),
     ],
 )
 def test_failures(rows: list[Row], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,3 +253,37 @@ def test_best_is_the_fastest_of_all_edges_between_processes() -> None:
     assert links.best(Result("", {}, rows)) == ["best between processes: nccl, 4 channels, 32m bytes, ring: 3 GB/s"]
     assert links.best(Result("", {}, rows[-1:]))[0].startswith("best within one process: local, ")
     assert links.best(Result("", {})) == []
+
+
+def test_settling_waits_for_the_stream_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: Any = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append("over"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: waited.append(device) or stream)
+    for device in (torch.device("cuda", 1), CPU):
+        runs.settle(device)
+    assert waited == [torch.device("cuda", 1), "over"]
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "name"),
+    [("", "cuda", FORWARD), ("", "cpu", MATMUL), ("forward", "cuda", FORWARD), ("none", "cpu", "none")],
+)
+def test_what_computes_beside_a_transfer(text: str, device: str, name: str) -> None:
+    assert links.beside_name(text, device) == name
+
+
+@pytest.mark.parametrize("transport", ["all", "nccl"])
+def test_flags_of_a_gpu_reach_the_measurement(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Any = []
+    monkeypatch.setattr(flags, "device_name", lambda text: "cuda")
+    monkeypatch.setattr(flags, "check_transport", lambda *_: None)
+    monkeypatch.setattr(links, "finish", lambda *_: None)
+    monkeypatch.setattr(provenance, "provenance", lambda device: {})
+    monkeypatch.setattr(runs, "check_room", lambda *_, launched: None)
+    monkeypatch.setattr(runs, "everywhere", lambda ranks, config: asked.append(config) or Result("bench links", {}))
+    words = f"--transport {transport} --channels 4,auto --ctas 8 -n 7 -w 3 -c 2"
+    ran = CliRunner().invoke(cli.app, ["bench", "links", *words.split()])
+    assert ran.exit_code == 0, ran.output
+    (config,) = asked
+    assert (config.channels, config.ctas, config.must_open) == ((4, None), (8,), transport != "all")
+    assert (config.iters, config.warmup, config.checks, config.beside) == (7, 3, 2, FORWARD)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ from ringattn.bench.common.memory import (
     refuse_ranks,
     refuse_too_large,
 )
-from ringattn.bench.common.memory_table import OURS, RingForm
+from ringattn.bench.common.memory_table import OURS, WHOLE, RingForm
 from ringattn.bench.common.ranks import Member
 from ringattn.bench.common.result import read
 from ringattn.bench.common.timing import Clock
@@ -61,6 +63,16 @@ def peak_of_freed_blocks(rank: int) -> int:
         del small_blocks
         torch.ones(128 << 20, dtype=torch.uint8)
         return peak.bytes
+
+
+def test_freed_blocks_are_kept_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *option: said.append(option))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    with freed_at_once(CPU):
+        assert said == [(memory_module.M_MMAP_THRESHOLD, memory_module.MAPPED_BYTES)]
+    kept = memory_module.KEPT_BYTES
+    assert said[1:] == [(memory_module.M_MMAP_THRESHOLD, kept), (memory_module.M_TRIM_THRESHOLD, 2 * kept)]
 
 
 def test_freed_blocks_do_not_count_where_they_are_freed_at_once() -> None:
@@ -167,6 +179,12 @@ def test_a_forward_alone_is_counted_without_gradients() -> None:
     for kind in memory_table.forward_rows(4).keys() | {memory_table.exchanged_name(2, 8)}:
         forward, both = (memory_table.candidate_bytes(kind, config, backward=one) for one in (False, True))
         assert 0.3 * both < forward < 0.7 * both
+
+
+def test_a_gpu_adds_dq_of_the_whole_up_in_fp32() -> None:
+    config = AttentionConfig(8 * 1024, 8, batch=2, heads=4, head_dim=64)
+    cpu, cuda = (memory_table.candidate_bytes(WHOLE, replace(config, device=name)) for name in ("cpu", "cuda"))
+    assert cuda - cpu == 4 * (2 * 8 * 1024 * 4 * 64)
 
 
 def test_every_ring_of_an_overlap_and_of_a_search_is_counted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,18 +87,21 @@ def test_verdict_on_the_third_buffer() -> None:
             common = {"phase": STEP, "slots": slots, "chunks": chunks, "spread": float(slots)}
             rows.append({**common, "prefetch": slots - 1, "together": together})
             rows.append({**common, "prefetch": 0, "together": 0.1})  # blocking: not what is compared
-    assert verdict(rows, 2).endswith(" saves of a step: +10.0% ±3.0% with 1 chunk, -5.0% ±3.0% with 2 chunks")
-    assert verdict(rows, 1).endswith(" saves of a step: +10.0% with 1 chunk, -5.0% with 2 chunks")
+    assert verdict(rows, 2).endswith("third buffer: +10.0% ±3.0% with 1 chunk, -5.0% ±3.0% with 2 chunks")
+    assert verdict(rows, 1).endswith("third buffer: +10.0% with 1 chunk, -5.0% with 2 chunks")
     assert "not measured" in verdict(rows[:4], 2)
 
 
 def test_timed_steps_equal_ring_attention_bitwise() -> None:
     """The steps that are timed compute what ``ring_attention`` computes, to the bit."""
 
+    revised: dict[int, Any] = {}
+
     def run(group: LocalGroup) -> tuple[list[Tensor], list[Tensor]]:
         torch.manual_seed(group.rank())
         with Ring(group, chunks=2) as ring:
-            shard = Shard(SMALL, ring, CPU)
+            shard = Shard(SMALL, ring, CPU, revised=lambda own: revised.setdefault(group.rank(), replace(own)))
+            assert shard._plan is revised[group.rank()]
             leaves = [x.detach().requires_grad_() for x in (shard.q, shard.k, shard.v)]
             out = ring_attention(*leaves, layout=SMALL.held, ring=ring, causal=True)
             assert isinstance(out, Tensor)
@@ -168,7 +172,7 @@ def test_overlap_of_real_processes(tmp_path: Path) -> None:
     assert settings == [(s, p, c) for c in (1, 2) for s, p in ((1, 0), (2, 0), (2, 1))]
     assert all(row["bound"] > row["compute"] > 0 and row["communication"] > 0 for row in result.rows)
     assert len({row["compute"] for row in result.rows if row["phase"] == STEP}) == 2  # once for each number of chunks
-    assert "no ring: prefetch is 1: with 1 slots it must be 0 to 0" in ran.stdout
+    assert "skipped: prefetch is 1: with 1 slots it must be 0 to 0" in ran.stdout
     assert "over process_group, link throttled to" in ran.stdout
     assert "not measured" in result.notes[-1] and result.provenance["versions"]
 

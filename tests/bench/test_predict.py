@@ -222,7 +222,7 @@ def test_ideal_is_one_device_with_all_the_work() -> None:
 
 def test_memory_does_not_grow_with_the_ring() -> None:
     assert Call(8192, 8).memory() == Call(8192, 4096).memory()
-    with pytest.raises(ValueError, match="the GPU has 1: at most") as refused:
+    with pytest.raises(ValueError, match="the GPU has 1 GB: at most") as refused:
         check_memory(Call(16384, 8), 1e9)
     most = int(str(refused.value).split()[-2].replace(",", ""))
     check_memory(Call(most, 8), 1e9)
@@ -263,6 +263,8 @@ def test_balanced_shards_make_up_for_a_slow_rank() -> None:
     inputs = replace(INPUTS, perturbation=Perturbation({1: 2.0}), phases=FORWARD)
     even, slow, balanced = straggling(Call(256, 8, kv_heads=8), inputs)
     assert even < balanced < slow and balanced < 1.25 * 8 / 7.5 * even
+    even, same, _ = straggling(Call(256, 8), replace(inputs, perturbation=Perturbation(jitter=0.2)))
+    assert even == same  # jitter is on both sides
 
 
 @pytest.mark.parametrize(("call", "names"), [

@@ -47,37 +47,37 @@ REFUSED = {
     "--tflops nan": "tflops is nan: it must be above 0",
     "--backward-tflops 300": "--backward-tflops is given without --tflops",
     "--jitter nan": "jitter is nan: it must be 0 to 1, and 0.05 is 5%",
-    "--jitter 0.1 --gpus 256": "slow and jitter are of rings of at most 128 GPUs, each simulated: got 256",
-    "--slow 3": "'3': it must be RANK=FACTOR, as in 3=1.5",
-    "--slow 9=2": "slow names rank 9: ranks are 0 to 7",
-    "--slow 8=2": "slow names rank 8: ranks are 0 to 7",
+    "--jitter 0.1 --gpus 256": "slow and jitter take rings of at most 128 GPUs: got 256",
+    "--slow 3": "'3': it must be RANK=FACTOR",
+    "--slow 9=2": "slow names rank 9: it must be 0 to 7",
+    "--slow 8=2": "slow names rank 8: it must be 0 to 7",
     "--gpu abacus": "it must be one of h100",
     "--link warp": "it takes one of nvlink4",
-    "--link-between ib400": "link-between and nics are of several nodes: --nodes counts them",
-    "--nodes 2 --nics 99": "nics is 99: a node has 4 GPUs, and each uses one NIC at most",
-    "--gpus 2 --nodes 2 --link pcie5": "link joins GPUs of a node, and each has one",
-    "--gpus 8 --nodes 3": "it must divide 8 GPUs, as 1, 2, 4, 8 do",
+    "--link-between ib400": "link-between and nics need several nodes",
+    "--nodes 2 --nics 99": "nics is 99: it must be at most 4",
+    "--gpus 2 --nodes 2 --link pcie5": "link connects GPUs of a node, but each node has one GPU",
+    "--gpus 8 --nodes 3": "nodes is 3: it must divide the number of GPUs, 8; possible are 1, 2, 4, 8",
     "--layout none.json": "--layout is none.json: No such file",
     "--layout none.json --seqlen 8k": "--seqlen and --layout are both given",
     f"--layout none.json {MAP}": "--layout and --sweep are both given",
     "--slots 1 --world 4": "slots is 1: a ring of 4 ranks needs at least 2",
     "--chunks 9 --kv-heads 8": "chunks is 9: it must be 1 to kv_heads, 8",
-    "--dtype fp32": "dtype is float32: the constants of a GPU are of float16 and bfloat16; --tflops or",
+    "--dtype fp32": "dtype is float32: the GPU presets cover float16 and bfloat16; set --tflops or",
     "--tokens 4m": "GB for this attention alone",
-    "--seqlen 1001": "seqlen is 1,001: 8 ranks have equal shards of it, as of 1,000",
-    "--world 16385": "world is 16,385: at most 16,384 GPUs",
-    "--gpus 512 --tokens 64 --prefix-length 4k": "512 GPUs with this layout and mask do different things: at most 128",
+    "--seqlen 1001": "seqlen is 1,001: it must be a multiple of the 8 ranks, such as 1,000",
+    "--world 16385": "world is 16,385: it must be at most 16,384 GPUs",
+    "--gpus 512 --tokens 64 --prefix-length 4k": "GPUs is 512: with this layout and mask at most 128",
     "--layout striped --block-mask strided,block=128,stride=1k": "runs of whole blocks of 128",
-    "--trace t.json --gpus 256": "of 128 at most: there are 256",
-    "--trace t.json --jitter 0.1": "trace draws one run, and jitter is of many",
+    "--trace t.json --gpus 256": "at most 128 GPUs, not 256",
+    "--trace t.json --jitter 0.1": "trace draws one run and jitter needs several",
     "--picture map.png": "--picture is given without --sweep",
-    "--sweep tokens=1k": "it takes tokens=1k..128k,gpus=2..16k",
-    "--sweep tokens=1k..1k,gpus=2..32k": "gpus of sweep is 32,768: at most 16,384 GPUs",
-    "--sweep tokens=1k..1k,gpus=2..16 --world 6": "rings of 8 GPUs: they must make whole nodes, of 6",
-    "--sweep tokens=3..9,gpus=2..4": "zigzag (of even shards) and striped, full or causal: got 3 tokens",
+    "--sweep tokens=1k": "must have the form tokens=1k..128k,gpus=2..16k",
+    "--sweep tokens=1k..1k,gpus=2..32k": "gpus of sweep is 32,768: it must be at most 16,384 GPUs",
+    "--sweep tokens=1k..1k,gpus=2..16 --world 6": "a ring of 8 GPUs: it must be a multiple of the 6 GPUs of a node",
+    "--sweep tokens=3..9,gpus=2..4": "zigzag (even shards) or striped, full or causal: got 3 tokens",
     f"{MAP} --trace t.json": "--sweep and --trace are both given",
-    f"{MAP} --memory 0.001": "1,024 tokens per GPU need 0.2 GB for this attention alone, the GPU has 0.001: at most",
-    f"{MAP} --picture map.gif": "its name must end in .png or .svg",
+    f"{MAP} --memory 0.001": "1,024 tokens per GPU need 0.2 GB for this attention alone, and the GPU has 0.001 GB",
+    f"{MAP} --picture map.gif": "it must end in .png or .svg",
 }
 
 
@@ -101,7 +101,7 @@ def test_text_and_files_of_one_ring(tmp_path: Path) -> None:
     assert re.fullmatch(r".+: \d+% of ideal", first) and made.notes[-1] == f"best: {first}"
     assert second.startswith("8,192 tokens on each of 4 A800 on 2 nodes, B1, zigzag, causal")
     for fragment in (
-        "47 GB/s per NIC, 1 NIC a node",
+        "47 GB/s per NIC, 1 NIC per node",
         "98 GB/s inside nodes",
         "rank 2 takes 1.25 times",
         "Layout.balanced",
@@ -137,7 +137,9 @@ def test_other_masks_than_full_and_causal() -> None:
     causal, prefix_of_one, most, every, full = (own(*flags, *mask.split())["fwd"] for mask in masks)
     assert prefix_of_one == causal and every == full and causal < most < full
     made = results(*flags, "--prefix-length", "3k")
-    assert [row["way"] for row in made["rows"]] == ["flat ring"] and "other ways: of 2 GPUs" in made["notes"][0]
+    assert [row["way"] for row in made["rows"]] == ["flat ring"] and "other methods need at least 2 GPUs" in made[
+        "notes"
+    ][0]
     blocks = own(*flags, *["--tokens", "8k", "--full", "--block-mask", "strided,block=128,stride=1k"])
     assert blocks["fwd"] < own(*flags, "--tokens", "8k", "--full")["fwd"] / 3
 
@@ -157,7 +159,7 @@ def test_presets_ignore_case(gpu: str, peak: int) -> None:
     made = results(*TWO, "--gpu", gpu, "--link", "NVLink4")
     assert made["provenance"]["speed"]["peak"] == peak * 1e12
     assert made["provenance"]["links"]["inside"]["source"].startswith("450 GB/s")
-    assert f"not measured; {peak} are published" in invoke(*TWO, "--gpu", gpu).output
+    assert f"(assumed); published peak {peak}" in invoke(*TWO, "--gpu", gpu).output
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_the_nic_between_nodes_is_told_and_a_flat_ring_has_a_range() -> None:
     told = invoke(*nodes).output
     assert "between nodes 47 GB/s per NIC, one NIC per GPU (assumed: 400G InfiniBand" in told.replace("\n", " ")
     given = invoke(*nodes, "--link-between", "ib200", "--nics", "2").output.replace("\n", " ")
-    assert "between nodes 23 GB/s per NIC, 2 NICs a node (200G InfiniBand" in given
+    assert "between nodes 23 GB/s per NIC, 2 NICs per node (200G InfiniBand" in given
     made = results(*nodes)
     (note,) = [one for one in " ".join(made["notes"]).split("flat ring: ")[1:2]]
     slow, fast = (float(number) for number in re.findall(r"([\d.]+) ms", note)[:2])
@@ -184,7 +186,7 @@ def test_the_nic_between_nodes_is_told_and_a_flat_ring_has_a_range() -> None:
     assert fast < slow and slow == pytest.approx(row["fwd"] + row["bwd"], rel=1e-3)
     wide = next(row for row in results(*nodes, "--link-between", "188,20us")["rows"] if row["way"] == "flat ring")
     assert fast == pytest.approx(wide["fwd"] + wide["bwd"], rel=1e-3)
-    assert "takes one NIC" not in invoke(*TWO).output
+    assert "uses one NIC" not in invoke(*TWO).output
 
 
 QUESTIONS = Path(__file__).parents[2] / "docs" / "questions.md"
@@ -241,8 +243,8 @@ def test_the_map(tmp_path: Path) -> None:
     rows = list(csv.DictReader(points.read_text().splitlines()))
     assert [row.pop("GPUs") for row in rows] == ["2", "4", "8"]
     assert all([*row] == ["1k", "2k", "4k"] and 0 < float(row["1k"]) < 101 and row["4k"] == "" for row in rows)
-    assert done.output.startswith("90% of ideal on 8 GPUs: at no length of these\n")
-    assert "empty at 2, 4, 8 GPUs: does not fit 0.2 GB" in done.output
+    assert done.output.startswith("90% of ideal on 8 GPUs: at none of these lengths\n")
+    assert "empty cells at 2, 4, 8 GPUs: does not fit into 0.2 GB" in done.output
     assert "<svg" in target.read_text()
 
 
@@ -335,11 +337,11 @@ def changed(place: int, **values: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("rows", "about", "words"), [
     (ROWS, None, "was not measured on a GPU"),
     (ROWS, GPU | {"multiprocessors": 0}, "multiprocessors is 0"),
-    ([], GPU, "there are none"),
-    (ROWS[9:10], GPU, "there are rows of float32"),
+    ([], GPU, "it has none"),
+    (ROWS[9:10], GPU, "it has rows of float32"),
     (changed(0, rate=True), GPU, "rows[0]: rate is True"),
-    (changed(1, rate=1e12), GPU, "is no speed of this launch"),
-    (changed(0, heads="16"), GPU, "rows[0] is no row of `bench kernels`"),
+    (changed(1, rate=1e12), GPU, "is too fast for this call"),
+    (changed(0, heads="16"), GPU, "rows[0] is not a row of `bench kernels`"),
 ])  # fmt: skip
 def test_files_of_kernels_are_refused_by_name(
     rows: list[dict[str, Any]], about: object, words: str, tmp_path: Path
@@ -351,7 +353,7 @@ def test_files_of_kernels_are_refused_by_name(
 
 @pytest.mark.parametrize(("rows", "words"), [
     ([], "has no transfers between two ranks"), ([transfer(8, 1e-200)], "rows[0]: time is 1e-200"),
-    ([transfer(8, 1e6), transfer(16, 5e5)], "that tells no rate"),
+    ([transfer(8, 1e6), transfer(16, 5e5)], "so the rate is unknown"),
 ])  # fmt: skip
 def test_files_of_links_are_refused_by_name(rows: list[dict[str, Any]], words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"results\.json") as refused:

@@ -46,15 +46,22 @@ def test_the_command_writes_one_page_into_the_folder(tmp_path: Path) -> None:
     ran = invoke(folder)
     assert ran.exit_code == 0 and ran.stdout == f"{folder / 'report.html'}\n", ran.output
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
-    assert "left out: other.json: it cannot be read: its schema is not 'ringattn result'" in ran.stderr
+    assert "skipped: other.json: it cannot be read: its schema is not 'ringattn result'" in ran.stderr
+
+
+def test_rank_0_alone_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "run", results=report_cases.suite())
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert invoke(folder).output == "" and not (folder / "report.html").exists()
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("run/results.json", "results.json is no folder: it takes what"),
-        ("empty", "empty holds no results: nothing that a command wrote with --json"),
-        ("damaged", "holds no results: nothing that a command wrote with --json; a.json: Expecting"),
+        ("run/results.json", "results.json is not a folder"),
+        ("empty", "empty holds no results: no file that a command wrote with --json"),
+        ("damaged", "holds no results: no file that a command wrote with --json; a.json: Expecting"),
         ("run --out .", "cannot write .: it is a folder; name a file in it"),
         ("run --out nowhere/page.html", "there is no folder nowhere"),
     ],
@@ -183,10 +190,12 @@ def test_what_a_chart_is_drawn_of() -> None:
     assert charts.draw(drawn).axes[0].get_xscale() == "linear"
     (drawn,) = chart(twice, (1, 1.0), (64, 99.0))
     assert charts.draw(drawn).axes[0].get_xscale() == charts.draw(drawn).axes[0].get_yscale() == "log"
+    (drawn,) = chart(twice, (1, 0.0), (2, 99.0))
+    assert charts.draw(drawn).axes[0].get_yscale() == "linear"  # a zero has no place on another
     for value in (HOSTILE, None, True, 10**299):
         assert chart(twice, (1, value), (2, value)) == []
     (many,) = chart({"seqlen": "", "by": "", "ms": "ms"}, *((s, f"n{n}", 1.0) for s in (1, 2) for n in range(20)))
-    assert len(many.lines) == 12 and many.title.endswith("the first 12 of 20 lines")
+    assert len(many.lines) == 12 and many.title.endswith("first 12 of 20 lines")
 
 
 # pictures of timelines
@@ -197,6 +206,13 @@ def test_measured_and_predicted_share_one_time_axis() -> None:
     assert upper.get_xlim() == lower.get_xlim() and upper.get_xlim()[1] > 1900
     assert upper.get_title(loc="left").startswith("measured: causal, zigzag, 64 tokens; 1,900 ms, ranks compute 84%")
     assert lower.get_title(loc="left").startswith("predicted: ")
+
+
+def test_every_row_has_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[set[tuple[int, str]]] = []
+    monkeypatch.setattr(drawing, "_draw_lane", lambda axes, events, *_: rows.append({(e.rank, e.lane) for e in events}))
+    drawing.draw([timeline("measured")])
+    assert any(rows) and all(len(row) <= 1 for row in rows)
 
 
 @pytest.mark.parametrize("world", [2, 8])

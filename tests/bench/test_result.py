@@ -74,7 +74,7 @@ def test_a_failure_ends_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     [
         ({"schema": "other"}, "its schema is not"),
         ({"rows": 3}, "result.rows is 3: it must be of type list"),
-        ({"rows": [{"other": 1}]}, "no fields but the columns of units"),
+        ({"rows": [{"other": 1}]}, "fields that are not columns of units"),
         ({"rows": [{"edge": [1]}]}, "must be of type str | bool | float | None"),
         ({"notes": [3]}, "is 3: it must be of type str"),
         ({"units": {"edge": 3}}, "is 3: it must be of type str"),

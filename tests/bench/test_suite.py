@@ -23,6 +23,7 @@ from ringattn.bench import cli
 from ringattn.bench.common.memory_table import ALL_CORES, BASELINE, WHOLE
 from ringattn.bench.common.provenance import provenance
 from ringattn.bench.common.result import Result, Row, read
+from ringattn.bench.links.command import steps
 from ringattn.bench.ring.candidates import chosen
 from ringattn.bench.suite import command as suite
 from ringattn.bench.suite import device_cases, parts, processes
@@ -60,16 +61,16 @@ def results(**changes: Any) -> dict[str, Any]:
     [
         ("[1]", "it must be a JSON object"),
         (json.dumps({"schema": "ringattn bench suite 1"}), "its schema is not 'ringattn result'"),
-        (json.dumps(results(case="bench links")), "is of bench links"),
-        (json.dumps(results(units={"part": ""}, rows=[{"part": "x"}])), "is of bench suite"),
-        (json.dumps(results(provenance={**HERE, "ringattn": {"sources": "other"}})), "of ringattn.sources other, here"),
+        (json.dumps(results(case="bench links")), "holds bench links"),
+        (json.dumps(results(units={"part": ""}, rows=[{"part": "x"}])), "holds bench suite"),
+        (json.dumps(results(provenance={**HERE, "ringattn": {"sources": "other"}})), "ringattn.sources other, not"),
     ],
 )
 def test_a_folder_of_something_else_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps(results(provenance={**HERE, "date": "another"})))
     assert suite.earlier(tmp_path, HERE) == [ROW]
     (tmp_path / "results.json").write_text(text)
-    with pytest.raises(typer.BadParameter, match="move it away") as refused:
+    with pytest.raises(typer.BadParameter, match="move the file") as refused:
         suite.earlier(tmp_path, HERE)
     assert message in str(refused.value) and "results.json" in str(refused.value)
 
@@ -77,10 +78,10 @@ def test_a_folder_of_something_else_is_refused(text: str, message: str, tmp_path
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--device", "cuda"], "torch sees no CUDA device"),
-        (["--only", "nothing"], "no part has that in its name"),
-        (["--out", __file__], "it is no folder to write to"),
-        (["--out", "/proc/no/suite"], "--out is /proc/no/suite: it is no folder to write to"),
+        (["--device", "cuda"], "torch finds no CUDA device"),
+        (["--only", "nothing"], "--only is 'nothing': no part's name contains it"),
+        (["--out", __file__], "cannot write to this folder"),
+        (["--out", "/proc/no/suite"], "--out is /proc/no/suite: cannot write to this folder"),
         (["--budget", "0"], "--budget"),
     ],
 )
@@ -117,6 +118,7 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
             part("good", FILE, code=leaves(notes=["first", "best: 3"])),
             part("plain", FILE, code=leaves()),
             part("raises", code="raise ValueError('it went wrong')"),
+            part("crashes", code="import os; os.abort()"),
             part("lacks", code="print('no such library'); raise SystemExit(69)"),
             part("hangs", FILE, code=leaves() + child + HANGS, seconds=0.1),
             part("absent", missing="no GPU"),
@@ -127,12 +129,13 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
         tmp_path, budget=500.0,  # of which it has 3 seconds
     )  # fmt: skip
     assert {name: row["state"] for name, row in result.items()} == {
-        "good": "done", "plain": "done", "raises": "failed", "lacks": "not here", "hangs": "failed",
-        "absent": "not here", "wrong": "failed", "silent": "failed", "last": "done",
+        "good": "done", "plain": "done", "raises": "failed", "crashes": "failed", "lacks": "not here",
+        "hangs": "failed", "absent": "not here", "wrong": "failed", "silent": "failed", "last": "done",
     }  # fmt: skip
     for name, words in {
         "good": "best: 3", "plain": "1 rows", "raises": "exit code 1: ValueError: it went wrong",
-        "lacks": "no such library", "hangs": "ended with all its processes", "absent": "no GPU", "wrong": "a is 2",
+        "crashes": "exit code -6", "lacks": "no such library",
+        "hangs": "it was killed after", "absent": "no GPU", "wrong": "a is 2",
         "silent": "silent.json cannot be read", "last": "",
     }.items():  # fmt: skip
         assert words in str(result[name]["found"]), name
@@ -162,7 +165,7 @@ def test_a_signal_ends_parts_and_keeps_what_is_known(tmp_path: Path, monkeypatch
     monkeypatch.setattr(parts, "parts_of", lambda kind: listed)
     monkeypatch.setattr(suite, "MOST_SIDE_BY_SIDE", 1)
     ran = CliRunner().invoke(suite.app, ["--device", "cpu", "--out", str(tmp_path)])
-    assert ran.exit_code == 130 and "interrupted: what is known is kept" in ran.output and not ran.stdout
+    assert ran.exit_code == 130 and "interrupted: finished parts are kept" in ran.output and not ran.stdout
     assert [row["part"] for row in read(tmp_path / "results.json").rows] == ["first"]
     assert not [*processes.marked(processes.mark_of(tmp_path))]
 
@@ -175,7 +178,7 @@ def test_unused_time_goes_to_later_parts(tmp_path: Path) -> None:
     assert 14 <= budgets[0] <= 15 and 21 <= budgets[1] <= 22 and 40 <= budgets[2] <= 45
     late = run([part("cut", code=HANGS, seconds=0.9), part("late", seconds=50.0)], tmp_path, budget=0.6)
     assert [row["state"] for row in late.values()] == ["out of time", "out of time"]
-    assert late["late"]["found"] == "it takes up to 50 s, 0 s were left"
+    assert late["late"]["found"] == "it takes up to 50 s, and 0 s were left"
 
 
 def test_parts_that_are_not_timed_run_side_by_side(tmp_path: Path) -> None:
@@ -227,7 +230,11 @@ def test_parts_are_commands_that_leave_a_result(
         if module == "ringattn":
             name = " ".join(words[: 1 + (words[0] == "bench")])
             app = import_module(f"ringattn.{cli.COMMANDS[name][0]}").app
-            typer.main.get_command(app).make_context(name, words[len(name.split()) :])  # refuses unknown flags
+            context = typer.main.get_command(app).make_context(
+                name, words[len(name.split()) :]
+            )  # refuses unknown flags
+            if name == "bench links":
+                assert steps(*(context.params[flag] for flag in ("minbytes", "maxbytes", "stepfactor")))
         else:
             inspect.signature(device_cases.CASES[device][words[0]]).bind(CPU)
 
@@ -286,21 +293,22 @@ def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     code, states, text = call("--only", "first")
     assert code == 0 and states == {"first": "done"} and (out / "report.html").exists()
-    assert "1 parts take up to 25 s" in text and "--budget 480 is enough" in text
-    assert "does not let all of them run" in call("--only", "last", "--budget", "1")[2]
+    assert "1 parts take at most 25 s" in text and "--budget 480 is enough" in text
+    assert "is not enough for all of them" in call("--only", "last", "--budget", "1")[2]
     code, states, text = call("--only", "fails", "--budget", "21")  # the page has its time
-    assert code == 2 and "fails" not in states and "--budget is 21: no part starts within it" in text
+    assert code == 2 and "fails" not in states and "--budget is 21: too short for any part" in text
     code, states, text = call()
     assert code == 1 and states == {"first": "done", "fails": "failed", "last": "not here"}
-    assert "2 parts were run before" in text and "FAILED: fails: exit code 1: ValueError: no" in text
+    assert "2 parts have results" in text and "FAILED: fails: exit code 1: ValueError: no" in text
     during = json.loads((out / "logs" / "fails.txt").read_text().rpartition("Traceback")[0])
     assert [row["state"] for row in during["rows"]] == ["done", "not here"]
     assert read(out / "results.json").failed == ["fails: exit code 1: ValueError: no"]
     code, states, text = call("--only", "last")
-    assert code == 0 and len(states) == 3 and "1 parts were run before" in text and "first" not in text
+    assert code == 0 and len(states) == 3 and "1 parts have results" in text and "first" not in text
     assert count.read_text() == "x"
+    assert "1 parts take at most" in call("--only", "fails")[2]  # what failed is run again
     listed[0] = replace(listed[0], command=(*listed[0].command, "another"))
-    assert "1 parts take up to 25 s" in call("--only", "first")[2] and count.read_text() == "xx"
+    assert "1 parts take at most 25 s" in call("--only", "first")[2] and count.read_text() == "xx"
 
 
 @pytest.mark.nightly
@@ -321,4 +329,4 @@ def test_one_visit_to_a_gpu_rehearsed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {row["state"] for row in rows} == {"done"}
     page = (tmp_path / "report.html").read_text()
     assert all(name in page for name in ("host.json", "beside_NCCL.json", "tune.json"))
-    assert f"{len(listed)} parts were run before" in CliRunner().invoke(cli.app, flags).output
+    assert f"{len(listed)} parts have results" in CliRunner().invoke(cli.app, flags).output

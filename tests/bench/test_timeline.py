@@ -62,9 +62,9 @@ def test_a_trace_reads_back_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": "ringattn timeline 9"}, "schema is 'ringattn timeline 9': a timeline says"),
+        ({"schema": "ringattn timeline 9"}, "schema is 'ringattn timeline 9': a timeline has"),
         ({"source": "guessed"}, "source is 'guessed': it must be one of measured, predicted"),
-        ({"world": 1}, "an event is of rank 1: ranks are 0 to 0"),
+        ({"world": 1}, "an event has rank 1: it must be 0 to 0"),
         ({"world": "2"}, "world is '2'"),
         ({"world": 1025}, "timeline.world is 1025: it must be at most 1024"),
     ],
@@ -82,7 +82,7 @@ def test_rows_of_a_timeline() -> None:
         {"rank": 0, "compute": pytest.approx(3), "wait": pytest.approx(1), "send": 0, "receive": 0, "computing": 75},
         {"rank": 1, "compute": 4, "wait": 0, "send": 3, "receive": 0, "computing": 100},
     ]
-    assert result.notes == ["two ranks", "clocks of the ranks agree to 2.0e-06 s", "ranks compute 87.5% of 4 ms"]
+    assert result.notes == ["two ranks", "clocks of the ranks agree within 2.0e-06 s", "ranks compute 87.5% of 4 ms"]
     assert result.provenance == {"command": "ringattn"}
 
 
@@ -191,3 +191,12 @@ def test_device_under_a_launcher(flags: list[str], where: str, monkeypatch: pyte
     monkeypatch.setattr(launching, "_in_group", in_group)
     result = CliRunner().invoke(timeline_bench.app, flags)
     assert result.exit_code == 0 and ran == [where], result.output
+
+
+def test_rank_0_alone_writes_the_trace(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "measured", lambda *_: TWO_RANKS)
+    for rank in ("1", "0"):
+        for name, value in (("RANK", rank), ("WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        ran = CliRunner().invoke(timeline_bench.app, ["--trace", str(tmp_path / "t.json")])
+        assert ran.exit_code == 0 and (ran.output != "") is (tmp_path / "t.json").exists() is (rank == "0"), ran.output

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ringattn.examples import long_context
 from ringattn.examples.long_context import Needle, by_ranks, haystack, in_one_process, load
@@ -51,6 +52,24 @@ def test_words_of_a_copy_are_those_that_the_tokens_before_them_predict(capsys: p
     long_context.report(2, results, results, [Needle(slice(2, 5), slice(8, 11))])
     line = "6 tokens before its copy: 2 of 3 tokens retrieved in the copy, 1 predicted in the needle"
     assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_reports(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    reported: list[object] = []
+    model = SimpleNamespace(set_attn_implementation=lambda name: None)
+    for name, answer in (("load", (model, words)), ("haystack", ("ids", "needles"))):
+        monkeypatch.setattr(long_context, name, lambda *_, answer=answer: answer)
+    for name in ("by_ranks", "in_one_process"):
+        monkeypatch.setattr(long_context, name, lambda *_, name=name: name)
+    monkeypatch.setattr(long_context, "report", lambda *told: reported.append(told))
+    group = {"is_torchelastic_launched": True, "get_world_size": 2, "get_rank": rank}
+    for name, said in {**group, "init_process_group": None, "destroy_process_group": None}.items():
+        monkeypatch.setattr(dist, name, lambda said=said: said)
+    monkeypatch.setattr(sys, "argv", ["long_context"])
+    long_context.main()
+    assert reported == [(2, "by_ranks", "in_one_process", "needles")] * (rank == 0)
 
 
 @pytest.mark.nightly

@@ -237,6 +237,7 @@ def test_layouts_of_load_balancers() -> None:
         (_PerDocumentHeadTailLoadBalancer([[8, 8]], 2, "cpu"), 2, r"do not ascend on rank 0.*Layout\.zigzag\("),
         (torch.tensor([[0, 1, 2, 3], [0, 2, 1, 3]]), 2, "differ between batch rows"),
         (torch.arange(6), 4, "6 tokens for 4 ranks"),
+        (torch.arange(6), 0, "6 tokens for 0 ranks"),
         (torch.tensor([0, 1, 1, 3]), 2, "not a permutation of 0 to 3"),
         (None, 2, "a NoneType.*'contiguous'"),
         (torch.tensor([False, True]), 2, r"a torch\.bool Tensor \[2\].*indices \[S\]"),

@@ -134,7 +134,7 @@ def forks(rank: int) -> list[str]:
 
 def test_calls_in_forked_processes_raise_at_once() -> None:
     for of_ring, of_group, of_close in results(2, forks):
-        assert re.match(r"RuntimeError: ring belongs to process \d+, from which this one was forked", of_ring)
+        assert re.match(r"RuntimeError: ring belongs to process \d+, but this process is a fork", of_ring)
         assert re.match(r"RuntimeError: group belongs to the process that process \d+ was forked from", of_group)
         assert of_close == ": "
 
@@ -216,7 +216,7 @@ def test_close_gives_everything_back_after_a_failure() -> None:
         world.run(fails)
     assert len(closed) == 2
     # others may never post what its transfers wait for
-    assert aborted == ["aborted: its ring was left by KeyError('a fault')"] * 2
+    assert aborted == ["aborted because a call on its ring failed: KeyError('a fault')"] * 2
 
 
 # -- what grows --------------------------------------------------------------------------------------------------------

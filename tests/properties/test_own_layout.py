@@ -130,7 +130,7 @@ def test_predict_by_its_file(tmp_path: Path) -> None:
         (None, "spans_per_rank is None: it must be a list"),
         ("{}", "it has no field: it must have spans_per_rank alone"),
         ('{"spans_per_rank": [[[0, 8]]], "rank": 1}', "it has spans_per_rank, rank: it must have"),
-        ("[]", "it is []: it must be an object"),
+        ("[]", "it is []: it must be a JSON object"),
     ],
 )
 def test_files_that_hold_no_layout(name: str, spans: object, message: str, tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def test_refusals() -> None:
     for call, message in CALLS:
         with pytest.raises(ValueError, match=message):
             reference.attention(q, k, v, **call)
+    unmasked = [reference.attention(q, k, v, q_positions=at)[0] for at in (None, AT[:3])]  # nothing depends on them
+    assert torch.equal(*unmasked)
 
 
 TOKENS = 12

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from importlib import import_module
 from typing import Any
 
@@ -28,7 +29,7 @@ from ringattn.ring import prepare as prepare_module
 from ringattn.ring import ring as ring_module
 from ringattn.ring.args import ENTRIES, AttentionArgs, Compare, Options
 from ringattn.ring.ops import pack_args
-from ringattn.ring.prepare import Call, autocast, prepare
+from ringattn.ring.prepare import Call, autocast, prepare, sink_of
 from ringattn.ring.schedule.layout import Documents
 
 from ..support.forked import results
@@ -67,6 +68,7 @@ DOORS: dict[str, Door] = {
     "positions of a rank": (HALVES.positions, {"rank": 0}),
     "shard of a rank": (HALVES.shard, {"x": WHOLE, "rank": 0}),
     "whole of shards": (HALVES.unshard, {"shards": [WHOLE[:, :4], WHOLE[:, 4:]]}),
+    "sink_of": (sink_of, {"q": WHOLE, "learnable_sink": None}),
     "shard": (shard, {"x": WHOLE, "layout": None}),
     "unshard": (unshard, {"x": WHOLE, "layout": None, "grad": "slice"}),
     "positions": (positions, {"seqlen": 8, "layout": None}),
@@ -98,7 +100,8 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"learnable_sink": torch.zeros(3)}, r"learnable_sink is \[3\] on cpu: it must be \[4\] on cpu"),
     ({"learnable_sink": torch.zeros(4).int()}, "learnable_sink is .*: it must be a floating tensor"),
     ({"block_mask": torch.ones(2, 3).bool()}, r"block_mask is \[2, 3\] blocks of 4 .* must be \[2, 2\]"),
-    ({"block_mask": torch.ones(3, 3).bool()}, "block_mask has 3 blocks of queries for 8: .* BlockMask"),
+    ({"block_mask": torch.ones(0, 2).bool()}, r"block_mask is \[0, 2\]: it must be bool \[query blocks, key blocks\]"),
+    ({"block_mask": torch.ones(3, 3).bool()}, "block_mask has 3 blocks for 8 queries.* BlockMask"),
     ({"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"}, "the block mask has blocks of 8"),
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
     ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be 0 to 8"),
@@ -110,11 +113,11 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"softcap": -1.0}, "softcap is -1.0: it must be a number from 1e-8 to 1e30, or 0 or None for none"),
     ({"softcap": 1e-9}, "softcap is 1e-09: it must be a number from 1e-8 to 1e30, or 0 or None for none"),
     ({"dropout_p": 1.0}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
-    ({"dropout_seed": 3}, "dropout_seed is 3 with dropout_p 0: nothing is dropped"),
+    ({"dropout_seed": 3}, "dropout_seed is 3 with dropout_p 0: pass dropout_p"),
     ({"align": "bottom"}, "align is 'bottom': it must be one of top-left, bottom-right, or None"),
     (
         {"align": "top-left", "kv_layout": Layout([[(2, 8)]])},
-        "align is 'top-left', and kv_layout holds 8 of the positions 0 to 9: it says already where",
+        "align is 'top-left', but kv_layout holds only 8 of the positions 0 to 9",
     ),
     *(
         (
@@ -125,7 +128,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"first_head": -1}, r"first_head is -1: it must be a whole number from 0 to 2\^31 - 1"),
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 \[3\] on cpu: .* \[4\] or \[2, 4\]"),
-    ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\) with the Longformer"),
+    ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\) with a Longformer"),
     ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, kv_layout gives rank 0 9"),
     (
         {"q": x(4, 8), "k": x(2, 8), "v": x(2, 8)},
@@ -143,7 +146,7 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"config": KernelConfig(TILE, TILE, TILE)}, "config, the tiles of the Triton kernels"),
     ({"layout": "ring"}, "layout is 'ring': it must be a Layout or one of contiguous, zigzag, striped"),
     ({"learnable_sink": 1.0}, "learnable_sink is <class 'float'>: it must be a torch.Tensor"),
-    ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient, and there is none"),
+    ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient, but has none"),
     ({"ring": "ring"}, "ring is '[^']*': it must be a Ring"),
     ({"group": "group"}, "group is 'group'"),
     ({"v": np.zeros((2, 8, 2, 16))}, r"v is <class 'numpy.ndarray'>: .* pass torch.from_numpy\(v\)"),
@@ -158,13 +161,15 @@ EAGER: list[tuple[dict[str, Any], str]] = [
 ]
 """Of ``ring_attention``, what an op of torch cannot be given."""
 
-BLOCKS = r"block is 1: 1,000,000 blocks .* a table of 1,000,000,000,000 bytes, 2\^30 at most: .* of at least 31"
+BLOCKS = r"block is 1: .* 1,000,000 blocks, .* 1,000,000,000,000 bytes, more than 2\^30. .* of at least 31"
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Ring", {"transport": "mpi"}, "transport is 'mpi': it must be one of auto"),
     ("Ring", {"direction": 2}, "direction is 2: it must be 1"),
     ("Ring", {"slots": 1.5}, r"slots is 1.5: it must be a whole number from 1 to 2\^16"),
     ("Ring", {"prefetch": 3}, "prefetch is 3: with 3 slots it must be 0 to 2"),
+    ("Ring", {"deadline": True}, "deadline is True: it must be a positive number"),
+    ("Ring", {"deadline": Fraction(1, 10**400)}, r"deadline is Fraction.*: it must be a positive number"),
     ("Ring", {"deadline": 0}, "deadline is 0: it must be a positive number of seconds, 1e9 at most, or None"),
     ("Ring", {"topology": Topology.grid(2, 2)}, "topology has 4 ranks, the group has 1"),
     ("Ring", {"wire_dtype": [3]}, r"wire_dtype is \[3\]: it must be one of None, torch.bfloat16"),
@@ -175,7 +180,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Layout", {"spans_per_rank": [[5]]}, r"spans_per_rank\[0\]\[0\] is 5: it must be a Span\(start, length"),
     ("Layout", {"spans_per_rank": [[(0, 2)], [(-1, 2)]]}, r"spans_per_rank\[1\]\[0\] is \(-1, 2\): it must be a Span"),
     ("Layout", {"spans_per_rank": [[(0, -1)]]}, r"is \(0, -1\): it must be a Span"),
-    ("Layout", {"spans_per_rank": [[(2**61, 2**61)]]}, r"at least 0, step at least 1, positions below 2\^62$"),
+    ("Layout", {"spans_per_rank": [[(2**61, 2**61)]]}, r"at least 0, step at least 1, and positions below 2\^62$"),
     ("contiguous", {"seqlen": -1}, r"seqlen is -1: it must be a whole number from 0 to 2\^62 - 1"),
     ("zigzag", {"cu_seqlens": [0, 5, 7]}, "cu_seqlens ends at 7: it must end at 8, the number of tokens"),
     ("uneven", {"lengths": []}, "^lengths is empty: it must have the number of tokens of every rank$"),
@@ -194,7 +199,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "whole of shards",
         {"shards": [WHOLE[:, :4], WHOLE[:, :4].half()]},
-        r"shards\[1\] is .*float16.*: they must be alike",
+        r"shards\[1\] is .*float16.*: they must be equal",
     ),
     ("unshard", {"grad": "mean"}, "grad is 'mean': it must be one of slice, sum"),
     ("Documents", {"cu_seqlens": Distributed()}, r"pass cu_seqlens.to_local\(\)"),
@@ -212,8 +217,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"spans_per_rank": [[(4, 2), (5, 2)]]},
         r"^spans_per_rank\[0\]\[1\] starts at 5, the span before it ends at 5: the positions of a rank must ascend",
     ),
-    ("Layout", {"spans_per_rank": [[(4, 2)], [(0, 1), (5, 2)]]}, "holds position 5 on rank 0 and on rank 1: a token"),
+    (
+        "Layout",
+        {"spans_per_rank": [[(4, 2)], [(0, 1), (5, 2)]]},
+        "holds position 5 on rank 0 and on rank 1: a position",
+    ),
     ("Layout", {"spans_per_rank": [[(9, 1)], [(0, 4, 3)]]}, "holds position 9 on rank 0 and on rank 1"),
+    ("sink_of", {"learnable_sink": torch.zeros(4, device="meta")}, r"is \[4\] on meta: it must be \[4\] on cpu"),
     ("BlockMask", {"visible": [[True]]}, r"block_mask is \[\[True\]\]: it must be bool \[query blocks, key blocks\]"),
     ("BlockMask", {"visible": torch.zeros(3).bool()}, r"block_mask is torch.bool \[3\]: it must be bool"),
     ("BlockMask", {"visible": torch.zeros(3, 3, device="meta").bool()}, "block_mask is on meta: it must be on the CPU"),
@@ -234,9 +244,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bigbird", {"random": -1}, "random is -1: it must be a whole number from 0"),
     ("longformer", {"window": -2}, "window is -2: it must be a whole number from 0"),
     ("longformer", {"window": 3}, "window is 3: it must be even, half of it on either side"),
-    ("longformer", {"global_tokens": [(4, 4)]}, r"global_tokens\[0\] is \(4, 4\): stretches must ascend and hold"),
-    ("longformer", {"global_tokens": [(0, 4), (3, 5)]}, r"global_tokens\[1\] is \(3, 5\): stretches must ascend"),
-    ("longformer", {"global_tokens": [7]}, r"global_tokens is \[7\]: it must be stretches \(start, end\)"),
+    ("longformer", {"global_tokens": [(4, 4)]}, r"global_tokens\[0\] is \(4, 4\): ranges must ascend"),
+    ("longformer", {"global_tokens": [(0, 4), (3, 5)]}, r"global_tokens\[1\] is \(3, 5\): ranges must ascend"),
+    ("longformer", {"global_tokens": [7]}, r"global_tokens is \[7\]: it must be ranges \(start, end\)"),
     ("Limits", {"channels": 3}, "channels is 3: it must be a power of two from 1 to 64, or None"),
     ("Limits", {"channels": 8, "ctas": 4}, "channels is 8 and ctas 4: a channel takes a thread block"),
     ("Limits", {"cga_cluster_size": 16}, "cga_cluster_size is 16: it must be a power of two from 1 to 8, or None"),
@@ -303,7 +313,7 @@ def test_transforms_of_functions(door: str) -> None:
         return torch.sum(call(**fit | {name: x}))
 
     for transform, x in ((torch.func.grad(loss), WHOLE), (torch.func.vmap(loss), WHOLE[None])):
-        with pytest.raises(NotImplementedError, match=f"{door} is called under a transform of torch.func"):
+        with pytest.raises(NotImplementedError, match=f"{door} is called inside a torch.func transform"):
             transform(x)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="dual tensors"):
         make_dual: Any = torch.autograd.forward_ad.make_dual
@@ -387,7 +397,11 @@ ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"layout": None}, {"layout": None}, "layout is None with 2 ranks"),
     ({"layout": Layout.contiguous(30, 2)}, {"layout": Layout.contiguous(30, 2)}, "layout gives rank"),
     (EIGHTS, EIGHTS, r"layout gives rank 0 the span \(0, 4, 1\): .* whole blocks of 8 positions"),
-    ({"ring": {"chunks": 3}}, {"ring": {"chunks": 3}}, "chunks of the ring is 3, k has 2 heads: a chunk has at least"),
+    (
+        {"ring": {"chunks": 3}},
+        {"ring": {"chunks": 3}},
+        "chunks of the ring is 3, k has 2 heads: a chunk needs at least",
+    ),
     ({"group": "both"}, {"group": "both"}, "ring and group are both given"),
     (
         {"layout": Layout.uneven([8, 8]), "align": "top-left", "k": x(9, 2), "v": x(9, 2)},
@@ -578,7 +592,7 @@ def test_positions_of_packed_rows_are_counted(most: int, monkeypatch: pytest.Mon
 def test_a_ring_works_on_one_device() -> None:
     with Ring() as ring:
         ring_attention(**DOORS["ring_attention"][1], ring=ring)
-        with pytest.raises(ValueError, match="q is on meta, this ring works on cpu"):
+        with pytest.raises(ValueError, match="q is on meta, but this ring works on cpu"):
             ring.open(torch.device("meta"))
 
 
@@ -649,7 +663,7 @@ def test_a_closed_ring() -> None:
 
 def test_a_ring_that_is_gone() -> None:
     packed = pack_args(AttentionArgs(), Ring(), None)
-    with pytest.raises(RuntimeError, match="ring of a compiled call is gone"):
+    with pytest.raises(RuntimeError, match="ring of a compiled call was deleted"):
         torch.ops.ringattn.ring_attention(*DOORS["ring_attention"][1].values(), *packed)
 
 

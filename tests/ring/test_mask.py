@@ -244,7 +244,7 @@ def test_a_pattern_is_a_value() -> None:
     # what ranks compare, and what an error shows
     shown = {repr(BlockMask(torch.eye(4, dtype=torch.bool)[order], 2)) for order in ([0, 1, 2, 3], [1, 0, 2, 3])}
     assert len(shown) == 2
-    assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 seen, [0-9a-f]{16}>", text) for text in shown)
+    assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 visible, [0-9a-f]{16}>", text) for text in shown)
 
 
 def test_spans_are_whole_blocks() -> None:
@@ -255,7 +255,10 @@ def test_spans_are_whole_blocks() -> None:
     assert blocks.between(all_on_one, 1, thirds, 1).equal(blocks.visible[:, 1:2])
     assert blocks.between(thirds, 2, all_on_one, 0).shape == (1, 0)
     for layout, message in (
-        (Layout.uneven([3, 7]), r"layout gives rank 0 the span \(0, 3, 1\): with block_mask the spans must be runs of"),
+        (
+            Layout.uneven([3, 7]),
+            r"layout gives rank 0 the span \(0, 3, 1\): with block_mask every span must be a run of",
+        ),
         (Layout([[(0, 4)], [(6, 4)]]), r"layout gives rank 1 the span \(6, 4, 1\)"),
         (Layout.striped(8, 2), r"layout gives rank 0 the span \(0, 4, 2\)"),
     ):
@@ -264,5 +267,5 @@ def test_spans_are_whole_blocks() -> None:
         with pytest.raises(ValueError, match=f"^kv_{message}"):
             for shard in range(layout.world):
                 blocks.between(Layout.contiguous(8, 2), 0, layout, shard)
-    with pytest.raises(ValueError, match=r"^block_mask has 2 blocks of 4 positions for layout, which holds 12$"):
+    with pytest.raises(ValueError, match=r"^block_mask has 2 blocks of 4 positions, but layout has 12 positions$"):
         strided(8, 4, stride=4).between(Layout.contiguous(12, 1), 0, Layout.contiguous(8, 1), 0)

@@ -23,13 +23,13 @@ def test_text() -> None:
         == """\
 3 ranks, K/V move to the next rank, 6 of 9 hops compute
 
-K/V: N shard N is computed with, (N) only passes, > goes on, . nothing comes
+K/V: N compute with shard N, (N) pass it on only, > sent on, . none
         hop 0  hop 1  hop 2
 rank 0  0 >    .      .
 rank 1  1 >    0 >    .
 rank 2  2      1      0
 
-dK/dV: N of shard N, > sent on, ^ return to the owner, . none, hop 0: < arrive
+dK/dV: N of shard N, > sent on, ^ returned to the owner, < arrived, . none
         hop 0  hop 1  hop 2
 rank 0  0 <    .      .
 rank 1  1 <    0 >    .
@@ -47,8 +47,8 @@ def test_text_of_nodes_in_any_order_the_other_way() -> None:
 6 ranks (3 nodes of 2 ranks), K/V move to the previous rank, every 2 hops to the
 previous node, 15 of 36 hops compute
 
-K/V: N shard N is computed with, (N) only passes, > goes on, » leaves by rail,
-. nothing comes
+K/V: N compute with shard N, (N) pass it on only, > sent on, » sent on by rail,
+. none
                hop 0  hop 1  |  hop 2    hop 3  |  hop 4  hop 5
 node 0 rank 4  4 »    .      |  (0) > »  3      |  .      2
 node 0 rank 1  1 »    .      |  (3) > »  0      |  (2) >  .
@@ -57,8 +57,8 @@ node 1 rank 3  3 »    .      |  2 »      .      |  1      .
 node 2 rank 5  5      .      |  4        .      |  (0) >  3
 node 2 rank 2  2 »    .      |  1 »      .      |  (3) >  0
 
-dK/dV: N of shard N, > sent on, ^ return to the outer root, . none,
-root: < arrive, » return to the owner by rail
+dK/dV: N of shard N, > sent on, ^ returned to the root, < arrived at the root,
+» sent on by rail to the owner, . none
                hop 0  hop 1  |  hop 2  hop 3  |  hop 4  hop 5
 node 0 rank 4  .      .      |  0 < »  3 ^    |  .      2 ^
 node 0 rank 1  .      .      |  3 < »  0 ^    |  2 < »  .
@@ -93,7 +93,7 @@ def test_lines_fit_a_terminal(world: int, nodes: int, mask: Mask) -> None:
 
 
 HEADERS: list[tuple[Topology, str]] = [
-    (Topology.flat(8), "8 ranks, K/V move to the ranks +2, +4, -2 from their owner's, 16 of 32 hops"),
+    (Topology.flat(8), "8 ranks, K/V move to the ranks +2, +4, -2 from the owner, 16 of 32 hops"),
     (Topology.flat(32), "+2, +4, +6, +8, +10, +12, +14, +16, -14, -12, -10, -8, -6, -4, -2 from"),
     (Topology.flat(40), "+2, +4, +6, +8, +10, +12, +14, +16, +18, +20, -18, …, -6, -4, -2 from"),
     (Topology.grid(8, 2), "the next rank, every 2 hops to the nodes +2, +4, -2 from"),

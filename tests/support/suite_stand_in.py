@@ -30,7 +30,7 @@ SMALL: dict[Callable[..., Any], dict[str, Any]] = {
     accuracy.accuracy: {"dtype": "float16", "head_dim": 16, "head_dim_v": 16, "seqlen": 24, "heads": (2, 1),
                         "causal_worlds": (2,), "full_worlds": ()},
     speed.targets: {"seconds": 0, "sizes": speed.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)},
-    calls.drawn_calls: {"transport": "local", "world": 2, "only": ("fp32, uneven", "heads for tokens")},
+    calls.drawn_calls: {"transport": "local", "world": 2, "only": ("fp32, uneven", "Ulysses")},
     gpu.killed: {"transport": "process_group"},
     device_cases.fp8: {"dtypes": ("float16",), "shapes": ((1, 130, 2, 8),)},
     device_cases.local_world: {

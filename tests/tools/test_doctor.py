@@ -6,6 +6,7 @@ import csv
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from ringattn.bench.common.ranks import member
 from ringattn.bench.common.result import read
 from ringattn.bench.links.runs import Ends
 from ringattn.comm import LocalTransport, TransportError, open_transports
+from ringattn.comm.topology import nvml
 from ringattn.comm.topology.nvml import DeviceInfo
 from ringattn.comm.topology.topology import Topology, ring_topology
 from ringattn.comm.transports import nccl
@@ -325,6 +327,42 @@ def test_warmed_edges() -> None:
     assert {world: len(doctor_ring.warmed(Topology.flat(world), None)) for world in counts} == counts
     rails = set(doctor_ring.warmed(Topology.grid(2, 3), 1))
     assert rails == {(a, b) for a in range(6) for b in range(6) if abs(a - b) == 3}
+
+
+def test_one_token_per_rank_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_ring, "examine", lambda *_: iter(()))
+    assert [run("--world", "3", "--seqlen", tokens).exit_code for tokens in ("2", "3")] == [2, 0]
+
+
+def test_each_level_warms_its_own_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, warmed = Topology.grid(2, 3), list[Any]()
+    two = [SimpleNamespace(reason="", warm_up=warmed.append) for _ in range(2)]
+    monkeypatch.setattr(doctor_ring, "open_transports", lambda *_, **how: two)
+    ranks: Any = SimpleNamespace(
+        group=None, device=None, together=lambda what, do, merge=lambda values: None: merge([do()])
+    )
+    doctor_ring._opens(ranks, ring, "local", [])
+    assert warmed == [doctor_ring.warmed(ring, level) for level in (0, 1)]
+
+
+def test_every_transport_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def opens(ranks: object, ring: object, name: str, opened: list[Any]) -> str:
+        opened += [SimpleNamespace(close=partial(closed.append, f"{name} {level}")) for level in range(2)]
+        return ""
+
+    for name, stand_in in (("_opens", opens), ("_speeds", lambda *_: ""), ("transport_names", lambda: ("local",))):
+        monkeypatch.setattr(doctor_ring, name, stand_in)
+    assert len([*doctor_ring.transports(None, Topology.flat(2), 1)]) == 3  # type: ignore[arg-type]
+    assert closed == ["local 0", "local 1", "auto 0", "auto 1"]
+
+
+def test_versions_of_cuda_and_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(nvml, "driver_version", lambda: "580.1")
+    versions = machine.facts()["versions"]
+    assert (versions["CUDA of torch"], versions["driver"]) == ("13.0", "580.1")
 
 
 def test_texts() -> None:

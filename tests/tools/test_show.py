@@ -22,6 +22,7 @@ from ringattn.ring.schedule import mask as patterns
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
+from ringattn.tools import pictures, show
 from ringattn.tools.call import ShownCall, mask_cells
 
 from ..support.layouts import block_layouts, block_masks, layouts, masks, sees
@@ -225,6 +226,19 @@ def test_pictures(flags: str, name: str, begins: bytes, tmp_path: Path, monkeypa
     assert Path(name).read_bytes().startswith(begins)
 
 
+def test_a_picture_has_the_mask_at_the_left_and_the_schedule_at_the_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(pictures, "write_figure", lambda figure, *_: figures.append(figure))
+    run("--world 8 --seqlen 1k --layout contiguous --window 100,0 --out x.png")
+    mask, schedule, *_ = figures[0].axes
+    assert mask.get_title().startswith("mask: ") and schedule.get_title().startswith("schedule: ")
+    assert ([*schedule.get_xticks()], [*schedule.get_yticks()]) == ([0, 1], [*range(8)])
+
+
+def test_hops_have_marks() -> None:
+    assert [show._mark(hop) for hop in (-1, 0, 10, 35, 36)] == [".", "0", "a", "z", "+"]
+
+
 @pytest.mark.parametrize(("flags", "message"), [
     ("--seqlen 100g --world 100000", "107,374,182,400 tokens over 100,000 ranks are too many"),
     ("--seqlen 1g --world 1", "1 ranks are too many: they need 107 GB of at most 5.00 GB"),
@@ -237,12 +251,12 @@ def test_pictures(flags: str, name: str, begins: bytes, tmp_path: Path, monkeypa
     ("--world 4 --nodes 4", "nodes is 4: it must divide 4 ranks into equal nodes of at least 2"),
     ("--seqlen 0", "there are 0 tokens; pass at least 1"),
     ("--block-mask strided,block=4", "does not say all of strided, or more: it must be strided,block=SIZE,"),
-    ("--layout spiral", "'--layout': 'spiral' does not fit: it must be contiguous, zigzag, striped or"),
+    ("--layout spiral", "'--layout': 'spiral': it must be contiguous, zigzag, striped or"),
     ("--layout none.json", "--layout is none.json: No such file"),
     ("--layout none.json --world 4", "--world and --layout are both given"),
     ("--seqlen 1m --block-mask strided,block=1,stride=4", "over 4 ranks in blocks of 1 are too many"),
     ("--per-document", "--per-document needs --documents or --cu-seqlens"),
-    ("--out x.gif", "x.gif is no picture: it must end with one of .png, .svg, .pdf"),
+    ("--out x.gif", "x.gif is not a figure's name: it must end with one of .png, .svg, .pdf"),
 ])  # fmt: skip
 def test_refusals(flags: str, message: str) -> None:
     result = CliRunner().invoke(cli.app, ["show", *flags.split()])
