@@ -1,4 +1,4 @@
-"""The two results that ours is measured against: exact in float64, and PyTorch's own attention in the same dtype."""
+"""Reference results: exact attention in float64, and PyTorch's own attention in the same dtype."""
 
 from __future__ import annotations
 
@@ -24,26 +24,19 @@ class Results(NamedTuple):
 
 
 class Modified(NamedTuple):
-    """What becomes of scores, and of weights, as tensors: what PyTorch has no names for."""
+    """Changes to scores and weights, given as tensors because SDPA has no arguments for them."""
 
     softcap: float = 0.0
-    bias: Tensor | None = None
-    """``[1 or B, H, Sq, Sk]``, added to the scores after the softcap."""
-    factors: Tensor | None = None
-    """``[B, H, Sq, Sk]``, what dropout multiplies the weights with."""
-    sink: Tensor | None = None
-    """``[H]``, one more logit."""
+    bias: Tensor | None = None  # `[1 or B, H, Sq, Sk]`, added to the scores after the softcap
+    factors: Tensor | None = None  # `[B, H, Sq, Sk]`, the dropout factors of the weights
+    sink: Tensor | None = None  # `[H]`, one extra logit per head
 
     @classmethod
     def of(
-        cls,
-        shape: tuple[int, ...],
-        q_positions: Tensor,
-        k_positions: Tensor,
-        scores: Scores,
+        cls, shape: tuple[int, ...], q_positions: Tensor, k_positions: Tensor, scores: Scores,
         sink: Tensor | None = None,
-    ) -> Modified:
-        """As the reference says for scores of ``shape`` ``[B, H, Sq, Sk]``."""
+    ) -> Modified:  # fmt: skip
+        """Compute the reference's modifiers for scores of ``shape`` ``[B, H, Sq, Sk]``."""
         slopes = scores.get("alibi_slopes")
         bias = None if slopes is None else alibi(slopes, q_positions, k_positions)
         return cls(scores.get("softcap", 0.0), bias, kept(shape, q_positions, k_positions, scores), sink)
@@ -56,14 +49,14 @@ def exact(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None = None,
     *, learnable_sink: Tensor | None = None, **options: Any,
 ) -> Results:  # fmt: skip
-    """The reference and its gradients by autograd, all float64; ``options`` are the reference's."""
+    """Return the float64 reference and its autograd gradients; ``options`` are the reference's."""
     return exact_with_sink(q, k, v, dout, dlse, learnable_sink, **options)[0]
 
 
 def exact_with_sink(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, sink: Tensor | None, **options: Any
 ) -> tuple[Results, Tensor | None]:
-    """The same, and the gradient of the sink, where there is one."""
+    """Return the same as :func:`exact`, and the gradient of the sink if there is one."""
     leaves = [x.detach().to(torch.float64).requires_grad_() for x in (q, k, v, sink) if x is not None]
     out, lse = reference.attention(*leaves[:3], learnable_sink=None if sink is None else leaves[3], **options)
     dq, dk, dv, *dsink = _gradients(out, lse, leaves, dout, dlse)
@@ -74,13 +67,22 @@ def pytorch(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None = None,
     *, visible: Tensor | None = None, softmax_scale: float | None = None, modified: Modified = PLAIN,
 ) -> Results:  # fmt: skip
-    """PyTorch's SDPA in the dtype of ``q``, with ``visible`` as its mask (True: visible), the bias added to that.
+    """Return PyTorch's SDPA and its gradients in the dtype of ``q``.
 
-    ``visible`` is bool ``[Sq, Sk]`` or ``[B, Sq, Sk]``. SDPA has no softcap, and none of its dropout masks can be asked
-    for: with either it is attention as it is written in torch, each operation in the dtype of ``q``. It has no sink
-    either: that is one more key of each head, whose value is 0, and whose bias is the sink. Nor does it return
-    ``lse``: that is PyTorch's ``logsumexp`` in fp32 (float64 for float64), which every attention uses. Rows that see
-    nothing are kept from it, since conventions differ on them: ``out = 0``, ``lse = -inf``.
+    SDPA has no softcap and takes no dropout mask. With either, attention is written out in torch, each operation in the
+    dtype of ``q``. A sink is one more key per head, with value 0 and the sink as bias. SDPA returns no ``lse``, so it
+    is PyTorch's ``logsumexp`` in fp32, or in float64 for float64 inputs. Rows without visible keys get ``out = 0`` and
+    ``lse = -inf``, because conventions differ for them.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        dout: gradient of the output.
+        dlse: gradient of ``lse``, or None.
+        visible: bool mask ``[Sq, Sk]`` or ``[B, Sq, Sk]``, True where a key is visible.
+        softmax_scale: scale of the scores, or None for the default.
+        modified: changes to scores and weights.
     """
     inputs = (q, k, v, dout, dlse, modified.sink)
     return pytorch_with_sink(*inputs, visible=visible, softmax_scale=softmax_scale, modified=modified)[0]
@@ -90,7 +92,7 @@ def pytorch_with_sink(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, sink: Tensor | None,
     *, visible: Tensor | None, softmax_scale: float | None = None, modified: Modified = PLAIN,
 ) -> tuple[Results, Tensor | None]:  # fmt: skip
-    """The same, and the gradient of the sink, where there is one."""
+    """Return the same as :func:`pytorch`, and the gradient of the sink if there is one."""
     modified = modified._replace(sink=None if sink is None else sink.detach().clone().requires_grad_())
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     visible = by_batch(torch.ones(q.shape[1], k.shape[1], dtype=torch.bool) if visible is None else visible)
@@ -101,7 +103,7 @@ def pytorch_with_sink(
     if modified.sink is not None:
         keys, values = (pad(x, (0, 0, 0, 1)) for x in (keys, values))
     plain = modified.softcap == 0 and modified.factors is None
-    if keys.shape[2] == 0:  # SDPA's CPU kernel cannot do without keys
+    if keys.shape[2] == 0:  # SDPA's CPU kernel does not support zero keys
         out = queries.sum() * 0 + values.new_zeros(*queries.shape[:3], v.shape[3])
     elif plain:
         out = scaled_dot_product_attention(queries, keys, values, attn_mask=bias.to(q.dtype), scale=scale)
@@ -128,9 +130,10 @@ def _capped(scores: Tensor, softcap: float) -> Tensor:
 
 
 def _bias(visible: Tensor, modified: Modified, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What is added to scores, ``[B or 1, H or 1, Sq, Sk]`` and one more key with a sink, and which rows are blind.
+    """Return the additive bias ``[B or 1, H or 1, Sq, Sk]`` and a mask of the rows without visible keys.
 
-    A row that sees nothing is shown everything here; its results are taken away, and with them its gradients.
+    With a sink, the bias has one more key. Rows without visible keys see all keys here, which keeps NaN out of the
+    backward. The callers overwrite their results, and with them their gradients.
     """
     blind = ~visible.any(-1)
     if modified.sink is not None:
@@ -145,11 +148,11 @@ def _bias(visible: Tensor, modified: Modified, dtype: torch.dtype) -> tuple[Tens
 
 
 def operator_lse(q: Tensor, k: Tensor, visible: Tensor, softmax_scale: float | None, sink: Tensor | None) -> Tensor:
-    """``lse`` as PyTorch's CPU flash attention has it: in 16 bit its own exponential makes it less exact than fp32."""
+    """Return ``lse`` of PyTorch's CPU flash attention, whose 16-bit exponential is less exact than fp32."""
     bias, blind = _bias(by_batch(visible), Modified(sink=sink), q.dtype)
     queries, keys = (x.detach().transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k))
     keys = keys if sink is None else pad(keys, (0, 0, 0, 1))
-    if keys.shape[2] == 0:  # it cannot do without keys
+    if keys.shape[2] == 0:  # the operator does not support zero keys
         return torch.full(queries.shape[:3], -torch.inf)
     bias = bias.expand(*queries.shape[:2], -1, -1)
     lse: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -1,4 +1,4 @@
-"""Machines as data: GPUs, links and NICs that hardly anybody has in one room."""
+"""Descriptions of machines (GPUs, links, NICs) as data, for topology tests without the hardware."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ringattn.comm.topology.nvml import SWITCH, DeviceInfo, Nic, NvLink
 
-# NVLinks of a DGX-1 with V100, as `nvidia-smi topo -m` prints them: a hypercube mesh, six links for every GPU
+# NVLinks of a DGX-1 with V100, as `nvidia-smi topo -m` prints them: a hypercube mesh with six links per GPU.
 DGX1 = {
     (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2,
     (2, 6): 1, (3, 7): 1, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 2,
@@ -14,13 +14,13 @@ DGX1 = {
 
 
 def path(index: int, *, gpus: int = 8, per_switch: int = 1, device: str = "gpu") -> tuple[str, ...]:
-    """PCIe ancestors of GPU or NIC ``index`` in a machine of two sockets, ``per_switch`` GPUs under each switch."""
+    """Return the PCIe ancestors of a GPU or NIC in a two-socket machine with ``per_switch`` GPUs per switch."""
     switch = index // per_switch
     return (f"numa{2 * index // gpus}", f"pci{switch}", f"port{switch}", f"{device}{index}")
 
 
 def nics(count: int = 8, *, gpus: int = 8, per_switch: int = 1, gigabits: float = 400) -> tuple[Nic, ...]:
-    """One adapter beside every ``gpus / count``-th GPU, and a slow one for management."""
+    """Return one adapter next to every ``gpus / count``-th GPU, and a slow management NIC."""
     step = gpus // count
     nearest = [
         Nic(f"mlx5_{i}", gigabits, path(i * step, gpus=gpus, per_switch=per_switch, device="nic")) for i in range(count)
@@ -29,27 +29,17 @@ def nics(count: int = 8, *, gpus: int = 8, per_switch: int = 1, gigabits: float 
 
 
 def hgx(host: str, order: Iterable[int] = range(8), *, adapters: int = 8) -> list[DeviceInfo]:
-    """H100s on NVSwitch, an adapter under each one's switch, or one for several; ``order`` is GPU by local rank."""
-    per_switch = 8 // adapters
+    """Return H100s on NVSwitch with ``adapters`` NICs; ``order`` lists the GPU of each local rank."""
+    per_switch, links = 8 // adapters, (NvLink(SWITCH, 18, 4),)
     beside = nics(adapters, per_switch=per_switch)
     return [
-        DeviceInfo(
-            host,
-            f"GPU-{host}-{i}",
-            i,
-            "H100",
-            (NvLink(SWITCH, 18, 4),),
-            None,
-            path(i, per_switch=per_switch),
-            64,
-            beside,
-        )
+        DeviceInfo(host, f"GPU-{host}-{i}", i, "H100", links, None, path(i, per_switch=per_switch), 64, beside)
         for i in order
     ]
 
 
 def meshed(host: str, links: dict[tuple[int, int], int], count: int, *, version: int = 2) -> list[DeviceInfo]:
-    """GPUs with NVLinks of their own and PCIe 3, two under a switch."""
+    """Return GPUs with direct NVLinks and PCIe 3, two GPUs per switch."""
     paths = [path(i, gpus=count, per_switch=2) for i in range(count)]
     beside = nics(4, gpus=count, per_switch=2, gigabits=100) if count == 8 else ()
 
@@ -60,5 +50,4 @@ def meshed(host: str, links: dict[tuple[int, int], int], count: int, *, version:
 
 
 def cpus(host: str, count: int) -> list[DeviceInfo]:
-    """Ranks without a GPU."""
     return [DeviceInfo(host, unknown="cpu is not a GPU") for _ in range(count)]

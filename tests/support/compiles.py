@@ -1,11 +1,11 @@
-"""Tests that compile: with every change of what they compile, and at night.
+"""Selection of the tests that compile kernels: they run when their sources change, and nightly.
 
-Such a test is marked ``compiles(SOURCE, …)``: variants by their names in ``ringattn inspect``, and files or folders by
-their paths from the root. ``compiles.txt`` has the digest of the sources on which it passed; as long as they are the
-same it is nightly.
+Such a test is marked ``compiles(SOURCE, …)``. A source is a variant by its name in ``ringattn inspect``, or a file or
+folder by its path from the root. ``compiles.txt`` records the digest of the sources with which each test last passed.
+A test whose digest is unchanged is nightly.
 
-``python -m tests.support.compiles`` from the root runs all of them, or those of the files that it is given, and writes
-the digests of those that pass.
+``python -m tests.support.compiles`` from the root runs all of these tests, or those of the given files. It records the
+digests of the tests that pass.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("compiles.txt")
-PROPERTY = "compiles"
-"""Of a test's report: its digest."""
+PROPERTY = "compiles"  # key of the digest among the user properties of a test report
 
 
 def settle(items: Iterable[Any], *, nightly: bool) -> None:
-    """Make nightly the tests that passed on these sources; where nightly tests are asked for, all that compile."""
+    """Mark tests nightly that passed on the current sources; with ``nightly``, mark all that compile."""
     passed = recorded()
     for item in items:
         marker = item.get_closest_marker("compiles")
         if marker is None or item.get_closest_marker("nightly"):
             continue
-        made = digest(name_of(item), marker.args)
-        item.user_properties.append((PROPERTY, made))
-        if nightly or passed.get(name_of(item)) == made:
+        current = digest(name_of(item), marker.args)
+        item.user_properties.append((PROPERTY, current))
+        if nightly or passed.get(name_of(item)) == current:
             item.add_marker(pytest.mark.nightly)
 
 
@@ -45,13 +44,13 @@ def name_of(item: Any) -> str:
 
 
 def recorded() -> dict[str, str]:
-    """By the name of a test: the digest of the sources on which it passed."""
+    """Return the digest of the sources on which each test last passed, by test name."""
     lines = RECORD.read_text().splitlines() if RECORD.exists() else []
-    return {name: made for made, _, name in (line.partition("  ") for line in lines)}
+    return {name: sha for sha, _, name in (line.partition("  ") for line in lines)}
 
 
 def digest(name: str, sources: Iterable[str]) -> str:
-    """Of a test, of Triton's version, and of the text of all that the test compiles."""
+    """Return a digest of the test's name, Triton's version and all sources that the test compiles."""
     parts = [version("triton"), name]
     files = {*(ROOT / "tests").rglob(name.partition("::")[0])}
     for source in sources:
@@ -67,7 +66,7 @@ def digest(name: str, sources: Iterable[str]) -> str:
 
 
 def variants(name: str) -> Iterator[tuple[str, str]]:
-    """(what selects its binary, file of its kernel) of all that a name stands for."""
+    """Yield the launch description and the kernel file of every variant that ``name`` selects."""
     from ringattn.autotune.compile import select
 
     for variant in select(name):
@@ -78,7 +77,7 @@ def variants(name: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def with_imports(path: Path) -> frozenset[Path]:
-    """A file and all that it imports from below the same folder of the root; or the files of a folder."""
+    """Return a file with its imports from the same top-level folder, or the files of a folder."""
     if path.is_dir():
         return frozenset(file for file in path.iterdir() if file.is_file())
     top = ROOT / path.relative_to(ROOT).parts[0]
@@ -91,13 +90,13 @@ def with_imports(path: Path) -> frozenset[Path]:
             for node in imports:
                 if node.level:
                     base = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-                    near = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
-                    waiting += [candidate for candidate in near if candidate.exists() and candidate.is_relative_to(top)]
+                    modules = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
+                    waiting += [other for other in modules if other.exists() and other.is_relative_to(top)]
     return frozenset(files)
 
 
 class Recorder:
-    """Takes the tests that compile and no others, and keeps the digests of those that pass."""
+    """Pytest plugin that runs only the tests that compile and records the digests of those that pass."""
 
     def __init__(self) -> None:
         self.chosen, self.passed = set[str](), dict[str, str]()
@@ -113,11 +112,10 @@ class Recorder:
 
 
 def main(arguments: list[str]) -> int:
-    """See the module."""
     recorder = Recorder()
     code = pytest.main(["-m", "", "-n", "0", "--timeout", "3600", *arguments], plugins=[recorder])
-    kept = {name: made for name, made in recorded().items() if arguments and name not in recorder.chosen}
-    RECORD.write_text("".join(f"{made}  {name}\n" for name, made in sorted((kept | recorder.passed).items())))
+    unchanged = {name: sha for name, sha in recorded().items() if arguments and name not in recorder.chosen}
+    RECORD.write_text("".join(f"{sha}  {name}\n" for name, sha in sorted((unchanged | recorder.passed).items())))
     return int(code)
 
 

@@ -1,4 +1,4 @@
-"""A process that ends while threads of ours are inside torch: ``python -m ...exit_cases CODE KIND...``."""
+"""A process that exits while threads of ringattn are inside torch: ``python -m ...exit_cases CODE KIND...``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ringattn.comm.cuda_threads import HOST, start
 from ringattn.comm.transports.process_group import HostStream
 from ringattn.comm.watchdog.watch import _WATCHDOG
 
-# Longer than the end of the process ever waited for a thread.
+# Longer than the interpreter's exit ever waited for a thread.
 SECONDS = 2.0
 SERVER = """
 import time
@@ -36,7 +36,7 @@ time.sleep(600)
 
 
 class Last:
-    """An object that the interpreter deletes late, and that keeps it there while threads of ours run."""
+    """Object that the interpreter deletes late, and that delays its exit while our threads run."""
 
     def __init__(self) -> None:
         self.server: subprocess.Popen[str] | None = None
@@ -44,7 +44,7 @@ class Last:
 
     def __del__(self, kill: Any = os.kill, exists: Any = os.path.exists, sleep: Any = time.sleep) -> None:
         if self.server is not None:
-            kill(self.server.pid, signal.SIGCONT)  # what is blocked gets its answer now
+            kill(self.server.pid, signal.SIGCONT)  # blocked requests get their answer now
         for _ in range(1000):
             if not any(exists(f"/proc/self/task/{thread}") for thread in self.threads):
                 break
@@ -65,7 +65,7 @@ def help_out(last: Last, stay: Callable[[], None]) -> None:
 
 def tick(last: Last, stay: Callable[[], None]) -> None:
     watch: Any = SimpleWatch(rank=0, device=HOST, closed=False, tick=stay)
-    sys.modules["watch"] = watch  # the watchdog holds none
+    sys.modules["watch"] = watch  # the watchdog keeps only weak references
     _WATCHDOG.add(watch)
 
 
@@ -74,7 +74,7 @@ def transfer(last: Last, stay: Callable[[], None]) -> None:
 
 
 def ask_a_stopped_store(last: Last, stay: Callable[[], None]) -> None:
-    """Ask over a connection that is there, and over one that is being made."""
+    """Send requests to a stopped store over an open connection, and over a new one."""
     last.server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     assert last.server.stdout is not None
     port = int(last.server.stdout.readline())
@@ -83,7 +83,7 @@ def ask_a_stopped_store(last: Last, stay: Callable[[], None]) -> None:
     last.server.send_signal(signal.SIGSTOP)
     for ask in (lambda: connection.ask(lambda store: store.check(["x"]), 0.1), lambda: StoreConnection(store, 0.1)):
         try:
-            while True:  # a server that is being stopped may still answer
+            while True:  # the server may still answer until SIGSTOP takes effect
                 ask()
         except TransportError:
             pass
@@ -91,8 +91,6 @@ def ask_a_stopped_store(last: Last, stay: Callable[[], None]) -> None:
 
 
 class SimpleWatch(SimpleNamespace):
-    """A watch that can be referenced weakly and kept in a set."""
-
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)
 

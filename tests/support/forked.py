@@ -1,4 +1,4 @@
-"""Processes that begin with everything imported: forked from one that did so, once for all tests of a worker."""
+"""Rank processes forked from a server that has imported everything, which starts once per test worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 FORKED = multiprocessing.get_context("forkserver")
-# one list for all tests, since the first of them starts the server; symbolic shapes are torch's, for gradients
+# One list for all tests, because the first test starts the server. torch's backward needs symbolic shapes.
 PRELOADED = [
     "torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes", "ringattn.ring",
     "ringattn.comm.watchdog.watch", "pytest",
@@ -27,26 +27,25 @@ PRELOADED = [
 FORKED.set_forkserver_preload(PRELOADED)
 
 MINUTE = timedelta(minutes=1)
-Ending = tuple[str, str, float]  # name of an error, its text, seconds that it took
+Ending = tuple[str, str, float]  # error name, error text, seconds
 
 
 class Ranks:
-    """Processes that run ``work(rank, pipe, *arguments)``, each with the other end of a pipe; killed at the end."""
+    """Processes that run ``work(rank, pipe, *arguments)``; they are killed at the end."""
 
     def __init__(self, size: int, work: Callable[..., None], *arguments: Any) -> None:
         pipes = [FORKED.Pipe() for _ in range(size)]
-        self.ends = [here for here, _ in pipes]
+        self.ends = [parent_end for parent_end, _ in pipes]
         self.processes: list[Any] = [
-            FORKED.Process(target=work, args=(rank, there, *arguments), daemon=True)
-            for rank, (_, there) in enumerate(pipes)
+            FORKED.Process(target=work, args=(rank, child_end, *arguments), daemon=True)
+            for rank, (_, child_end) in enumerate(pipes)
         ]
-        for process, (_, there) in zip(self.processes, pipes, strict=True):
+        for process, (_, child_end) in zip(self.processes, pipes, strict=True):
             process.start()
-            there.close()
+            child_end.close()
 
     def receive(self, rank: int, timeout: float = 120.0) -> Any:
-        """What a rank sends next."""
-        assert self.ends[rank].poll(max(timeout, 0.0)), f"rank {rank} hangs"
+        assert self.ends[rank].poll(max(timeout, 0.0)), f"rank {rank} sent nothing for {timeout} s"
         return self.ends[rank].recv()
 
     def __enter__(self) -> Self:
@@ -63,17 +62,17 @@ class Ranks:
 
 
 def join(rank: int, size: int, store: Store | int, timeout: timedelta = MINUTE) -> None:
-    """Become a rank of a process group over gloo; ``store`` may be the port of one that another process serves."""
+    """Join a gloo process group as ``rank``; ``store`` is a store or the port of another process's store."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # nobody ends while others still connect to it
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # no rank exits while others still connect to it
     if isinstance(store, int):
         store = TCPStore("127.0.0.1", store, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 class Group(Ranks):
-    """The ranks of one process group, whose store this process serves."""
+    """Rank processes of one process group, whose store this process serves."""
 
     def __init__(self, size: int, work: Callable[..., None], *arguments: Any, timeout: timedelta = MINUTE) -> None:
         self.store = serve()
@@ -81,7 +80,6 @@ class Group(Ranks):
 
 
 def serve() -> TCPStore:
-    """A store for processes of this machine, here."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -91,7 +89,7 @@ def joined(rank: int, pipe: Connection, size: int, port: int, timeout: timedelta
 
 
 def results(size: int, body: Callable[[int], Any], *, ends: int | None = None, patience: float = 120) -> list[Any]:
-    """What ``body(rank)`` returns in the processes of one group; ``ends`` is a rank that returns nothing."""
+    """Return ``body(rank)`` of every process of one group; rank ``ends`` exits without a result."""
     with Group(size, send_result, body, timeout=timedelta(minutes=30)) as ranks:
         received = [ranks.receive(rank, patience) for rank in range(size) if rank != ends]
         failed = [text for text, _ in received if text]
@@ -104,16 +102,16 @@ def results(size: int, body: Callable[[int], Any], *, ends: int | None = None, p
 
 def send_result(rank: int, pipe: Connection, body: Callable[[int], Any]) -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    gc.freeze()  # what is imported is large, and stays
+    gc.freeze()  # the imported modules are large and stay alive
     try:
         result = "", body(rank)
     except BaseException:
         result = f"rank {rank}:\n{traceback.format_exc()}", None
-    pipe.send_bytes(pickle.dumps(result))  # `send` would keep tensors in the memory of this process
+    pipe.send_bytes(pickle.dumps(result))  # `send` would share tensors through this process's memory
 
 
 def ending(call: Callable[[], object]) -> Ending:
-    """How a call ends; a name of "" where it raises nothing."""
+    """Return how a call ends; the error name is "" if nothing is raised."""
     begun = time.monotonic()
     try:
         call()

@@ -1,10 +1,10 @@
-"""Gluon in plain Python: the Hopper kernel's own source, run on the CPU, its partitions interleaved by a scheduler.
+"""A CPU emulator for Gluon that runs the Hopper kernels' own source with interleaved partitions.
 
-``jit`` leaves functions as they are (:func:`kernel`), tensors are torch's, a partition is a thread, and only one runs
-at a time. Every operation on a barrier, every product started or waited for and the landing of every TMA load is a
-point at which another may go on; ``choose`` decides which.
+``jit`` returns functions unchanged (:func:`kernel`), tensors are torch's, and a partition is a thread. One partition
+runs at a time. Control can switch at every barrier operation, at the start and wait of every wgmma, and when a TMA load
+lands; ``choose`` picks what runs next.
 
-Checked on the way: a slot is not written while a product may read it, and not read before what was loaded has landed.
+The emulator checks that no slot is written while a wgmma may read it, and that none is read before its load has landed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 FILES = {"tiles": "device/tiles.py"} | {name: f"hopper/{name}.py" for name in ("steps", "forward", "backward")}
 
 Choose = Callable[[list[str]], int]
-"""Which of the partitions and loads that can go on does so."""
+"""Function that picks the next partition or load, by its index in the list of runnable names."""
 
 
 class Tensor(torch.Tensor):
-    """torch's, with a layout that nobody looks at."""
+    """A torch tensor with a dummy layout."""
 
     @property
     def type(self) -> Any:  # type: ignore[override]
@@ -39,7 +39,7 @@ def tensor(value: Any) -> Any:
 
 
 class Pointer:
-    """An address, or a block of them."""
+    """An address, or a block of addresses."""
 
     def __init__(self, memory: torch.Tensor, offsets: Any = 0) -> None:
         self.memory, self.offsets = memory, offsets
@@ -69,13 +69,13 @@ def store(pointer: Pointer, value: Any, mask: Any) -> None:
 
 
 class Barrier:
-    """An mbarrier: a phase completes when all arrivals and all bytes of it are in."""
+    """An mbarrier whose phase completes when all its arrivals and bytes are in."""
 
     def __init__(self) -> None:
         self.count = self.phases = self.arrived = self.owed = 0
 
     def passes(self, parity: int) -> bool:
-        """Whether the phase of this parity has completed; the one before a fresh barrier's has."""
+        """Return True if the phase with this parity has completed; before the first phase, parity 1 has."""
         return self.phases % 2 != parity
 
     def settle(self) -> None:
@@ -84,8 +84,6 @@ class Barrier:
 
 
 class Slot:
-    """One tile in shared memory."""
-
     def __init__(self, name: str, shape: list[int], dtype: torch.dtype, machine: Machine) -> None:
         self.name, self.data, self.machine = name, torch.full(shape, float("nan"), dtype=dtype), machine
         self.readers = self.landing = 0
@@ -93,7 +91,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class View:
-    """A tile as a product takes it."""
+    """A tile in shared memory as an operand of a wgmma."""
 
     slot: Slot
     shape: list[int]
@@ -122,9 +120,9 @@ class View:
         return self.slot.machine.get(self.slot)
 
     def value(self) -> torch.Tensor:
-        made = self.slot.data.reshape(self.shape).float()
-        made = made if self.columns is None else made.narrow(1, *self.columns)
-        return made.T if self.swapped else made
+        data = self.slot.data.reshape(self.shape).float()
+        data = data if self.columns is None else data.narrow(1, *self.columns)
+        return data.T if self.swapped else data
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ class Array:
 
 
 class Descriptor:
-    """Of ``[1, rows, 1, D]`` tiles of ``[B, S, H, D]``; zeros past the end."""
+    """TMA descriptor of ``[1, rows, 1, D]`` tiles of ``[B, S, H, D]``; reads past the end are zero."""
 
     layout = None
 
@@ -157,14 +155,14 @@ class Descriptor:
         return block
 
     def add(self, where: list[Any], block: torch.Tensor) -> None:
-        """To ``base``, but for what is past its end."""
+        """Add a tile to ``base``, without the rows past its end."""
         batch, row, head, column = (int(x) for x in where)
         rows = self.base[batch, row : row + block.shape[1], head, column : column + block.shape[3]]
         rows += block[0, : rows.shape[0], 0]
 
 
 class Product(NamedTuple):
-    """A wgmma under way."""
+    """An asynchronous wgmma in flight."""
 
     reads: list[Slot]
     finish: Callable[[], Any]
@@ -172,7 +170,7 @@ class Product(NamedTuple):
 
 
 class Machine:
-    """One program: its shared memory, its partitions, and who goes on."""
+    """One program: its shared memory, its partitions and their scheduler."""
 
     def __init__(self, program: int, choose: Choose) -> None:
         self.program, self.choose = program, choose
@@ -185,7 +183,7 @@ class Machine:
         self.running: str | None = None
         self.error: BaseException | None = None
 
-    # what the partitions call
+    # called by the partitions
 
     def name(self, kind: str) -> str:
         self.names += 1
@@ -195,9 +193,9 @@ class Machine:
         return threading.current_thread().name
 
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Let others go on; back once ``until`` holds and this one is chosen."""
+        """Yield control to the scheduler until ``until`` holds and this partition is chosen."""
         me = self.here()
-        if me not in self.products:  # before the partitions: nobody to wait for
+        if me not in self.products:  # the partitions have not started yet
             return
         with self.turn:
             self.ready[me] = until
@@ -207,7 +205,7 @@ class Machine:
             if self.error is not None:
                 raise SystemExit
 
-    # who goes on
+    # scheduling
 
     def specialise(self, partitions: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         names = [f"{function.__name__}{i}" for i, (function, _) in enumerate(partitions)]
@@ -298,7 +296,7 @@ class Machine:
         assert is_async
         reads = [view.slot for view in (a, b) if isinstance(view, View)]
         for slot in reads:
-            assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before its tile is there"
+            assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before its tile has landed"
             slot.readers += 1
 
         def finish() -> Any:
@@ -306,10 +304,10 @@ class Machine:
             before = acc.result[0] if isinstance(acc, Product) else acc
             return tensor(left @ b.value() + (before if use_acc else 0))
 
-        made = Product(reads, finish, [])
-        self.products[self.here()].append(made)
+        wgmma = Product(reads, finish, [])
+        self.products[self.here()].append(wgmma)
         self.pause()
-        return made
+        return wgmma
 
     def drain(self, left: int, deps: list[Product]) -> Any:
         self.pause()
@@ -319,22 +317,20 @@ class Machine:
             done.result.append(done.finish())
             for slot in done.reads:
                 slot.readers -= 1
-        made = tuple(dep.result[0] for dep in deps)  # fails where it is still under way
-        return made if len(made) > 1 else made[0]
+        results = tuple(dep.result[0] for dep in deps)  # raises if the product is still in flight
+        return results if len(results) > 1 else results[0]
 
     def put(self, slot: Slot, value: torch.Tensor) -> None:
-        """Write from registers."""
         assert slot.readers == 0 and slot.landing == 0, f"{slot.name} is overwritten while it is read or loaded"
         slot.data.copy_(value.reshape(slot.data.shape))
         self.pause()
 
     def get(self, slot: Slot) -> Any:
-        """Read into registers."""
         assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before it was written"
         return tensor(slot.data.clone())
 
     def send(self, descriptor: Descriptor, where: list[Any], view: View) -> None:
-        """Add to global memory, at some time before :meth:`sent` says so."""
+        """Add a tile to global memory at some time before the matching :meth:`sent` returns."""
         slot, me, flight = view.slot, self.here(), self.name("send")
         assert list(slot.data.shape) == descriptor.block_type.shape
         slot.readers += 1
@@ -353,11 +349,11 @@ class Machine:
         self.pause(lambda: len(self.sends[me]) <= left)
 
 
-# the modules of the kernels, executed with stand-ins in the place of Triton's
+# The kernels' modules, executed with stand-ins for Triton's.
 
 
 def language(machine: Machine) -> SimpleNamespace:
-    """All that the kernels take from modules of Triton, which is what each of these is here."""
+    """Return one namespace that stands in for every Triton module that the kernels import."""
 
     def constexpr(value: Any) -> Any:
         return type("constexpr", (type(value),), {"value": value})(value)
@@ -367,7 +363,7 @@ def language(machine: Machine) -> SimpleNamespace:
 
     dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int32", "int64")}
     layouts = ("SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout", "BlockedLayout")
-    made = SimpleNamespace(
+    namespace = SimpleNamespace(
         **dtypes, **{name: lambda *a, **k: None for name in layouts}, jit=same, constexpr_function=same,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: None),
         constexpr=constexpr, static_range=range, load=load, store=store,
@@ -384,12 +380,12 @@ def language(machine: Machine) -> SimpleNamespace:
         fence_async_shared=lambda: None, warpgroup_mma=machine.product, warpgroup_mma_wait=machine.drain,
         tma=SimpleNamespace(async_load=machine.copy, async_atomic_add=machine.send, store_wait=machine.sent),
         mbarrier=SimpleNamespace(
-            MBarrierLayout=lambda: "barrier", init=lambda made, count: setattr(made, "count", int(count)),
+            MBarrierLayout=lambda: "barrier", init=lambda namespace, count: setattr(namespace, "count", int(count)),
             wait=machine.wait, arrive=machine.arrive, expect=machine.expect,
         ),
     )  # fmt: skip
-    made.language = made.gluon = made
-    return made
+    namespace.language = namespace.gluon = namespace
+    return namespace
 
 
 def same(function: Any = None, **options: Any) -> Any:
@@ -397,7 +393,7 @@ def same(function: Any = None, **options: Any) -> Any:
 
 
 def kernel(machine: Machine, name: str = "forward") -> SimpleNamespace:
-    """``kernels.hopper.forward``, or another module, as this machine runs it."""
+    """Return ``kernels.hopper.forward``, or another module, as this machine runs it."""
     triton, modules = language(machine), dict[str, SimpleNamespace]()
 
     def imported(name: str, *args: Any) -> Any:

@@ -1,4 +1,7 @@
-"""What a process group on the CPU must do beside what every transport must, in real processes over gloo."""
+"""Conformance cases for process groups on the CPU, run in real processes over gloo.
+
+They come on top of the cases in `transport_cases` that every transport must pass.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +31,12 @@ from ringattn.comm import (
 )
 from ringattn.comm.transport import ring_edges
 
-from .transport_cases import (
-    CASES,
-    CPU,
-    HANGS,
-    HOST_CASES,
-    filled,
-    neighbours,
-    traceback_of,
-    until,
-    values,
-)
+from .transport_cases import CASES, CPU, HANGS, HOST_CASES, filled, neighbours, traceback_of, until, values
 
-# Each has a group of its own, for some leave it broken.
+# Each case has its own group, because some leave it broken.
 GROUP_CASES: dict[str, Callable[[dist.ProcessGroup], None]] = {}
 
-# of one rank with another, where something went wrong
+# Seconds that a rank waits for another one after a failure.
 PATIENCE = timedelta(seconds=HANGS)
 
 
@@ -59,23 +52,23 @@ def a_throttled_link_takes_its_time(group: dist.ProcessGroup) -> None:
     first, second = torch.zeros(100_000), torch.zeros(100_000)  # 40 ms each
     dist.barrier(group)
     started = time.monotonic()
-    came = transport.post(sends=[Message(onward, torch.ones(100_000))], receives=[Message(back, first)])
-    went = transport.post(sends=[Message(onward, first)], receives=[Message(back, second)], after=[came])
-    assert not came.done() or time.monotonic() - started >= 0.04
-    came.wait()
+    first_fence = transport.post(sends=[Message(onward, torch.ones(100_000))], receives=[Message(back, first)])
+    second_fence = transport.post(sends=[Message(onward, first)], receives=[Message(back, second)], after=[first_fence])
+    assert not first_fence.done() or time.monotonic() - started >= 0.04
+    first_fence.wait()
     assert time.monotonic() - started >= 0.04
-    went.wait()
+    second_fence.wait()
     assert time.monotonic() - started >= 0.08
     assert values(second) == [1]
 
 
 @group_case
 def transports_of_one_group_do_not_mix(group: dist.ProcessGroup) -> None:
-    """Both carry messages of one size between the same two ranks; the ranks post them in opposite orders."""
+    """Post messages of one size between the same two ranks in opposite orders."""
     transports = [ProcessGroupTransport(group, CPU) for _ in range(2)]
     onward, back = neighbours(transports[0])
     arrived = [filled(-1, 10, CPU) for _ in transports]
-    stray = filled(99, 10, CPU)  # and a message of the user's own
+    stray = filled(99, 10, CPU)  # and one message sent by the user
     works = [dist.isend(stray, group=group, group_dst=onward)]
     fences = {}
     for index in (0, 1) if group.rank() % 2 else (1, 0):
@@ -98,8 +91,8 @@ def buffers_of_inference_mode_are_taken(group: dist.ProcessGroup) -> None:
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             arrived, copied = filled(-1, 10, CPU), filled(-1, 10, CPU)
-            mine = filled(transport.rank, 10, CPU)
-            sends = [Message(onward, mine), Message(transport.rank, mine)]
+            own_rank = filled(transport.rank, 10, CPU)
+            sends = [Message(onward, own_rank), Message(transport.rank, own_rank)]
             receives = [Message(back, arrived), Message(transport.rank, copied)]
             transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
             assert (values(arrived), values(copied)) == ([back], [transport.rank])
@@ -109,13 +102,13 @@ def buffers_of_inference_mode_are_taken(group: dist.ProcessGroup) -> None:
 def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> None:
     def flaky(group: dist.ProcessGroup, device: torch.device, *, control: Any, **_: object) -> Transport:
         if group.rank() == 1:
-            control.fresh_scope("process_group").gather(0, what="the tag")  # the others count what this rank does not
+            control.fresh_scope("process_group").gather(0, what="the tag")  # now the ranks' counters differ
             raise RuntimeError("out of memory")
-        made.append(ProcessGroupTransport(group, device, control=control))
-        made[-1].name = "flaky"
-        return made[-1]
+        opened.append(ProcessGroupTransport(group, device, control=control))
+        opened[-1].name = "flaky"
+        return opened[-1]
 
-    made: list[Transport] = []
+    opened: list[Transport] = []
     failed = "rank 1: RuntimeError: out of memory"
     register_transport("flaky", flaky, preference=99)
     register_transport("never", flaky, preference=98, unavailable=lambda *_: "of another kind")
@@ -129,14 +122,14 @@ def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> Non
     never = "never: on rank 0 of another kind"
     assert transport.reason == f"auto selected process_group; not {never}; not flaky: {failed}"
     transport.post(sends=[], receives=[]).wait()
-    for other in made:
+    for other in opened:
         with pytest.raises(TransportError, match="is closed"):
             other.post(sends=[], receives=[])
 
 
 @group_case
 def peers_feel_an_abort(group: dist.ProcessGroup) -> None:
-    """Rank 0 gives up; whoever waits for it is told by the connection, long before the group's own timeout."""
+    """Abort on rank 0; its peers notice by the connection, long before the group's timeout."""
     transport = ProcessGroupTransport(group, CPU)
     onward, back = neighbours(transport)
     messages = [Message(onward, filled(0, 1000, CPU)), Message(back, filled(0, 1000, CPU))]
@@ -144,7 +137,7 @@ def peers_feel_an_abort(group: dist.ProcessGroup) -> None:
     fence = transport.post(sends=[], receives=messages)
     if transport.rank == 0:
         until(lambda: transport._host._running)
-        time.sleep(0.1)  # and the others', which may come later
+        time.sleep(0.1)  # the other ranks may start their transfers later
         transport.abort("it took too long")
     with pytest.raises(TransportError, match="it took too long" if transport.rank == 0 else "failed: .*onnection"):
         fence.wait()
@@ -152,9 +145,9 @@ def peers_feel_an_abort(group: dist.ProcessGroup) -> None:
 
 @group_case
 def a_warm_up_has_a_deadline(group: dist.ProcessGroup) -> None:
-    """Rank 0 warms up, the others never come."""
+    """Warm up on rank 0 only."""
     transport = ProcessGroupTransport(group, CPU)
-    transport._timeout = 0.2  # of the warm-up alone: ranks may open late
+    transport._timeout = 0.2  # only for the warm-up, because ranks may open late
     if transport.rank == 0:
         with pytest.raises(TransportError, match=r"no answer from rank 1.* within 0\.4 s"):
             transport.warm_up([(0, 1), (1, 0)])
@@ -163,14 +156,14 @@ def a_warm_up_has_a_deadline(group: dist.ProcessGroup) -> None:
 
 
 def group_ranks(world: int, processes: int) -> list[int]:
-    """Global ranks of a group of `world`: the highest, so that group ranks and global ranks differ where they can."""
+    """Return the highest ``world`` global ranks, so that group ranks and global ranks differ where possible."""
     return list(range(processes - world, processes))
 
 
 def run_cases(rank: int, pipe: Connection, folder: Path) -> None:
-    """Run these and every case of `transport_cases` on a group of every size, and send the traceback of each, or "".
+    """Run every case on groups of every size, and send the traceback of each case, or "".
 
-    Up to the first that fails: its peers are out of step from there on.
+    Stops at the first failure, because the peers are out of step after it.
     """
     pytest.MonkeyPatch().setattr(control, "DEFAULT_TIMEOUT", PATIENCE.total_seconds())
     results: dict[str, str] = {}
@@ -189,11 +182,11 @@ def run_cases(rank: int, pipe: Connection, folder: Path) -> None:
                 results[f"{name}-{world}"] = traceback_of(run_case, group, name)
                 if results[f"{name}-{world}"]:
                     return
-            dist.barrier(meeting)  # nobody spends its patience on ranks that are still in a smaller world
+            dist.barrier(meeting)  # no rank times out on ranks that are still busy in a smaller world
         results["a_dead_peer"] = traceback_of(a_dead_peer, rank, processes, folder / "posted")
     finally:
         pipe.send(results)
-        os._exit(0)  # at once: the peers of a rank that failed, or that is dead on purpose, are to notice it
+        os._exit(0)  # exit at once, so that the peers of a failed or deliberately dead rank notice
 
 
 def run_case(group: dist.ProcessGroup, name: str) -> None:
@@ -205,7 +198,7 @@ def run_case(group: dist.ProcessGroup, name: str) -> None:
 
 
 def a_dead_peer(rank: int, processes: int, posted: Path) -> None:
-    """The other ranks die, rank 0 waits for bytes of one: an error that says so, and the same one at a second wait."""
+    """Let the other ranks die, and check that rank 0 gets the same error at every wait."""
     transport = open_transport(device="cpu")
     if rank != 0:
         return until(posted.exists)

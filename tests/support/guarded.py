@@ -1,7 +1,7 @@
-"""Run as a script: every attention kernel on tensors that lie between pages which nobody may touch.
+"""Script that runs every attention kernel on tensors between guard pages.
 
-What is read past a tensor's end and then thrown away, or added there as zeros, shows in no result on the interpreter;
-on a GPU it may be somebody else's memory, or none. Here it ends the process.
+The interpreter shows no wrong result when a kernel reads past a tensor's end and discards the value, or adds zeros
+there. On a GPU that memory may belong to somebody else or not exist. Here such an access ends the process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .interpreter import quicken
 
 T = TypeVar("T")
 
-GUARD = 16 * mmap.PAGESIZE  # more than a tile's rows past the end take
+GUARD = 16 * mmap.PAGESIZE  # more bytes than the rows of a tile past the end
 ALLOCATES = (torch.empty, torch.zeros, torch.empty_like, torch.zeros_like)
 
 TILE = Tile(32, 32, 4, 1)
@@ -49,11 +49,11 @@ CASES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({"backward": "single_pass"}, ("full", "runs")),
     ({"backward": "single_pass_deterministic"}, ("used",)),
 )
-"""Fields of a config, and the situations in which it runs."""
+"""Fields of a config, and the names of the `situations` to run with."""
 
 
 def guarded(x: Tensor) -> Tensor:
-    """A copy that ends where memory ends, and begins where it begins as nearly as its alignment allows."""
+    """Return a copy that ends at a guard page, with a second guard page before its first page."""
     if not x.numel():
         return x
     nbytes = x.numel() * x.element_size()
@@ -64,23 +64,23 @@ def guarded(x: Tensor) -> Tensor:
     for begin in (address, address + GUARD + pages):
         if libc.mprotect(ctypes.c_void_p(begin), GUARD, 0):
             raise OSError(ctypes.get_errno(), "mprotect")
-    made = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=GUARD + pages - nbytes).view(x.shape)
-    return made.copy_(x)
+    copy = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=GUARD + pages - nbytes).view(x.shape)
+    return copy.copy_(x)
 
 
 class Guarded(TorchFunctionMode):
-    """What is allocated lies so, too."""
+    """Mode that also guards tensors allocated by the kernels' host code."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return guarded(made) if func in ALLOCATES else made
+        result = func(*args, **(kwargs or {}))
+        return guarded(result) if func in ALLOCATES else result
 
 
 def all_guarded(value: T) -> T:
-    """A ``Bounds`` or ``Scores`` of guarded vectors."""
+    """Return a ``Bounds`` or ``Scores`` with guarded tensors."""
     tensors = {f.name: getattr(value, f.name) for f in fields(value) if f.init}  # type: ignore[arg-type]
-    held = {name: guarded(x) for name, x in tensors.items() if isinstance(x, Tensor)}
-    return replace(value, **held)  # type: ignore[type-var]
+    guarded_tensors = {name: guarded(x) for name, x in tensors.items() if isinstance(x, Tensor)}
+    return replace(value, **guarded_tensors)  # type: ignore[type-var]
 
 
 def situations(queries: int, keys: int) -> dict[str, tuple[Bounds, Scores]]:
@@ -96,7 +96,7 @@ def situations(queries: int, keys: int) -> dict[str, tuple[Bounds, Scores]]:
 
 
 def run(config: KernelConfig, bounds: Bounds, scores: Scores) -> None:
-    """Two shards' worth: forward with a state, backward with sums; lengths and head dims that fill no tile."""
+    """Run a forward with state and a backward with sums; no length or head dim is a multiple of the tile."""
     head_dim, head_dim_v = (16, 32) if config.dkdv_epilogue == "descriptors" else (24, 40)
     shapes = ((1, 35, 2, head_dim), (1, 45, 1, head_dim), (1, 45, 1, head_dim_v), (1, 35, 2, head_dim_v))
     q, k, v, dout = (guarded(torch.randn(shape)) for shape in shapes)

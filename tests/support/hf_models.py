@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, and what they compute with eager attention in one process."""
+"""Tiny transformers models with random weights, and their eager results in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringattn.integrations.transformers import register
 
 from .tolerance import assert_as_exact_as_pytorch
 
-TOKENS, VOCABULARY = 43, 37  # 43: no layout divides it
+TOKENS, VOCABULARY = 43, 37  # prime, so that no layout divides it evenly
 DOCUMENTS = [0, 19, 22, 43]
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -45,9 +45,9 @@ class Result(NamedTuple):
 def model_of(name: str, attention: str = "ringattn") -> Any:
     config, options = CONFIGS[name]
     torch.manual_seed(0)
-    made = getattr(transformers, config)(**SIZES | options)
-    made._experts_implementation = "eager"  # no grouped product in float64
-    return AutoModelForCausalLM.from_config(made, attn_implementation=attention).float().train()
+    built_config = getattr(transformers, config)(**SIZES | options)
+    built_config._experts_implementation = "eager"  # the grouped GEMM does not support float64
+    return AutoModelForCausalLM.from_config(built_config, attn_implementation=attention).float().train()
 
 
 def ids_of() -> Tensor:
@@ -55,17 +55,16 @@ def ids_of() -> Tensor:
 
 
 class EverythingInFloat64(TorchFunctionMode):
-    """Norms, softmax and losses of transformers cast to float32, whatever the model is."""
+    """Mode that replaces transformers' casts to float32 by casts to float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wide = [torch.float64 if x is torch.float32 else x for x in args]
-        named = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        widened_args = [torch.float64 if x is torch.float32 else x for x in args]
+        widened_kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
         function: Any = torch.Tensor.double if func is torch.Tensor.float else func
-        return function(*wide, **named)
+        return function(*widened_args, **widened_kwargs)
 
 
 def whole(model: Any, documents: Sequence[int]) -> Result:
-    """Of one process, document by document."""
     ids, items = ids_of(), ids_of().shape[0] * (TOKENS - len(documents) + 1)
     parts = [ids[:, start:end] for start, end in pairwise(documents)]
     outs = [model(input_ids=part, labels=part, num_items_in_batch=items) for part in parts]
@@ -77,7 +76,7 @@ def whole(model: Any, documents: Sequence[int]) -> Result:
 
 @cache
 def eager(name: str, documents: tuple[int, ...]) -> tuple[Result, Result]:
-    """Eager attention in float32 and in float64."""
+    """Return the results of eager attention in float32 and in float64."""
     with EverythingInFloat64():
         exact = whole(model_of(name, "eager").double(), documents)
     return whole(model_of(name, "eager"), documents), exact
@@ -86,9 +85,9 @@ def eager(name: str, documents: tuple[int, ...]) -> tuple[Result, Result]:
 def check(name: str, ours: Result, documents: Sequence[int]) -> None:
     pytorch, exact = eager(name, tuple(documents))
     assert_as_exact_as_pytorch("logits", ours.logits, pytorch.logits, exact.logits)
-    terms = exact.logits.abs().max().item()  # the logits, whose differences the losses are
+    terms = exact.logits.abs().max().item()  # a loss is a difference of logits
     assert_as_exact_as_pytorch("loss", ours.loss, pytorch.loss, exact.loss, magnitude=terms)
-    # relative to the largest of each parameter, and together: the largest of eight numbers alone is a matter of luck
+    # Scaled by each parameter's largest gradient and compared together: the maximum of eight numbers is too noisy.
     sizes = {key: grad.abs().max() for key, grad in exact.grads.items()}
     together = (
         torch.cat([(result.grads[key] / size).flatten() for key, size in sizes.items()])

@@ -1,4 +1,4 @@
-"""Triton's interpreter as the tests run it: as it is, less what it does again and what it throws away."""
+"""Triton's interpreter without redundant work, as the tests run it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from triton.runtime import interpreter
 
 
 def quicken() -> None:
-    """Take what two thirds of the time of an interpreted kernel of ours go to out of it.
+    """Remove two thirds of the time of an interpreted kernel.
 
-    The interpreter patches Triton's language again at every call of one jit function from another, for which it looks
-    through all of it; here such a call finds it patched by the launch, which restores it as ever. And it computes
-    whether each sum and product of integers overflows, for assertions that it does not make (``debug`` is off).
+    At every call between jit functions, the interpreter searches and patches all of Triton's language again. Here such
+    a call reuses the patch of the launch, which also undoes it.
+
+    The interpreter also checks integer sums and products for overflow. These checks only feed assertions that are off
+    (``debug`` is off), so they are switched off, too.
     """
     patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
 

@@ -1,4 +1,4 @@
-"""What the kernels are tested with: inputs, intervals of every kind, and the results they are measured against."""
+"""Inputs, mask intervals of every kind and reference results for the kernel tests."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ from . import baselines
 from .baselines import PLAIN, Modified, Results
 from .tolerance import assert_as_exact_as_pytorch
 
-DEVICE: torch.device
-"""Where the kernels run: ``TRITON_INTERPRET=0 pytest tests/kernels`` on a GPU."""
+DEVICE: torch.device  # device of the kernels; `TRITON_INTERPRET=0 pytest tests/kernels` selects a GPU
 
-DTYPES: tuple[torch.dtype, ...]
-"""What the interpreter computes; it takes bfloat16 for integers."""
+DTYPES: tuple[torch.dtype, ...]  # dtypes to test; the interpreter cannot compute bfloat16
 
 
 def __getattr__(name: str) -> Any:
-    """DEVICE and DTYPES for who asks: to look for a GPU keeps the processes that this one forks from using it."""
+    """Compute DEVICE and DTYPES lazily, because a look for a GPU would keep forked processes from using it."""
     if name not in ("DEVICE", "DTYPES"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     device = torch.device("cuda" if torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] == "0" else "cpu")
@@ -46,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Lengths that two tiles of the interpreter's default cover, neither whole."""
+    """Lengths that need two tiles of the interpreter's default size, the second one partial."""
 
     queries: int = 40
     keys: int = 40
@@ -81,19 +79,19 @@ def of(lo: Tensor, hi: Tensor, keys: int) -> Bounds:
 
 
 def in_turn(cases: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Each case once, with the values of ``others`` in turn: every value is met, at the cost of the cases alone."""
-    made = []
+    """Return each case once, with cycling values of ``others``, so that every value occurs at least once."""
+    rows = []
     for i, case in enumerate(cases):
         row = list(case) if isinstance(case, tuple) else [case]
         for other in others:
             row.append(other[i % len(other)])
             i //= len(other)
-        made.append(tuple(row))
-    return made
+        rows.append(tuple(row))
+    return rows
 
 
 def documents(lengths: list[tuple[int, int]]) -> Bounds:
-    """Documents of (queries, keys): both ends jump; one without keys leaves its rows blind."""
+    """Return bounds for documents of (queries, keys); a document without keys has rows that see nothing."""
     queries, keys = (torch.tensor(x) for x in zip(*lengths, strict=True))
     hi = keys.cumsum(0)
     return of((hi - keys).repeat_interleave(queries), hi.repeat_interleave(queries), int(hi[-1]))
@@ -106,7 +104,7 @@ def _intervals(queries: int, keys: int) -> dict[str, Bounds]:
         "full": FULL,
         "causal": of(zero, row + 1, keys),
         "window": of(row - 9, row + 4, keys),
-        "forward window": of(row + 2, row + 15, keys),  # the last rows look past the end
+        "forward window": of(row + 2, row + 15, keys),  # the last rows' windows begin past the end
         "prefix": of(zero, (row + 1).clamp(min=keys // 2), keys),
         "documents": documents([third, rest, third]),
         "first rows blind": of(zero, row - queries // 2, keys),
@@ -120,19 +118,18 @@ KINDS = tuple(_intervals(6, 6))
 
 
 def interval(kind: str, queries: int, keys: int) -> Bounds:
-    """One of KINDS between ``queries`` rows and ``keys`` keys."""
     return _intervals(queries, keys)[kind]
 
 
 def part(bounds: Bounds, begin: int, end: int) -> Bounds:
-    """What is left of ``bounds`` on the keys ``[begin, end)``."""
+    """Return ``bounds`` restricted to the keys ``[begin, end)``."""
     if bounds.lo is None or bounds.hi is None:
         return bounds
     return of(bounds.lo - begin, bounds.hi - begin, end - begin)
 
 
 def rows_of(bounds: Bounds, begin: int, end: int) -> Bounds:
-    """What is left of ``bounds`` for the queries ``[begin, end)``."""
+    """Return ``bounds`` restricted to the queries ``[begin, end)``."""
     if bounds.lo is None or bounds.hi is None:
         return bounds
     return Bounds(bounds.lo[begin:end], bounds.hi[begin:end])
@@ -145,13 +142,13 @@ def ends(bounds: Bounds, queries: int, keys: int) -> list[tuple[int, int]]:
 
 
 def dense(bounds: Bounds, queries: int, keys: int) -> Tensor:
-    """bool ``[queries, keys]``, pair by pair."""
+    """Return the intervals as a bool mask ``[queries, keys]``."""
     pairs = [[lo <= key < hi for key in range(keys)] for lo, hi in ends(bounds, queries, keys)]
     return torch.tensor(pairs, dtype=torch.bool).reshape(queries, keys)
 
 
 def visible(bounds: Bounds, batch: int, queries: int, keys: int) -> Tensor:
-    """The same for every batch row and whatever narrows the interval, ``[B, 1, queries, keys]``."""
+    """Return the full mask ``[B, 1, queries, keys]`` with used lengths and block sparsity applied."""
     pairs = dense(bounds, queries, keys).expand(batch, 1, queries, keys).clone()
     if bounds.seqused_k is not None:
         pairs &= torch.arange(keys) < bounds.seqused_k[:, None, None, None]
@@ -162,21 +159,21 @@ def visible(bounds: Bounds, batch: int, queries: int, keys: int) -> Tensor:
 
 
 def exact(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> Results:
-    """The reference in float64, row by row: each query against the keys of its own interval and no others."""
+    """Return the float64 reference, computed for each query on the keys of its interval only."""
     q, k, v = leaves = [t.detach().to(torch.float64).requires_grad_() for t in (x.q, x.k, x.v)]
     parts, begin = [], 0
     for (lo, hi), rows in groupby(ends(bounds, q.shape[1], k.shape[1])):
         end = begin + len(list(rows))
         parts.append(reference.attention(q[:, begin:end], k[:, lo:hi], v[:, lo:hi], softmax_scale=softmax_scale))
         begin = end
-    parts = parts or [reference.attention(q, k, v, softmax_scale=softmax_scale)]  # no rows
+    parts = parts or [reference.attention(q, k, v, softmax_scale=softmax_scale)]  # there are no rows
     out, lse = torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
     gradients = torch.autograd.grad((out, lse), leaves, (x.dout.to(torch.float64), x.dlse.to(torch.float64)))
     return Results(out.detach(), lse.detach(), *gradients)
 
 
 def pytorch(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> Results:
-    """PyTorch's own attention; where nobody sees anything it is not asked (its CPU kernel cannot do without keys)."""
+    """Return PyTorch's attention, or zeros if no key is visible: its CPU kernel does not support zero keys."""
     pairs = dense(bounds, x.q.shape[1], x.k.shape[1])
     if pairs.any():
         return baselines.pytorch(*x, visible=pairs, softmax_scale=softmax_scale)
@@ -185,39 +182,33 @@ def pytorch(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None
 
 
 def ours(
-    x: Inputs,
-    bounds: Bounds = FULL,
-    softmax_scale: float | None = None,
-    config: KernelConfig | None = None,
+    x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None,
     scores: Scores | None = None,
-) -> Results:
+) -> Results:  # fmt: skip
     device = __getattr__("DEVICE")
     q, k, v, dout, dlse = (t.to(device) for t in x)
     scores = scores or Scores()
-    moved: dict[str, Any] = {name: t.to(device) for name, t in vars(scores).items() if isinstance(t, Tensor)}
-    call: dict[str, Any] = {"softmax_scale": softmax_scale, "config": config, "scores": replace(scores, **moved)}
+    moved_scores: dict[str, Any] = {name: t.to(device) for name, t in vars(scores).items() if isinstance(t, Tensor)}
+    call: dict[str, Any] = {"softmax_scale": softmax_scale, "config": config, "scores": replace(scores, **moved_scores)}
     call["bounds"] = bounds.to(device)
     out, lse = attention_forward(q, k, v, **call)
     return Results(*(t.cpu() for t in (out, lse, *attention_backward(dout, q, k, v, out, lse, dlse=dlse, **call))))
 
 
 def magnitudes(
-    x: Inputs,
-    truth: Results,
-    pairs: Tensor,
-    softmax_scale: float | None = None,
-    *,
-    few_keys: bool = False,
+    x: Inputs, truth: Results, pairs: Tensor, softmax_scale: float | None = None, *, few_keys: bool = False,
     modified: Modified = PLAIN,
-) -> dict[str, float]:
-    """The largest sum of absolute terms behind an entry of ``out`` and of each gradient; what rounding is relative to.
+) -> dict[str, float]:  # fmt: skip
+    """Return the largest sum of absolute terms behind an entry of ``out`` and of each gradient.
 
-    The terms cancel (``dS = P * (dP - delta)`` has either sign), and each is rounded before it does: once in the dtype,
-    and once in fp32 in the exponent of P, where the error is relative to the exponent's own terms: score, bias and
-    ``lse``. So is the derivative of a softcap, ``1 - tanh^2``, to the 1. Against what is left alone, the largest error
-    of a small sample is a matter of luck, PyTorch's as much as ours. Where rows see one key or two (``few_keys``),
-    ``dP`` and ``delta`` are nearly the same number, summed in different orders, and ``lse`` is nearly a score, which is
-    a sum of products itself: then it is their terms that rounding is relative to, and not what is left of them.
+    Rounding errors are relative to these sums. The terms cancel (``dS = P * (dP - delta)`` has either sign), and each
+    term is rounded before the sum: once in the dtype, and once in fp32 in the exponent of P. The error in the exponent
+    is relative to its own terms: score, bias and ``lse``. The derivative of a softcap, ``1 - tanh^2``, has an error
+    relative to 1. Relative to the cancelled result, the largest error of a small sample would be a matter of luck, for
+    PyTorch too.
+
+    With ``few_keys``, rows see only one or two keys. Then ``dP`` and ``delta`` are nearly equal, and ``lse`` is nearly
+    a score, which is itself a sum of products. Rounding is relative to the terms of all of these.
     """
     q, k, v, dout, out = (t.to(torch.float64).transpose(1, 2) for t in (*x[:4], truth.out))
     group = q.shape[1] // k.shape[1]
@@ -251,7 +242,7 @@ def magnitudes(
 def compare(
     made: Results, x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, *, few_keys: bool = False
 ) -> None:
-    """``made`` is as exact as PyTorch's attention of the same inputs in the same dtype."""
+    """Check that ``made`` is as exact as PyTorch's attention of the same inputs in the same dtype."""
     truth, baseline = exact(x, bounds, softmax_scale), pytorch(x, bounds, softmax_scale)
     sizes = magnitudes(x, truth, dense(bounds, x.q.shape[1], x.k.shape[1]), softmax_scale, few_keys=few_keys)
     for name, *results in zip(Results._fields, made, baseline, truth, strict=True):
@@ -259,21 +250,16 @@ def compare(
 
 
 def check(
-    x: Inputs,
-    bounds: Bounds = FULL,
-    softmax_scale: float | None = None,
-    config: KernelConfig | None = None,
-    *,
+    x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None, *,
     few_keys: bool = False,
-) -> None:
-    """One launch of each kernel; ``few_keys``: rows may see one key or two."""
-    made = ours(x, bounds, softmax_scale, config)
-    assert [made.out.dtype, made.lse.dtype, made.dq.dtype] == [x.q.dtype, torch.float32, x.q.dtype]
-    compare(made, x, bounds, softmax_scale, few_keys=few_keys)
+) -> None:  # fmt: skip
+    """Run each kernel once and compare; with ``few_keys``, rows may see one or two keys."""
+    results = ours(x, bounds, softmax_scale, config)
+    assert [results.out.dtype, results.lse.dtype, results.dq.dtype] == [x.q.dtype, torch.float32, x.q.dtype]
+    compare(results, x, bounds, softmax_scale, few_keys=few_keys)
 
 
 def tiles(block_q: int, block_k: int) -> KernelConfig:
-    """The same tile for every kernel."""
     tile = Tile(block_q, block_k, 4, 1)
     return KernelConfig(tile, tile, tile)
 
@@ -281,13 +267,13 @@ def tiles(block_q: int, block_k: int) -> KernelConfig:
 def hops(
     x: Inputs, bounds: Bounds, cuts: Sequence[int], *, final: bool = True, config: KernelConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Forward, key shard after key shard, the state carried; every later launch continues it in place."""
+    """Run the forward over key shards with carried state, which every later launch updates in place."""
     state: tuple[Tensor, Tensor] | None = None
     q, k, v = (t.to(__getattr__("DEVICE")) for t in x[:3])
     for number, (begin, end) in enumerate(pairwise(cuts), 2):
-        last, near = final and number == len(cuts), part(bounds, begin, end).to(q.device)
+        last, shard_bounds = final and number == len(cuts), part(bounds, begin, end).to(q.device)
         out, lse = attention_forward(
-            q, k[:, begin:end], v[:, begin:end], bounds=near, state=state, final=last, config=config
+            q, k[:, begin:end], v[:, begin:end], bounds=shard_bounds, state=state, final=last, config=config
         )
         assert out.dtype == (x.q.dtype if last else torch.float32)
         if state is not None:
@@ -301,11 +287,11 @@ def hops(
 def dkdv_of_shards(
     x: Inputs, bounds: Bounds, cuts: Sequence[int], lse: Tensor, delta: Tensor, config: KernelConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV, query shard after query shard: sums in fp32 that stay where they are, and the last leaves."""
+    """Compute dK and dV over query shards, with fp32 sums updated in place until the last shard."""
     sums: tuple[Tensor, Tensor] | None = None
     for begin, end in pairwise(cuts):
-        rows, fresh = slice(begin, end), (torch.empty_like(x.k), torch.empty_like(x.v))
-        into = fresh if end == cuts[-1] else sums or (fresh[0].float(), fresh[1].float())
+        rows, final_tensors = slice(begin, end), (torch.empty_like(x.k), torch.empty_like(x.v))
+        into = final_tensors if end == cuts[-1] else sums or (final_tensors[0].float(), final_tensors[1].float())
         sums = attention_dkdv(
             x.dout[:, rows], x.q[:, rows], x.k, x.v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
             bounds=rows_of(bounds, begin, end), accum=sums, out=into, config=config,

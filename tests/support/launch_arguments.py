@@ -1,6 +1,6 @@
-"""Run as a script with the name of a group: launches of odd sizes, up to the binary, where there is no GPU.
+"""Script that compiles launches of odd sizes up to the binary, without a GPU; the argument names a group.
 
-Of numbers that are 1 Triton makes constants, and of descriptors of a single row or key it takes strides of nothing.
+Triton turns arguments equal to 1 into constants, and a descriptor of a single row or key may have any strides.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ STEPS = re.compile(
     r"(?P<acquire>atom\.\S*acquire)|(?P<add>cp\.reduce\.async\.bulk|(?:atom|red)\.\S*\.f32)"
     r"|(?P<done>cp\.async\.bulk\.wait_group\s)|(?P<barrier>bar\.sync)|(?P<release>(?:atom|red)\.\S*release)"
 )
-"""What orders who adds to dQ; ``wait_group.read`` waits for the room alone, not for the sum."""
+"""The PTX steps that order additions to dQ; ``wait_group.read`` is absent because it does not wait for the sum."""
 
 Check = Callable[[Variant, str], None]
 
 
 def no_more(variant: Variant, ptx: str) -> None:
-    """It compiles."""
+    """Check nothing beyond compilation."""
 
 
 def check_epilogue(variant: Variant, ptx: str) -> None:
-    """dK and dV are left by the copy engine alone, and added where they stay where they were."""
+    """Check that only TMA writes dK and dV, and that the middle hop adds in place."""
     in_place = variant.role == "middle"
     assert (ADDS in ptx, STORES in ptx) == (in_place, not in_place)
     assert ("cp.async.bulk.tensor.4d.shared" in ptx) == (variant.role == "last")
-    assert "st.global" not in ptx, "something is left by pointers"
+    assert "st.global" not in ptx, "dK or dV is stored through pointers"
 
 
 def check_turn(variant: Variant, ptx: str) -> None:
-    """A program waits before it adds, and passes its turn on when all of its threads and the copy engine have added."""
+    """Check that a program waits before it adds, and releases its turn only after all additions are complete."""
     by_copy_engine = variant.head_dim == 64
     assert ("cp.reduce.async.bulk" in ptx) == by_copy_engine
     if variant.kernel != "single_pass_deterministic":
@@ -73,12 +73,12 @@ GROUPS: dict[str, tuple[Check, dict[str, tuple[int, ...]]]] = {
     "single_pass": (check_turn, {
         "90:bf16:64:single_pass:bounded:only:32x64x4x1": (2, 256, 384, 4, 2),
         "90:bf16:64:single_pass:full:only:32x64x4x1": (1, 1, 1, 1, 1),
-        # no power of two: by atomics
+        # head dim is no power of two, so dQ is added by atomics
         "90:bf16:96:single_pass_deterministic:full:only:32x64x4x1": (3, 77, 301, 3, 1),
         "90:bf16:64:single_pass_deterministic:bounded:only:32x64x4x1": (1, 130, 300, 2, 1),
     }),
 }  # fmt: skip
-"""By group: what is looked at in the PTX of each, and (B, Sq, Sk, H, Hkv) by the name in ``ringattn inspect``."""
+"""By group: the check of the PTX, and (B, Sq, Sk, H, Hkv) by name in ``ringattn inspect``."""
 
 
 def main(group: str) -> Iterator[str]:
@@ -86,9 +86,9 @@ def main(group: str) -> Iterator[str]:
     for spec, sizes in calls.items():
         (selected,) = select(f"{spec}:mha")
         variant = replace(selected, sizes=Sizes(*sizes))
-        made: Any = compiled(variant.launch, variant.arch).binary
-        assert made.metadata.shared <= shared_limit(variant.arch)
-        check(variant, made.asm["ptx"])
+        binary: Any = compiled(variant.launch, variant.arch).binary
+        assert binary.metadata.shared <= shared_limit(variant.arch)
+        check(variant, binary.asm["ptx"])
         yield f"compiled: {variant} {variant.sizes}"
 
 

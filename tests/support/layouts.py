@@ -1,4 +1,4 @@
-"""Layouts to test with: the named ones, and any spans that hypothesis can think of."""
+"""Layouts and masks for tests: the named layouts, and hypothesis strategies for arbitrary ones."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ NAMES = ("contiguous", "zigzag", "striped")
 
 
 def named(name: str, seqlen: int, world: int) -> Layout:
-    made: Layout = getattr(Layout, name)(seqlen, world)
-    return made
+    layout: Layout = getattr(Layout, name)(seqlen, world)
+    return layout
 
 
 def of_owners(owners: list[int], world: int) -> Layout:
-    """The token at position p on rank ``owners[p]``; any layout whatever."""
     return Layout([[(p, 1) for p, owner in enumerate(owners) if owner == rank] for rank in range(world)])
 
 
 def small_layouts(max_seqlen: int, max_world: int) -> list[Layout]:
-    """Every named layout of every size up to these."""
     return [
         named(name, seqlen, world)
         for name in NAMES
@@ -36,7 +34,7 @@ def small_layouts(max_seqlen: int, max_world: int) -> list[Layout]:
 
 @st.composite
 def layouts(draw: st.DrawFn, max_world: int = 8, max_seqlen: int = 48, world: int | None = None) -> Layout:
-    """A partition of ``[0, seqlen)``: named, uneven or arbitrary; some ranks may hold nothing."""
+    """Draw a partition of ``[0, seqlen)``: named, uneven or arbitrary; some ranks may hold nothing."""
     world = world or draw(st.integers(1, max_world))
     kind = draw(st.sampled_from([*NAMES, "uneven", "any"]))
     if kind == "uneven":
@@ -49,7 +47,7 @@ def layouts(draw: st.DrawFn, max_world: int = 8, max_seqlen: int = 48, world: in
 
 @dataclass(frozen=True)
 class Window(Mask):
-    """Another interval mask, to see that nothing depends on the one there is: a window inside documents of one size."""
+    """A custom interval mask, a window inside documents of one size, to test code against foreign masks."""
 
     left: int = 3
     right: int = 0
@@ -64,42 +62,41 @@ class Window(Mask):
 
 
 def sees(mask: Mask, query: int, key: int, row: int | None = None) -> bool:
-    """What the masks say, for one pair; of a batch row, or of any of them."""
+    """Return True if a query sees a key; ``row`` None means in any batch row."""
     if mask.used is not None and key >= (max(mask.used, default=0) if row is None else mask.used[row]):
         return False
     if mask.blocks is not None and not mask.blocks.visible[query // mask.blocks.block, key // mask.blocks.block]:
         return False
     if isinstance(mask, Window):
-        near = query - mask.left <= key <= query + mask.right
-        return near and query // mask.document == key // mask.document and (not mask.causal or key <= query)
+        in_window = query - mask.left <= key <= query + mask.right
+        return in_window and query // mask.document == key // mask.document and (not mask.causal or key <= query)
     if mask.causal and key > query and key >= mask.prefix:
         return False
     if mask.documents is not None and document(mask.documents, query) != document(mask.documents, key):
         return False
     left, right = mask.window
-    near = (left == UNLIMITED or key >= query - left) and (right == UNLIMITED or key <= query + right)
-    return near or any(start <= position < end for start, end in mask.global_tokens for position in (query, key))
+    in_window = (left == UNLIMITED or key >= query - left) and (right == UNLIMITED or key <= query + right)
+    return in_window or any(start <= position < end for start, end in mask.global_tokens for position in (query, key))
 
 
 def seen_shards(layout: Layout, mask: Mask, keys: Layout) -> list[tuple[int, int]]:
-    """(rank, shard) where some query of the rank sees some key of the shard, pair by pair."""
-    queries, theirs = ([held.positions(rank).tolist() for rank in range(held.world)] for held in (layout, keys))
+    """Return every (rank, shard) where some query of the rank sees some key of the shard, pair by pair."""
+    queries, positions = ([side.positions(rank).tolist() for rank in range(side.world)] for side in (layout, keys))
     return [
         (rank, shard)
         for rank, shard in product(range(layout.world), range(keys.world))
-        if any(sees(mask, query, key) for query in queries[rank] for key in theirs[shard])
+        if any(sees(mask, query, key) for query in queries[rank] for key in positions[shard])
     ]
 
 
 def document(documents: Documents, position: int) -> int | None:
-    """The number of the document that a position lies in."""
     containing = [i for i, (start, end) in enumerate(pairwise(documents.boundaries)) if start <= position < end]
     return containing[0] if containing else None
 
 
 @st.composite
 def masks(draw: st.DrawFn, global_tokens: bool = False, used: bool = False) -> Mask:
-    """Every field of a mask, alone and together, and a mask that is none of ours."""
+    """Draw a mask with any combination of fields, or a custom `Window`."""
     if draw(st.integers(0, 3)) == 0:
         side = st.integers(-2, 9)
         return Window(causal=draw(st.booleans()), left=draw(side), right=draw(side), document=draw(st.integers(1, 30)))
@@ -120,8 +117,8 @@ def masks(draw: st.DrawFn, global_tokens: bool = False, used: bool = False) -> M
 
 @st.composite
 def block_layouts(draw: st.DrawFn, blocks: int, block: int, world: int, whole: bool = False) -> Layout:
-    """Any partition of up to that many blocks; the last one may be short, and unless ``whole`` some are left out."""
-    owners = draw(st.lists(st.integers(0, world - whole), max_size=blocks))  # the one past the last rank: nobody's
+    """Draw a partition of up to ``blocks`` blocks; the last may be short, and unless ``whole`` some are left out."""
+    owners = draw(st.lists(st.integers(0, world - whole), max_size=blocks))  # owner `world` means no rank
     short = draw(st.integers(0, block - 1)) if owners else 0
     end = len(owners) * block - short
     spans = [(start, min(block, end - start)) for start in range(0, end, block)]
@@ -130,7 +127,6 @@ def block_layouts(draw: st.DrawFn, blocks: int, block: int, world: int, whole: b
 
 @st.composite
 def block_masks(draw: st.DrawFn, rows: int, columns: int, block: int) -> BlockMask:
-    """Any pattern, thin or dense."""
     dense = draw(st.sampled_from([0.1, 0.5, 0.9]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     return BlockMask(torch.rand(rows, columns, generator=generator) < dense, block)
@@ -138,6 +134,6 @@ def block_masks(draw: st.DrawFn, rows: int, columns: int, block: int) -> BlockMa
 
 @st.composite
 def stretches(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """Disjoint runs of positions, ascending; some touch, and some begin at 0."""
+    """Draw disjoint ascending runs of positions; some touch, and some begin at 0."""
     edges = sorted(draw(st.sets(st.integers(0, 40), max_size=4)))
     return list(zip(edges[::2], edges[1::2], strict=False))

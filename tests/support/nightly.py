@@ -1,4 +1,4 @@
-"""Which cases of a test run with every change, and which at night alone."""
+"""Choice of the test cases that run with every change; the others run nightly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def rest_nightly(values: Iterable[Any], *fast: Any) -> list[Any]:
-    """All values of a parameter, or tuples of several parameters; those that are not among ``fast`` are nightly."""
+    """Return all values (or tuples) of a parameter; those that are not in ``fast`` are marked nightly."""
 
     def nightly(value: Any) -> Any:
         return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)

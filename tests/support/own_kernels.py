@@ -1,4 +1,4 @@
-"""Local kernels from outside the package: public names of ringattn and torch alone."""
+"""Local kernels written outside of the package, from public names of ringattn and torch only."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> t
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    """Return its gradients."""
-    given = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, causal, scale=scale)
+    inputs = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, lse, 0.0, causal, scale=scale)
     return tuple(x.transpose(1, 2) for x in grads)
 
 
 def sdpa() -> RectangleAttention:
-    """Return the kernel."""
     return RectangleAttention("sdpa", forward, backward, supports=Supports(devices=("cpu",)))
 
 
 class Dense:
-    """Attention in plain torch without a state, for as many key heads as query heads."""
+    """Local kernel without state in plain torch, for equal numbers of query and key heads."""
 
     name = "dense"
     supports = Supports(devices=("cpu",), dtypes=(torch.float32,), features=("bounds", "backward"))
@@ -51,7 +49,7 @@ class Dense:
 
 
 class DenseShards:
-    """A forward of one shard, or a backward."""
+    """Forward or backward of one query shard."""
 
     def __init__(self, q: Tensor, scale: float, *given: Tensor) -> None:
         self.q, self.scale, self.given = q, scale, given
@@ -79,20 +77,16 @@ class DenseShards:
         self.results += torch.einsum("bhqk,bkhd->bqhd", self.dscores(k, v, bounds)[1], k)
 
     def dkdv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        bounds: Bounds,
-        *,
-        scores: Scores,
-        local: bool,
-        accum: Callable[[], tuple[Tensor, ...]] | None,
-        out: tuple[Tensor, ...],
-    ) -> None:
+        self, k: Tensor, v: Tensor, bounds: Bounds, *, accum: Callable[[], tuple[Tensor, ...]] | None,
+        out: tuple[Tensor, ...], **_: Any,
+    ) -> None:  # fmt: skip
         weights, dscores = self.dscores(k, v, bounds)
-        own = torch.einsum("bhqk,bqhd->bkhd", dscores, self.q), torch.einsum("bhqk,bqhd->bkhd", weights, self.given[0])
+        grads = (
+            torch.einsum("bhqk,bqhd->bkhd", dscores, self.q),
+            torch.einsum("bhqk,bqhd->bkhd", weights, self.given[0]),
+        )
         arrived = (torch.zeros(()),) * 2 if accum is None else accum()
-        for x, grad, base in zip(out, own, arrived, strict=True):
+        for x, grad, base in zip(out, grads, arrived, strict=True):
             x.copy_(base + grad)
 
     def result(self) -> Any:

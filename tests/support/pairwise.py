@@ -1,4 +1,4 @@
-"""Fewer cases than all combinations."""
+"""Pairwise test cases: fewer than all combinations."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 
 
 def pairwise_cases(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Rows of the product of the axes, so that any two values of two axes meet in one of them; the same every time."""
+    """Return rows of the product of the axes in which any two values of two axes occur together.
+
+    The choice is greedy and deterministic.
+    """
     values = [tuple(axis) for axis in axes]
-    rows = list(product(*(range(len(some)) for some in values)))
+    rows = list(product(*(range(len(choices)) for choices in values)))
     pairs = {row: {(i, j, row[i], row[j]) for i, j in combinations(range(len(row)), 2)} for row in rows}
-    left = {pair for open_pairs in pairs.values() for pair in open_pairs}
+    uncovered = {pair for open_pairs in pairs.values() for pair in open_pairs}
     chosen = []
-    while left:
-        best = max(rows, key=lambda row: len(pairs[row] & left))
-        left -= pairs[best]
+    while uncovered:
+        best = max(rows, key=lambda row: len(pairs[row] & uncovered))
+        uncovered -= pairs[best]
         chosen.append(best)
-    return [tuple(some[at] for some, at in zip(values, row, strict=True)) for row in chosen]
+    return [tuple(choices[at] for choices, at in zip(values, row, strict=True)) for row in chosen]

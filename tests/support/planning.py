@@ -1,4 +1,4 @@
-"""How long a schedule takes to be made: of its own, without what other tests left in caches and on the heap."""
+"""Time limits for schedules, measured without other tests' caches and garbage."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from ringattn.ring.schedule.schedule import Schedule, _schedule
 
 
 def forget() -> None:
-    """What is made of a call's layout and mask once, and kept: as before the first call."""
     for cached in (_schedule, sent_keys, unions):
         cached.cache_clear()
 
 
 def planned(seconds: float, make: Callable[[], Schedule], use: Callable[[Schedule], object]) -> Schedule:
-    """A schedule that was made and used within a bound, once in three times: what others do on a machine only adds."""
-    made: list[Schedule] = []
+    """Return a schedule that is created and used in less than ``seconds`` in at least one of three tries.
+
+    Other processes can only add time, so the fastest try counts.
+    """
+    schedules: list[Schedule] = []
 
     def run() -> None:
-        made.append(make())
-        use(made[-1])
+        schedules.append(make())
+        use(schedules[-1])
 
-    taken: list[float] = []
-    while len(taken) < 3 and not (taken and taken[-1] < seconds):
-        taken.append(timeit(run, forget, process_time, 1))  # collects no garbage meanwhile
-    assert min(taken) < seconds, f"took {taken}, all longer than {seconds} s"
-    return made[-1]
+    durations: list[float] = []
+    while len(durations) < 3 and not (durations and durations[-1] < seconds):
+        durations.append(timeit(run, forget, process_time, 1))  # timeit switches garbage collection off
+    assert min(durations) < seconds, f"took {durations} s, all more than the limit of {seconds} s"
+    return schedules[-1]

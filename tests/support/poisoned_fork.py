@@ -1,8 +1,7 @@
-"""What CUDA does to a process that forks, where there is no CUDA: whoever asked for a GPU has none in its forks.
+"""Emulation of CUDA's fork rule: a process that used CUDA has no GPU in its forks.
 
-Of torch 2.13 ``is_available``
-initialises the driver, and so does ``device_count`` where NVML does not answer for it; what they spoil shows at a
-fork's first use.
+In torch 2.13 ``is_available`` initialises the driver, and ``device_count`` does if NVML does not answer. The damage
+shows at the fork's first use of CUDA.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ QUESTIONS = (
 )  # fmt: skip
 REFUSED = "Cannot re-initialize CUDA in forked subprocess"
 
-first: list[str] = []
-"""Where CUDA was first initialised, by process of the line that forks; empty where nobody has."""
-_owner = 0  # the process that did
+first: list[str] = []  # stack of the first CUDA call in this process or its parent; empty before that
+_owner = 0  # id of the process that made the first CUDA call
 
 
 def poisoning(ask: Callable[..., Any]) -> Callable[..., Any]:
     def asked(*arguments: Any, **named: Any) -> Any:
         global _owner
         if _owner and _owner != os.getpid():
-            raise RuntimeError(f"{REFUSED}; its parent's first use:\n{first[0]}")
+            raise RuntimeError(f"{REFUSED}; the parent process first used CUDA here:\n{first[0]}")
         if not _owner:
             _owner = os.getpid()
             first.append("".join(traceback.format_stack()[:-1]))

@@ -1,9 +1,9 @@
-"""Runs the ring loop with transfers that only start when both ends are there, the strictest way there is.
+"""The ring loop on rendezvous transfers, which start only when both ends are ready: the strictest model.
 
-Every rank is a thread, one of which runs at a time. Each level of the ring has a queue of groups per rank, which run
-one after the other once what they wait for is over; a message moves when both its ends are in a group that runs. K/V
-hold the shard's number, dK/dV count the ranks that added to them. From when its group runs until it arrives, a slot
-holds NaN, so that whoever still wanted what was in it fails.
+Every rank is a thread, and one thread runs at a time. Each level of the ring has one queue of groups per rank. The
+groups of a queue run one after the other, each when the fences in its ``after`` are done. A message moves when both its
+ends are in running groups. K/V hold the shard's number, and dK/dV count the ranks that added to them. A slot holds NaN
+from the start of its group until the message arrives, so that a late reader of the old contents fails.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ Sizes = Sequence[tuple[int, int]]
 
 @dataclass(eq=False)
 class Group:
-    """One post, and its fence."""
-
     world: World
     rank: int
     sends: list[Message]
@@ -49,13 +47,13 @@ class Group:
 
     def start(self) -> None:
         self.runs = True
-        assert not any(x.isnan().any() for _, x in self.sends), "sent before it was there"
+        assert not any(x.isnan().any() for _, x in self.sends), "a tensor was sent before its data arrived"
         for _, x in self.receives:
             x.fill_(torch.nan)
 
 
 class World:
-    """What the ranks have posted, and for what each waits."""
+    """Queues of all ranks' posts, and the group that each rank waits for."""
 
     def __init__(self, size: int) -> None:
         self.running = size
@@ -65,9 +63,13 @@ class World:
         self.errors: list[BaseException] = []
 
     def run(self, body: Callable[[int], None]) -> None:
-        """All ranks to their ends; AssertionError where they wait for each other for ever."""
+        """Run all ranks to their ends.
 
-        def one(rank: int) -> None:
+        Raises:
+            AssertionError: the ranks wait for each other.
+        """
+
+        def run_rank(rank: int) -> None:
             with self.turn:
                 try:
                     body(rank)
@@ -76,44 +78,44 @@ class World:
                 self.running -= 1
                 self.turn.notify_all()
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.running)]
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self.running)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if self.errors:
             raise self.errors[0]
-        assert all(group.done() for queue in self.queues.values() for group in queue), "a message that nobody takes"
+        assert all(group.done() for queue in self.queues.values() for group in queue), "a message has no receiver"
 
     def wait(self, group: Group) -> None:
         self.waits[group.rank] = group
         while not group.done():
             stuck = len(self.waits) == self.running and not any(wait.done() for wait in self.waits.values())
-            assert not stuck and not self.errors, f"deadlock: ranks {sorted(self.waits)} wait"
+            assert not stuck and not self.errors, f"deadlock: ranks {sorted(self.waits)} wait for each other"
             self.turn.wait()
         del self.waits[group.rank]
 
     def post(self, level: int, group: Group) -> None:
-        """Start every group that may run, and move every message of which both ends are in one that does."""
+        """Start every group that may run, and move every message whose two ends are running."""
         self.queues[level, group.rank].append(group)
         moved = True
         while moved:
             moved = False
-            running = {at: queue[0] for at, queue in self.queues.items() if self.runs(queue)}
-            for (at, rank), source in running.items():
+            running = {key: queue[0] for key, queue in self.queues.items() if self.runs(queue)}
+            for (level, rank), source in running.items():
                 for message in [*source.sends]:
-                    target = running.get((at, message.peer))
-                    into = next((each for each in target.receives if each.peer == rank), None) if target else None
+                    target = running.get((level, message.peer))
+                    into = next((m for m in target.receives if m.peer == rank), None) if target else None
                     if target and into:
                         into.tensor.copy_(message.tensor)
-                        source.sends = [each for each in source.sends if each is not message]
-                        target.receives = [each for each in target.receives if each is not into]
+                        source.sends = [m for m in source.sends if m is not message]
+                        target.receives = [m for m in target.receives if m is not into]
                         moved = True
                         self.turn.notify_all()
 
     @staticmethod
     def runs(queue: deque[Group]) -> bool:
-        """Whether the first group that is not over runs."""
+        """Return True if the first unfinished group of the queue is running."""
         while queue and queue[0].done():
             queue.popleft()
         if queue and not queue[0].runs and all(fence.done() for fence in queue[0].after):
@@ -122,7 +124,7 @@ class World:
 
 
 class Level:
-    """One level's transport of one rank: of a transport what the loop calls."""
+    """One rank's transport of one level, with the methods that the loop calls."""
 
     def __init__(self, world: World, level: int, rank: int, edges: Sequence[Edge]) -> None:
         self.world, self.level, self.rank = world, level, rank
@@ -132,7 +134,7 @@ class Level:
         return DONE
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence]) -> Fence:
-        assert {peer for peer, _ in sends} <= self.peers, "over an edge that nobody has opened"
+        assert {peer for peer, _ in sends} <= self.peers, "a send uses an edge that was not opened"
         group = Group(self.world, self.rank, [*sends], [*receives], after)
         self.world.post(self.level, group)
         return group
@@ -140,20 +142,19 @@ class Level:
 
 @dataclass
 class Rank:
-    """One rank: the backend of all its chunks, which finds the hop where the kernels find their bounds."""
+    """One rank that records its work; it is the backend of all chunks and gets hops in place of bounds."""
 
     rank: int
     done: dict[str, Pairs] = field(default_factory=lambda: {"out": [], "dq": [], "dkdv": []})
-    """(rank, shard) of everything that was computed, once per chunk."""
+    """Every (rank, shard) that was computed, once per chunk."""
     dkdv_of_own: list[Counter[int]] = field(default_factory=list)
-    """Per chunk the ranks that added to dK/dV of the own shard."""
-    lines: list[str] = field(default_factory=list)
-    """What it did, as text."""
+    """Per chunk, the ranks that added to dK/dV of this rank's shard."""
+    lines: list[str] = field(default_factory=list)  # log of posts and launches as text
     posts: list[tuple[Key, list[int], list[int]]] = field(default_factory=list)
-    """Of what it posted the key, the peers sent to, and the peers received from."""
+    """Every post: its key, the peers sent to and the peers received from."""
 
     def posted(self, key: Any, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
-        assert not self.posts or self.posts[-1][0] < key, "out of the one order"
+        assert not self.posts or self.posts[-1][0] < key, f"{key} is posted out of the order of keys"
         what = {Kind.RAIL: f"K/V {key.brings} by rail", Kind.DKV: "dK/dV", Kind.RETURN: "dK/dV by rail"}
         chunk = f" chunk {key.chunk}" if key.chunk else ""
         self.lines.append(f"post {what.get(key.kind, f'K/V {key.brings}')}{chunk}: {len(sent)} out, {len(received)} in")
@@ -191,7 +192,7 @@ class Rank:
 
 
 def steps(plan: Schedule, rank: int, parts: int = 1) -> Plan:
-    """A plan of shards of one token, whose masks are the hops themselves."""
+    """Return a plan of one-token shards whose masks are the hops themselves."""
     hops = plan.hops(rank)
     masks = [
         tuple(HopMask(hop, None, hop.shard) for _ in range(parts if hop.computes or not hop.index else 0))  # type: ignore[arg-type]
@@ -218,38 +219,31 @@ def steps(plan: Schedule, rank: int, parts: int = 1) -> Plan:
 
 
 def active_end(plan: Schedule, shard: int, begin: int) -> int:
-    """How far from its root a shard is last computed with, in the outer step that begins at a hop."""
+    """Return the last inner step, counted from its root at hop ``begin``, that computes with a shard."""
     return max(step for step in range(plan.inner) if not step or plan.active[shard][begin + step])
 
 
 def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1, parts: int = 1) -> list[Rank]:
-    """All ranks after a forward or a backward, of masks of so many parts."""
+    """Run a forward or a backward on all ranks, with ``parts`` mask parts per hop, and check the posts."""
     world, ranks = World(plan.world), [Rank(rank) for rank in range(plan.world)]
 
-    def one(rank: int) -> None:
-        mine = steps(plan, rank, parts)
+    def run_rank(rank: int) -> None:
+        own_plan = steps(plan, rank, parts)
         transports: Any = tuple(Level(world, level, rank, edges) for level, edges in enumerate(plan.edges))
         call = RingCall(
-            plan=mine,
-            phase=phase,
-            transports=transports,
-            kv_slots=Slots(mine.kv_slots * chunks, CPU),
-            dkv_slots=Slots(mine.dkv_slots * chunks, CPU),
-            span=lambda kind, hop: nullcontext(),
-            chunks=chunks_of(chunks, chunks, chunks),
-            prefetch=prefetch,
-            posted=ranks[rank].posted,
-        )
+            plan=own_plan, phase=phase, transports=transports, kv_slots=Slots(own_plan.kv_slots * chunks, CPU),
+            dkv_slots=Slots(own_plan.dkv_slots * chunks, CPU), span=lambda kind, hop: nullcontext(),
+            chunks=chunks_of(chunks, chunks, chunks), prefetch=prefetch, posted=ranks[rank].posted,
+        )  # fmt: skip
         ranks[rank].run(call, plan.world)
 
-    world.run(one)
+    world.run(run_rank)
     posts = [(rank.rank, *post) for rank in ranks for post in rank.posts]
     sends = Counter((key, rank, peer) for rank, key, to, _ in posts for peer in to)
     assert sends == Counter((key, peer, rank) for rank, key, _, source in posts for peer in source)
-    assert set(sends.values()) <= {2}, "more than K and V under one key"
+    assert set(sends.values()) <= {2}, "more than two tensors under one key"
     return ranks
 
 
 def gathered(ranks: Sequence[Rank], what: str) -> Pairs:
-    """(rank, shard) of everything of a kind that was computed, once per chunk."""
     return [pair for rank in ranks for pair in rank.done[what]]

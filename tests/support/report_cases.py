@@ -1,4 +1,4 @@
-"""Result files as commands write them, timelines, and the same with hostile strings; what a page is made of."""
+"""Result files and timelines as the commands write them, hostile variants, and a parser for report pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> javascript:alert(3) $\\frac{ {{ 7*7 }} --> ]]> & é"
 
 CALL = {"seqlen": 64, "world": 2, "heads": 2, "kv_heads": 2, "head_dim": 16, "layout": "zigzag", "causal": True}
-"""What a timeline says of its call."""
+"""Description of the call in a timeline."""
 PROVENANCE = {
     "command": "ringattn bench suite", "date": "2026-01-02", "cpu": {"model": "a CPU", "cores": 2}, "gpu": None,
     "ringattn": {}, "versions": {"torch": "2"}, "topology": {},
@@ -23,12 +23,12 @@ PROVENANCE = {
 
 
 def result(case: str, units: dict[str, str], rows: Sequence[Row], **more: Any) -> dict[str, Any]:
-    """A file of a command."""
+    """Return the JSON of a command's result file."""
     return Result(case, units, [*rows], provenance={**PROVENANCE, "command": f"ringattn {case}"}, **more).as_json()
 
 
 def suite() -> dict[str, Any]:
-    """A part that is right, and one that fails by a number."""
+    """Return a suite result with one passing part, and one that fails by a number."""
     wrong = "error of dq (dtype float16) is 2.0, at most 1 allowed"
     rows = [
         {"part": part, "state": state, "seconds": 9.5, "found": outcome, "command": "python"}
@@ -39,7 +39,7 @@ def suite() -> dict[str, Any]:
 
 
 def kernels() -> dict[str, Any]:
-    """A list of numbers, each with its unit: rates of two contenders at three lengths, and a limit."""
+    """Return a kernel benchmark: rates of two contenders at three lengths, and an error with its limit."""
     units = dict.fromkeys(("number", "value", "unit", "seqlen", "by", "limit", "note"), "")
     rows: list[dict[str, Any]] = [
         {"number": "forward", "value": 90.0 * k * k, "unit": "TFLOP/s", "seqlen": 1024 * k, "by": by}
@@ -51,22 +51,21 @@ def kernels() -> dict[str, Any]:
 
 
 def links() -> dict[str, Any]:
-    """Two edges at two sizes."""
+    """Return bandwidths of two edges at two sizes."""
     units = {"transport": "", "way": "", "edge": "", "size": "bytes", "busbw": "GB/s"}
     values = (("0->1", 1 << 16, 1.0), ("1->0", 1 << 16, 2.0), ("0->1", 1 << 20, 9.0), ("1->0", 1 << 20, 8.0))
-    rows = [dict(zip(units, ("nccl", "one way", *each), strict=True)) for each in values]
+    rows = [dict(zip(units, ("nccl", "one way", *value_row), strict=True)) for value_row in values]
     return result("bench links", units, rows, notes=["nccl_one_sided does not open here: device is cpu"])
 
 
 def memory() -> dict[str, Any]:
-    """A peak that grows with the ranks."""
     rows = [{"world": world, "peak": 3.0 * world} for world in (2, 4)]
     failed = ["memory per rank differs by 33.3% between worlds, 2% allowed"]
     return result("bench memory", {"world": "", "peak": "MB"}, rows, failed=failed)
 
 
 def timeline(source: str, *, slower: float = 1.0, name: str = "K/V of 1") -> Timeline:
-    """Two ranks, a hop each way, with a wait and a slot."""
+    """Return a timeline of two ranks with one hop each way, a wait and a slot."""
     bars = [
         ("compute", 0, 0.0, 0.4, ""),
         ("send", 0, 0.0, 0.3, "K/V of 0"),
@@ -84,7 +83,6 @@ def timeline(source: str, *, slower: float = 1.0, name: str = "K/V of 1") -> Tim
 
 
 def write(folder: Path, **files: object) -> Path:
-    """A folder of JSON files, by their stems."""
     folder.mkdir(exist_ok=True)
     for stem, data in files.items():
         (folder / f"{stem}.json").write_text(json.dumps(data))
@@ -92,7 +90,7 @@ def write(folder: Path, **files: object) -> Path:
 
 
 def everything() -> dict[str, Any]:
-    """Every kind of file."""
+    """Return one result file of every kind."""
     return {
         "results": suite(),
         "kernels": kernels(),
@@ -103,13 +101,13 @@ def everything() -> dict[str, Any]:
     }
 
 
-# what readers take from files as it is; every other string may be anything
+# Keys and values that readers interpret; every other string may be anything.
 KEPT_KEYS = ("schema", "ph", "state", "source", "layout", "units", "unit")
 KEPT_VALUES = ("process_name", "thread_name", "compute", "wait", "send", "receive", "slot 1")
 
 
 def tainted(data: Any, key: str = "") -> Any:
-    """The same with a hostile end on every string, and keys of provenance that are hostile too."""
+    """Append a hostile suffix to every string, and to the keys of the provenance."""
     if isinstance(data, dict):
         if key in KEPT_KEYS:
             return data
@@ -122,7 +120,7 @@ def tainted(data: Any, key: str = "") -> Any:
 
 
 class Outline(HTMLParser):
-    """Every element with its attributes, and the text of each kind of element."""
+    """Parser that lists every element with its attributes, and the text by tag."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The snippets of all pages: what is found in them, and the names that the Python of each section takes for granted.
+"""Code snippets of all documentation pages, and the names that each section's Python assumes.
 
-The Python blocks of a section (a heading) run one after the other in one namespace. ``SETUPS`` has the names that a
-reader is to have; a section that is not listed has none.
+The Python blocks of a section run one after the other in one namespace. ``SETUPS`` provides the names that the reader
+is assumed to have; a section that is not listed has none.
 """
 
 from __future__ import annotations
@@ -29,30 +29,27 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not {".venv", ".tox", "build", "node_modules"} & {*path.relative_to(ROOT).parts}
 )
-DATED = {"LOG.md"}
-"""Pages that keep the file names and commands of an earlier date."""
+DATED = {"LOG.md"}  # dated logs, which keep the file names and commands of their time
 
 LANGUAGES = {"python", "sh", "console", "json", "c", "text"}
-"""Every fence says which it is; ``console`` is a command behind ``$`` and what it prints, ``text`` is no code."""
+"""Languages of fences; ``console`` is a command after ``$`` with its output, ``text`` is no code."""
 
 PLACEHOLDERS = {"DIR": "folder", "FILE": "file.json", "SECONDS": "480", "FLAGS": "", "…": "", "...": ""}
-"""Words of a command that stand for the reader's own."""
+"""Words of a command that stand for the reader's own values."""
 
 
 class Snippet(NamedTuple):
     """One fenced block of a page."""
 
-    page: str
-    """Its path from the root."""
-    section: str
-    """The anchor of the heading above it."""
+    page: str  # path of the page from the root
+    section: str  # the anchor of the heading above it
     line: int
     language: str
     text: str
 
 
 class Command(NamedTuple):
-    """One command of a page: of a fence, or a span of code in a line."""
+    """One command of a page, in a fence or in an inline code span."""
 
     page: str
     line: int
@@ -61,17 +58,17 @@ class Command(NamedTuple):
 
 
 def anchor(heading: str) -> str:
-    """Return what a link calls a heading: lower case, spaces as dashes, without signs."""
+    """Return a heading's link anchor: lower case, dashes for spaces, no punctuation."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def parse(page: str, text: str) -> tuple[list[Snippet], list[tuple[int, str]]]:
-    """Return the fenced blocks of a page, and its other lines by number.
+    """Return the fenced blocks of a page, and its other lines with their numbers.
 
     Raises:
         ValueError: a fence is never closed.
     """
-    found: list[Snippet] = []
+    blocks: list[Snippet] = []
     others: list[tuple[int, str]] = []
     section, fence, block = "", None, list[str]()
     for number, line in enumerate(text.splitlines(), 1):
@@ -79,7 +76,7 @@ def parse(page: str, text: str) -> tuple[list[Snippet], list[tuple[int, str]]]:
         if mark and fence is None:
             fence, block = (mark[1], mark[2].strip(), number), []
         elif mark and fence is not None and mark[1].startswith(fence[0]) and not mark[2].strip():
-            found.append(Snippet(page, section, fence[2], fence[1], "".join(f"{one}\n" for one in block)))
+            blocks.append(Snippet(page, section, fence[2], fence[1], "".join(f"{text_line}\n" for text_line in block)))
             fence = None
         elif fence is not None:
             block.append(line)
@@ -89,40 +86,39 @@ def parse(page: str, text: str) -> tuple[list[Snippet], list[tuple[int, str]]]:
                 section = anchor(heading[1])
     if fence is not None:
         raise ValueError(f"{page}:{fence[2]}: this fence is never closed")
-    return found, others
+    return blocks, others
 
 
 @cache
 def snippets() -> tuple[Snippet, ...]:
-    """Return the fenced blocks of all pages, in order."""
     texts = ((str(path.relative_to(ROOT)), path.read_text()) for path in PAGES)
-    return tuple(one for page, text in texts for one in parse(page, text)[0])
+    return tuple(snippet for page, text in texts for snippet in parse(page, text)[0])
 
 
 def python_sections() -> dict[str, list[Snippet]]:
-    """Return the Python of every section, by ``page#section``."""
-    blocks = [one for one in snippets() if one.language == "python"]
+    """Return the Python blocks of every section, by ``page#section``."""
+    blocks = [snippet for snippet in snippets() if snippet.language == "python"]
     return {
-        f"{page}#{section}": [*group] for (page, section), group in groupby(blocks, key=lambda one: (one[0], one[1]))
+        f"{page}#{section}": [*group] for (page, section), group in groupby(blocks, key=lambda snippet: snippet[:2])
     }
 
 
 def commands() -> Iterator[Command]:
-    """Return every command of every page: the lines of ``sh`` and ``console``, and spans of code in the text."""
-    for one in snippets():
-        if one.language in ("sh", "console"):
-            text = one.text.replace("\\\n", " ")
+    """Yield every command of every page: lines of ``sh`` and ``console`` fences, and inline code spans."""
+    for snippet in snippets():
+        if snippet.language in ("sh", "console"):
+            text = snippet.text.replace("\\\n", " ")
             for line in text.splitlines():
-                if one.language == "console" and not line.startswith("$ "):
+                if snippet.language == "console" and not line.startswith("$ "):
                     continue
                 for part in line.removeprefix("$ ").split(" && "):
-                    yield Command(one.page, one.line, part, fenced=True)
+                    yield Command(snippet.page, snippet.line, part, fenced=True)
     for path in PAGES:
         if path.name in DATED:
             continue
         page = str(path.relative_to(ROOT))
         _, lines = parse(page, path.read_text())
-        # a span may go on in the next line
+        # a span may continue on the next line
         for span in re.finditer(
             r"`((?:ringattn|python -m|torchrun|srun|mpirun) [^`]+)`", "\n".join(x for _, x in lines)
         ):
@@ -132,7 +128,7 @@ def commands() -> Iterator[Command]:
 
 
 def own_arguments(command: str) -> list[str] | None:
-    """Return the arguments that our command line gets, without launcher and placeholders; None of another program."""
+    """Return the arguments of our command line without launcher and placeholders, or None for other programs."""
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command, comments=True)]
     words = [word for word in words if word]
     for start, word in enumerate(words):
@@ -142,21 +138,17 @@ def own_arguments(command: str) -> list[str] | None:
     return None
 
 
-# what the Python of a section takes for granted
+# Names that the Python of a section assumes.
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The names that a section takes for granted, and how many ranks it runs on."""
+    """The names that a section assumes, and the ranks it runs on."""
 
-    names: Callable[[GroupLike], Any]
-    """A context manager of them, on every rank."""
-    virtual: int = 0
-    """Virtual ranks, each with its member as ``group``; 0: none."""
-    processes: int = 0
-    """Processes over gloo; 0: none."""
-    replaced: tuple[str, str] = ("", "")
-    """What only a GPU takes, and what stands there on the CPU."""
+    names: Callable[[GroupLike], Any]  # context manager that yields the names on every rank
+    virtual: int = 0  # number of virtual ranks, each with its member as `group`; 0 for none
+    processes: int = 0  # number of processes over gloo; 0 for none
+    replaced: tuple[str, str] = ("", "")  # text that needs a GPU, and its replacement on the CPU
     nightly: bool = False
 
 
@@ -173,7 +165,6 @@ def registers_counting(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def attention(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield q, k and v of this rank."""
     from ringattn import ring_attention
 
     q, k, v = (torch.randn(1, 16, heads, 16, requires_grad=True) for heads in (8, 4, 4))
@@ -193,7 +184,7 @@ def a_model(group: GroupLike) -> Iterator[dict[str, Any]]:
     with TemporaryDirectory() as name:
         model = model_of("llama")
         model.save_pretrained(name)
-        ids = ids_of()[:, :40]  # which zigzags of two ranks divide
+        ids = ids_of()[:, :40]  # a zigzag layout of two ranks divides 40 tokens evenly
         batch = {"input_ids": ids, "labels": ids}
         yield {
             "name": name, "model": model, "batch": batch, "group": group, "AutoModelForCausalLM": AutoModelForCausalLM,
@@ -204,14 +195,14 @@ def a_model(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def readme(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield those of a model, in a script."""
+    """Yield the names of `a_model`, for a script."""
     with a_model(group) as names:
         yield names | {"__name__": "__main__"}
 
 
 @contextmanager
 def accelerated(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield a model, and accelerate's mesh of the processes."""
+    """Yield the names of `a_model`, with accelerate's mesh of the processes."""
     from accelerate.utils import ParallelismConfig
 
     with a_model(group) as names:
@@ -221,7 +212,6 @@ def accelerated(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def of_diffusers(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield a tiny Flux."""
     from diffusers import FluxTransformer2DModel
 
     torch.manual_seed(0)
@@ -229,14 +219,12 @@ def of_diffusers(group: GroupLike) -> Iterator[dict[str, Any]]:
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=4,
         joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
-    with patch("torch.accelerator.device_count", lambda: 1):  # it divides by that, which is 0 on a CPU
+    with patch("torch.accelerator.device_count", lambda: 1):  # diffusers divides by it; on a CPU it is 0
         yield {"model": model}
 
 
 @contextmanager
 def of_sdpa(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield a model of one attention."""
-
     def model(tokens: torch.Tensor) -> torch.Tensor:
         x = tokens.view(1, 1, -1, 1).expand(-1, 4, -1, 16).float().requires_grad_()
         return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -246,21 +234,21 @@ def of_sdpa(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def adapters(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield boundaries of documents; what the process calls ``flash_attention_2`` is put back."""
+    """Yield document boundaries, and restore ``flash_attention_2`` afterwards."""
     import transformers
 
     interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
-    before = [one()["flash_attention_2"] for one in interfaces]
+    before = [interface()["flash_attention_2"] for interface in interfaces]
     try:
         yield {"cu_seqlens": torch.tensor([0, 9, 16], dtype=torch.int32), "group": group}
     finally:
-        for one, function in zip(interfaces, before, strict=True):
-            one.register("flash_attention_2", function)
+        for interface, function in zip(interfaces, before, strict=True):
+            interface.register("flash_attention_2", function)
 
 
 @contextmanager
 def of_lucidrains(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield nothing; its module is put back."""
+    """Yield nothing, and restore lucidrains' module afterwards."""
     import ring_attention_pytorch.ring_attention as theirs
 
     with patch.object(theirs, "ring_flash_attn", theirs.ring_flash_attn):
@@ -269,7 +257,7 @@ def of_lucidrains(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def the_kernels(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield every public name of the kernels, tensors of one device, and its keys in two shards."""
+    """Yield every public name of the kernels, tensors, and the keys in two shards."""
     from ringattn import kernels
     from ringattn.kernels import FULL, KernelConfig
 
@@ -285,7 +273,7 @@ def the_kernels(group: GroupLike) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def of_tuning(group: GroupLike) -> Iterator[dict[str, Any]]:
-    """Yield what tells a ring: its sizes, its device and its group."""
+    """Yield the sizes, the device and the group of a ring."""
     from ringattn import Ring, autotune, kernels
 
     yield {
@@ -315,14 +303,14 @@ SETUPS = {
 
 
 def execute(key: str, group: GroupLike = None) -> dict[str, Any]:
-    """Run the Python of a section on this rank; its names afterwards."""
+    """Run the Python of a section on this rank and return its names."""
     setup = SETUPS.get(key, Setup(nothing))
     source, instead = setup.replaced
-    assert source in "".join(one.text for one in python_sections()[key])
+    assert source in "".join(snippet.text for snippet in python_sections()[key])
     names: dict[str, Any]
     with setup.names(group) as names:
-        for one in python_sections()[key]:
-            text = one.text.replace(source, instead) if source else one.text
-            # so that a traceback shows the page's own line
-            exec(compile("\n" * one.line + text, str(ROOT / one.page), "exec"), names)
+        for snippet in python_sections()[key]:
+            text = snippet.text.replace(source, instead) if source else snippet.text
+            # leading newlines, so that a traceback shows the page's line number
+            exec(compile("\n" * snippet.line + text, str(ROOT / snippet.page), "exec"), names)
         return names

@@ -1,4 +1,4 @@
-"""The suite's parts on a GPU, rehearsed on the CPU: the same code with stand-ins for the GPU, and smaller.
+"""A rehearsal of the suite's GPU parts on the CPU, with stand-ins for the GPU and smaller sizes.
 
 `python -m tests.support.suite_stand_in NAME FILE` runs a case of the suite.
 """
@@ -48,24 +48,20 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "sm_90", "--compile-only", "--save-dir", f"{OUT}/tables", "--json", FILE,
     ),
 }  # fmt: skip
-NOTHING_LEFT = ("compiled", "captured", "racecheck", "memcheck")
-"""Parts of which nothing is left without a GPU."""
+NOTHING_LEFT = ("compiled", "captured", "racecheck", "memcheck")  # parts that do nothing without a GPU
 
 
 def rehearsed() -> list[Part]:
-    """The parts of a GPU, each by what stands in for its command here."""
     return [replace(part, command=stand_in(part), missing=None) for part in gpu_parts()]
 
 
 def stand_in(part: Part) -> tuple[str, ...]:
-    """What to run in the place of a part."""
     if part.name in NOTHING_LEFT:
         return (PYTHON, "-c", "")
     return COMMANDS.get(part.name, (PYTHON, "-m", "tests.support.suite_stand_in", *part.command[-2:]))
 
 
 def case(name: str, file: str, patch: pytest.MonkeyPatch) -> int:
-    """A case of a GPU, on the CPU."""
     run_case = device_cases.CASES["cuda"][name]
     run, arguments = (run_case.func, run_case.keywords) if isinstance(run_case, partial) else (run_case, {})
     if run is accuracy.accuracy:
@@ -75,7 +71,7 @@ def case(name: str, file: str, patch: pytest.MonkeyPatch) -> int:
         patch.setattr(timing, "LEAST", 1)
         patch.setattr(timing, "MOST", 1)
         patch.setattr(speed, "PRODUCT_SIDE", {"cpu": 16})
-        ours = [contender.Contender(each.name, partial(contender.triton_kernels, each)) for each in contender.VARIANTS]
+        ours = [contender.Contender(kind.name, partial(contender.triton_kernels, kind)) for kind in contender.VARIANTS]
         flash = contender.Contender("flash", partial(contender.sdpa, contender.GPU_SDPA["flash"]))
         patch.setattr(speed, "contenders", lambda device: [*ours, flash])
     smaller = {name: value for name, value in SMALL[run].items() if name != "head_dim_v" or name in arguments}
@@ -83,7 +79,7 @@ def case(name: str, file: str, patch: pytest.MonkeyPatch) -> int:
 
 
 def hopper_by_another(patch: pytest.MonkeyPatch) -> None:
-    """A portable single pass in the place of the Hopper kernels, in fp16: the interpreter has no bf16."""
+    """Replace the Hopper kernels by a portable single pass in fp16, because the interpreter has no bf16."""
     right, draw = accuracy.config_of, accuracy.draw
     single = KernelConfig(TILE, TILE, TILE, backward="single_pass")
     patch.setattr(accuracy, "is_hopper", lambda device: True)

@@ -1,4 +1,4 @@
-"""Tables of tiles to test with."""
+"""Tile tables for tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def estimate(point: Point = POINT, tile: Tile = TILE) -> Entry:
 
 
 def save(folder: Path, *entries: Entry, gpu: GpuSpec = H200, triton: tuple[int, int] | None = None) -> Path:
-    """A table in a folder, by its name there."""
     version = triton or tables.triton_version()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(gpu.name, version)
@@ -40,7 +39,7 @@ def save(folder: Path, *entries: Entry, gpu: GpuSpec = H200, triton: tuple[int, 
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """The user's folder of tables and the package's, both of the test's own, and no folder by the environment."""
+    """Return the user's and the package's table folders, both temporary, with no folder set by the environment."""
     user, package = tmp_path / "cache" / "ringattn" / "tiles", tmp_path / "package"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(tables.CONFIG_DIR, raising=False)

@@ -1,4 +1,4 @@
-"""How far from the exact result we may be. One rule for every test, and no constants of a test's own."""
+"""The error bound of our results: one rule for every test, without per-test constants."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from torch import Tensor
 def assert_as_exact_as_pytorch(
     name: str, ours: Tensor, pytorch: Tensor, exact: Tensor, *, magnitude: float | None = None
 ) -> None:
-    """Our largest error is at most twice PyTorch's in the same dtype, plus rounding.
+    """Check that our largest error is at most twice PyTorch's in the same dtype, plus rounding.
 
-    ``ours`` and ``pytorch`` are the results of the same inputs in the same dtype, ``exact`` is the float64 reference of
-    those inputs. Twice, because a sum of the same terms in another order errs differently by about as much; it is the
-    rule of FlashAttention's own tests.
+    ``ours`` and ``pytorch`` are results of the same inputs in the same dtype; ``exact`` is the float64 reference. The
+    factor of two allows for another order of summation. FlashAttention's own tests use the same rule.
 
-    Rounding is ``eps * max|exact|`` with the ``eps`` of our dtype: to store the result costs up to half of that, to
-    round the weights (or their gradients) to that dtype before the last product up to the other half. It decides
-    only where PyTorch's error happens to be tiny, as with a single key. ``magnitude`` takes the place of
-    ``max|exact|`` where terms of that size cancel: there the error is relative to the terms, not to what is left.
+    Rounding is ``eps * max|exact|`` with ``eps`` of our dtype. To store the result costs up to half of that; to round
+    the weights or their gradients before the last product costs the other half. Rounding decides only if PyTorch's
+    error happens to be tiny, as with a single key.
 
-    Infinities (``lse`` of a row that saw nothing) must be the same; NaN, in any of the three, fails.
+    Infinities (``lse`` of a row without visible keys) must be equal. NaN in any of the three tensors fails.
+    ``magnitude`` replaces ``max|exact|`` if larger terms cancel, because the error is relative to these terms.
     """
     assert ours.shape == exact.shape == pytorch.shape, f"{name}: {ours.shape}, {pytorch.shape}, {exact.shape}"
     exact = exact.detach().to(torch.float64)

@@ -1,4 +1,4 @@
-"""What every transport must do: the conformance suite, and what those that share `TransportBase` do beside it."""
+"""The conformance suite of all transports, and cases for those that share `TransportBase`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ __all__ = ["HANGS", "HOST_CASES", "LARGE", "Calling", "Case", "filled", "neighbo
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-# Seconds after which a wait is taken for a hang; runs of mutants, which do hang, set less
+# Seconds until a wait counts as a hang. Mutation runs set a smaller value, because mutants do hang.
 HANGS = float(os.environ.get("RINGATTN_TEST_HANGS", testing.HANGS))
 
 
 def on_ranks(size: int, fn: Callable[[LocalGroup], T]) -> list[T]:
-    """What `fn` returns on each of so many virtual ranks."""
     with LocalWorld(size, device="cpu", timeout=HANGS) as world:
         return world.run(fn)
 
 
 def counting(transport: Transport) -> list[list[Message]]:
-    """The sends of every post from now on."""
+    """Return a list that records the sends of every later post."""
     posted: list[list[Message]] = []
     post = transport.post
 
@@ -72,7 +71,7 @@ def a_warm_up_names_wrong_bytes_everywhere(transport: Transport, device: torch.d
     with pytest.raises(TransportError, match=rf"rank 0 got 3 wrong bytes of 4096 from rank {source}$"):
         transport.warm_up([(source, 0)])
     with pytest.raises(TransportError, match=f"the warm-up of the {transport.name} transport failed"):
-        transport.warm_up([(source, 0)])  # the edge is not warm
+        transport.warm_up([(source, 0)])  # the edge is still cold
     if transport.rank == 0:
         transport.post = Mock(side_effect=ValueError("no such peer"))  # type: ignore[method-assign]
     with pytest.raises(TransportError, match="rank 0: no such peer"):

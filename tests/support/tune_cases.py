@@ -1,4 +1,4 @@
-"""Stand-ins for what tuning is handed: a compiler, and a GPU with a clock of its own."""
+"""Stand-ins for a compiler and for a GPU with its own clock, for tuning tests."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ BASELINE = Tile(128, 128, 8, 2)
 
 @dataclass
 class StandIn:
-    """A GPU whose tiles take the seconds they are told, on a clock that only its work moves."""
+    """A GPU with given times per tile, on a clock that only its own work advances."""
 
     seconds: Callable[[Tile], float]
     besides: Callable[[Tile], float | None] = lambda tile: None
-    throttles: Callable[[int], tuple[str, ...]] = lambda call: ()
-    """By the number of the run."""
+    throttles: Callable[[int], tuple[str, ...]] = lambda call: ()  # throttle reasons by the number of the run
     bad: dict[Tile, str] = field(default_factory=dict)
-    check: float = 0.25
-    """Seconds of a check."""
+    check: float = 0.25  # seconds of a check
     now: float = 0.0
     checked: list[Tile] = field(default_factory=list)
     timed: list[Tile] = field(default_factory=list)
@@ -57,17 +55,16 @@ class StandIn:
 
 
 def no_progress(part: str, more: int | None) -> None:
-    """Shows nothing."""
+    pass
 
 
 def fine(job: Variant) -> CompileResult:
-    """The larger the tile, the better."""
     tile = job.tile
     return CompileResult((), tile.block_q * tile.block_k / 128 + tile.num_warps + tile.num_stages, "percent")
 
 
 class AtOnce:
-    """A ``Pool`` without processes, which remembers what it compiled."""
+    """A ``Pool`` without processes that records the compiled variants."""
 
     def __init__(self, work: Callable[[Variant], CompileResult] = fine, workers: int = 1) -> None:
         self.work, self.seen = work, list[Variant]()
@@ -90,11 +87,11 @@ class AtOnce:
             done(job, result)
 
 
-# what worker processes are given to do
+# job of worker processes
 
 
 def by_number(number: int) -> str | int:
-    """Fails, dies or hangs where the number says so, or tells whether kernels would be interpreted; else twice it."""
+    """Raise, exit, hang, report ``TRITON_INTERPRET`` or return twice the number, depending on the number."""
     if number == 1:
         raise ValueError("one is\nnot taken")
     if number == 2:

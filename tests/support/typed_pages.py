@@ -1,4 +1,4 @@
-"""mypy over the Python of the README and of docs/, with the package installed (tox does it)."""
+"""mypy over the Python of README and docs/, with the package installed (run by tox)."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ model: Any
 name: Any
 tokens: Any
 """
-"""What a block of a page may take for granted."""
+"""Names that a block of a page may assume."""
 
 
 OF_USERS = ("--allow-untyped-defs", "--allow-untyped-calls", "--allow-incomplete-defs", "--allow-subclassing-any")
-"""What is strict here need not be in a reader's own functions and classes."""
+"""Relaxations of strict mode for readers' own functions and classes."""
 
 
 def main() -> int:
-    """1 where mypy finds an error, else 0."""
+    """Return 1 if mypy finds an error, else 0."""
     with tempfile.TemporaryDirectory() as folder:
-        for one in snippets():
-            if one.language == "python" and (one.page == "README.md" or one.page.startswith("docs/")):
-                (Path(folder) / f"{Path(one.page).stem}_{one.line}.py").write_text(GIVEN + one.text)
+        for snippet in snippets():
+            if snippet.language == "python" and (snippet.page == "README.md" or snippet.page.startswith("docs/")):
+                (Path(folder) / f"{Path(snippet.page).stem}_{snippet.line}.py").write_text(GIVEN + snippet.text)
         output, trouble, code = api.run(["--config-file", str(ROOT / "pyproject.toml"), *OF_USERS, folder])
     print(output, trouble, end="")
     return code

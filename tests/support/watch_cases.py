@@ -1,4 +1,4 @@
-"""What the tests of the watchdog share: ranks in one process over a store in memory, and transfers that obey."""
+"""Shared parts of the watchdog tests: ranks in one process over an in-memory store, and scripted transfers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class MemoryConnection:
-    """A store that always answers, until it is told not to."""
+    """A store connection that always answers, until ``problem`` is set."""
 
     patience = 10.0
 
@@ -46,11 +46,11 @@ class MemoryConnection:
         return None
 
     def close(self) -> None:
-        """The store stays."""
+        """Keep the store open."""
 
 
 class Unconfirmed:
-    """A store that has a value only once it has answered something else, as a TCPStore may."""
+    """A store that applies a set only before its next other request, as a TCPStore may."""
 
     def __init__(self, store: Any) -> None:
         self._store, self._late = store, list[tuple[str, bytes]]()
@@ -70,7 +70,7 @@ def controls(size: int, patience: float = HANGS) -> list[Control]:
 
 
 def on_all(ranks: Sequence[T], fn: Callable[[T], Any]) -> list[Any]:
-    """What `fn` returns, or raises, for each; all at the same time."""
+    """Return the results or errors of ``fn`` for every rank, computed concurrently."""
 
     def call(rank: T) -> Any:
         try:
@@ -83,14 +83,14 @@ def on_all(ranks: Sequence[T], fn: Callable[[T], Any]) -> list[Any]:
 
 
 class Transfer:
-    """A fence that is over when the test says so."""
+    """A fence that is done when the test says so."""
 
     def __init__(self) -> None:
         self.over = False
         self.problem: str | None = None
 
     def wait(self) -> None:
-        assert self.over, "nobody may wait for a fence that is not over"
+        assert self.over, "wait for a fence that is not done"
         if self.problem is not None:
             raise TransportError(self.problem)
 
@@ -102,32 +102,25 @@ class Transfer:
 
 
 class Aborted:
-    """A transport of which only the end is of interest."""
+    """A transport that records only its aborts."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
     def check(self) -> None:
-        """Nothing goes wrong in the background."""
+        """Report no background error."""
 
     def abort(self, reason: str) -> None:
         self.reasons.append(reason)
 
 
 class Ranks:
-    """Watches of all ranks of a ring, ticked by the test; `rings` is what fails with that of rank `place`."""
+    """Watches of all ranks of a ring, ticked by the test; ``rings`` fails together with rank ``place``."""
 
     def __init__(
-        self,
-        size: int,
-        *,
-        deadline: float | None = 3.0,
-        patience: float = HANGS,
-        fatal: bool = False,
-        rings: FailTogether | None = None,
-        place: int = 0,
-        names: Sequence[int] | None = None,
-    ) -> None:
+        self, size: int, *, deadline: float | None = 3.0, patience: float = HANGS, fatal: bool = False,
+        rings: FailTogether | None = None, place: int = 0, names: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.transports = [Aborted() for _ in range(size)]
         self.ended: list[tuple[int, str]] = []
         self.controls = controls(size, patience)
@@ -157,15 +150,13 @@ class Ranks:
 
 
 class Clock:
-    """Time as the test has it."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1e6
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
 def running(size: int, **options: object) -> tuple[Ranks, list[Transfer]]:
-    """Ranks in the first hop of a forward, each with a transfer from the one before and to the one after."""
+    """Return ranks in the first hop of a forward, each with a transfer from the previous and to the next rank."""
     ranks = Ranks(size, **options)  # type: ignore[arg-type]
     fences = [Transfer() for _ in range(size)]
     for rank, (watch, fence) in enumerate(zip(ranks.watches, fences, strict=True)):

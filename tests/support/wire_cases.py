@@ -1,4 +1,4 @@
-"""Tensors to quantise, and how far what comes back may be from them."""
+"""Tensors to quantise, and bounds for the error of quantised values."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def codes_for(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the codes and scales of ``x``, poisoned."""
+    """Return poisoned buffers for the codes and scales of ``x``."""
     codes = torch.full(x.shape, 0x55, dtype=torch.uint8).view(torch.float8_e4m3fn)
     return codes, torch.full(scale_shape(tuple(x.shape)), torch.nan)
 
 
 def wide(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random signs, sizes over many powers of two: normal and subnormal codes, and ones that round to zero."""
+    """Return values of random sign over many powers of two: normal and subnormal codes, and some that round to zero."""
     return (torch.randn(shape) * torch.exp2(torch.randint(-14, 8, shape))).to(dtype)
 
 
 def bits(x: Tensor) -> Tensor:
-    """What two results must share to be the same; NaNs are not told apart."""
+    """Return integers that are equal if two results are bitwise equal; all NaNs compare equal."""
     if x.dtype == torch.float8_e4m3fn:
         return x.view(torch.uint8)
     return x.nan_to_num(nan=123.0).view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
 
 
 def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for actual, other in zip(got, expected, strict=True):
-        assert actual.dtype == other.dtype
-        assert torch.equal(bits(actual), bits(other))
+    for actual, wanted in zip(got, expected, strict=True):
+        assert actual.dtype == wanted.dtype
+        assert torch.equal(bits(actual), bits(wanted))
 
 
 def allowed(x: Tensor, scale: Tensor) -> Tensor:
-    """How far ``x`` may be from what comes back in its dtype.
+    """Return the largest allowed difference between ``x`` and its decoded value.
 
-    Half a step of e4m3 at ``|x| / scale``; of that, ``2^-16`` for the four roundings in fp32 on the way (scale,
-    inverse, and either product: ``4 * 2^-24`` of a value that is at most 32 half steps); the rounding to the dtype.
+    The bound is half a step of e4m3 at ``|x| / scale``, plus ``2^-16`` of that for four fp32 roundings (scale, inverse
+    and two products: ``4 * 2^-24`` of a value of at most 32 half steps), plus the rounding to the dtype.
     """
     exact, scales = x.to(torch.float64), fp8.per_token(scale.to(torch.float64), x.shape[1], SCALE_TOKENS)
     steps = fp8.half_step(exact / scales) * scales * (1 + 2**-16)
@@ -50,7 +50,7 @@ def allowed(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def assert_within_bound(x: Tensor, back: Tensor, scale: Tensor) -> None:
-    """NaN where ``x`` is not finite and there alone; the others within :func:`allowed`."""
+    """Check that exactly the non-finite values of ``x`` are NaN, and that the others are within :func:`allowed`."""
     finite = x.isfinite()
     assert torch.equal(back.isnan(), ~finite)
     error = (back.to(torch.float64) - x.to(torch.float64)).abs()
@@ -60,7 +60,7 @@ def assert_within_bound(x: Tensor, back: Tensor, scale: Tensor) -> None:
 
 @st.composite
 def tensors(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Tensor:
-    """Small ``[B, S, H, D]`` of any size of numbers, some zero, some subnormal in their dtype, none special."""
+    """Draw a small ``[B, S, H, D]`` tensor of any magnitude; some values are zero or subnormal, all are finite."""
     dtype = draw(st.sampled_from(dtypes))
     shape = draw(st.tuples(st.integers(1, 2), st.integers(1, 140), st.integers(1, 2), st.integers(1, 5)))
     seed, spread = draw(st.integers(0, 2**32)), draw(st.integers(0, 24))

@@ -1,9 +1,9 @@
-"""A stand-in for CUDA: what is asked of it runs on the host, and its order is kept.
+"""A stand-in for CUDA that runs on the host and records the order of operations.
 
-`device` stands beneath torch.cuda's streams, events and graphs, `nccl` beneath CuPy's NCCL, `one_sided` beneath its
-puts and signals. A `recorder` also keeps what each operation reads and writes: `operators` stands beneath torch's
-operators and allocator, `kernels` beneath the launch of Triton kernels, on memory of the host that says it is on a
-GPU. `graph` turns the log into operations with edges, looks for races, deadlocks and waits that nobody needs, and
-executes the operations in any order that the edges leave open. `ring` runs the ring on it, `cases` are what the proof
-covers, and `implied` has the waits that others imply.
+- `device` replaces torch.cuda's streams, events and graphs, `nccl` CuPy's NCCL, and `one_sided` its puts and signals.
+- A `recorder` also notes what each operation reads and writes. `operators` replaces torch's operators and allocator,
+  and `kernels` the launch of Triton kernels. Their tensors lie in host memory and claim to be on a GPU.
+- `graph` turns the log into a graph of operations, finds races, deadlocks and redundant waits, and orders operations.
+- `replay` executes the operations in any order that the graph allows.
+- `ring` runs the ring on the stand-in, `cases` lists what the proof covers, and `implied` lists redundant waits.
 """

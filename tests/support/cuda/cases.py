@@ -1,4 +1,4 @@
-"""What the proof runs: calls of every rank, the values they are given, what they should read, and all its cases."""
+"""The cases of the stream-order proof: calls of all ranks, their inputs and their expected results."""
 
 from __future__ import annotations
 
@@ -24,39 +24,38 @@ GIVEN = ("q", "k", "v", "dout", "dlse")
 
 
 class RecordedCall(NamedTuple):
-    """One forward of every rank, with its backward or without."""
+    """One forward of every rank, optionally with its backward."""
 
     layout: Layout
     mask: Mask
     backward: bool = True
-    hidden: tuple[int, ...] = ()  # positions without keys: there `key_mask` is False
-    dropout: bool = False  # which asks for positions and a seed; the stand-ins drop nothing
+    hidden: tuple[int, ...] = ()  # positions where `key_mask` is False
+    dropout: bool = False  # passes positions and a seed; the stand-ins drop nothing
 
 
 @dataclass(frozen=True)
 class Case:
-    """Calls, one after the other on one ring, and the ring that they go through."""
+    """Consecutive calls on one ring, and the arguments of that ring."""
 
     calls: tuple[RecordedCall, ...]
     transport: str = "nccl"
     dtype: torch.dtype = torch.float32
     ring: dict[str, Any] = field(default_factory=dict)  # arguments of Ring
     config: KernelConfig | None = None
-    unshards: bool = False  # the calls gather q, and sum up the gradients of all ranks, in place of attention
-    ulysses: int = 1  # ranks that exchange heads for tokens: the ring is of as many fewer
-    streams: int = 1  # of each rank, that its calls take in turn: nothing orders the calls of two of them
+    unshards: bool = False  # the calls unshard q and sum the ranks' gradients, instead of attention
+    ulysses: int = 1  # Ulysses ranks; the ring has world / ulysses ranks
+    streams: int = 1  # per rank, used by its calls in turn; nothing orders calls on different streams
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
         return self.calls[0].layout.world
 
     def on_ring(self, call: RecordedCall) -> RecordedCall:
-        """A call as the ring has it, whose ranks hold what several exchange."""
+        """Return a call with the layout of the ring, whose ranks hold the tokens of several Ulysses ranks."""
         return call if self.ulysses == 1 else call._replace(layout=joined(call.layout, self.ulysses))
 
     def kernels(self, call: RecordedCall) -> tuple[str, ...]:
-        """What a call launches once per shard, part of the mask and chunk of heads."""
+        """Return the kernels that a call launches once per shard, mask part and chunk of heads."""
         if self.unshards:
             return ()
         if not call.backward:
@@ -68,7 +67,7 @@ class Case:
 
 
 def inputs(case: Case, number: int) -> dict[str, Tensor]:
-    """Ones and twos: every sum of them is exact, in every dtype that travels, and none is what an empty slot gives."""
+    """Return tensors of ones and twos, whose sums are exact in every wire dtype and differ from an empty slot's."""
     draw = torch.Generator().manual_seed(number)
     shapes = {"q": (HEADS, DIM), "k": (KV_HEADS, DIM), "v": (KV_HEADS, DIM_V), "dout": (HEADS, DIM_V)}
     tokens = case.calls[number].layout.seqlen
@@ -76,33 +75,32 @@ def inputs(case: Case, number: int) -> dict[str, Tensor]:
     def drawn(*shape: int) -> Tensor:
         return torch.randint(1, 3, shape, generator=draw).float()
 
-    whole = {name: drawn(1, tokens, *shape).to(case.dtype) for name, shape in shapes.items()}
-    return whole | {"dlse": drawn(1, HEADS, tokens)}
+    tensors = {name: drawn(1, tokens, *shape).to(case.dtype) for name, shape in shapes.items()}
+    return tensors | {"dlse": drawn(1, HEADS, tokens)}
 
 
 def shard(case: Case, number: int, name: str, rank: int) -> Tensor:
-    """What a rank is given in one call."""
     return case.calls[number].layout.shard(inputs(case, number)[name], rank, 2 if name == "dlse" else 1)
 
 
 def seen(call: RecordedCall, rank: int, other: int) -> int:
-    """By how many parts of the mask any query of a rank sees any key of a shard: position by position."""
+    """Return the number of mask parts in which a query of a rank sees a key of a shard, position by position."""
     positions, keys = call.layout.positions(rank), call.layout.positions(other)
     blocks = call.mask.blocks
-    shown = True if blocks is None else blocks.visible[positions // blocks.block][:, keys // blocks.block]
+    shown_by_blocks = True if blocks is None else blocks.visible[positions // blocks.block][:, keys // blocks.block]
     limits = [(lo[:, None], hi[:, None]) for lo, hi in (part.interval(positions) for part in call.mask.parts)]
-    return sum(bool(((keys >= lo) & (keys < hi) & shown).any()) for lo, hi in limits)
+    return sum(bool(((keys >= lo) & (keys < hi) & shown_by_blocks).any()) for lo, hi in limits)
 
 
 def there(call: RecordedCall, rank: int, other: int) -> Tensor:
-    """Which keys of a shard a rank ever has, 0 or 1 each."""
-    mine, sent = call.layout.positions(other), sent_keys(call.layout, call.mask, call.layout).positions(other)
-    shown = ~torch.isin(mine, torch.tensor(call.hidden, dtype=torch.int64))
-    return (shown if rank == other else shown & torch.isin(mine, sent)).float()
+    """Return 1 for every key of a shard that a rank ever has, else 0."""
+    positions, sent = call.layout.positions(other), sent_keys(call.layout, call.mask, call.layout).positions(other)
+    has_keys = ~torch.isin(positions, torch.tensor(call.hidden, dtype=torch.int64))
+    return (has_keys if rank == other else has_keys & torch.isin(positions, sent)).float()
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
-    """What every rank should read: from the mask, the keys that travel and the stand-in kernels; no schedule."""
+    """Return every rank's expected results, computed from mask, sent keys and stand-in kernels, without a schedule."""
     by_rank = [dict[str, Tensor]() for _ in range(case.world)]
     for number, call in enumerate(case.calls):
         for rank in range(case.world):
@@ -116,11 +114,11 @@ def _unsharded(case: Case, number: int, call: RecordedCall, rank: int) -> dict[s
 
 
 def _expected(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
-    """Of a rank's tokens, out of those of its place in the ring."""
-    place, exchanging = divmod(rank, case.ulysses)
-    at = shared(call.layout, case.ulysses, place).positions(exchanging)
-    values = _of_place(case, number, case.on_ring(call), place)
-    return {name: x.index_select(2 if name.startswith("lse") else 1, at) for name, x in values.items()}
+    """Return the results of a rank's tokens, taken from those of its ring rank."""
+    ring_rank, ulysses_rank = divmod(rank, case.ulysses)
+    positions = shared(call.layout, case.ulysses, ring_rank).positions(ulysses_rank)
+    values = _of_place(case, number, case.on_ring(call), ring_rank)
+    return {name: x.index_select(2 if name.startswith("lse") else 1, positions) for name, x in values.items()}
 
 
 def _of_place(case: Case, number: int, call: RecordedCall, rank: int) -> dict[str, Tensor]:
@@ -128,8 +126,8 @@ def _of_place(case: Case, number: int, call: RecordedCall, rank: int) -> dict[st
     q, k, v, dout, dlse = (
         [call.layout.shard(whole[name], other, 2 if name == "dlse" else 1).float() for other in ranks] for name in GIVEN
     )
-    held = [there(call, rank, other)[:, None, None] for other in ranks]
-    shards = [kernels.keys(k[other] * held[other], v[other] * held[other]) * seen(call, rank, other) for other in ranks]
+    mask = [there(call, rank, other)[:, None, None] for other in ranks]
+    shards = [kernels.keys(k[other] * mask[other], v[other] * mask[other]) * seen(call, rank, other) for other in ranks]
     total = kernels.per_head(sum(shards, torch.zeros(1, KV_HEADS)), HEADS)
     out = (total[:, None, :, None] * kernels.rows(q[rank])).expand(*q[rank].shape[:3], DIM_V)
     values = {f"out{number}": out.to(case.dtype), f"lse{number}": total[:, :, None].expand(1, HEADS, q[rank].shape[1])}
@@ -146,14 +144,17 @@ def _of_place(case: Case, number: int, call: RecordedCall, rank: int) -> dict[st
 CAUSAL, FULL = Mask(causal=True), Mask()
 WINDOW = Window(causal=True, left=9)  # over contiguous shards most hops are skipped
 DOCUMENTS = Window(left=1, right=0, document=7)  # over a striped layout some shards only pass through
-BOTH_SIDES = Mask(window=(9, 9))  # over contiguous shards K/V go to the one neighbour, then straight to the other
+BOTH_SIDES = Mask(window=(9, 9))  # over contiguous shards K/V go to one neighbour, then directly to the other
 NARROW = Mask(window=(2, 1))  # over contiguous shards most keys stay on their rank
-GLOBAL = Mask(window=(4, 4), global_tokens=((0, 2),))  # several launches a hop
+GLOBAL = Mask(window=(4, 4), global_tokens=((0, 2),))  # several launches per hop
 
 
 def _few_that_see_all(world: int, few: tuple[int, ...]) -> Case:
-    """A pattern of blocks: a few ranks see every shard, the others their own. Of each shard's journey the first of the
-    few begins the sums, hop after hop, with none to wait for in between."""
+    """Return a case where ``few`` ranks see every shard, and the others only their own.
+
+    For each shard, the first of the few on its way starts the dK/dV sums. Such a rank starts sums hop after hop
+    without waiting for any.
+    """
     visible = torch.eye(world, dtype=torch.bool)
     visible[list(few)] = True
     return Case((RecordedCall(Layout.contiguous(16 * world, world), Mask(blocks=BlockMask(visible, 16))),) * 2)
@@ -163,11 +164,11 @@ def _call(layout: str, world: int, mask: Mask = CAUSAL, tokens: int = 6, backwar
     return RecordedCall(named(layout, tokens * world, world), mask, backward)
 
 
-def _case(layout: str, world: int, mask: Mask = CAUSAL, **ring: object) -> Case:
-    return Case((_call(layout, world, mask),) * 2, ring=ring)
+def _case(layout: str, world: int, mask: Mask = CAUSAL, tokens: int = 6, **ring: object) -> Case:
+    return Case((_call(layout, world, mask, tokens),) * 2, ring=ring)
 
 
-def _two_level(nodes: int, per_node: int, layout: str = "zigzag", mask: Mask = CAUSAL, **ring: object) -> Case:
+def _two_level(nodes: int, per_node: int, layout: str = "zigzag", mask: Mask = CAUSAL, **ring: Any) -> Case:
     return _case(layout, nodes * per_node, mask, topology=Topology.grid(nodes, per_node), **ring)
 
 
@@ -176,17 +177,13 @@ WORLDS = {f"world {world}": _case("zigzag", world) for world in range(1, 9)}
 SKIPPED = {
     "contiguous": _case("contiguous", 5),
     "contiguous, other direction": _case("contiguous", 4, direction=-1),
-    "window": Case((RecordedCall(Layout.contiguous(40, 5), WINDOW),) * 2),
-    "documents": Case((RecordedCall(Layout.striped(40, 5), DOCUMENTS),) * 2),
-    "window to both sides": Case((RecordedCall(Layout.contiguous(48, 6), BOTH_SIDES),) * 2),
-    "window to both sides, other direction": Case(
-        (RecordedCall(Layout.contiguous(40, 5), BOTH_SIDES),) * 2, ring={"direction": -1}
-    ),
-    "window to both sides, two chunks, two slots": Case(
-        (RecordedCall(Layout.contiguous(48, 6), BOTH_SIDES),) * 2, ring={"chunks": 2, "slots": 2}
-    ),
-    "keys that stay": Case((RecordedCall(Layout.contiguous(32, 4), NARROW),) * 2),
-    "tokens that all see": Case((RecordedCall(Layout.contiguous(32, 4), GLOBAL),) * 2),
+    "window": _case("contiguous", 5, WINDOW, tokens=8),
+    "documents": _case("striped", 5, DOCUMENTS, tokens=8),
+    "window to both sides": _case("contiguous", 6, BOTH_SIDES, tokens=8),
+    "window to both sides, other direction": _case("contiguous", 5, BOTH_SIDES, tokens=8, direction=-1),
+    "window to both sides, two chunks, two slots": _case("contiguous", 6, BOTH_SIDES, tokens=8, chunks=2, slots=2),
+    "keys that stay": _case("contiguous", 4, NARROW, tokens=8),
+    "tokens that all see": _case("contiguous", 4, GLOBAL, tokens=8),
     "blocks, two ranks see all": _few_that_see_all(7, (3, 4)),
     "an uneven layout with an empty rank": Case((RecordedCall(Layout.uneven([7, 0, 5, 3]), CAUSAL),) * 2),
 }
@@ -226,15 +223,9 @@ TWO_LEVEL = {
     "2 x 2, contiguous": _two_level(2, 2, "contiguous"),
     "2 x 2, other direction": _two_level(2, 2, direction=-1),
     "2 x 3, window": _two_level(2, 3, "contiguous", WINDOW),
-    "2 x 4, window to both sides": Case(
-        (RecordedCall(Layout.contiguous(64, 8), BOTH_SIDES),) * 2, ring={"topology": Topology.grid(2, 4)}
-    ),
-    "4 x 2, window to both sides": Case(
-        (RecordedCall(Layout.contiguous(64, 8), BOTH_SIDES),) * 2, ring={"topology": Topology.grid(4, 2)}
-    ),
-    "2 x 2, keys that stay": Case(
-        (RecordedCall(Layout.contiguous(32, 4), NARROW),) * 2, ring={"topology": Topology.grid(2, 2), "chunks": 2}
-    ),
+    "2 x 4, window to both sides": _two_level(2, 4, "contiguous", BOTH_SIDES, tokens=8),
+    "4 x 2, window to both sides": _two_level(4, 2, "contiguous", BOTH_SIDES, tokens=8),
+    "2 x 2, keys that stay": _two_level(2, 2, "contiguous", NARROW, tokens=8, chunks=2),
     "2 x 2, bfloat16 by wire": _two_level(2, 2, wire_dtype="bfloat16", grad_wire_dtype="bfloat16"),
     "3 x 2, two slots": _two_level(3, 2, slots=2),
 }
@@ -256,7 +247,7 @@ EXCHANGES = {
 
 HOLES = {"keys that a mask hides": Case((_call("zigzag", 4, FULL)._replace(hidden=(1, 7, 8, 23)),) * 2)}
 
-TILE = Tile(16, 16, 4, 1)  # which divides any block
+TILE = Tile(16, 16, 4, 1)  # divides any block size
 SINGLE_PASS, IN_TURN = (
     KernelConfig(TILE, TILE, TILE, backward=mode) for mode in ("single_pass", "single_pass_deterministic")
 )
@@ -286,9 +277,9 @@ CACHED = {
     "two streams, unshard": replace(_case("striped", 2), unshards=True, streams=2),
     "2 x 2 by heads, dropout": Case((_call("zigzag", 4)._replace(dropout=True),) * 2, ulysses=2),
 }
-"""Calls that share what is cached on their device; where they take two streams, it is dropped behind the last call.
+"""Calls that share values cached on their device; with two streams, the cache is cleared after the last call.
 
-A rank alone has no slots, whose waits would order the streams.
+The ring of a single rank has no slots, whose waits would order the streams.
 """
 
 NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL | UNEVEN | EXCHANGES | HOLES | KERNELS | CACHED
@@ -304,4 +295,4 @@ CASES = {
     "nccl_one_sided": {name: replace(NCCL[name], transport="nccl_one_sided") for name in (*FEW, "unshard")},
     "local": {name: replace(NCCL[name], transport="local") for name in (*FEW, *CACHED)},
 }
-"""By transport and name."""
+"""Cases by transport and name."""

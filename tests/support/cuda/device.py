@@ -1,8 +1,8 @@
-"""torch.cuda's streams, events and graphs, played on the host: code that uses them runs, and its order is kept.
+"""torch.cuda's streams, events and graphs on the host: code that uses them runs, and its order is logged.
 
-It refuses what a GPU refuses or punishes: a wait for an event that was never recorded, a record without a stream or on
-another device than the first, a query off the event's device, and one that breaks a graph that another thread captures.
-Every operation lands in one log; `graph.Graph` says which of them the streams and events force to run before which.
+The stand-in rejects what a GPU rejects or punishes: a wait for an event that was never recorded; a record without a
+stream, or on another device than the first; a query from another device; a query while another thread captures a graph.
+Every operation is appended to one log. `graph.Graph` derives which operations must run before which others.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import torch
 
 from ringattn.comm import cuda_threads
 
-PATIENCE = 60.0  # seconds until a wait of the host is called a deadlock
+PATIENCE = 60.0  # seconds until a wait of the host counts as a deadlock
 GLOBAL, THREAD_LOCAL = 0, 1  # cudaStreamCaptureMode
 SITED = ("wait", "record", "synchronize", "synchronize event", "write", "await")
 OURS = ("ringattn.comm.", "ringattn.ring.", "ringattn.kernels.shared")
-DEPTH = 40  # frames that are looked at for the place in our code that asked
+DEPTH = 40  # frames searched for callers in our code
 MULTIPROCESSORS = 18  # two more than the copy kernel has blocks
 
 
 class Use(NamedTuple):
-    """Bytes of one allocation that an operation touches."""
+    """Bytes of one allocation that an operation accesses."""
 
     storage: int
-    bytes: int  # a bit for each
+    bytes: int  # bit mask, one bit per byte
 
 
 @dataclass(eq=False)
 class Op:
-    """One thing that was asked of the device, who asked for it, and what a recorder knows that it touches."""
+    """One logged operation: its stream, its caller and the memory that it accesses."""
 
     kind: str
     stream: Stream | None = None
@@ -49,15 +49,15 @@ class Op:
     rank: int = -1
     thread: int = 0
     label: str = ""
-    site: str = ""  # functions of ours that asked for it, innermost first
+    site: str = ""  # our functions on the call stack, innermost first
     reads: tuple[Use, ...] = ()
     writes: tuple[Use, ...] = ()
-    action: Callable[[Callable[[Any], Any]], None] | None = None  # does it on the memory that its argument gives
-    source: Op | None = None  # of a wait: the record that it means
-    host: Op | None = None  # the newest thing that this thread's host had waited for
-    group: object = None  # of a send or receive: what stands for the group that it runs in
+    action: Callable[[Callable[[Any], Any]], None] | None = None  # repeats it on the memory that its argument returns
+    source: Op | None = None  # of a wait: the record that it waits for
+    host: Op | None = None  # the last synchronization of this thread
+    group: object = None  # of a send or receive: identity of its NCCL group
     wire: tuple[Any, ...] = ()  # of a send or receive: communicator, source, destination
-    flag: tuple[object, int] | None = None  # of a write or a wait in memory: which word, and the value
+    flag: tuple[object, int] | None = None  # of a write or wait of a memory word: the word and the value
     after: tuple[Op, ...] = ()
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Op:
 
 
 def site() -> str:
-    """The functions of ours that are under way, innermost first."""
+    """Return our functions on the call stack, innermost first."""
     names = []
     frame = sys._getframe(2)
     for _ in range(DEPTH):
@@ -81,7 +81,7 @@ def site() -> str:
 
 
 class Here(threading.local):
-    """What is kept for each thread: by CUDA the current device and streams, and how captures are taken; whose it is."""
+    """Per-thread state: the current CUDA device and streams, the capture mode, and the acting rank."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -90,22 +90,22 @@ class Here(threading.local):
         self.rank = -1
         self.label = ""
         self.host: Op | None = None
-        self.group: object = None  # stands for the NCCL group that is open
-        self.makes: torch.device | None = None  # where the torch call under way allocates, if it says so
+        self.group: object = None  # identity of the open NCCL group
+        self.makes: torch.device | None = None  # device argument of the current torch call, if it has one
 
 
 class Device:
-    """One stand-in for everything: its log, and the current stream and device of every thread."""
+    """The stand-in: its log, and the current stream and device of every thread."""
 
     def __init__(self, *, strict: bool = True) -> None:
         self.log: list[Op] = []
-        self.strict = strict  # about where events are recorded
-        self.pending: set[Event] = set()  # events that the device never reaches
+        self.strict = strict  # check streams and devices of event records
+        self.pending: set[Event] = set()  # events that never complete
         self.thread = Here()
-        self.captures = False  # a thread captures a graph in global mode
+        self.captures = False  # some thread captures a graph in global mode
         self.recording = True
-        self.words: dict[object, int] = {}  # that streams write and wait for
-        self.blocks = True  # False: no wait for a word holds up the host, in whose order streams run
+        self.words: dict[object, int] = {}  # memory words that streams write and wait for
+        self.blocks = True  # False: a wait for a word does not block the host, whose order streams follow
         self.adding = threading.RLock()
         self.streams: dict[int, Stream] = {}  # by handle
         self._numbers = itertools.count(1000)
@@ -113,24 +113,23 @@ class Device:
     def add(
         self, kind: str, stream: Stream | None = None, event: Event | None = None, detail: Any = None, **more: Any
     ) -> Op:
-        """Log one operation."""
-        op, here = Op(kind, stream, event, detail, **more), self.thread
+        op, thread = Op(kind, stream, event, detail, **more), self.thread
         if event is not None and kind != "record":
             op.source = event.last
         if kind in SITED:
             op.site = site()
         with self.adding:
-            op.number, op.rank, op.thread, op.host = len(self.log), here.rank, threading.get_ident(), here.host
-            op.label = op.label or here.label
+            op.number, op.rank, op.thread, op.host = len(self.log), thread.rank, threading.get_ident(), thread.host
+            op.label = op.label or thread.label
             if self.recording:
                 self.log.append(op)
         if kind.startswith("synchronize"):
-            here.host = op
+            thread.host = op
         return op
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
-        """What this thread does inside carries this label."""
+        """Label all operations of this thread inside the context."""
         before, self.thread.label = self.thread.label, label
         try:
             yield
@@ -140,7 +139,7 @@ class Device:
     # streams, events, devices
 
     def index_of(self, device: object = None) -> int:
-        """Of a CUDA device; in the place of any other one there is the current one."""
+        """Return the index of a CUDA device; for any other device, that of the current one."""
         index = device if device is None or isinstance(device, int) else torch.device(device).index  # type: ignore[call-overload]
         return self.thread.index if index is None else index
 
@@ -161,7 +160,6 @@ class Device:
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        """torch.cuda.stream."""
         with self.on(stream.index):
             before = self.current(stream.index)
             self.thread.streams[stream.index] = stream
@@ -172,7 +170,6 @@ class Device:
 
     @contextmanager
     def on(self, device: object) -> Iterator[None]:
-        """torch.cuda.device."""
         before = self.thread.index
         self.set_device(device)
         try:
@@ -187,54 +184,52 @@ class Device:
         before, self.thread.capture_mode = self.thread.capture_mode, mode
         return before
 
-    # what libraries beneath put into streams
+    # operations that libraries enqueue
 
     def transfer(self, kind: str, pointer: int, count: int, stream: int, **more: Any) -> Op:
-        """A send or a receive of NCCL."""
         return self.add(kind, self.streams.get(stream), **more)
 
     def copy(self, stream: int, destination: int, source: int, nbytes: int) -> None:
-        """Bytes that are copied in the order of a stream, by no operator of torch."""
+        """Log a copy on a stream that no torch operator makes."""
         self.add("copy", self.streams[stream], detail=(destination, source, nbytes))
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Memory that is gone at once, whatever streams are at."""
+        """Log memory that is freed at once, without regard to streams."""
         self.add("free", self.current())
 
     def write(self, stream: int, word: object, value: int, asked: str = "") -> None:
-        """A value for a word of memory, in the order of a stream; `asked` is the `site` that asked for it earlier."""
+        """Write a memory word in stream order; ``asked`` is the `site` that requested the write earlier."""
         op = self.add("write", self.streams[stream], detail=str(value), flag=(word, value))
         op.site = asked or op.site
         self.words[word] = value
 
     def wait(self, stream: int, word: object, value: int, asked: str = "") -> None:
-        """A stream waits until a word has at least this value."""
+        """Let a stream wait until a memory word is at least ``value``."""
         op = self.add("await", self.streams[stream], detail=str(value), flag=(word, value))
         op.site = asked or op.site
         if self.blocks:
             self.block(lambda: self.words.get(word, 0) >= value)
 
     def happens_before(self, first: Op, second: Op) -> bool:
-        """Whether streams and events force one logged operation to run before another, whatever the host's timing."""
-        from .graph import Graph  # which imports this module
+        """Return True if streams and events force ``first`` to run before ``second``, whatever the host's timing."""
+        from .graph import Graph  # graph imports this module
 
         return Graph(self.log).happens_before(first, second)
 
     def block(self, up: Callable[[], bool]) -> None:
-        """Until it is so."""
         deadline = time.monotonic() + PATIENCE
         while not up():
-            assert time.monotonic() < deadline, "a stream waits for what does not come"
+            assert time.monotonic() < deadline, "a stream waits for a value that never arrives"
             time.sleep(1e-4)
 
 
 class Stream:
-    """What it is given is over at once."""
+    """A stream whose work completes at once."""
 
     def __init__(self, device: Device, priority: int, index: int) -> None:
         self._device = device
         self.priority = priority
-        self.index = index  # of its device
+        self.index = index  # index of its device
         self.cuda_stream = next(device._numbers)
         self.name = f"{'transfer' if priority < 0 else 'compute'} stream {self.cuda_stream - 1000}"
         device.streams[self.cuda_stream] = self
@@ -253,18 +248,18 @@ class Stream:
 
 
 class Event:
-    """With the host's clock in the place of the device's."""
+    """An event that takes its time from the host's clock."""
 
     def __init__(self, enable_timing: bool = False, device: Device | None = None) -> None:
         self._device = Device(strict=False) if device is None else device
         self.timed = enable_timing
         self.at: float | None = None  # when it was recorded
-        self.index: int | None = None  # of the device of its first record, for good
-        self.last: Op | None = None  # the newest record: what a wait means, whenever it runs
+        self.index: int | None = None  # device of the first record, which never changes
+        self.last: Op | None = None  # the newest record, which every later wait refers to
 
     def record(self, stream: Stream | None = None) -> None:
         if self._device.strict:
-            assert stream is not None, "a record without a stream is one on the current device, whosever that is"
+            assert stream is not None, "an event recorded without a stream belongs to whatever device is current"
             self.index = stream.index if self.index is None else self.index
             if self.index != stream.index:
                 raise RuntimeError(f"event device {self.index} does not match recording stream's device {stream.index}")
@@ -284,23 +279,23 @@ class Event:
         self._device.add("synchronize event", None, self)
 
     def elapsed_time(self, end: Event) -> float:
-        assert self.timed and end.timed, "an event without timing cannot be read"
+        assert self.timed and end.timed, "elapsed_time needs two events with enable_timing=True"
         assert self.at is not None and end.at is not None and end.at >= self.at
         return (end.at - self.at) * 1e3
 
     def check_recorded(self) -> None:
-        assert self.at is not None, "a wait for an event that was never recorded is no wait"
+        assert self.at is not None, "the event was never recorded, so a wait for it returns at once"
 
     def check_place(self) -> None:
-        """Whether this thread may ask for it."""
-        here = self._device.thread
-        assert self.index is None or here.index == self.index, f"this makes a context on GPU {here.index}"
-        if self._device.captures and here.capture_mode == GLOBAL:
+        """Raise if this thread may not query or wait for the event."""
+        thread = self._device.thread
+        assert self.index is None or thread.index == self.index, f"this call makes a context on GPU {thread.index}"
+        if self._device.captures and thread.capture_mode == GLOBAL:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 def replace_streams(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    """Put `device` in the place of torch.cuda's streams and events."""
+    """Replace torch.cuda's streams and events by `device`."""
     monkeypatch.setattr(torch.cuda, "Stream", device.stream)
     monkeypatch.setattr(torch.cuda, "Event", device.event)
     monkeypatch.setattr(torch.cuda, "current_stream", device.current)
@@ -313,13 +308,13 @@ def replace_streams(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
 
 
 def install_streams(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Put a stand-in beneath torch.cuda's streams and events; asynchronous copies are logged too."""
+    """Install a stand-in for torch.cuda's streams and events that also logs asynchronous copies."""
     device = Device()
     replace_streams(monkeypatch, device)
     copy = torch.Tensor.copy_
 
     def logged(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if non_blocking:  # what a transfer stream does; tests fill and compare by blocking ones
+        if non_blocking:  # only transfer streams do this; tests use blocking copies
             device.add("copy", device.current())
         return copy(destination, source, non_blocking)
 
@@ -328,8 +323,6 @@ def install_streams(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 class FakeGraph:
-    """Notes what becomes of it."""
-
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
 
@@ -344,23 +337,19 @@ class FakeGraph:
 
 
 class FakeCuda(Device):
-    """In the place of what the benches call of torch.cuda: `calls` has in words what they did, in order."""
+    """Stand-in for the parts of torch.cuda that the benches call; `calls` lists what they did, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(strict=False)
         self.calls: list[str] = []
         properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
         places = {
-            "Stream": self.stream,
-            "Event": self.event,
-            "stream": self.using,
-            "current_stream": self.current,
-            "CUDAGraph": lambda: FakeGraph(self.calls),
-            "graph": self._captured,
+            "Stream": self.stream, "Event": self.event, "stream": self.using, "current_stream": self.current,
+            "CUDAGraph": lambda: FakeGraph(self.calls), "graph": self._captured,
             "synchronize": lambda device=None: self.calls.append("synchronize"),
             "_sleep": lambda cycles: self.calls.append("sleep"),
             "get_device_properties": lambda device=None: properties,
-        }
+        }  # fmt: skip
         for name, place in places.items():
             monkeypatch.setattr(torch.cuda, name, place)
 

@@ -1,4 +1,4 @@
-"""The log as a graph: what the device is bound to run before what, what is wrong with that, and which waits count."""
+"""Happens-before graph of the log: races, deadlocks, and the waits that are needed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .device import Op, Use
 
 @dataclass(eq=False)
 class Wait:
-    """Edges that one wait of the program makes: without it they are all gone."""
+    """A wait of the program, and the edges that disappear without it."""
 
     op: Op
     edges: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """Which wait of the program it is, whatever the hop and the rank: who waits, and for what."""
+        """Name of the wait, independent of hop and rank: the waiting function and the awaited one."""
         source = self.op.source
         return f"{caller(self.op)} waits for {'the device' if source is None else caller(source)}"
 
@@ -31,18 +31,14 @@ class Wait:
 _RING = "buffers key_values dkv loop backends fused prepare ops attention ring wire"
 RING = tuple(f"{module}." for module in _RING.split())
 PASSED = (
-    "lanes.",
-    "local._LocalFence.",
-    "buffers.RingCall.post",
-    "buffers.RingCall.mark",
-    "buffers.Arrival.wait",
+    "lanes.", "local._LocalFence.", "buffers.RingCall.post", "buffers.RingCall.mark", "buffers.Arrival.wait",
     "buffers.RingBuffer.computed",
-)
-"""Functions that only pass on what others ask for."""
+)  # fmt: skip
+"""Functions that only forward what their callers ask for."""
 
 
 def caller(op: Op) -> str:
-    """The function of a transport and the function of the ring that asked for an operation."""
+    """Return the transport function and the ring function that asked for an operation."""
     names = [name for name in op.site.split(" < ") if name and not name.startswith(PASSED)]
     ring = [name for name in names if name.startswith(RING)]
     comm = [name.rpartition(".")[2] for name in names if not name.startswith(RING) and "LocalWorld" not in name]
@@ -52,20 +48,25 @@ def caller(op: Op) -> str:
 
 @dataclass
 class Conflict:
-    """Two operations that touch the same bytes, one of them writing, in the order in which they are meant to run."""
+    """Two operations that access the same bytes, at least one as a writer, in their intended order."""
 
     first: Op
     second: Op
-    use: Use  # what both touch
+    use: Use  # the bytes that both access
 
 
 class Graph:
     """Operations by their place in the log, and edges between them.
 
-    Edges are: the order of a stream; the record of an event to a wait for it; a send to its receive; what the host has
-    waited for to what it enqueues later. The operations of one NCCL group run side by side, between what its stream ran
-    before and after. A send may be over before its receive begins; `rendezvous` are the edges of the other extreme.
-    `where` says what a place in memory is called.
+    The edges are:
+
+    - the order of a stream;
+    - from the record of an event to a wait for it;
+    - from a send to its receive;
+    - from a host synchronization to what that host enqueues later.
+
+    The operations of one NCCL group run concurrently, between what its stream runs before and after. A send may finish
+    before its receive begins; `rendezvous` holds the edges of the other extreme. `where` names a place in memory.
     """
 
     def __init__(self, log: Sequence[Op], where: Callable[[Use], str] = str) -> None:
@@ -74,7 +75,7 @@ class Graph:
         for place, op in enumerate(self.log):
             op.number = place
         self.before: list[set[int]] = [set() for _ in self.log]
-        self.fixed: list[set[int]] = [set() for _ in self.log]  # the part of `before` that is nobody's wait
+        self.fixed: list[set[int]] = [set() for _ in self.log]  # the edges of `before` that come from no wait
         self.waits: list[Wait] = []
         self.rendezvous: list[tuple[int, int]] = []
         self.mismatches: list[str] = []
@@ -83,18 +84,18 @@ class Graph:
         self._values()
 
     def _fix(self, first: Iterable[int], second: int) -> None:
-        known = list(first)
-        self.fixed[second].update(known)
-        self.before[second].update(known)
+        predecessors = list(first)
+        self.fixed[second].update(predecessors)
+        self.before[second].update(predecessors)
 
     def _waited(self, wait: Wait, first: int, second: int) -> None:
         wait.edges.append((first, second))
         self.before[second].add(first)
 
     def _streams(self) -> None:
-        """Stream order, waits and what the host has waited for."""
+        """Add the edges of stream order, waits and host synchronization."""
         tails: dict[object, set[int]] = defaultdict(set)
-        groups: dict[object, set[int]] = {}  # what the members of a group come after
+        groups: dict[object, set[int]] = {}  # predecessors of a group's members
         latest: dict[tuple[object, int], Op] = {}
         host: dict[int, Wait] = {}
         for place, op in enumerate(self.log):
@@ -104,10 +105,10 @@ class Graph:
             if op.kind == "synchronize event":
                 self._wait(place, op)
             if op.stream is None:
-                if op.kind == "synchronize":  # of the whole device
+                if op.kind == "synchronize":  # synchronizes the whole device
                     self._fix((tail for tail_set in tails.values() for tail in tail_set), place)
                 continue
-            if op.kind == "free":  # maybe by a thread that drops the last reference: the stream waits for nothing
+            if op.kind == "free":  # any thread may drop the last reference, so the stream does not wait
                 self._fix(tails[op.stream], place)
                 if op.host is not None and op.host.number in host:
                     self._waited(host[op.host.number], op.host.number, place)
@@ -122,7 +123,7 @@ class Graph:
             if op.kind == "wait":
                 self._wait(place, op)
             if op.host is not None and latest.get((op.stream, op.thread)) is not op.host:
-                if op.group is None:  # the members of a group do not come after each other
+                if op.group is None:  # the members of a group are unordered
                     latest[op.stream, op.thread] = op.host
                 if op.host.number in host:
                     self._waited(host[op.host.number], op.host.number, place)
@@ -130,12 +131,12 @@ class Graph:
 
     def _wait(self, place: int, op: Op) -> None:
         source = op.source
-        if source is not None and self.log[source.number : source.number + 1] == [source]:  # else it was over before
+        if source is not None and self.log[source.number : source.number + 1] == [source]:  # else done earlier
             self.waits.append(Wait(op))
             self._waited(self.waits[-1], source.number, place)
 
     def _transfers(self) -> None:
-        """The n-th send of a pair goes to its n-th receive."""
+        """Connect the n-th send of each pair of ranks with its n-th receive."""
         ends: dict[tuple[object, ...], tuple[list[Op], list[Op]]] = defaultdict(lambda: ([], []))
         for op in self.log:
             if op.wire:
@@ -145,7 +146,7 @@ class Graph:
                 extra = (sends if len(sends) > len(receives) else receives)[min(len(sends), len(receives))]
                 self.mismatches.append(
                     f"{source} sends {len(sends)} messages to {destination}, which receives {len(receives)}: "
-                    f"{extra} has no other end"
+                    f"{extra} has no counterpart"
                 )
             for send, receive in zip(sends, receives, strict=False):
                 self._fix([send.number], receive.number)
@@ -154,11 +155,11 @@ class Graph:
                     self.mismatches.append(
                         f"{send} of {_size(send)} bytes is received by {receive} of {_size(receive)}"
                     )
-                # a send is over when its receive has begun: after what that receive's group comes after
+                # A rendezvous send ends after its receive begins, so after all predecessors of the receive's group.
                 self.rendezvous += [(earlier, send.number) for earlier in self.before[receive.number] - {send.number}]
 
     def _values(self) -> None:
-        """A wait for a value of a word of memory is over when somebody has written it, or a larger one."""
+        """Connect each wait for a memory word with the first write of the value, or of a larger one."""
         written: dict[object, list[tuple[int, Op]]] = defaultdict(list)
         for op in self.log:
             if op.kind == "write" and op.flag is not None:
@@ -176,22 +177,21 @@ class Graph:
 
     @cached_property
     def order(self) -> list[int]:
-        """The operations in an order that every edge agrees with; shorter where there is a cycle."""
+        """The operations in topological order; shorter if there is a cycle."""
         return linear(self.before)
 
     @cached_property
     def place(self) -> dict[int, int]:
-        """Where each operation is in `order`."""
+        """The place of each operation in `order`."""
         return {number: place for place, number in enumerate(self.order)}
 
     @cached_property
     def after(self) -> list[list[int]]:
-        """Successors."""
         return _turned(self.before)
 
     @cached_property
     def reach(self) -> list[int]:
-        """For each operation those that are bound to run before it, as bits at their places in `order`."""
+        """For each operation a bit mask, by place in `order`, of itself and all its predecessors."""
         reach = [0] * len(self.log)
         for place, number in enumerate(self.order):
             bits = 0
@@ -201,11 +201,11 @@ class Graph:
         return reach
 
     def happens_before(self, first: Op, second: Op) -> bool:
-        """Whether the first is bound to be over before the second begins."""
+        """Return True if ``first`` must end before ``second`` begins."""
         return first is not second and bool(self.reach[second.number] >> self.place[first.number] & 1)
 
     def cycle(self, more: Iterable[tuple[int, int]] = ()) -> list[Op]:
-        """Operations that wait for each other for ever, with these edges too; empty where there are none."""
+        """Return operations that wait for each other, with the extra edges ``more``; empty if there are none."""
         before = [set(earlier) for earlier in self.before]
         for first, second in more:
             before[second].add(first)
@@ -218,9 +218,9 @@ class Graph:
         return [] if stuck is None else [self.log[number] for number in path[path.index(stuck) :]]
 
     def problems(self) -> list[str]:
-        """Everything that is wrong, in words."""
-        for name, more in (("eager", ()), ("rendezvous", self.rendezvous)):
-            cycle = self.cycle(more)
+        """Return every problem, in words."""
+        for name, extra_edges in (("eager", ()), ("rendezvous", self.rendezvous)):
+            cycle = self.cycle(extra_edges)
             if cycle:
                 text = " <- ".join(map(str, cycle))
                 return [*self.mismatches, f"deadlock with {name} sends, each waits for the next: {text}"]
@@ -228,12 +228,14 @@ class Graph:
 
     @property
     def cyclic(self) -> bool:
-        """Whether operations wait for each other, even with eager sends."""
         return len(self.order) < len(self.log)
 
     @cached_property
     def conflicts(self) -> list[Conflict]:
-        """Neighbouring conflicts; where all of them are ordered, so is every other; the first race is one of them."""
+        """Conflicts of neighbouring accesses.
+
+        If all of them are ordered, every other conflict is, too. If there are races, the first race is in the list.
+        """
         live: Live = {}
         conflicts: list[Conflict] = []
         for number in self.order:
@@ -244,23 +246,23 @@ class Graph:
 
     @cached_property
     def needs(self) -> dict[int, int]:
-        """By operation, the places in `order` of those that it must come after."""
+        """For each operation a bit mask, by place in `order`, of the operations it must come after."""
         needs: dict[int, int] = defaultdict(int)
         for conflict in self.conflicts:
             needs[conflict.second.number] |= 1 << self.place[conflict.first.number]
         return needs
 
     def races(self) -> list[Conflict]:
-        """Conflicts whose order nothing forces."""
+        """Return the conflicts whose order no edge enforces."""
         return [pair for pair in self.conflicts if not self.happens_before(pair.first, pair.second)]
 
     def told(self, conflict: Conflict) -> str:
-        """A race in words: where, and the two operations."""
+        """Describe a race: the memory and the two operations."""
         first, second = (f"{op} {_verb(op, conflict.use)} it" for op in (conflict.first, conflict.second))
         return f"race on {self.where(conflict.use)}: {first}, {second}, and nothing orders the two"
 
     def broken_without(self, wait: Wait) -> Conflict | None:
-        """A conflict that becomes a race without this wait; None: the check would not notice."""
+        """Return a conflict that becomes a race without this wait, or None if there is none."""
         gone = set(wait.edges)
         reach: dict[int, int] = {}
         changed = sorted({self.place[second] for _, second in gone})
@@ -284,25 +286,25 @@ class Graph:
         return None
 
     def unnoticed(self) -> list[Wait]:
-        """Waits that another implies: without any one of them the graph is still free of races."""
+        """Return the redundant waits: each can be removed alone without a race."""
         return [wait for wait in self.waits if self.broken_without(wait) is None]
 
 
 Live = dict[int, list[tuple[Op, int, bool]]]
-"""By storage: operations, the bytes that nobody has written since, and whether the operation wrote them."""
+"""By storage: operations, the bytes of theirs that were not overwritten since, and whether they wrote them."""
 
 
 def _meet(live: Live, op: Op, uses: Iterable[Use], writes: bool) -> Iterator[Conflict]:
     for use in uses:
-        left = []
-        for other, held, wrote in live.get(use.storage, []):
-            common = held & use.bytes
+        remaining = []
+        for other, live_bytes, wrote in live.get(use.storage, []):
+            common = live_bytes & use.bytes
             if common and (writes or wrote) and other is not op:
                 yield Conflict(other, op, Use(use.storage, common))
-            rest = held & ~use.bytes if writes and other is not op else held
+            rest = live_bytes & ~use.bytes if writes and other is not op else live_bytes
             if rest:
-                left.append((other, rest, wrote))
-        live[use.storage] = [*left, (op, use.bytes, writes)]
+                remaining.append((other, rest, wrote))
+        live[use.storage] = [*remaining, (op, use.bytes, writes)]
 
 
 def _verb(op: Op, use: Use) -> str:
@@ -325,16 +327,16 @@ def _turned(before: Sequence[Iterable[int]]) -> list[list[int]]:
 
 
 def linear(before: Sequence[set[int]], draws: Iterator[float] | None = None) -> list[int]:
-    """An order that every edge agrees with: at each step the ready operation that draws least, or that is first."""
-    after, left = _turned(before), [len(earlier) for earlier in before]
-    ready = [(next(draws) if draws else 0.0, number) for number, count in enumerate(left) if not count]
+    """Return a topological order; among ready operations, the one with the lowest draw or number comes first."""
+    after, waiting = _turned(before), [len(earlier) for earlier in before]
+    ready = [(next(draws) if draws else 0.0, number) for number, count in enumerate(waiting) if not count]
     heapq.heapify(ready)
     order = []
     while ready:
         _, number = heapq.heappop(ready)
         order.append(number)
         for later in after[number]:
-            left[later] -= 1
-            if not left[later]:
+            waiting[later] -= 1
+            if not waiting[later]:
                 heapq.heappush(ready, (next(draws) if draws else 0.0, later))
     return order

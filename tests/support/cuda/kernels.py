@@ -1,7 +1,7 @@
-"""Stand-ins for the Triton kernels, beneath their launch: the host functions around them run as they are.
+"""Stand-ins for the Triton kernels, below their launch, so that the host functions run unchanged.
 
-Each declares what it reads and writes, and computes something that is exact in fp32, sums over shards in any order, and
-is wrong wherever anything that it reads is wrong or is not there yet.
+Each stand-in declares what it reads and writes. Its results are exact in fp32, can be summed over shards in any order,
+and are wrong if any input is wrong or not there yet.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from .recorder import Recorder
 
 
 def keys(k: Tensor, v: Tensor) -> Tensor:
-    """What a shard of keys stands for, ``[B, Hkv]``."""
+    """Return the checksum of a shard of keys, ``[B, Hkv]``."""
     return k.float().sum((1, 3)) + 2 * v.float().sum((1, 3))
 
 
 def rows(x: Tensor) -> Tensor:
-    """What a row stands for, ``[B, S, H, 1]``."""
+    """Return the checksum of each row, ``[B, S, H, 1]``."""
     return x.float().sum(-1, keepdim=True)
 
 
 def per_head(x: Tensor, heads: int) -> Tensor:
-    """``[B, Hkv]`` for every query head."""
+    """Expand ``[B, Hkv]`` to all query heads."""
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def summed(x: Tensor, kv_heads: int) -> Tensor:
-    """Sum over rows and over the query heads of a group, ``[B, 1, Hkv, D]``."""
+    """Return the sum over rows and over the query heads of a group, ``[B, 1, Hkv, D]``."""
     batch, _, heads, dim = x.shape
     return x.float().sum(1).view(batch, kv_heads, heads // kv_heads, dim).sum(2)[:, None]
 
 
 def sees(bounds: Any) -> float:
-    """Whether any row sees anything."""
+    """Return 1 if any row sees a key, else 0."""
     return 1.0 if bounds[0] is None else float((bounds[1] > bounds[0]).any())
 
 
@@ -72,26 +72,26 @@ def dkdv(
     dout: Any, q: Any, k: Any, v: Any, lse: Tensor, delta: Tensor, dk_sum: Any, dv_sum: Any, dk: Any, dv: Any,
     bounds: Any, *_: Any, **flags: Any,
 ) -> None:  # fmt: skip
-    """Where dK/dV is cut over query heads, each part has its own, and as much of the keys as any other."""
+    """Compute dK/dV; with splits over query heads, each part gets its own queries and an equal share of the keys."""
     valid = sees(bounds) + 0 * (lse.sum() + delta.sum())
     for queries, x, total, into in ((q, k, dk_sum, dk), (dout, v, dv_sum, dv)):
         splits = into[0].shape[2] // x[0].shape[2]
-        own = x[0].float().repeat_interleave(splits, 2) / splits
-        part = (summed(queries[0], into[0].shape[2]) + 5 * own) * valid
+        keys_of_part = x[0].float().repeat_interleave(splits, 2) / splits
+        part = (summed(queries[0], into[0].shape[2]) + 5 * keys_of_part) * valid
         into[0].copy_(part + total[0].float() if flags["HAS_SUM"] else part)
 
 
 def reduce(dk_parts: Any, dv_parts: Any, dk_sum: Any, dv_sum: Any, dk: Any, dv: Any, *_: Any, **flags: Any) -> None:
     for parts, total, into in ((dk_parts, dk_sum, dk), (dv_parts, dv_sum, dv)):
-        whole = parts[0].unflatten(2, (into[0].shape[2], -1)).sum(3)
-        into[0].copy_(whole + total[0].float() if flags["HAS_SUM"] else whole)
+        total_of_parts = parts[0].unflatten(2, (into[0].shape[2], -1)).sum(3)
+        into[0].copy_(total_of_parts + total[0].float() if flags["HAS_SUM"] else total_of_parts)
 
 
 def single_pass(
     dout: Any, q: Any, k: Any, v: Any, lse: Tensor, delta: Tensor, dk_sum: Any, dv_sum: Any, dk: Any, dv: Any,
     total: Any, box: Any, turns: Turns, bounds: Any, *_: Any, **flags: Any,
 ) -> None:  # fmt: skip
-    """dQ is added to; gates that are not 0 at first would let nobody in, which here is a wrong dQ."""
+    """Compute dK/dV and add to dQ; gates that are not 0 at first give a wrong dQ, as they would hang on a GPU."""
     dkdv(dout, q, k, v, lse, delta, dk_sum, dv_sum, dk, dv, bounds, **flags)
     dq(dout, q, k, v, lse, delta, total, total, bounds, HAS_SUM=True)
     if turns.gates is not None:
@@ -102,7 +102,7 @@ def single_pass(
 
 
 def quantize(x: Any, out: Any, scale: Tensor, *_: Any, **flags: Any) -> None:
-    """One scale for each head: what is halves and ones comes back as it was."""
+    """Quantise with one scale per head; halves and ones survive exactly."""
     values = x[0].float()
     scale.copy_(values.abs().amax((1, 3))[:, None].expand(scale.shape))
     out[0].view(torch.float8_e4m3fn).copy_(values / scale[:, :1, :, None])
@@ -122,11 +122,11 @@ KERNELS: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {
     "quantize_kernel": (quantize, (1, 2)),
     "dequantize_kernel": (dequantize, (2,)),
 }
-"""By the name of the kernel: its stand-in, and the places of the arguments that it writes; and the gates of turns."""
+"""By kernel name: its stand-in, and the places of the arguments that it writes, without the turns' gates."""
 
 
 def install_kernels(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
-    """Put the stand-ins beneath every host function of `ringattn.kernels`."""
+    """Replace the launches of all host functions of `ringattn.kernels` by the stand-ins."""
 
     def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
         if grid == 0:
@@ -141,15 +141,11 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None
                 argument = argument._replace(gates=None)
             torch.utils._pytree.tree_map_only(Tensor, (writes if place in written else reads).append, argument)
         recorder.operation(
-            "kernel",
-            name,
-            reads=reads,
-            writes=writes,
-            arguments=(args, options),
+            "kernel", name, reads=reads, writes=writes, arguments=(args, options),
             action=lambda arguments: stand_in(*arguments[0], **arguments[1]),
-        )
+        )  # fmt: skip
 
-    # one multiprocessor: always busy, so that dK/dV is one launch where a config does not say otherwise
+    # One multiprocessor is always busy, so dK/dV is not split unless a config asks for splits.
     gpu = INTERPRETER_GPU._replace(multiprocessors=1, l2_bytes=1 << 20)
     monkeypatch.setattr("ringattn.kernels.order.gpu_or_interpreter", lambda device: gpu)
     for module_name in [name for name in sys.modules if name.startswith("ringattn.kernels.")]:

@@ -1,4 +1,4 @@
-"""CuPy's NCCL, played between threads of one process; its operations land in the log of a `Device`."""
+"""CuPy's NCCL between threads of one process; its operations go to the log of a `Device`."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ from ringattn.comm.transports.lanes import StreamLane
 from ..transport_cases import filled
 from .device import PATIENCE, THREAD_LOCAL, Device, Event
 
-Wire = tuple[bytes, int, int]
-"""Communicator, source and destination."""
+Wire = tuple[bytes, int, int]  # communicator, source and destination
 
 
 class Group(threading.local):
-    """What a thread has called since `groupStart`."""
+    """Calls of a thread since `groupStart`."""
 
     def __init__(self) -> None:
         self.receives: list[tuple[int, int, Wire]] | None = None
         self.calls: set[Communicator] = set()
         self.given_up: list[Communicator] = []
-        self.pending: list[tuple[Communicator, str, Callable[[], None]]] = []  # one-sided calls
+        self.pending: list[tuple[Communicator, str, Callable[[], None]]] = []  # pending one-sided calls
 
 
 class Fabric:
-    """What `cupy.cuda.nccl` holds, for any number of ranks that are threads. Bytes really move, at `groupEnd`."""
+    """Stand-in for `cupy.cuda.nccl`, for any number of ranks in threads; bytes move at `groupEnd`."""
 
     NCCL_UINT8 = 1
     available = True
@@ -46,10 +45,10 @@ class Fabric:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._wires: dict[Wire, queue.Queue[bytes]] = {}
-        self.moves = True  # False: nothing moves and nothing blocks, the order is all that is wanted
+        self.moves = True  # False: no bytes move and no call blocks; only the order is logged
         self._drawn = itertools.count()
         self.open_group = Group()
-        self.index: int | None = None  # the GPU on which threads must make, poll and end communicators; None: any
+        self.index: int | None = None  # GPU on which threads must create, poll and destroy communicators; None: any
         self.fail_on: str | None = None
         self.async_error = ""
         self.before_end: Callable[[], None] = lambda: None
@@ -58,15 +57,14 @@ class Fabric:
         self.abort_called = threading.Event()
 
     def wire(self, edge: Wire) -> queue.Queue[bytes]:
-        """What was sent over an edge of a communicator and not received yet."""
-        return self._wires.setdefault(edge, queue.Queue())  # atomic: both ends may come at once
+        """Return the queue of bytes sent over an edge and not received yet."""
+        return self._wires.setdefault(edge, queue.Queue())  # atomic, because both ends may ask at the same time
 
     def cut(self) -> None:
-        """Lose what is under way."""
         self._wires.clear()
 
     def get_unique_id(self) -> bytes:
-        first = next(self._drawn)  # every communicator has its own
+        first = next(self._drawn)  # unique per communicator
         return bytes(range(first, first + 128))
 
     def NcclCommunicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
@@ -115,7 +113,7 @@ class Communicator:
         self._fabric = fabric
         self._id = unique_id
         self._rank = rank
-        self.calls = 0  # threads that are inside of a group with it
+        self.calls = 0  # threads with a call of this communicator in an open group
         self.freed = False
 
     def send(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
@@ -130,23 +128,22 @@ class Communicator:
         receives.append((pointer, count, wire))
 
     def _enqueue(self, kind: str, wire: Wire, *arguments: int) -> list[tuple[int, int, Wire]]:
-        """Log it; the receives of the open group."""
         pointer, count, *_, stream = arguments
         self._fabric.device.transfer(kind, pointer, count, stream, detail=arguments, wire=wire)
         return self.enter(kind)
 
     def enter(self, kind: str) -> list[tuple[int, int, Wire]]:
-        """A call inside of a group; its receives."""
-        here = self._fabric.open_group
-        assert here.receives is not None, "outside of a group"
+        """Register a call in the open group and return the group's receives."""
+        group = self._fabric.open_group
+        assert group.receives is not None, f"{kind} outside of a group"
         if self.freed:
             raise NcclError("NCCL_ERROR_INVALID_ARGUMENT")
-        if self not in here.calls:
-            here.calls.add(self)
+        if self not in group.calls:
+            group.calls.add(self)
             self.calls += 1
         if self._fabric.fail_on == kind:
             raise NcclError("NCCL_ERROR_INVALID_USAGE")
-        return here.receives
+        return group.receives
 
     def check_async_error(self) -> None:
         self._fabric.check_place()
@@ -154,7 +151,7 @@ class Communicator:
             raise NcclError(self._fabric.async_error)
 
     def abort(self) -> None:
-        """Raises the flag at once, and frees at the end of the group."""
+        """Signal the abort at once, and free the communicator at the end of the group."""
         self._fabric.check_place()
         self._fabric.device.add("abort")
         self._fabric.abort_called.set()
@@ -164,11 +161,11 @@ class Communicator:
             self._fabric.open_group.given_up.append(self)
 
     def free(self) -> None:
-        assert not self.calls, "freed under a call"
+        assert not self.calls, "the communicator was freed during a call"
         self.freed = True
         self._fabric.device.add("free")
 
-    def __del__(self) -> None:  # as CuPy's does
+    def __del__(self) -> None:  # like CuPy's
         if not self.freed:
             self._fabric.device.add("destroy")
 
@@ -180,13 +177,13 @@ class Communicator:
 
 
 def launch(pending: Sequence[tuple[Communicator, str, Callable[[], None]]]) -> None:
-    """As NCCL does at the end of a group: in order, but those of several communicators in turns (`doLaunches`).
+    """Run pending calls like NCCL at the end of a group, where several communicators take turns (`doLaunches`).
 
     A turn is one wait, or all puts and signals up to the next wait (`scheduleRmaTasksToPlan`).
     """
     turns: dict[Communicator, list[list[Callable[[], None]]]] = {}
-    for communicator, some in itertools.groupby(pending, key=lambda call: call[0]):
-        for waits, calls in itertools.groupby(some, key=lambda call: call[1] == "wait"):
+    for communicator, calls_in_a_row in itertools.groupby(pending, key=lambda call: call[0]):
+        for waits, calls in itertools.groupby(calls_in_a_row, key=lambda call: call[1] == "wait"):
             jobs = [job for _, _, job in calls]
             turns.setdefault(communicator, []).extend([[job] for job in jobs] if waits else [jobs])
     for turn in itertools.zip_longest(*turns.values(), fillvalue=[]):
@@ -195,7 +192,7 @@ def launch(pending: Sequence[tuple[Communicator, str, Callable[[], None]]]) -> N
 
 
 def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:
-    """Let `import cupy.cuda.nccl` find `fabric`, whose communicators are those of the NCCL library too."""
+    """Make `import cupy.cuda.nccl` return `fabric`, whose communicators also replace the NCCL library's."""
     cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", fabric)):
         monkeypatch.setitem(sys.modules, name, module)
@@ -203,21 +200,21 @@ def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:
 
 
 def check_held(device: Device, transport: Transport, peer: int) -> None:
-    """What a post moves is there at each wait of the stream that owns it, and not for longer."""
+    """Check that a posted tensor lives until the owning stream's last wait, and no longer."""
     sent, received = filled(1, 4, torch.device("cpu")), filled(0, 4, torch.device("cpu"))
     alive = [weakref.ref(sent), weakref.ref(received)]
     fence = transport.post(sends=[Message(peer, sent)], receives=[Message(peer, received)])
     del sent, received
-    StreamLane(torch.device("cpu")).follow([fence])  # a third stream: that it waits says nothing of the owner
-    owner, held = device.current(), list[list[bool]]()
+    StreamLane(torch.device("cpu")).follow([fence])  # a wait of a third stream must not release the tensors
+    owner, alive_at_wait = device.current(), list[list[bool]]()
     wait_event = owner.wait_event
 
     def noted(event: Event) -> None:
-        held.append([ref() is not None for ref in alive])
+        alive_at_wait.append([ref() is not None for ref in alive])
         wait_event(event)
 
     owner.wait_event = noted  # type: ignore[method-assign]
     fence.wait()
-    assert held and all(map(all, held))
+    assert alive_at_wait and all(map(all, alive_at_wait))
     gc.collect()
     assert not any(ref() is not None for ref in alive)

@@ -1,4 +1,4 @@
-"""NCCL's one-sided calls on the fabric: windows that all ranks map, and signals that are counted for each pair."""
+"""NCCL's one-sided calls on the fabric: windows mapped by all ranks, and signals counted per pair of ranks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .nccl import Communicator, Fabric, NcclError
 
 
 class Windows:
-    """What is allocated and registered, of all ranks."""
+    """Allocations and registrations of all ranks."""
 
     def __init__(self) -> None:
-        self.blocks: dict[int, torch.Tensor] = {}  # by address; kept, for what is gone may still be asked for
+        self.blocks: dict[int, torch.Tensor] = {}  # by address; freed blocks stay, because late calls may use them
         self.freed: set[int] = set()
         self.registered: dict[tuple[bytes, int, int], tuple[int, int]] = {}  # by communicator, rank and handle
         self.gone: set[tuple[bytes, int, int]] = set()
-        self.fails: dict[str, int] = {}  # by call, the rank whose call NCCL refuses
-        self.symmetric = True  # False: registering makes no window
+        self.fails: dict[str, int] = {}  # call name to the rank whose call fails
+        self.symmetric = True  # False: registration fails
 
     @property
     def left(self) -> tuple[int, int]:
-        """How many blocks and windows nobody has given back."""
+        """Number of blocks and of windows that were not released."""
         return len(self.blocks.keys() - self.freed), len(self.registered.keys() - self.gone)
 
 
 class OneSided(Communicator):
-    """A communicator whose first calls are these; all of NCCL's rules that a caller may break are errors here."""
+    """A communicator with one-sided calls, where every violation of NCCL's rules raises an error."""
 
     def __init__(self, fabric: Fabric, unique_id: bytes, rank: int) -> None:
         super().__init__(fabric, unique_id, rank)
@@ -52,10 +52,10 @@ class OneSided(Communicator):
         return block.data_ptr()
 
     def free(self, pointer: int | None = None) -> None:
-        if pointer is None:  # the communicator: NCCL waits for its streams (`commDestroySync`)
+        if pointer is None:  # frees the communicator; NCCL waits for its streams (`commDestroySync`)
             device, words = self._fabric.device, self._fabric.device.words
             until = {self._word(peer, self._rank): count for peer, count in self.expected.items()}
-            device.block(lambda: not device.blocks or all(words.get(one, 0) >= count for one, count in until.items()))
+            device.block(lambda: not device.blocks or all(words.get(word, 0) >= count for word, count in until.items()))
             return super().free()
         self.windows.freed.add(pointer)
         self._fabric.device.forget(self.windows.blocks[pointer])
@@ -64,8 +64,8 @@ class OneSided(Communicator):
         self._refuse("register")
         if not self.windows.symmetric:
             raise NcclError("no symmetric memory")
-        mine = [handle for one, rank, handle in self.windows.registered if (one, rank) == (self._id, self._rank)]
-        handle = 1 + len(mine)
+        handles = [handle for comm, rank, handle in self.windows.registered if (comm, rank) == (self._id, self._rank)]
+        handle = 1 + len(handles)
         self.windows.registered[self._id, self._rank, handle] = pointer, nbytes
         return handle
 
@@ -128,7 +128,7 @@ class OneSided(Communicator):
 
 
 def install_one_sided(monkeypatch: pytest.MonkeyPatch, fabric: Fabric) -> Windows:
-    """Let the transport find these communicators, and tensors in their windows; boxes hold little."""
+    """Make the transport use these communicators, windows on the host, and small boxes."""
     windows: Windows = fabric.__dict__.setdefault("windows", Windows())
     monkeypatch.setattr(
         nccl_one_sided, "OneSidedCommunicator", lambda size, unique_id, rank, limits: OneSided(fabric, unique_id, rank)
@@ -139,6 +139,6 @@ def install_one_sided(monkeypatch: pytest.MonkeyPatch, fabric: Fabric) -> Window
 
 
 def opened(group: LocalGroup, **more: object) -> nccl_one_sided.NcclOneSidedTransport:
-    """A transport of CPU tensors over all virtual ranks."""
+    """Return a transport of CPU tensors over all virtual ranks."""
     options: dict[str, Any] = {"device": torch.device("cpu"), "timeout": 60.0, "control": control_of(group), **more}
     return nccl_one_sided.NcclOneSidedTransport(rank=group.rank(), size=group.size(), **options)

@@ -1,7 +1,7 @@
-"""What torch's functions and operators say and do on the recorder.
+"""Torch functions and operators on the recorder.
 
-A tensor that was made for a GPU says that it is on one, so that our code takes its CUDA paths; every operator on it is
-an operation of the current stream. Tensors of the host are left alone.
+A tensor that was created for a GPU claims to be on one, so that our code takes its CUDA paths. Every operator on such a
+tensor is an operation of the current stream. Host tensors behave as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .recorder import GPU, HOST, Give, Recorder
 
 @contextmanager
 def acting(recorder: Recorder, rank: int) -> Iterator[None]:
-    """This thread acts for `rank`, and torch's calls in it are recorded."""
+    """Act as `rank` in this thread, and record torch's calls."""
     before, recorder.thread.rank = recorder.thread.rank, rank
     try:
         with _Functions(recorder), _Operators(recorder):
@@ -30,7 +30,7 @@ def acting(recorder: Recorder, rank: int) -> Iterator[None]:
 
 
 class _Functions(TorchFunctionMode):
-    """torch's functions as a GPU's owner sees them: where a tensor is, and what the host waits for."""
+    """Torch functions that report a tensor's claimed device and record host synchronization."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -64,15 +64,15 @@ class _Functions(TorchFunctionMode):
         return self._made(kind, lambda: func(*args, **{**kwargs, "device": HOST}))
 
     def _made(self, kind: torch.device, make: Callable[[], Any]) -> Any:
-        here = self.recorder.thread
-        before, here.makes = here.makes, kind
+        thread = self.recorder.thread
+        before, thread.makes = thread.makes, kind
         try:
             return make()
         finally:
-            here.makes = before
+            thread.makes = before
 
     def _moved(self, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """`to`, `cuda` and `cpu`: a copy of its own where the tensor is on the other side."""
+        """Emulate `to`, `cuda` and `cpu` with a copy if the tensor is on the other side."""
         to: Any = torch.Tensor.to
         wanted, rest = self._wanted(func.__name__, args, kwargs)
         if wanted is not None and wanted.type not in ("cpu", "cuda"):
@@ -85,7 +85,7 @@ class _Functions(TorchFunctionMode):
         return to(x, *rest, **kwargs) if rest or kwargs else x
 
     def _wanted(self, name: str, args: Any, kwargs: Any) -> tuple[torch.device | None, list[Any]]:
-        """The device that is asked for, and the other arguments."""
+        """Return the requested device and the other arguments."""
         wanted = {"cpu": HOST, "cuda": GPU}.get(name)
         rest = []
         for value in (*args, *([kwargs.pop("device")] if kwargs.get("device") is not None else [])):
@@ -104,7 +104,7 @@ SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten:
 
 
 class _Operators(TorchDispatchMode):
-    """Every operator of torch that touches memory of the device, as one operation of the current stream."""
+    """Mode that records every operator on device memory as one operation of the current stream."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -112,37 +112,38 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, recorder = kwargs or {}, self.recorder
-        with self:  # below autograd, as in an op of ours, operators come here before they are taken apart
+        with self:  # below autograd, composite operators arrive here undecomposed
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
         if func.is_view:
-            return func(*args, **kwargs)  # no other memory than what is there
+            return func(*args, **kwargs)  # views allocate no memory
         tensors = _tensors((args, kwargs))
         override, touches = recorder.thread.makes, any(map(recorder.on_device, tensors))
         on_device = override.type == "cuda" if override is not None else touches
         if not touches and not on_device:
-            return func(*args, **kwargs)  # the host's alone
-        held, written = tree_map(recorder.held, (args, kwargs)), _written(func, args, kwargs)
+            return func(*args, **kwargs)  # host only
+        recorded_args, written = tree_map(recorder.held, (args, kwargs)), _written(func, args, kwargs)
         result = func(*args, **kwargs)
-        made = [x for x in _tensors(result) if recorder.memory.find(x) is None]
-        for x in made:
+        new_tensors = [x for x in _tensors(result) if recorder.memory.find(x) is None]
+        for x in new_tensors:
             recorder.allocated(x, on_device)
         name = func._schema.name
-        if (not made and not written and name not in SYNCHRONIZES) or name in EMPTY:
+        if (not new_tensors and not written and name not in SYNCHRONIZES) or name in EMPTY:
             return result
-        wrote = [*written, *made]
-        if name == "aten::copy_" and args[0].dtype == torch.uint8 and recorder.on_device(args[0]):  # a transfer's bytes
+        outputs = [*written, *new_tensors]
+        # A copy of bytes is a transfer.
+        if name == "aten::copy_" and args[0].dtype == torch.uint8 and recorder.on_device(args[0]):
             recorder.given_up("copy", recorder.current(), "copy_", recorder.held(args[0]))
         op = recorder.add(
             "copy" if name == "aten::copy_" else "op",
             recorder.current(),
             detail=name.removeprefix("aten::"),
             reads=recorder.uses([x for x in tensors if not any(x is y for y in written)]),
-            writes=recorder.uses(wrote),
+            writes=recorder.uses(outputs),
         )
-        results = [recorder.held(x) for x in made]
-        op.action = _again(func, held, results)
+        results = [recorder.held(x) for x in new_tensors]
+        op.action = _again(func, recorded_args, results)
         if name in SYNCHRONIZES or (
             name == "aten::copy_" and recorder.on_device(args[1]) > recorder.on_device(args[0])
         ):
@@ -153,8 +154,8 @@ class _Operators(TorchDispatchMode):
 def _again(func: Any, held: Any, results: list[Any]) -> Callable[[Give], None]:
     def act(give: Give) -> None:
         args, kwargs = tree_map(give, held)
-        made = func(*args, **kwargs)
-        for target, value in zip(results, _tensors(made) if results else (), strict=bool(results)):
+        result = func(*args, **kwargs)
+        for target, value in zip(results, _tensors(result) if results else (), strict=bool(results)):
             give(target).copy_(value)
 
     return act

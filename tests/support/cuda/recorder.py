@@ -1,7 +1,6 @@
-"""A `Device` that also knows memory: what each operation reads and writes, and how to do it again.
+"""A `Device` that also records what each operation reads and writes, and how to repeat it.
 
-It runs on memory of the host: streams are names, and what they are given is logged. What torch's operators do comes
-from `operators`.
+It runs on host memory. Streams are only names, and their operations are logged. `operators` records torch's operators.
 """
 
 from __future__ import annotations
@@ -21,22 +20,21 @@ from .memory import Memory, Ref, Storage
 from .nccl import Fabric, install_nccl
 from .one_sided import install_one_sided
 
-GPU = torch.device("cuda:1")  # not the one that is current in a new thread
+GPU = torch.device("cuda:1")  # not the current device of a new thread
 HOST = torch.device("cpu")
 
-Give = Callable[[Any], Any]
-"""What turns a `Ref` or a `Mail` into the memory of one execution."""
+Give = Callable[[Any], Any]  # function that maps a `Ref` or a `Mail` to memory of one execution
 
 
 @dataclass(frozen=True)
 class Mail:
-    """Where the bytes of one send lie in a replay: a list that is empty until they have been read."""
+    """Mailbox for the bytes of one send in a replay: a list that the send fills."""
 
     send: int
 
 
 def mail(op: Op, ref: Ref) -> Callable[[Give], None]:
-    """A send puts its bytes into the mail, its receive takes them out."""
+    """Return an action in which a send fills its mailbox, and the receive reads the mailbox."""
 
     def act(give: Give) -> None:
         if op.kind == "send":
@@ -49,50 +47,41 @@ def mail(op: Op, ref: Ref) -> Callable[[Give], None]:
 
 
 def poison(ref: Ref) -> Callable[[Give], None]:
-    """Make bytes unlike anything that was written there."""
+    """Return an action that fills memory with bytes that nobody writes."""
     return lambda give: give(ref).fill_(0xFF)  # NaN in every floating type
 
 
 class Recorder(Device):
-    """See the module."""
-
     def __init__(self) -> None:
         super().__init__()
         self.memory = Memory(self._freed)
 
-    # what happens
+    # operations
 
     def current(self, device: object = GPU) -> Stream:
         return super().current(device)
 
     def operation(
-        self,
-        kind: str,
-        detail: str,
-        *,
-        reads: Sequence[torch.Tensor] = (),
-        writes: Sequence[torch.Tensor] = (),
-        action: Callable[..., None] | None = None,
-        arguments: Any = None,
-    ) -> None:
-        """Log something that the current stream does to tensors; `action(arguments)` does it again, in replay."""
+        self, kind: str, detail: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = (),
+        action: Callable[..., None] | None = None, arguments: Any = None,
+    ) -> None:  # fmt: skip
+        """Log an operation of the current stream on tensors; replay repeats `action(arguments)`."""
         op = self.add(kind, self.current(), detail=detail, reads=self.uses(reads), writes=self.uses(writes))
         if action is not None:
-            held = tree_map(self.held, arguments)
-            op.action = lambda give: action(tree_map(give, held))
+            recorded_args = tree_map(self.held, arguments)
+            op.action = lambda give: action(tree_map(give, recorded_args))
 
     def read_back(self, name: str, tensor: torch.Tensor) -> None:
-        """The host reads a tensor, and waits for its stream."""
+        """Log that the host reads a tensor and waits for its stream."""
         self.operation("read back", name, reads=[tensor])
         self.add("synchronize", self.current())
 
     def given_up(self, kind: str, stream: Stream, detail: str, ref: Ref) -> Op:
-        """From here on the bytes are what a transfer makes of them: in replay they are NaN until it is over."""
+        """Log the start of a transfer into memory; in replay the bytes are NaN until the transfer is over."""
         group = self.thread.group
         return self.add(kind, stream, detail=detail, group=group, writes=(ref.use,), action=poison(ref))
 
     def transfer(self, kind: str, pointer: int, count: int, stream: int, **more: Any) -> Op:
-        """A send or a receive of NCCL."""
         ref, on = self.memory.at(pointer, count), self.streams[stream]
         _, source, destination = more["wire"]
         more |= {"group": self.thread.group, "detail": f"to {destination}" if kind == "send" else f"from {source}"}
@@ -113,28 +102,26 @@ class Recorder(Device):
 
     def forget(self, tensor: torch.Tensor) -> None:
         storage = self.memory.known(tensor)
-        storage.used_by.clear()  # `record_stream` is nothing to memory that is not torch's
+        storage.used_by.clear()  # `record_stream` has no effect on memory that is not torch's
         self._freed(storage)
 
     # memory
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor says that it is on the GPU."""
         storage = self.memory.find(tensor)
         return storage is not None and storage.on_device
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
-        """What messages call the allocation of a tensor."""
         self.memory.known(tensor).name = name
 
     def allocated(self, tensor: torch.Tensor, on_device: bool) -> None:
-        """A torch operator has made new memory: it may be what the owning stream has just let go of."""
+        """Log a new allocation, which may reuse memory that its stream has just freed."""
         storage = self.memory.add(tensor, self.current(), on_device)
         if on_device and storage.nbytes:
             self.add("allocate", storage.owner, detail="", writes=(storage.all.use,), action=poison(storage.all))
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """torch.Tensor.record_stream: once freed, the memory is not used again before this stream gets there."""
+        """Stand in for torch.Tensor.record_stream, which delays reuse of freed memory until the stream gets there."""
         self.memory.known(tensor).used_by.append(stream)
 
     def _freed(self, storage: Storage) -> None:
@@ -146,11 +133,10 @@ class Recorder(Device):
             )
 
     def uses(self, tensors: Sequence[torch.Tensor]) -> tuple[Use, ...]:
-        """The bytes of those that are on the device."""
         return tuple(self.memory.ref(x).use for x in tensors if self.on_device(x))
 
     def held(self, value: Any) -> Any:
-        """What replay needs of an argument: memory of the device as a reference, of the host as it is now."""
+        """Return an argument for replay: a reference for device memory, a copy for host memory."""
         if not isinstance(value, torch.Tensor):
             return value
         return self.memory.ref(value) if self.on_device(value) else value.clone()
@@ -158,7 +144,7 @@ class Recorder(Device):
     # set-up
 
     def begin(self) -> None:
-        """Forget what has happened: what is recorded starts here, after everything else is over."""
+        """Start the recording: clear the log and save the memory's contents."""
         with self.adding:
             self.recording = False
             self.memory.snapshot()
@@ -166,12 +152,11 @@ class Recorder(Device):
             self.recording = True
 
     def end(self) -> None:
-        """What happens from here on is not recorded."""
         self.recording = False
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Fabric]:
-    """Put a recorder in the place of the GPU, and a fabric on it in the place of NCCL."""
+    """Replace the GPU by a recorder, and NCCL by a fabric on the recorder."""
     recorder = Recorder()
     fabric = Fabric(recorder)
     replace_streams(monkeypatch, recorder)

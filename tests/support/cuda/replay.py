@@ -1,4 +1,4 @@
-"""Executes recorded operations on other memory, in any order that the graph leaves open."""
+"""Execution of recorded operations on other memory, in any order that the graph allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .recorder import Mail, Recorder
 
 
 class Replay:
-    """Memory for one execution; what was never written is NaN."""
+    """Memory for one execution; bytes that were never written are NaN."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._storages = recorder.memory.storages
@@ -22,20 +22,19 @@ class Replay:
         self._mail: dict[int, list[torch.Tensor]] = {}
 
     def run(self, graph: Graph, seed: int, before: list[set[int]] | None = None) -> None:
-        """All operations, in an order drawn by `seed` that agrees with the graph, or with `before` in its place."""
+        """Run all operations in an order drawn by `seed` that respects the graph, or `before` instead."""
         for number in linear(graph.before if before is None else before, _draws(seed)):
             action = graph.log[number].action
             if action is not None:
                 action(self.give)
 
     def give(self, value: Any) -> Any:
-        """What an argument of a recorded operation is here."""
+        """Map an argument of a recorded operation to this execution."""
         if isinstance(value, Mail):
             return self._mail.setdefault(value.send, [])
         return self.tensor(value) if isinstance(value, Ref) else value
 
     def tensor(self, ref: Ref) -> torch.Tensor:
-        """The memory that a reference means."""
         memory = self._memory.get(ref.storage)
         if memory is None:
             storage = self._storages[ref.storage]
@@ -52,7 +51,7 @@ def _draws(seed: int) -> Iterator[float]:
 
 
 def without(graph: Graph, edges: Iterable[tuple[int, int]], turned: Iterable[tuple[int, int]] = ()) -> list[set[int]]:
-    """The graph without some edges of waits, and with others that force what these had prevented."""
+    """Return the graph's edges without those of some waits, plus the reverse of the ``turned`` pairs."""
     before = [set(earlier) for earlier in graph.before]
     for first, second in edges:
         if first not in graph.fixed[second]:

@@ -1,6 +1,6 @@
-"""The ring on the recorder: every rank's calls of ``ring_attention``, from the door to the caller's next use.
+"""The ring on the recorder: every rank's ``ring_attention`` calls, up to the caller's next use of its tensors.
 
-All that depends on how the ring and the transports are opened is here.
+Everything that depends on how the ring and its transports open is here.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from .recorder import GPU, Recorder, install
 from .replay import Replay
 
 ARRIVES = ("recv", "copy", "await")
-CACHED_BY = "what is cached by "
+CACHED_BY = "the cached value of "
 
 
 def fresh(layout: Layout) -> Layout:
-    """Return an equal layout, of which nothing is cached."""
+    """Return an equal layout without cached values."""
     return Layout(layout.spans_per_rank)
 
 
 def cached_by() -> str:
-    """Return the function of ours that makes or reads a cached value just now."""
+    """Return our function that is creating or reading a cached value."""
     frame, ours = sys._getframe(1), ("ringattn.kernels.", "ringattn.ring.")
     while not (name := frame.f_globals["__name__"]).startswith(ours) or name == shared_module.__name__:
         assert frame.f_back is not None
@@ -65,36 +65,35 @@ def cached_by() -> str:
 
 
 def name_cached(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
-    """Name every cached device tensor after the function of ours that made it."""
-    made = Shared.__init__
+    """Name every cached device tensor after our function that made it."""
+    original_init = Shared.__init__
 
-    def named(self: Shared[Any], value: Any, tensors: Any) -> None:
-        kept = [x for x in tensors if x is not None]
-        made(self, value, kept)
-        for x in kept:
+    def named_init(self: Shared[Any], value: Any, tensors: Any) -> None:
+        present = [x for x in tensors if x is not None]
+        original_init(self, value, present)
+        for x in present:
             if recorder.on_device(x):
                 recorder.name(x, f"{CACHED_BY}{cached_by()}")
 
-    monkeypatch.setattr(Shared, "__init__", named)
+    monkeypatch.setattr(Shared, "__init__", named_init)
 
 
 @dataclass
 class Recording:
-    """The graph of a case, and what its ranks asked of their transports."""
+    """The graph of a case, and the posts of its ranks."""
 
     case: Case
     recorder: Recorder
     graph: Graph
-    results: list[dict[str, Ref]]  # per rank, what the caller read
+    results: list[dict[str, Ref]]  # per rank, results that the caller read
     keys: list[list[tuple[int, Key]]]  # per rank, call and key of its posts, in order
 
     def problems(self) -> list[str]:
-        """Everything that is wrong, in words."""
         failures = self.graph.problems() + self.out_of_order() + self.miscounted()
         return failures if self.graph.cyclic else failures + self.held_up()
 
     def out_of_order(self) -> list[str]:
-        """Where a rank does not post in the one order of keys, or two ends of a transfer have different keys."""
+        """Return posts out of key order, and transfers whose two ends have different keys."""
         failures = []
         for rank, keys in enumerate(self.keys):
             places = [(call, key.phase == "backward", *_place(key)) for call, key in keys]
@@ -109,7 +108,7 @@ class Recording:
         return failures
 
     def held_up(self) -> list[str]:
-        """Where a forward waits for K/V that it does not yet compute with: nothing would hide their transfer."""
+        """Return forward kernels that wait for K/V they do not need yet, which would expose the transfer."""
         failures = []
         arrivals = [op for op in self.graph.log if op.kind in ARRIVES and op.label in self._by_label]
         for kernel in self.graph.log:
@@ -124,16 +123,16 @@ class Recording:
         return failures
 
     def miscounted(self) -> list[str]:
-        """Where a rank does not launch each kernel once per shard and part of the mask that it sees, its own always."""
+        """Return kernels not launched once per visible shard and mask part, and always for the own shard."""
         launched = Counter(
             (op.rank, op.label.partition(",")[0], op.detail) for op in self.graph.log if op.kind == "kernel"
         )
         failures, chunks = [], self.case.ring.get("chunks", 1)
         for number, call in enumerate(self.case.calls):
-            call, exchanging = self.case.on_ring(call), self.case.ulysses
-            for rank in (rank for rank in range(self.case.world) if call.layout.lengths[rank // exchanging]):
-                place, places = rank // exchanging, range(call.layout.world)
-                wanted = chunks * sum(max(seen(call, place, other), other == place) for other in places)
+            call, ulysses = self.case.on_ring(call), self.case.ulysses
+            for rank in (rank for rank in range(self.case.world) if call.layout.lengths[rank // ulysses]):
+                ring_rank, ring_ranks = rank // ulysses, range(call.layout.world)
+                wanted = chunks * sum(max(seen(call, ring_rank, other), other == ring_rank) for other in ring_ranks)
                 for kernel in self.case.kernels(call):
                     count = launched[rank, f"call {number}", kernel]
                     if count != wanted:
@@ -141,7 +140,6 @@ class Recording:
         return failures
 
     def key(self, label: str) -> tuple[int, ...]:
-        """The place of a post in the one order."""
         return _place(self._by_label[label])
 
     @cached_property
@@ -149,13 +147,13 @@ class Recording:
         return {f"call {call}, {key}": key for keys in self.keys for call, key in keys}
 
     def replayed(self, seed: int, before: list[set[int]] | None = None) -> list[dict[str, Tensor]]:
-        """What every rank reads where the operations run in an order drawn by `seed`."""
+        """Return every rank's results with the operations run in an order drawn by `seed`."""
         replay = Replay(self.recorder)
         replay.run(self.graph, seed, before)
         return [{name: replay.tensor(ref) for name, ref in results.items()} for results in self.results]
 
     def wrong(self, seed: int, before: list[set[int]] | None = None) -> list[str]:
-        """The results that such an execution gets wrong."""
+        """Return the results that such an execution gets wrong."""
         failures = []
         results = self.replayed(seed, before)
         for rank, (got, want) in enumerate(zip(results, self.wanted, strict=True)):
@@ -165,7 +163,6 @@ class Recording:
 
     @cached_property
     def wanted(self) -> list[dict[str, Tensor]]:
-        """The results as they should be."""
         return expected(self.case)
 
 
@@ -184,17 +181,17 @@ def record(case: Case) -> Recording:
 
 
 class _Session:
-    """One case, run by one thread per rank."""
+    """The recording of one case, with one thread per rank."""
 
     def __init__(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         self.case = case
         self.recorder, self.fabric = install(monkeypatch)
         install_kernels(monkeypatch, self.recorder)
-        self.slots: list[tuple[str, int, int, int]] = []  # name, storage, where slot 0 begins, bytes of a slot
+        self.slots: list[tuple[str, int, int, int]] = []  # name, storage, start of slot 0, bytes per slot
         self.rings: dict[int, Ring] = {}
-        self.exchanges: dict[int, Ring] = {}  # of the ranks that exchange with each other
+        self.exchanges: dict[int, Ring] = {}  # Ulysses rings
         self.meshes: dict[int, LocalMesh] = {}
-        self.calls = [0] * case.world  # the number of the call that each rank is in
+        self.calls = [0] * case.world  # index of each rank's current call
         self.results: list[dict[str, Ref]] = [{} for _ in range(case.world)]
         self.kept: list[Tensor] = []
         self.keys: list[list[tuple[int, Key]]] = [[] for _ in range(case.world)]
@@ -202,7 +199,7 @@ class _Session:
         monkeypatch.setattr(ring_module, "open_transports", self.open)
         monkeypatch.setattr(ring_module, "open_transport", lambda *rest, **more: self.open(*rest, **more, flat=True)[0])
         monkeypatch.setattr(prepare, "build_mask", self.build_mask)
-        # without the dispatcher, inside whose ops the modes of the stand-in are off
+        # Bypass the dispatcher, because the stand-in's modes are off inside custom ops.
         monkeypatch.setattr(ops, "_FORWARD", ops._ring_attention)
         monkeypatch.setattr(ops, "_GRADIENTS", ops.gradients)
         monkeypatch.setattr(ring_module, "ring_of", lambda *_: self.exchange)
@@ -214,27 +211,26 @@ class _Session:
         self._caches: list[Any] = []
         for module, name in ((plan_module, "_shared_plan"), (rows_module, "_shared_rows"), (prepare, "shared")):
             monkeypatch.setattr(module, name, self.of_process(getattr(module, name)))
-        # of every process its own, as what they cache of the device is
+        # One layout per process, because layouts cache device tensors.
         self.layouts = [{call.layout: fresh(call.layout) for call in case.calls} for _ in self._processes]
         name_cached(monkeypatch, self.recorder)
         self._label(monkeypatch)
 
     def run(self) -> Recording:
-        """Record it."""
         for layout, mask, *_ in map(self.case.on_ring, self.case.calls):
-            sent_keys(layout, mask, layout)  # once, and of the host alone: every rank finds it there
+            sent_keys(layout, mask, layout)  # fill this host-only cache once for all ranks
         with LocalWorld(self.case.world, device=GPU, timeout=PATIENCE) as world:
             world.run(self.rank)
         graph = Graph(self.recorder.log, self.where)
         return Recording(self.case, self.recorder, graph, self.results, self.keys)
 
     def build_mask(self, *_: object, **__: object) -> Mask:
-        """In the place of what makes one of a call's arguments: the masks of the cases may be of any kind."""
+        """Replace the ring's function, because the cases use masks of any kind."""
         return self.case.calls[self.calls[self.recorder.thread.rank]].mask
 
     @property
     def _processes(self) -> range:
-        """Virtual ranks share one process and one device; other ranks have one each."""
+        """The emulated processes: virtual ranks share one process and device, other ranks have one each."""
         return range(1 if self.case.transport == "local" else self.case.world)
 
     @property
@@ -242,20 +238,20 @@ class _Session:
         return self.recorder.thread.rank % len(self._processes)
 
     def of_process(self, cached: Any) -> Callable[..., Any]:
-        """Return `cached` with a cache of its own for every process of this recording."""
+        """Return `cached` with one cache per emulated process of this recording."""
         caches = [lru_cache(cached.__wrapped__) for _ in self._processes]
         self._caches += caches
         return lambda *given, **more: caches[self._process](*given, **more)
 
     def forget(self) -> None:
-        """Drop everything that is cached, as if many other calls had come."""
+        """Clear all caches, as many other calls would."""
         for cache in self._caches:
             cache.cache_clear()
         for layout in (layout for layouts in self.layouts for layout in layouts.values()):
             layout.__dict__.pop("_orders", None)
 
     def begin(self) -> None:
-        """Record from here on, and what is cached on a device is made anew."""
+        """Clear the caches and start the recording."""
         self.forget()
         for results, keys in zip(self.results, self.keys, strict=True):
             results.clear()
@@ -264,32 +260,30 @@ class _Session:
 
     @property
     def exchange(self) -> Ring:
-        """Of this thread's rank."""
         return self.exchanges[self.recorder.thread.rank]
 
     # one rank
 
     def rank(self, group: LocalGroup) -> None:
-        """All calls of a rank."""
         try:
-            # a rank that never called torch.cuda.set_device: another device is current than its tensors'
+            # Emulate a rank that never called torch.cuda.set_device: its tensors are on another device.
             with acting(self.recorder, group.rank()), torch.cuda.device(0):
                 self._rank(group, group.rank())
         except BaseException:
-            self._barrier.abort()  # nobody waits for this rank
+            self._barrier.abort()  # release the ranks that wait for this one
             raise
 
     def _rank(self, group: LocalGroup, rank: int) -> None:
-        # closed also where the case fails: its watch would go on asking these events, on torch's own CUDA
-        both = self.meshes[rank] = group.mesh(self.case.world // self.case.ulysses, self.case.ulysses)
-        group = group if self.case.ulysses == 1 else both.ring
+        # Close the ring even if the case fails: its watch would query these events on torch's own CUDA.
+        mesh = self.meshes[rank] = group.mesh(self.case.world // self.case.ulysses, self.case.ulysses)
+        group = group if self.case.ulysses == 1 else mesh.ring
         with ExitStack() as open_rings:
             ring = open_rings.enter_context(Ring(group, transport=self.case.transport, **self.case.ring))
             self.rings[rank] = self.exchanges[rank] = ring
             if self.case.ulysses > 1:
-                self.exchanges[rank] = ring.partner(both.ulysses)  # closed with the ring
+                self.exchanges[rank] = ring.partner(mesh.ulysses)  # closed with the ring
             ring._trace = _Spans(self.recorder, lambda: self.calls[rank])  # type: ignore[assignment]
-            # warmed up here, where bytes still move: they are looked at
+            # Warm up while bytes still move, because the warm-up checks them.
             for call in map(self.case.on_ring, self.case.calls):
                 steps = plan(call.layout, call.mask, ring.rank, ring.direction, GPU, ring.topology, ring.slots)
                 for transport, edges in zip(ring.open(GPU), steps.edges, strict=False):
@@ -298,62 +292,61 @@ class _Session:
                 with self.exchange._exchange("warm-up", GPU):
                     pass
             tensors = [self.given(0, rank)]
-            if self.case.streams > 1:  # new slots would make the host wait behind what is cached
+            if self.case.streams > 1:  # allocate slots now: a later allocation would make the host wait
                 self.call(ring, rank, 0, tensors[0])
             self.together(rank, self.begin)
             self.fabric.moves = self.recorder.blocks = False
-            others = [torch.cuda.Stream(GPU) for _ in range(self.case.streams - 1)]
-            streams = [torch.cuda.current_stream(GPU), *others]
+            extra_streams = [torch.cuda.Stream(GPU) for _ in range(self.case.streams - 1)]
+            streams = [torch.cuda.current_stream(GPU), *extra_streams]
             for number in range(len(self.case.calls)):
                 with torch.cuda.stream(streams[number % len(streams)]):
-                    if number and others:
+                    if number and extra_streams:
                         tensors.append(self.given(number, rank))
                     self.call(ring, rank, number, tensors[-1])
                     self.use_again(rank, number, tensors[-1])
-            if others:
-                ring._warm.clear()  # which keeps plans
+            if extra_streams:
+                ring._warm.clear()  # it holds plans
                 self.together(rank, self.forget)
             self.together(rank, self.recorder.end)
 
     def call(self, ring: Ring, rank: int, number: int, tensors: dict[str, Tensor]) -> None:
-        """One forward, with its backward or without."""
         self.calls[rank] = number
         layout, mask, backward, hidden, dropout = self.case.calls[number]
         layout = self.layouts[self._process][layout]
         if self.case.unshards:
             return self.unshard(ring, rank, number, layout, tensors["q"])
-        more: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if hidden:
-            more["key_mask"] = torch.ones(1, layout.seqlen).index_fill(1, torch.tensor(hidden), 0).bool()
+            extra["key_mask"] = torch.ones(1, layout.seqlen).index_fill(1, torch.tensor(hidden), 0).bool()
         if dropout:
-            more |= {"dropout_p": 0.5, "dropout_seed": 7 + number}
+            extra |= {"dropout_p": 0.5, "dropout_seed": 7 + number}
         if self.case.ulysses > 1:
-            more["group"] = self.meshes[rank]
+            extra["group"] = self.meshes[rank]
         q, k, v = (tensors[name].detach().requires_grad_(backward) for name in "qkv")
         out, lse = ring_attention(
-            q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True, config=self.case.config, **more
+            q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True, config=self.case.config, **extra
         )
         self.read(rank, f"out{number}", out)
         self.read(rank, f"lse{number}", lse)
         if backward:
             grads = (tensors["dout"], tensors["dlse"])
-            # below torch.autograd.grad, under which torch's calls would not be seen
-            made = _engine_run_backward((out, lse), grads, False, False, (q, k, v), True, accumulate_grad=False)
-            for name, grad in zip(("dq", "dk", "dv"), made, strict=True):
+            # not torch.autograd.grad, which would hide torch's calls from the modes
+            grads_of_qkv = _engine_run_backward((out, lse), grads, False, False, (q, k, v), True, accumulate_grad=False)
+            for name, grad in zip(("dq", "dk", "dv"), grads_of_qkv, strict=True):
                 self.read(rank, f"{name}{number}", grad)
 
     def unshard(self, ring: Ring, rank: int, number: int, layout: Layout, tensors: Tensor) -> None:
-        """The whole of q on every rank; each computes a loss of its own."""
+        """Unshard q on every rank; each rank has its own loss."""
         q = tensors.detach().requires_grad_()
         whole = unshard(q, layout=layout, group=ring.group, grad="sum")
         self.read(rank, f"whole{number}", whole)
-        made = _engine_run_backward(
+        grads = _engine_run_backward(
             (whole,), (whole.detach() * (rank + 1),), False, False, (q,), True, accumulate_grad=False
         )
-        self.read(rank, f"dq{number}", made[0])
+        self.read(rank, f"dq{number}", grads[0])
 
     def use_again(self, rank: int, number: int, tensors: dict[str, Tensor]) -> None:
-        """The caller writes something else where its tensors were, or frees them, as soon as a call has returned."""
+        """Overwrite or free the caller's tensors as soon as a call has returned."""
         with self.recorder.labelled("the caller, afterwards"), torch.no_grad():
             for x in tensors.values():
                 x.fill_(float("nan"))
@@ -367,21 +360,19 @@ class _Session:
                     x.copy_(shard(self.case, number + 1, name, rank))
 
     def read(self, rank: int, name: str, result: Tensor) -> None:
-        """The caller's use of a result."""
         with self.recorder.labelled(f"the caller reads {name}"), torch.no_grad():
-            kept = result.detach().clone()
-        self.kept.append(kept)
-        self.results[rank][name] = self.recorder.held(kept)
+            copy = result.detach().clone()
+        self.kept.append(copy)
+        self.results[rank][name] = self.recorder.held(copy)
 
     def given(self, number: int, rank: int) -> dict[str, Tensor]:
-        """A rank's tensors."""
-        made = {name: shard(self.case, number, name, rank).contiguous().to(GPU) for name in GIVEN}
-        for name, tensor in made.items():
+        tensors = {name: shard(self.case, number, name, rank).contiguous().to(GPU) for name in GIVEN}
+        for name, tensor in tensors.items():
             self.recorder.name(tensor, f"rank {rank}'s {name}")
-        return made
+        return tensors
 
     def together(self, rank: int, action: Callable[[], None]) -> None:
-        """Once, while every rank stands still."""
+        """Run ``action`` once, while every rank waits."""
         self._barrier.wait(PATIENCE)
         if rank == 0:
             action()
@@ -390,28 +381,22 @@ class _Session:
     # transports
 
     def open(
-        self,
-        group: LocalGroup,
-        *,
-        transport: str,
-        device: torch.device,
-        topology: Topology | None = None,
-        flat: bool = False,
-        **_: Any,
-    ) -> tuple[Any, ...]:
-        """One transport per level of the ring, as `open_transports` makes them between processes."""
+        self, group: LocalGroup, *, transport: str, device: torch.device, topology: Topology | None = None,
+        flat: bool = False, **_: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Return one transport per level of the ring, like `open_transports` between processes."""
         if transport == "local":
             return tuple(LocalTransport(group, device) for _ in range(1 + bool(topology and topology.two_level)))
-        given = {"control": control_of(group), "limits": NO_LIMITS, "timeout": WARM_UP_SECONDS}
+        options = {"control": control_of(group), "limits": NO_LIMITS, "timeout": WARM_UP_SECONDS}
         return tuple(
-            find_transport(transport).open(group, device, members=level.members, nodes=level.nodes, **given)
+            find_transport(transport).open(group, device, members=level.members, nodes=level.nodes, **options)
             for level in choice._levels(group.rank(), topology or Topology.flat(group.size()), flat=flat)
         )
 
     # names
 
     def where(self, use: Use) -> str:
-        """Which slot, if it is one."""
+        """Name a place in memory; slots are named by their number."""
         storage = self.recorder.memory.storages[use.storage]
         first = (use.bytes & -use.bytes).bit_length() - 1
         for name, number, start, nbytes in self.slots:
@@ -437,7 +422,6 @@ class _Session:
         monkeypatch.setattr(Slots, "tensors", named)
 
     def note(self, slots: Slots) -> None:
-        """Which memory the slots of a rank are."""
         storage, rank = self.recorder.memory.find(slots._arena), self.recorder.thread.rank
         assert storage is not None
         if storage.number not in {number for _, number, _, _ in self.slots}:
@@ -447,7 +431,7 @@ class _Session:
 
 
 class _Spans:
-    """In the place of a trace: what the ring computes or waits for is the label of what it does."""
+    """A trace whose spans label the recorded operations."""
 
     def __init__(self, recorder: Recorder, call: Callable[[], int]) -> None:
         self._recorder = recorder
@@ -459,5 +443,5 @@ class _Spans:
             yield
 
     def watching(self, call: buffers.RingCall) -> buffers.RingCall:
-        """Transfers and inner waits are the recorder's own to see."""
+        """Return the call with this trace's spans; the recorder itself sees transfers and waits."""
         return replace(call, span=partial(self.span, call.phase))

@@ -1,4 +1,4 @@
-/* A driver that launches nothing and writes down what it was asked for. As libcuda.so.1 also Triton's launcher's. */
+/* A recording CUDA driver: it launches nothing. Triton's own launcher loads it as libcuda.so.1. */
 #include <cuda.h>
 #include <string.h>
 
@@ -8,16 +8,16 @@ struct record {
   int launches;
   unsigned int numbers[7]; /* grid, block, shared memory */
   const void *stream;
-  int allowed; /* shared memory asked for */
+  int allowed; /* requested shared memory */
   char symbol[64];
   const void *image;
-  int sizes[MOST + 1]; /* set beforehand, as the binary says, up to a 0 */
+  int sizes[MOST + 1]; /* set by the test: parameter sizes of the binary, ended by 0 */
   unsigned char values[MOST][LARGEST];
-  int driver_version; /* set beforehand */
-  unsigned long long set[4]; /* address, value, count and stream of the last memory that was set */
+  int driver_version; /* set by the test */
+  unsigned long long set[4]; /* address, value, count and stream of the last memset */
 } record;
 
-/* What stands in a tensor map here: the arguments that it was made of. */
+/* Stored in place of a tensor map: the arguments of its creation. */
 struct map {
   cuuint64_t address;
   unsigned char rank, type, always, interleave, swizzle, promotion, fill, unused; /* always: bit 85 of the map is set */
@@ -59,7 +59,7 @@ CUresult cuMemsetD32Async(CUdeviceptr dstDevice, unsigned int ui, size_t N, CUst
   return CUDA_SUCCESS;
 }
 
-/* The requirements are those that cuda.h lists. */
+/* Checks the requirements that cuda.h lists. */
 CUresult cuTensorMapEncodeTiled(CUtensorMap *tensorMap, CUtensorMapDataType tensorDataType, cuuint32_t tensorRank,
                                 void *globalAddress, const cuuint64_t *globalDim, const cuuint64_t *globalStrides,
                                 const cuuint32_t *boxDim, const cuuint32_t *elementStrides,
@@ -109,7 +109,7 @@ CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDi
   return CUDA_SUCCESS;
 }
 
-/* What Triton's launcher calls beside. */
+/* Further functions that Triton's launcher calls. */
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra) {
   if (config->numAttrs)
     return CUDA_ERROR_NOT_SUPPORTED;

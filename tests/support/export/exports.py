@@ -1,4 +1,4 @@
-"""Exports to test with, and the driver that records what their launchers ask of it."""
+"""Exports for tests, and the recording driver that their launchers run on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..tile_tables import entry, save
 ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parent
 COMPILER = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-CUDA = Path(triton.__file__).parent / "backends" / "nvidia" / "include"  # NVIDIA's own cuda.h, in every wheel
+CUDA = Path(triton.__file__).parent / "backends" / "nvidia" / "include"  # cuda.h of NVIDIA, part of every Triton wheel
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-pedantic", "-isystem", str(CUDA)]
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
@@ -35,13 +35,13 @@ TUNED = {
     "forward": (Point("forward", "fp16", 40, 16, 1, "full", 8192), Tile(64, 32, 4, 2)),
     "gradients": (Point("single_pass_deterministic", "bf16", 96, 96, 1, "bounded", 8192), Tile(32, 32, 4, 1)),
 }
-"""What the table that "last" and "atomics" take has entries for: of the kernels that they export."""
+"""Table entries of the kernels that "last" and "atomics" export."""
 
 EXPORTED = pytest.mark.compiles("kernels/attention.py", "tools/export", "autotune/gate.py", "tests/support/export")
-"""All that an export is made of and tested by."""
+"""Sources of every export and of its tests."""
 
 STREAM = 77
-MOST = 96  # parameters, as the driver that records has room for
+MOST = 96  # parameter limit of the recording driver
 
 OF_TABLE = f"--no-grouped --role last --gpu '{A100.name}' --config-dir {{tables}}"
 CONFIGS = {
@@ -61,7 +61,7 @@ NIGHTLY_CONFIGS = {
 
 
 def command(*arguments: str, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Of a process where kernels are not interpreted, and no folder of tables is named."""
+    """Run a Python module in a process without Triton's interpreter and without a table folder in its environment."""
     left_out = ("TRITON_INTERPRET", CONFIG_DIR)
     environment = {name: value for name, value in os.environ.items() if name not in left_out} | variables
     line = [sys.executable, "-m", *arguments]
@@ -71,10 +71,10 @@ def command(*arguments: str, check: bool = True, **variables: str) -> subprocess
 
 
 def built(library: Path, *sources: Path, options: tuple[str, ...] = ()) -> Path:
-    """A shared library of C sources."""
+    """Compile C sources to a shared library."""
     assert COMPILER is not None
     library.parent.mkdir(parents=True, exist_ok=True)
-    shared = ["-shared", "-fPIC", "-Wl,-Bsymbolic"]  # its own driver, also where the real one is loaded
+    shared = ["-shared", "-fPIC", "-Wl,-Bsymbolic"]  # bind to the recording driver even if the real one is loaded
     line = [COMPILER, *map(str, sources), "-std=c99", *WARNINGS, *shared, *options, "-o", str(library)]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -82,8 +82,6 @@ def built(library: Path, *sources: Path, options: tuple[str, ...] = ()) -> Path:
 
 
 class Export:
-    """The files of one export."""
-
     def __init__(self, config: str, folder: Path, name: str = "") -> None:
         self.folder, self.config_name = folder, name
         save(tables := folder.parent / f"{folder.name}-tables", *(entry(*tuned) for tuned in TUNED.values()), gpu=A100)
@@ -95,19 +93,18 @@ class Export:
         self.kernels = {kernel["name"]: kernel for kernel in self.manifest["kernels"]}
 
     def compiled(self, *more: Path, options: tuple[str, ...] = ()) -> ctypes.CDLL:
-        """The launcher as a shared library."""
         path = self.folder / "launcher.so"
         if not path.exists():
             built(path, self.folder / f"{self.prefix}.c", *more, options=options)
         return ctypes.CDLL(str(path))
 
     def recording(self) -> tuple[ctypes.CDLL, Record]:
-        """The launcher on a driver that records, and the record."""
+        """Return the launcher on a recording driver, and the driver's record."""
         library = self.compiled(DATA / "driver.c")
         return library, Record.in_dll(library, "record")
 
     def loaded(self, library: ctypes.CDLL, kernel: str) -> ctypes.c_void_p:
-        """A kernel of it as a CUfunction."""
+        """Load a kernel and return its CUfunction."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         image = ctypes.c_char_p((self.folder / self.kernels[kernel]["cubin"]).read_bytes())
         load = getattr(library, f"{self.prefix}_{kernel}_load")
@@ -115,7 +112,6 @@ class Export:
         return function
 
     def launch(self, library: ctypes.CDLL, name: str, values: dict[str, Any], batch: int, stream: int = STREAM) -> int:
-        """Launch a kernel; what the launcher returns."""
         kernel = self.kernels[name]
         arguments = arguments_type(kernel)(**{entry["name"]: values[entry["name"]] for entry in kernel["arguments"]})
         launch = getattr(library, f"{self.prefix}_{name}_launch")
@@ -124,7 +120,6 @@ class Export:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Fields of its ``ExportConfig``."""
         manifest, (head_dim, head_dim_v) = self.manifest, self.manifest["head_dim"]
         same = ("dtype", "bounded", "grouped", "role", "forward_kernel", "backward")
         dims = {"arch": int(manifest["arch"][3:]), "head_dim": head_dim, "head_dim_v": head_dim_v}
@@ -136,7 +131,7 @@ _EXPORTED: dict[str, Export] = {}
 
 
 def exported(name: str, paths: pytest.TempPathFactory) -> Export:
-    """One of CONFIGS or NIGHTLY_CONFIGS; made once for all tests."""
+    """Return one of CONFIGS or NIGHTLY_CONFIGS, which is created once for all tests."""
     if name not in _EXPORTED:
         _EXPORTED[name] = Export((CONFIGS | NIGHTLY_CONFIGS)[name], paths.mktemp(name.replace(" ", "-")), name)
     return _EXPORTED[name]
@@ -146,13 +141,13 @@ C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
 def arguments_type(kernel: dict[str, Any]) -> type[ctypes.Structure]:
-    """The struct of the header, from the manifest."""
+    """Build the argument struct of the header from the manifest."""
     fields = [(argument["name"], C_TYPES.get(argument["type"], ctypes.c_uint64)) for argument in kernel["arguments"]]
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
 class Record(ctypes.Structure):
-    """``struct record`` of the stand-in."""
+    """``struct record`` of the recording driver."""
 
     _fields_ = [
         ("launches", ctypes.c_int),
@@ -168,17 +163,16 @@ class Record(ctypes.Structure):
     ]
 
     def expect(self, sizes: list[int], driver_version: int = 13020) -> None:
-        """Parameters of these many bytes; and be that version."""
+        """Set the sizes of the kernel's parameters and the version of the driver."""
         self.sizes[:] = sizes + [0] * (MOST + 1 - len(sizes))
         self.driver_version = driver_version
 
     def passed(self) -> list[bytes]:
-        """The parameters of the last launch."""
         return [bytes(value)[:size] for size, value in zip(self.sizes, self.values, strict=False) if size]
 
 
 class Map(ctypes.Structure):
-    """``struct map`` of the stand-in: what stands there in a tensor map."""
+    """``struct map`` of the recording driver, which it stores in place of a tensor map."""
 
     _fields_ = [
         ("address", ctypes.c_uint64),

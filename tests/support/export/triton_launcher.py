@@ -1,8 +1,8 @@
-"""What Triton's own launcher passes to the kernels of an export, printed as JSON. Not interpreted.
+"""Script that prints, as JSON, what Triton's own launcher passes to the kernels of an export.
 
-The host entries are called on tensors of this machine's memory, and what they would launch goes through the launcher
-that Triton builds, by its own sources, on the driver that records. ``argv``: configs by name and cases as JSON, and the
-folder of that driver.
+The host entries run on tensors in host memory. Their launches go through the launcher that Triton builds from its own
+sources, on the recording driver. Triton's interpreter is off. ``argv`` has configs by name and cases as JSON, and the
+folder of the driver.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .exports import STREAM, Record
 
 
 class Strided:
-    """Makes tensors in this machine's memory: no two have the same strides; that of one element says nothing."""
+    """Allocator of host tensors with unique strides; strides of size-1 dimensions do not matter."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -47,7 +47,7 @@ class Strided:
 
 
 def captured(config: ExportConfig, case: dict[str, int]) -> dict[str, tuple[int, list[Any]]]:
-    """By kernel: (programs, arguments in the order of the kernel) of what the host entries launch."""
+    """Return what the host entries launch, by kernel: programs and arguments in kernel order."""
     by_kernel: dict[str, list[tuple[int, list[Any]]]] = {name: [] for name in config.kernels}
     heads = case["key_heads"] * (case["group"] if config.grouped else 1)
     sizes, make = Sizes(case["batch"], case["rows"], case["columns"], heads, case["key_heads"]), Strided()
@@ -81,7 +81,7 @@ def captured(config: ExportConfig, case: dict[str, int]) -> dict[str, tuple[int,
 
 
 def by_name(names: list[str], values: list[Any]) -> dict[str, Any]:
-    """What a caller of the launcher would say: addresses, strides and numbers by the names of its fields."""
+    """Return addresses, strides and numbers by the launcher's field names."""
     named: dict[str, Any] = {}
 
     def walk(name: str, value: Any) -> None:
@@ -90,7 +90,7 @@ def by_name(names: list[str], values: list[Any]) -> dict[str, Any]:
                 walk(field_name(name, field), part)
         elif isinstance(value, torch.Tensor):
             named[name] = value.data_ptr()
-        elif hasattr(value, "base"):  # a descriptor: as its tensor would be passed
+        elif hasattr(value, "base"):  # a descriptor is passed like its tensor
             named[name] = value.base.data_ptr()
             named.update(
                 {f"{name}_stride_{axis}": stride for axis, stride in zip("bsh", value.base.stride(), strict=False)}
@@ -104,7 +104,7 @@ def by_name(names: list[str], values: list[Any]) -> dict[str, Any]:
 
 
 def launched(library: ctypes.CDLL, made: Any, programs: int, arguments: list[Any], version: int) -> dict[str, Any]:
-    """What arrives at the driver."""
+    """Launch on the recording driver and return what arrives there."""
     record = Record.in_dll(library, "record")
     record.expect([size for _, size in parameter_layout(made.asm["cubin"]).parameters], version)
     before = record.launches
@@ -117,13 +117,13 @@ def launched(library: ctypes.CDLL, made: Any, programs: int, arguments: list[Any
 def main() -> None:
     request, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-    sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)  # the driver that records has but the functions that are called
+    sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)  # the recording driver has only the functions that are called
     library = ctypes.CDLL(str(folder / "libcuda.so.1"))
     configs = {name: ExportConfig(**fields) for name, fields in request["configs"].items()}
     kernels = {
         name: {of: compiled_launch(config, of).binary for of in config.kernels} for name, config in configs.items()
     }
-    triton.knobs.cache.dir = str(folder / "cache")  # what is built on that driver stays there
+    triton.knobs.cache.dir = str(folder / "cache")  # keep launchers that were built on this driver
     triton.runtime.driver.set_active(CudaDriver())
     results = {
         name: [called(library, config, case, kernels[name]) for case in request["cases"]]
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def called(library: ctypes.CDLL, config: ExportConfig, case: dict[str, int], kernels: dict[str, Any]) -> dict[str, Any]:
-    """By kernel: what the host entries say in one case, and what of it arrives at the driver."""
+    """Return what the host entries pass in one case and what arrives at the driver, by kernel."""
     calls = captured(config, case)
     assert set(calls) == set(kernels)
     return {
