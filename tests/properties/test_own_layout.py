@@ -1,4 +1,4 @@
-"""A user's own layout, a list of spans, and own mask pass every path that a named one passes."""
+"""A user's own layout and mask, through every path that accepts a layout by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MASK: Any = {"causal": True, "cu_seqlens": [0, 25, TOKENS], "block_mask": BlockM
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 2)])
-def test_call(mesh: tuple[int, int] | None) -> None:
+def test_own_layouts_are_exact(mesh: tuple[int, int] | None) -> None:
     check(Case(LAYOUT, inputs(TOKENS), MASK | {"backend": "aten"}, mesh=mesh))
 
 
@@ -54,7 +54,7 @@ def checkpointed(*given: Any) -> Any:
 
 @pytest.mark.parametrize("function", [compiled, checkpointed])
 @pytest.mark.parametrize("mesh", [False, True])
-def test_compile_and_checkpoint(function: Callable[..., Tensor], mesh: bool) -> None:
+def test_own_layouts_compile_and_checkpoint(function: Callable[..., Tensor], mesh: bool) -> None:
     whole = inputs(TOKENS)
 
     def one(group: LocalGroup) -> None:
@@ -71,7 +71,7 @@ def test_compile_and_checkpoint(function: Callable[..., Tensor], mesh: bool) -> 
 
 
 @pytest.mark.parametrize("mesh", [False, True])
-def test_shard_and_positions(mesh: bool) -> None:
+def test_own_layouts_shard_and_unshard(mesh: bool) -> None:
     whole = torch.randn(2, TOKENS, 3)
 
     def one(group: LocalGroup) -> None:
@@ -84,27 +84,27 @@ def test_shard_and_positions(mesh: bool) -> None:
     run_ranks(LAYOUT.world, one)
 
 
-def test_show() -> None:
+def test_show_prints_own_layouts() -> None:
     mask = Mask(causal=True, documents=Documents(MASK["cu_seqlens"]), blocks=MASK["block_mask"])
     call = ShownCall(LAYOUT, "own", mask, 1, 1, 4, 2, 16, "bfloat16")
     assert str(schedule(LAYOUT, mask)) in text(call, ["own"])
 
 
 def command(name: str, spans: object, tmp_path: Path, *flags: str) -> str:
-    """What a command prints for the file of a layout, where nothing starts ranks."""
+    """Return the output of a command for a layout file, without starting ranks."""
     file = tmp_path / "own.json"
     file.write_text(spans if isinstance(spans, str) else json.dumps({"spans_per_rank": spans}))
     return CliRunner().invoke(cli.app, [name, "--layout", str(file), *flags], env={"COLUMNS": "1000"}).output
 
 
-def test_show_by_its_file(tmp_path: Path) -> None:
+def test_show_reads_a_layout_file(tmp_path: Path) -> None:
     shown = command("show", LAYOUT.spans_per_rank, tmp_path, "--cu-seqlens", "0,25,64")
     assert str(schedule(LAYOUT, Mask(causal=True, documents=Documents(MASK["cu_seqlens"])))) in shown
     assert shown.startswith("own.json, causal, 2 documents, 64 tokens over 4 ranks")
 
 
-def test_predict_by_its_file(tmp_path: Path) -> None:
-    """Of a zigzag what its name gives, simulated as any layout is; of another one what a call of it takes."""
+def test_predict_reads_a_layout_file(tmp_path: Path) -> None:
+    """The zigzag layout is simulated like any other one, so its prediction equals that by name."""
     rows = []
     for layout in (Layout.zigzag(1 << 16, 4), Layout.contiguous(1 << 16, 4)):
         call = Call(1 << 14, 4, layout, heads=32, kv_heads=32)
@@ -133,10 +133,10 @@ def test_predict_by_its_file(tmp_path: Path) -> None:
         ("[]", "it is []: it must be an object"),
     ],
 )
-def test_files_that_hold_no_layout(name: str, spans: object, message: str, tmp_path: Path) -> None:
+def test_bad_layout_files_are_refused(name: str, spans: object, message: str, tmp_path: Path) -> None:
     printed = command(name, spans, tmp_path)
     assert f"--layout is {tmp_path / 'own.json'}: {message}" in printed and len(printed.splitlines()) == 1
 
 
-def test_predict_takes_equal_shards(tmp_path: Path) -> None:
+def test_predict_needs_equal_shards(tmp_path: Path) -> None:
     assert "shards of 8 to 24 tokens: they must be equal" in command("predict", LAYOUT.spans_per_rank, tmp_path)

@@ -1,6 +1,6 @@
-"""What every public function refuses: the argument, what it got, what it takes; and no error is of another kind.
+"""Errors of every public function: each names the argument, what it got and what it takes.
 
-What ``ring_attention`` refuses is one table, run twice: by the call itself, and by the op of a graph of torch.compile.
+One table holds the errors of ``ring_attention``. It runs twice: in eager mode and through the op that a graph holds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BFLOAT16 = {"q": x().bfloat16(), "k": x(8, 2).bfloat16(), "v": x(8, 2).bfloat16(
 
 
 class Distributed(torch.Tensor):
-    """What a DTensor is message by."""
+    """Stand-in for a DTensor: a tensor with ``to_local``."""
 
     def to_local(self) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)
@@ -83,7 +83,7 @@ DOORS: dict[str, Door] = {
     "flat": (Topology.flat, {"world": 2}),
     "grid": (Topology.grid, {"nodes": 2, "per_node": 2}),
 }
-"""What is called, and arguments that fit."""
+"""Each public function and valid arguments for it."""
 
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
@@ -137,7 +137,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"layout": Layout.contiguous(4, 1)}, r"q has 8 tokens, layout gives rank 0 4; in \[B, H, S, D\] they would fit"),
     (BFLOAT16, "tensors are torch.bfloat16 on the CPU: Triton's inter"),
 ]
-"""Of ``ring_attention``, in a graph too."""
+"""Errors of ``ring_attention``, in eager mode and in a graph."""
 
 EAGER: list[tuple[dict[str, Any], str]] = [
     ({"k": x(8, 2).to("meta")}, "k is on meta, q on cpu"),
@@ -159,7 +159,7 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"window_size": (0, 2**63 - 1)}, r"window_size is \(0, 9223372036854775807\): .* from 0 to 2\^62 - 1"),
     ({"softmax_scale": torch.tensor(0.5)}, r"softmax_scale is a tensor, torch.float32 \[\]: .* pass .item\(\)"),
 ]
-"""Of ``ring_attention``, what an op of torch cannot be given."""
+"""Errors of ``ring_attention`` for values that a torch op cannot take."""
 
 BLOCKS = r"block is 1: 1,000,000 blocks .* a table of 1,000,000,000,000 bytes, 2\^30 at most: .* of at least 31"
 
@@ -281,14 +281,13 @@ def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> Any:
         ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient"),
     ],
 )
-def test_refusals_in_a_graph(change: dict[str, Any], message: str) -> None:
+def test_refusals_through_the_op_of_a_graph(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=message):
         op(**DOORS["ring_attention"][1] | change)
 
 
 @pytest.mark.parametrize("door", [name for name in DOORS if name not in PATTERNS])
-def test_nonsense(door: str) -> None:
-    """Taken where it means something, else refused by the argument's name: in place of every argument, every value."""
+def test_meaningless_values_are_accepted_or_refused_by_argument_name(door: str) -> None:
     call, fit = DOORS[door]
     for name in (name for name in inspect.signature(call).parameters if name != "unknown"):
         for value in NONSENSE:
@@ -298,9 +297,9 @@ def test_nonsense(door: str) -> None:
                 assert re.search(rf"\b{name}\b", str(error)), (name, type(value), str(error))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own forward_ad
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # raised inside torch's forward_ad
 @pytest.mark.parametrize("door", ["ring_attention", "unshard"])
-def test_transforms_of_functions(door: str) -> None:
+def test_torch_func_transforms_are_refused(door: str) -> None:
     call, fit = DOORS[door]
     name = next(iter(fit))
 
@@ -316,8 +315,8 @@ def test_transforms_of_functions(door: str) -> None:
 
 
 def dtensors(rank: int) -> list[str]:
-    """What a DTensor in place of every tensor is told, in eager mode and where a graph ends there."""
-    tensor = import_module("torch.distributed.tensor")  # by whoever has a DTensor, not by us
+    """Replace every tensor by a DTensor, in eager mode and where a graph ends; return the refused names."""
+    tensor = import_module("torch.distributed.tensor")  # lazily, because importing ringattn must not import it
     mesh = init_device_mesh("cpu", (1,))
     fit, refused = DOORS["ring_attention"][1], []
     rest = {"k": fit["k"], "v": fit["v"], "learnable_sink": torch.zeros(4), "alibi_slopes": torch.zeros(4)}
@@ -330,12 +329,12 @@ def dtensors(rank: int) -> list[str]:
     return refused
 
 
-def test_a_dtensor() -> None:
+def test_dtensors_are_refused_with_a_call_to_to_local() -> None:
     assert [len(names) for names in results(1, dtensors)] == [6]
 
 
-def test_heads_in_the_other_order() -> None:
-    """Head h of q is to read head ``h % Hkv``: permuted as the docstring says."""
+def test_interleaved_head_groups_by_the_documented_permutation() -> None:
+    """Head h of q reads head ``h % Hkv`` after the permutation that the docstring gives."""
     q, k, v = (torch.randn(2, 8, heads, 16) for heads in (6, 2, 2))
     there, back = (
         lambda x: x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3),
@@ -355,8 +354,7 @@ def test_heads_in_the_other_order() -> None:
         ({"window_size": (1, None)}, {"window_size": (1, -1)}),
     ],
 )
-def test_none_is_the_number_that_says_nothing(none: dict[str, Any], number: dict[str, Any]) -> None:
-    """In a graph too, and to a rank that passes the other one."""
+def test_none_equals_the_number_that_disables_a_feature(none: dict[str, Any], number: dict[str, Any]) -> None:
     fit = {name: torch.randn(x.shape) for name, x in DOORS["ring_attention"][1].items()}
     expected = ring_attention(**fit, **number)  # type: ignore[call-overload]
     assert torch.equal(ring_attention(**fit, **none), expected)  # type: ignore[call-overload]
@@ -388,7 +386,7 @@ OTHERS = {
     "align": "top-left",
 }
 ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    # all of them alike
+    # both ranks pass the same wrong arguments
     ({"layout": None}, {"layout": None}, "layout is None with 2 ranks"),
     ({"layout": Layout.contiguous(30, 2)}, {"layout": Layout.contiguous(30, 2)}, "layout gives rank"),
     (EIGHTS, EIGHTS, r"layout gives rank 0 the span \(0, 4, 1\): .* whole blocks of 8 positions"),
@@ -399,9 +397,9 @@ ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"layout": Layout.uneven([8, 8]), "align": "top-left", "k": x(9, 2), "v": x(9, 2)},
         "k has 9 tokens, q has 8: without kv_layout",
     ),
-    # one of them alone, and all learn it
+    # only one rank is wrong, and both get the error
     ({}, {"cu_seqlens": [0, 3]}, "cu_seqlens ends at 3"),
-    # they disagree
+    # the ranks disagree
     ({}, SHORT, "tokens per rank differs between ranks"),
     ({}, {"layout": "contiguous"}, "layout differs between ranks"),
     ({"causal": True}, {}, r"causal differs between ranks \(rank 0: True, rank 1: False\)"),
@@ -417,11 +415,10 @@ ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"ring": {"direction": -1}}, {}, "direction differs between ranks"),
     ({"ring": {"topology": Topology(((1, 0),))}}, {"ring": {"topology": Topology.flat(2)}}, "topology differs"),
 ]
-"""Arguments of the first of two ranks, and of the second."""
+"""Arguments of rank 0, arguments of rank 1, and the error that both get."""
 
 
-def test_refusals_on_all_ranks() -> None:
-    """Every rank gets the same error, and the next call is as the first."""
+def test_all_ranks_get_the_same_error_and_the_ring_stays_usable() -> None:
     fit = DOORS["ring_attention"][1] | {"layout": "zigzag"}
 
     def refused(group: LocalGroup) -> None:
@@ -466,7 +463,7 @@ TWO_VALUES: dict[str, list[tuple[Any, Any, dict[str, Any]]]] = {
     "align": [("top-left", "bottom-right", {})],
     "backend": [("aten", "triton", {})],
 }
-"""By argument: a value of rank 0 and another one of rank 1, and what both pass beside it."""
+"""Per argument: rank 0's value, rank 1's value, and arguments that both ranks add."""
 OF_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "batch size": ({}, {name: x(8, heads, batch=1) for name, heads in (("q", 4), ("k", 2), ("v", 2))}),
     "heads": ({}, {name: x(8, 4) for name in "kv"}),
@@ -482,8 +479,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
-def test_two_values_of_every_argument_are_told_apart(mesh: tuple[int, int] | None) -> None:
-    """Both ranks give it; neither computes anything, and the next call is as the first."""
+def test_differing_arguments_are_refused_on_both_ranks(mesh: tuple[int, int] | None) -> None:
     fit = DOORS["ring_attention"][1] | {"layout": "zigzag"}
 
     def refused(group: LocalGroup) -> None:
@@ -510,7 +506,7 @@ OF_RINGS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def test_two_values_of_every_argument_of_a_ring_are_told_apart() -> None:
+def test_differing_ring_settings_are_refused_on_both_ranks() -> None:
     fit = DOORS["ring_attention"][1] | {"layout": "zigzag"}
 
     def refused(group: LocalGroup) -> None:
@@ -522,7 +518,7 @@ def test_two_values_of_every_argument_of_a_ring_are_told_apart() -> None:
 
     with LocalWorld(2) as world:
         world.run(refused)
-    of_each_rank = {"group", "deadline"}  # it waits as long as it says, whatever the others do
+    of_each_rank = {"group", "deadline"}  # a deadline applies to its own rank only
     assert {*OF_RINGS} == {*inspect.signature(Ring).parameters} - of_each_rank
 
 
@@ -537,7 +533,7 @@ OF_SHARDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("mesh", [None, (1, 2)])
 @pytest.mark.parametrize("door", [shard, unshard])
-def test_two_values_of_every_argument_of_shards_are_told_apart(
+def test_differing_shard_arguments_are_refused_on_both_ranks(
     door: Callable[..., Any], mesh: tuple[int, int] | None
 ) -> None:
     takes = {*inspect.signature(door).parameters} - {"group"}
@@ -547,9 +543,9 @@ def test_two_values_of_every_argument_of_shards_are_told_apart(
         where: GroupLike = group if mesh is None else group.mesh(*mesh)
         for name in sorted((takes | {"shape", "dtype"}) & {*OF_SHARDS}):
             calls = OF_SHARDS[name]
-            for call in (*calls, *calls) if door is shard else ():  # nothing moves, so that nothing else would tell
+            for call in (*calls, *calls) if door is shard else ():  # nothing is sent, so only the comparison could fail
                 door(**fit | call, group=where)
-            # another dim is also another shape and another layout
+            # a different dim also changes the shape and the layout
             with pytest.raises(ValueError, match=f"^{'(shape|layout)' if name == 'dim' else name} differs"):
                 door(**fit | calls[group.rank()], group=where)
 
@@ -558,7 +554,7 @@ def test_two_values_of_every_argument_of_shards_are_told_apart(
     assert takes - {"x"} <= {*OF_SHARDS}
 
 
-def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class OfThread:
         def __repr__(self) -> str:
             return threading.current_thread().name
@@ -573,21 +569,21 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("most", [15, 16])
-def test_positions_of_packed_rows_are_counted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows of 8 tokens are one sequence of 16."""
+def test_position_limit_counts_the_packed_sequence(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of 8 tokens are packed into one sequence of 16."""
     monkeypatch.setattr(prepare_module, "MOST_SCORED", most)
     with pytest.raises(ValueError, match="reaches position 15: with dropout_p") if most == 15 else nullcontext():
         ring_attention(**DOORS["ring_attention"][1], leftpad_k=[1, 0], dropout_p=0.5)
 
 
-def test_a_ring_works_on_one_device() -> None:
+def test_a_ring_refuses_a_second_device() -> None:
     with Ring() as ring:
         ring_attention(**DOORS["ring_attention"][1], ring=ring)
         with pytest.raises(ValueError, match="q is on meta, this ring works on cpu"):
             ring.open(torch.device("meta"))
 
 
-def test_a_record_ends_with_its_block() -> None:
+def test_recording_ends_with_its_block() -> None:
     with Ring() as ring:
         ring_attention(**DOORS["ring_attention"][1], ring=ring)
         with ring.record() as trace:
@@ -598,7 +594,7 @@ def test_a_record_ends_with_its_block() -> None:
 
 
 def test_autocast_leaves_double_precision_alone() -> None:
-    """As SDPA does: the call is refused for its dtype instead of being computed in another one."""
+    """Like SDPA, refuse float64 instead of casting it."""
     tensors = [torch.ones(1, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.int64)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert [x.dtype for x in autocast(*tensors)] == [torch.float64, torch.bfloat16, torch.int64]
@@ -612,7 +608,7 @@ def prepared(ring: Ring, **arguments: Any) -> Call:
     return call
 
 
-def test_a_call_leaves_room_for_its_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_uses_the_config_with_room_for_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     given = KernelConfig(TILE, TILE, TILE, persistent=True)
     roomy = replace(given, sm_margin=3)
     asked: list[KernelConfig | None] = []
@@ -625,9 +621,7 @@ def test_a_call_leaves_room_for_its_transfers(monkeypatch: pytest.MonkeyPatch) -
     assert (prepared(Ring(), backend="triton", config=given).config, asked) == (roomy, [given])
 
 
-def test_a_call_is_planned_as_its_ring_says() -> None:
-    """Which way keys travel, through which slots, in what order; that no result tells."""
-
+def test_direction_slots_and_topology_of_the_ring_reach_the_plan() -> None:
     def visits(group: LocalGroup, **settings: Any) -> tuple[list[int], int]:
         with Ring(group, **settings) as ring:
             plan = prepared(ring, layout="contiguous").plan
@@ -644,7 +638,7 @@ def test_a_call_is_planned_as_its_ring_says() -> None:
         world.run(of_rank)
 
 
-def test_a_closed_ring() -> None:
+def test_a_closed_ring_is_refused() -> None:
     ring = Ring()
     for _ in range(2):
         ring.close()
@@ -652,15 +646,13 @@ def test_a_closed_ring() -> None:
         ring_attention(**DOORS["ring_attention"][1], ring=ring)
 
 
-def test_a_ring_that_is_gone() -> None:
+def test_a_compiled_call_refuses_a_deleted_ring() -> None:
     packed = pack_args(AttentionArgs(), Ring(), None)
     with pytest.raises(RuntimeError, match="ring of a compiled call is gone"):
         torch.ops.ringattn.ring_attention(*DOORS["ring_attention"][1].values(), *packed)
 
 
-def test_a_ring_left_by_an_error_ends_the_transfers_of_the_others() -> None:
-    """The rank that leaves goes on elsewhere: nothing but its ring tells the others."""
-
+def test_leaving_a_ring_by_an_error_ends_the_transfers_of_other_ranks() -> None:
     def fn(group: LocalGroup) -> None:
         raised = TransportError if group.rank() else KeyError
         with pytest.raises(raised, match="out of data"), Ring(group) as ring:
@@ -674,8 +666,8 @@ def test_a_ring_left_by_an_error_ends_the_transfers_of_the_others() -> None:
         world.run(fn)
 
 
-def test_the_signature_is_the_list_of_arguments() -> None:
-    """The overloads for type checkers, the fields with their defaults, and how each is packed for an op."""
+def test_signature_options_and_op_entries_agree() -> None:
+    """Compare the signature with the overloads, the fields' defaults and the op's entries."""
     named = {name: one.default for name, one in inspect.signature(ring_attention).parameters.items()}
     del named["unknown"]
     others = {name: named.pop(name) for name in ("q", "k", "v", "return_lse", "ring", "group")}
@@ -692,7 +684,7 @@ def test_the_signature_is_the_list_of_arguments() -> None:
         ("xyzzy", "'xyzzy'"),
     ],
 )  # fmt: skip
-def test_keywords_of_others_are_answered_with_ours(name: str, meant: str) -> None:
+def test_unknown_keywords_are_answered_with_ours(name: str, meant: str) -> None:
     q: Any = torch.randn(1, 8, 2, 16)
     calls: list[Any] = [ring_attention, torch.compile(ring_attention, backend="eager")]
     for call in calls:

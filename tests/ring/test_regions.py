@@ -1,4 +1,4 @@
-"""Cutting bounds into regions: every visible pair once, and each region of a shape that its computation takes."""
+"""Splitting bounds into regions: each visible pair once, and each region of a shape that its code accepts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CAUSAL = Mask(causal=True)
 
 @st.composite
 def intervals(draw: st.DrawFn) -> tuple[Bounds, int, int]:
-    """Any bounds, made of stretches of rows that follow each other in one way, so that regular ones occur."""
+    """Draw bounds from stretches of rows of one kind, so that regular shapes occur."""
     steps = st.sampled_from([(1, 1), (1, 0), (0, 1), (0, 0), (1, 1), (2, 1), (0, 2)])
     stretches = draw(st.lists(st.tuples(st.integers(3, 12), steps, st.integers(0, 4)), min_size=1, max_size=6))
     lo, hi = [draw(st.integers(0, 3))], [draw(st.integers(6, 16))]
@@ -35,7 +35,7 @@ def intervals(draw: st.DrawFn) -> tuple[Bounds, int, int]:
 
 @st.composite
 def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
-    """An interval or none, with padding and a pattern of blocks or without."""
+    """Draw intervals or none, padding or none, and a block pattern or none."""
     bounds, rows, keys = draw(intervals())
     used, pattern = draw(st.lists(st.integers(0, keys), max_size=3)), draw(st.integers(0, 2**20))
     block = draw(st.integers(2, 9))
@@ -53,7 +53,7 @@ def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
 
 
 def visible_pairs(bounds: Bounds, rows: int, keys: int) -> Tensor:
-    """bool ``[B, rows, keys]``."""
+    """Return the visible pairs, bool ``[B, rows, keys]``."""
     at = torch.arange(keys)
     lo, hi = (torch.zeros(rows), torch.full((rows,), keys)) if bounds.lo is None else (bounds.lo, bounds.hi)
     pairs = ((at >= lo[:, None]) & (at < hi[:, None]))[None]  # type: ignore[index]
@@ -68,7 +68,7 @@ def visible_pairs(bounds: Bounds, rows: int, keys: int) -> Tensor:
 
 
 def shape(region: Region, bounds: Bounds) -> Tensor:
-    """What a region computes of its rows and keys, bool ``[rows, keys]``."""
+    """Return which pairs a region computes, bool ``[rows, keys]``."""
     rows, keys = region.row_end - region.row, region.key_end - region.key
     if region.kind is Kind.BLOCKWISE:
         lo, hi, runs = limits(bounds, region)
@@ -104,7 +104,7 @@ def test_regions_cover_every_visible_pair_once(
     assert bool(cut) == bool(visible.any())
 
 
-def test_the_rows_behind_a_rectangle_are_one_square() -> None:
+def test_rows_after_a_rectangle_form_one_square() -> None:
     late = bounds_of(CAUSAL, torch.arange(300, 900), torch.arange(900))
     assert regions(late, 600, 900) == (
         Region(Kind.RECTANGLE, 0, 600, 0, 300),
@@ -115,7 +115,7 @@ def test_the_rows_behind_a_rectangle_are_one_square() -> None:
     assert whole.kind is Kind.CAUSAL
 
 
-def test_regions_are_cut_once_for_each_bounds() -> None:
+def test_regions_are_cached_per_bounds() -> None:
     bounds = bounds_of(CAUSAL, torch.arange(8), torch.arange(8))
     first = regions(bounds, 8, 8)
     assert regions(bounds, 8, 8) is first
@@ -124,7 +124,7 @@ def test_regions_are_cut_once_for_each_bounds() -> None:
     assert len(cutting._cache) == before - 1
 
 
-def test_wide_windows_are_for_the_operator() -> None:
+def test_wide_windows_use_the_operator() -> None:
     at = torch.arange(cutting.NARROW_KEYS + 600)
     kinds = {
         window: {region.kind for region in regions(bounds_of(Mask(True, (window, -1)), at[-200:], at), 200, len(at))}

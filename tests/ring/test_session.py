@@ -1,4 +1,4 @@
-"""A session of a framework integration, used as an integration outside of the package would: by public names alone."""
+"""A framework integration's session, used through public names only."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_error_on_one_rank_reaches_all(agreed: bool, group: Callable[[LocalGr
     assert isinstance(found[2], KeyError)
     for rank in (0, 1, 3):
         assert isinstance(found[rank], TransportError if agreed else ValueError)
-        # After the comparison a rank may first meet one that heard of the error earlier and has returned
+        # After the comparison, a rank may first meet another one that already returned because of the error.
         assert agreed or "rank 2 refused this call: KeyError: 'my_framework: x is missing'" in str(found[rank])
 
 

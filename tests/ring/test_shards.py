@@ -44,7 +44,7 @@ def test_unshard_undoes_shard(layout: Layout, dim: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("grad", ["slice", "sum"])
 def test_gradients_of_unshard_by_grad_mode(layout: Layout, grad: str) -> None:
-    """Rank r's loss weighs the whole with r + 1: "slice" keeps this rank's gradient, "sum" adds everybody's."""
+    """Rank r weighs its loss by r + 1: "slice" keeps the own gradient, "sum" adds all of them."""
 
     def check(group: LocalGroup) -> None:
         whole = WHOLE.clone().requires_grad_()
@@ -80,7 +80,7 @@ def test_refusals() -> None:
     on_every_rank(Layout.contiguous(2, 2), check)
 
 
-def test_unshard_is_watched() -> None:
+def test_unshard_ends_by_the_deadline() -> None:
     def fn(group: LocalGroup) -> None:
         unshard(WHOLE[:, :5], layout=Layout.contiguous(10, 2), group=group, grad="slice")
         watch = ring_of(group, WHOLE.device)._watch
@@ -93,7 +93,7 @@ def test_unshard_is_watched() -> None:
     on_every_rank(Layout.contiguous(10, 2), fn)
 
 
-def test_positions_are_the_callers_own() -> None:
+def test_positions_returns_a_copy() -> None:
     layout = Layout.contiguous(8, 1)
     positions(8, layout=layout).zero_()
     assert positions(8, layout=layout).tolist() == list(range(8))
