@@ -117,9 +117,6 @@ def test_scores_far_from_zero() -> None:
         check(x._replace(q=q, k=k), interval("first rows blind", 40, 40))
 
 
-# --- views --------------------------------------------------------------------------------------------------------
-
-
 def heads_first(x: Tensor) -> Tensor:
     """Return a copy with ``[B, H, S, D]`` storage."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -169,9 +166,6 @@ def test_strided_tensors_are_not_copied(view: Callable[[Tensor], Tensor], monkey
     assert torch.equal(lse, expected[1])
     assert all(map(torch.equal, strided, (q, k, v, dout))), "inputs are left alone"
     assert {t.data_ptr() for t in (*own, *strided)} <= launched
-
-
-# --- what a launch continues ---------------------------------------------------------------------------------------
 
 
 CUTS = ([0, 17, 40], [0, 32, 32, 33, 40])
@@ -261,9 +255,6 @@ def test_new_keys_are_merged_in_full_precision(dtype: torch.dtype, level: float,
     assert_as_exact_as_pytorch("lse", lse, baseline[1].float(), truth[1])
 
 
-# --- where NaN and infinity go -------------------------------------------------------------------------------------
-
-
 BLOCK, TOKENS = 16, 48
 PLACE = 21  # inside a tile, with rows of the same tile on either side
 MASKS = {
@@ -314,9 +305,6 @@ def test_nan_in_the_state_stays_in_its_row(part: int) -> None:
     (state[0][:, PLACE] if part == 0 else state[1][..., PLACE]).fill_(math.nan)
     out, _ = attention_forward(x.q, x.k, x.v, state=state)
     assert not out[:, PLACE].isfinite().any() and torch.equal(out[:, ~row], clean[:, ~row])
-
-
-# --- memory --------------------------------------------------------------------------------------------------------
 
 
 STEP = 2**30

@@ -116,10 +116,7 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"bounds": vectors(lo=INDEX[:6])}, r"\.lo is torch.int32 \[6\] on cpu: .* int32 \[8\] on cpu, one per query row"),
     ({"bounds": vectors(hi=INDEX[:6])}, r"bounds\.hi is torch.int32 \[6\] .*, one per query row"),
     ({"bounds": vectors(hi=zeros(16, dtype=torch.int32)[::2])}, r"bounds\.hi has stride \(2,\): it must be contiguous"),
-    (
-        {"bounds": Bounds(None, None, INDEX[:3])},
-        r"seqused_k is torch.int32 \[3\] .* \[2\] on .*, one per batch row",
-    ),
+    ({"bounds": Bounds(None, None, INDEX[:3])}, r"seqused_k is torch.int32 \[3\] .* \[2\] on .*, one per batch row"),
     ({"bounds": Bounds([0] * 8, INDEX)}, "bounds.lo is <class 'list'>: it must be a torch.Tensor"),  # type: ignore[arg-type]
     ({"bounds": Bounds(None, None, [8, 8])}, "bounds.seqused_k is <class 'list'>: it must be"),  # type: ignore[arg-type]
     ({"bounds": blocks(1, 2)}, r"bounds.block_sparse is \[1, 2\] blocks: .* must be \[1, 1\]"),

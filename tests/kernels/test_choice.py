@@ -246,9 +246,6 @@ def test_hopper_kernels_do_not_take_tuned_portable_tiles(gpu: Folders, monkeypat
     fused.Triton().check(q, v, scores=Scores(), block=None, config=config)
 
 
-# --- one pass or two ----------------------------------------------------------------------------------------------
-
-
 def backward(single_pass: float | None, fixed: float | None, spread: float = 0.0) -> list[Any]:
     """Return entries: two passes that take 2 ms together, and single passes of the given seconds or an estimate."""
     seconds = {"dq": 1e-3, "dkdv": 1e-3, "single_pass": single_pass, "single_pass_deterministic": fixed}
@@ -292,9 +289,6 @@ def test_requested_single_pass_uses_its_measured_tile(gpu: Folders) -> None:
     for plain, tile, own in ((True, Tile(16, 32, 4, 1), None), (False, built_in, None), (True, TILE, TILE)):
         requested = KernelConfig(SMALL, SMALL, SMALL, backward="single_pass_deterministic", single_pass=own)
         assert tile_for("single_pass", requested, x.q, x.v, None, plain=plain) == tile
-
-
-# --- what does not fit ------------------------------------------------------------------------------------------------
 
 
 def test_a_margin_of_the_whole_gpu_is_refused_before_the_first_hop() -> None:

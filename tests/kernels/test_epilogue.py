@@ -102,16 +102,8 @@ def test_launches_compile() -> None:
     [
         (None, {}, "q is on cpu: dkdv_epilogue='descriptors' takes GPUs of compute capability 9.0 or higher"),
         (assumed_gpu(80), {}, "q is on cpu, sm_80: dkdv_epilogue='descriptors' takes GPUs"),
-        (
-            assumed_gpu(90),
-            {"head_dim_v": 8},
-            "v has head dim 8: dkdv_epilogue='descriptors' takes powers of",
-        ),
-        (
-            assumed_gpu(90),
-            {},
-            "d[v] has strides .*: dkdv_epilogue='descriptors' takes an address and positive",
-        ),
+        (assumed_gpu(90), {"head_dim_v": 8}, "v has head dim 8: dkdv_epilogue='descriptors' takes powers of"),
+        (assumed_gpu(90), {}, "d[v] has strides .*: dkdv_epilogue='descriptors' takes an address and positive"),
     ],
 )
 def test_unsuitable_inputs_of_descriptors_are_refused(

@@ -152,9 +152,6 @@ SIZES = Sizes(queries=200, keys=300, head_dim=64)
 Backward: three programs; the last one has keys past the end, and one of its warpgroups has no others."""
 
 
-# Values
-
-
 @pytest.mark.parametrize(
     ("sizes", "tile", "kind", "dtype"),
     in_turn(
@@ -213,9 +210,6 @@ def test_heads_batches_strides_and_scales(launches: Launches) -> None:
     x = inputs(Sizes(70, 70, 64, heads=3, batch=2), torch.float16)
     there = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v), dout=sliced(x.dout))
     check_backward(there, interval("causal", 70, 70))
-
-
-# What a launch continues
 
 
 @pytest.mark.parametrize(
@@ -355,9 +349,6 @@ def test_unsupported_hops_run_on_the_portable_kernels(
         forward(FLOAT32, HOPS[kind])
 
 
-# Descriptors
-
-
 def test_descriptors_are_cached_per_tensor_and_block() -> None:
     k, v = (torch.zeros(1, 128, 2, 64, dtype=torch.float16) for _ in range(2))
     described: Any = launch.Descriptors()
@@ -367,9 +358,6 @@ def test_descriptors_are_cached_per_tensor_and_block() -> None:
     assert [descriptor.block_shape[1::2] for descriptor in others] == [[128, 64], [64, 64], [64, 32]]
     odd: Any = launch.gluon_descriptor(torch.empty(70 * 192).as_strided((1, 70, 2, 64), (3, 192, 64, 1)), 64)
     assert (list(odd.shape), list(odd.strides)) == ([1, 70, 2, 64], [64, 192, 64, 1])
-
-
-# The order of tiles, and the barriers
 
 
 @pytest.mark.parametrize("columns", [1, 8, 13])
@@ -402,9 +390,6 @@ def test_results_do_not_depend_on_the_interleaving(launches: Launches) -> None:
         made.append((*forward(x, config=config(64, 2 + seed % 2)), dq, *gradients(y, lse, delta, dq)))
     for other in made[1:]:
         assert all(map(torch.equal, other, made[0]))
-
-
-# What the compiler makes of them
 
 
 COMPILED = pytest.mark.compiles(

@@ -29,12 +29,7 @@ from ringattn.kernels.config import INTERPRETER
 from ringattn.kernels.device import tiles as jit
 from ringattn.kernels.device.tiles import HEAD_BY_HEAD, Order, Shape
 from ringattn.kernels.gpu import INTERPRETER_GPU, assumed_gpu
-from ringattn.kernels.order import (
-    MARGIN,
-    l2_group_of,
-    margin_of,
-    splits_for,
-)
+from ringattn.kernels.order import MARGIN, l2_group_of, margin_of, splits_for
 
 from ..support.kernel_cases import DTYPES, Inputs, Sizes, check, inputs, interval, of, ours, tiles
 from . import test_scores as scored
@@ -42,9 +37,6 @@ from . import test_scores as scored
 pytestmark = pytest.mark.usefixtures("poison")
 
 Q, K = torch.empty(2, 40, 6, 16), torch.empty(2, 75, 3, 16)  # only their shapes count
-
-
-# --- the arithmetic -----------------------------------------------------------------------------------------------
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -111,9 +103,6 @@ def test_dkdv_uses_the_fewest_splits_that_fill_the_gpu(monkeypatch: pytest.Monke
         assert order.splits_of(choose(dkdv_splits=requested), q, k, 128) == made  # type: ignore[arg-type]
 
 
-# --- the launch ---------------------------------------------------------------------------------------------------
-
-
 def choose(config: KernelConfig = INTERPRETER, **chosen: Any) -> KernelConfig:
     return replace(config, **chosen)
 
@@ -159,9 +148,6 @@ CHOICES: dict[str, dict[str, Any]] = {
     "split": {"dkdv_splits": 3},
     "all": {"order": "longest", "persistent": True, "sm_margin": 18, "pack_gqa": True, "dkdv_splits": 3},
 }
-
-
-# --- the results --------------------------------------------------------------------------------------------------
 
 
 CASES = [
@@ -221,9 +207,6 @@ def test_packed_heads_of_a_view() -> None:
     expected = ours(x, FULL, config=choose(pack_gqa=True))
     made = ours(Inputs(q, *x[1:]), FULL, config=choose(pack_gqa=True))
     assert all(map(torch.equal, made, expected))
-
-
-# --- dK/dV in parts ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["first rows blind", "all rows blind"])

@@ -40,9 +40,6 @@ def scaled_by_one(y: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(-1, 256)[:, :254].reshape(-1)[: len(y)], y
 
 
-# --- the numbers --------------------------------------------------------------------------------------------------
-
-
 def test_every_code_decodes_like_torch_and_the_reference() -> None:
     every = torch.arange(256, dtype=torch.uint8)
     codes = every.view(1, 2, 1, 128).view(torch.float8_e4m3fn)
@@ -73,9 +70,6 @@ def test_quantize_matches_the_reference(dtype: torch.dtype) -> None:
     assert float((steps > 0).double().mean()) < 1e-3
     got = fp8.dequantize(codes.view(torch.uint8), scale.double(), SCALE_TOKENS)
     torch.testing.assert_close(back(codes, scale, torch.float32).double(), got, rtol=2**-24, atol=0)
-
-
-# --- special values -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,9 +112,6 @@ def test_the_largest_values_stay_finite(dtype: torch.dtype) -> None:
     torch.testing.assert_close(made, x, rtol=2**-22 if dtype == torch.float32 else 0.0, atol=0.0)
 
 
-# --- shapes and views -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("tokens", "heads", "head_dim", "dtype"),
     [(0, 3, 4, torch.float32), (128, 3, 4, torch.float32), (129, 3, 80, torch.float16), (20, 2, 256, torch.float16)],
@@ -149,9 +140,6 @@ def test_views_are_read_and_written_in_place(view: Callable[[Tensor], Tensor]) -
     storage = target._base
     assert storage is not None
     assert int(storage.isnan().sum()) == storage.numel() - target.numel()
-
-
-# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 E4M3 = torch.float8_e4m3fn

@@ -94,9 +94,6 @@ def test_gradients_are_accumulated(mode: str) -> None:
         torch.testing.assert_close(made - begin, same.float(), rtol=2e-3, atol=2e-3)
 
 
-# --- the order of adding ------------------------------------------------------------------------------------------
-
-
 def narrowed(kind: str, queries: int, keys: int) -> Bounds:
     if kind in KINDS:
         return interval(kind, queries, keys)
@@ -139,9 +136,6 @@ def test_programs_wait_for_later_keys_only(kind: str) -> None:
         assert table is not None and visits.any() and table.shape[1:] == visits.shape[1:]
         for row, key_tile, query_tile in visits.nonzero().tolist():
             assert table[row, key_tile, query_tile] == visits[row, key_tile + 1 :, query_tile].sum()
-
-
-# --- what is refused ----------------------------------------------------------------------------------------------
 
 
 HEAD_DIM_256 = inputs(Sizes(head_dim=256))

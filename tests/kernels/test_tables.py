@@ -13,16 +13,7 @@ import torch
 
 from ringattn.kernels import Tile, tables
 from ringattn.kernels.gpu import GpuSpec, assumed_gpu
-from ringattn.kernels.tables import (
-    RefusedTable,
-    Table,
-    as_json,
-    file_name,
-    options_of,
-    parse,
-    read,
-    tuned,
-)
+from ringattn.kernels.tables import RefusedTable, Table, as_json, file_name, options_of, parse, read, tuned
 
 from ..support.tile_tables import H200, HOPPER, POINT, TILE, entry, estimate, folders, save
 from ..test_house import ROOT
@@ -49,9 +40,6 @@ def table(**changed: Any) -> dict[str, Any]:
         else:
             place[key] = value
     return data
-
-
-# what is believed
 
 
 def test_a_table_round_trips() -> None:
@@ -115,8 +103,6 @@ def test_file_names_cannot_leave_the_folder() -> None:
     with pytest.raises(ValueError, match="takes at least one letter or digit"):
         file_name("../\x00", (3, 7))
 
-
-# which file serves
 
 Folders = tuple[Path, Path]
 

@@ -44,9 +44,6 @@ def limits(keys: int) -> Iterator[Limits]:
             yield lo_first, lo_last, hi_first, hi_last
 
 
-# --- the arithmetic -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("block", [1, 2, 3, 4])
 def test_every_small_range(block: int) -> None:
     for lo_first, lo_last, hi_first, hi_last in limits(8):
@@ -81,9 +78,6 @@ def test_the_jit_tile_range_equals_the_host_function(block: int) -> None:
         out = torch.full((len(ends), 4), -1, dtype=torch.int32)
         mirror[(len(ends),)](out, made, Shape(rows, columns, 1, 1), BLOCK_ROWS=2, BLOCK=block)
         assert torch.equal(out, torch.tensor([tile_range(*case, block) for case in ends], dtype=torch.int32))
-
-
-# --- the loads ----------------------------------------------------------------------------------------------------
 
 
 class Loads:

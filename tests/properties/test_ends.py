@@ -29,6 +29,7 @@ from ringattn.comm.watchdog.telemetry import TICK_SECONDS
 
 from ..support.forked import Ending, ending, results
 from ..support.nightly import rest_nightly
+from ..support.ring_cases import run_ranks
 
 CPU = torch.device("cpu")
 SECONDS = 1.0  # the ring's deadline
@@ -57,9 +58,6 @@ def settled(most: Sequence[float] | None = None) -> list[int]:
 
 def no_more(now: Sequence[float], before: Sequence[float]) -> bool:
     return all(a <= b for a, b in zip(now, before, strict=True))
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 def dies(rank: int, *, known: bool) -> Ending:
@@ -139,9 +137,6 @@ def test_calls_in_forked_processes_raise_at_once() -> None:
         assert of_close == ": "
 
 
-# -- virtual ranks -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("closed", rest_nightly([True, False], False))
 def test_a_world_ends_its_threads_and_its_rings(closed: bool) -> None:
     before = settled()
@@ -212,14 +207,11 @@ def test_close_releases_everything_after_a_failure() -> None:
         assert (ring._kv, ring._dkv, ring._control) == (None, None, None)
         assert not ring._opened
 
-    with LocalWorld(2) as world:
-        world.run(fails)
+    run_ranks(2, fails)
     assert len(closed) == 2
     # other ranks may never post the matching transfers
     assert aborted == ["aborted: its ring was left by KeyError('a fault')"] * 2
 
-
-# -- what grows --------------------------------------------------------------------------------------------------------
 
 WARM, STEPS = 500, 500  # after the warm-up, the history of calls is full, and caches of torch and Python nearly
 ROUNDS = 100  # rings or worlds, one after the other

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard, unshard
+from ringattn import Layout, Ring, positions, ring_attention, shard, unshard
 from ringattn.comm import GroupLike
 from ringattn.ring import loop
 
 from ..support.forked import Ending, ending, results
-from ..support.ring_cases import LAYOUTS, check_results, inputs, together
+from ..support.ring_cases import LAYOUTS, check_results, inputs, run_ranks, together
 
 TOKENS, RANKS = 53, 4
 HEADS = (4, 2)
@@ -55,8 +55,7 @@ def test_every_layout_over_a_mesh_is_exact() -> None:
         layout = make(TOKENS, RANKS)
         ours = together(layout, [parts[name] for parts in ranks])
         check_results(ours, whole, causal=True)
-        with LocalWorld(RANKS) as world:
-            virtual = world.run(lambda group, layout=layout: part(layout, whole, group.mesh(2, 2), group.rank()))  # type: ignore[misc]
+        virtual = run_ranks(RANKS, lambda group, layout=layout: part(layout, whole, group.mesh(2, 2), group.rank()))  # type: ignore[misc]
         assert all(map(torch.equal, ours, together(layout, virtual)))
 
 

@@ -54,9 +54,6 @@ def buffer(recorder: Recorder, name: str = "x", count: int = 4) -> torch.Tensor:
     return made
 
 
-# streams, events and memory: what the compute stream does before a transfer stream writes
-
-
 def compute() -> torch.cuda.Stream:
     return torch.cuda.current_stream()
 
@@ -153,9 +150,6 @@ def test_invalid_uses_of_events_raise(recorder: Recorder) -> None:
         assert event.query()
 
 
-# NCCL, and values in memory
-
-
 Operation = tuple[str, torch.Tensor, int]
 """Kind (send or recv), tensor and peer."""
 
@@ -250,8 +244,6 @@ def test_copies_of_the_copy_engine_are_recorded(recorder: Recorder) -> None:
     check(recorder, "race on into", "copy writes it")
 
 
-# against brute force
-
 Program = list[tuple[str, int, int]]
 
 
@@ -316,9 +308,6 @@ def test_footprint_of_strided_tensors(itemsize: int, offset: int, dims: list[tup
     places = [offset + sum(i * s for i, s in zip(index, strides, strict=True)) for index in indices]
     covered = {place * itemsize + byte for place in places for byte in range(itemsize)}
     assert footprint(itemsize, offset, shape, strides) == sum(1 << byte for byte in covered)
-
-
-# execution
 
 
 @pytest.mark.parametrize("freed", [False, True])

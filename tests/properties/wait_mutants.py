@@ -84,6 +84,7 @@ BACKWARDS = "ring/test_disagreements.py -k another_order_are"
 MESH = (
     "ring/test_ulysses.py -k 'joined or exchange or seed or uses_the_ring or shard or missing or differing'",
     "ring/test_args.py -k on_both_ranks",
+    "ring/test_shards.py",
     BACKWARDS,
 )
 NCCL_POST = ("NcclTransport.mark", "NcclTransport.post", "NcclTransport._group")
@@ -120,9 +121,6 @@ TARGETS = (
     Target("comm.control", ("Looks", "Control"), (), ("comm/test_control.py",)),
     Target("ring.mesh", ("",), (), MESH),
 )
-
-
-# --- checks that catch mutants ---
 
 
 Counts = tuple[Counter[str], Counter[str]]  # waits by name: all of them, and the implied ones
@@ -201,9 +199,6 @@ def survivors(chosen: list[tuple[Target, Mutant]], show: bool) -> list[str]:
         if not reason:
             left.append(str(mutant))
     return left
-
-
-# --- one process per job ---
 
 
 def serve(work: Callable[[], object], connection: Connection) -> None:

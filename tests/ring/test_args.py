@@ -33,6 +33,7 @@ from ringattn.ring.prepare import Call, autocast, prepare, sink_of
 from ringattn.ring.schedule.layout import Documents
 
 from ..support.forked import results
+from ..support.ring_cases import run_ranks
 
 TILE = Tile(32, 32, 4, 1)
 
@@ -427,8 +428,7 @@ def test_all_ranks_get_the_same_error_and_the_ring_stays_usable() -> None:
             with Ring(group, **call.pop("ring", {})) as ring, pytest.raises(ValueError, match=message):
                 ring_attention(**fit | call | ({"group": group} if "group" in call else {}), ring=ring)
 
-    with LocalWorld(2) as world:
-        world.run(refused)
+    run_ranks(2, refused)
     assert {name for *calls, _ in ON_RANKS for call in calls for name in call} >= {*AttentionArgs._fields} - {"config"}
 
 
@@ -488,8 +488,7 @@ def test_differing_arguments_are_refused_on_both_ranks(mesh: tuple[int, int] | N
             with pytest.raises(ValueError, match=f"^{name} differs between ranks"):
                 ring_attention(**fit | calls[group.rank()], group=where)
 
-    with LocalWorld(2) as world:
-        world.run(refused)
+    run_ranks(2, refused)
     assert {*TWO_VALUES} == {name for name, entry in ENTRIES.items() if entry.compare is not Compare.OWN}
 
 
@@ -516,8 +515,7 @@ def test_differing_ring_settings_are_refused_on_both_ranks() -> None:
             with Ring(group, **{name: values[group.rank()]} | more) as ring, refusal:
                 ring_attention(**fit, ring=ring)
 
-    with LocalWorld(2) as world:
-        world.run(refused)
+    run_ranks(2, refused)
     of_each_rank = {"group", "deadline"}  # a deadline applies to its own rank only
     assert {*OF_RINGS} == {*inspect.signature(Ring).parameters} - of_each_rank
 
@@ -549,8 +547,7 @@ def test_differing_shard_arguments_are_refused_on_both_ranks(
             with pytest.raises(ValueError, match=f"^{'(shape|layout)' if name == 'dim' else name} differs"):
                 door(**fit | calls[group.rank()], group=where)
 
-    with LocalWorld(2) as world:
-        world.run(refused)
+    run_ranks(2, refused)
     assert takes - {"x"} <= {*OF_SHARDS}
 
 
@@ -564,8 +561,7 @@ def test_differing_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch
             ring_attention(**DOORS["ring_attention"][1], layout="zigzag", group=group)
 
     monkeypatch.setitem(ring_module.VERSIONS, "torch", OfThread())
-    with LocalWorld(2) as world:
-        world.run(refused)
+    run_ranks(2, refused)
 
 
 @pytest.mark.parametrize("most", [15, 16])
@@ -634,8 +630,7 @@ def test_direction_slots_and_topology_of_the_ring_reach_the_plan() -> None:
         assert visits(group, direction=-1, slots=2) == ([rank, after, before], 2)
         assert visits(group, topology=order) == ([rank, after, before], 3)
 
-    with LocalWorld(3) as world:
-        world.run(of_rank)
+    run_ranks(3, of_rank)
 
 
 def test_a_closed_ring_is_refused() -> None:
@@ -662,8 +657,7 @@ def test_leaving_a_ring_by_an_error_ends_the_transfers_of_other_ranks() -> None:
             transport.post(sends=[], receives=[Message(0, torch.empty(4))])
         control_of(group).gather(None, what="the test")
 
-    with LocalWorld(2) as world:
-        world.run(fn)
+    run_ranks(2, fn)
 
 
 def test_signature_options_and_op_entries_agree() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn import Layout, Ring, ring_attention
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import KernelConfig, Tile, attention_delta
 from ringattn.kernels.attention import Forward
@@ -19,7 +19,7 @@ from ringattn.ring.local import fused
 
 from ..kernels.test_hopper import ON_HOPPER, Launches, launches
 from ..support.kernel_cases import DEVICE
-from ..support.ring_cases import check_ring, inputs
+from ..support.ring_cases import check_ring, inputs, run_ranks
 
 __all__ = ["launches"]
 
@@ -45,8 +45,7 @@ def test_hopper_kernels_on_another_gpu_are_refused_on_every_rank(
         raise AssertionError("the first hop has begun")
 
     monkeypatch.setattr(loop, "forward", begun)
-    with LocalWorld(layout.world) as world:
-        world.run(refused)
+    run_ranks(layout.world, refused)
 
 
 LENT = threading.Lock()

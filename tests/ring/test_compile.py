@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, ring_attention, single_rank
+from ringattn import Layout, Ring, checkpoint_policy, ring_attention, single_rank
 from ringattn.comm import GroupLike
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, longformer, ulysses
@@ -24,6 +24,7 @@ from ringattn.ring.args import AttentionArgs
 from ringattn.ring.ops import INDEX, pack_args
 
 from ..support.forked import results
+from ..support.ring_cases import run_ranks
 
 ROWS, HEADS = 64, 4
 NO_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -183,8 +184,7 @@ def in_world(
         where = group if mesh is None else group.mesh(*mesh)
         return run(function, shards, **{"layout": whole_layout} | call | own, group=where)
 
-    with LocalWorld(whole_layout.world) as world:
-        return world.run(rank)
+    return run_ranks(whole_layout.world, rank)
 
 
 def test_virtual_ranks_share_the_graph() -> None:
@@ -323,11 +323,12 @@ def test_selective_checkpointing_in_a_graph_skips_the_second_ring(forward_rings:
     assert len(forward_rings) == 2
 
 
-@pytest.mark.parametrize("call", [{}, hiding(1), {"mesh": (1, 2)}], ids=["plain", "batch rows", "mesh"])
+@pytest.mark.parametrize("call", [{}, hiding(1), {"mesh": (2, 2)}], ids=["plain", "batch rows", "mesh"])
 def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object], call: dict[str, Any]) -> None:
     """The layer around the call runs twice, and the gradients do not change."""
     layers: list[object] = []
-    whole, layout = inputs_of(call), Layout.zigzag(ROWS, 2)
+    world = 4 if "mesh" in call else 2
+    whole, layout = inputs_of(call), Layout.zigzag(ROWS, world)
 
     def layer(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
         layers.append(None)
@@ -342,7 +343,7 @@ def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object],
     layers.clear()
     for got, want in zip(in_world(layout, saving, whole, **call), expected, strict=True):
         assert_same(got, want)
-    assert (len(forward_rings), len(layers)) == (2, 4)
+    assert (len(forward_rings), len(layers)) == (world, 2 * world)
 
 
 @pytest.mark.parametrize(

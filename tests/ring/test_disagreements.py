@@ -188,9 +188,6 @@ def test_every_rank_gets_the_error_of_the_differing_rank_soon(
         assert seconds < SOON
 
 
-# -- virtual ranks -----------------------------------------------------------------------------------------------------
-
-
 def shards_of(group: LocalGroup) -> list[torch.Tensor]:
     return [torch.randn(1, 4, 4, 8, requires_grad=True) for _ in range(3)]
 

@@ -302,9 +302,8 @@ def test_documents_are_a_value() -> None:
     assert len({*made}) == 1 and {repr(documents) for documents in made} == {"Documents([0, 3, 3, 8])"}
     assert Documents([0, 3, 8]) != made[0] != numbers
     made[0].around(torch.arange(3))
-    assert (
-        pickle.loads(pickle.dumps(made[0])) == made[0] and len(pickle.dumps(made[0])) < 200
-    )  # the pickle has no caches
+    pickled = pickle.dumps(made[0])
+    assert pickle.loads(pickled) == made[0] and len(pickled) < 200  # no caches
     long, other = Documents(range(100)), Documents([0, 0, *range(2, 100)])
     assert re.fullmatch("<99 documents of 99 tokens, boundaries [0-9a-f]{16}>", repr(long))
     assert repr(long) != repr(other)

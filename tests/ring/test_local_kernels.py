@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import Layout, LocalWorld, RectangleAttention, Ring, Supports, register_backend, ring_attention
+from ringattn import Layout, RectangleAttention, Ring, Supports, register_backend, ring_attention
 from ringattn.comm import LocalGroup, LocalTransport
 from ringattn.kernels import KernelConfig
 from ringattn.ring.local import protocol, registry
@@ -92,9 +92,6 @@ def run_without_lse(layout: Any, whole: dict[str, Tensor], **call: Any) -> list[
     return [*together(layout, run_ranks(layout.world, one))]
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def nothing_sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def post(*_: Any, **__: Any) -> None:
@@ -116,8 +113,7 @@ def refusals(backend: Any, error: type[Exception] | tuple[type[Exception], ...],
             out = ring_attention(q.requires_grad_(), k, v, layout="zigzag", ring=ring, backend=backend, **options)
             (out[0].sum() + out[1].sum() if isinstance(out, tuple) else out.sum()).backward()
 
-    with LocalWorld(2) as world:
-        world.run(one)
+    run_ranks(2, one)
 
 
 LIMITED = Supports(devices=("cpu",), dtypes=(torch.float32,), head_dims=range(8, 65, 8))
@@ -156,9 +152,6 @@ def test_unsupported_features_are_refused_before_anything_is_sent(
 def test_a_gradient_through_lse_is_refused() -> None:
     kernel = RectangleAttention("sdpa", forward, backward, supports=Supports(), dlse_columns=0)
     refusals(kernel, ValueError, "backend 'sdpa' does not support a gradient through lse", return_lse=True)
-
-
-# --- kernels that are wrong ---------------------------------------------------------------------------------------
 
 
 def changed(change: Callable[[Any, Any], Any]) -> RectangleAttention:
@@ -229,8 +222,7 @@ def test_a_wrong_kernel_on_one_rank_stops_every_rank() -> None:
                 return str(error)
         return ""
 
-    with LocalWorld(2) as world:
-        texts = world.run(one)
+    texts = run_ranks(2, one)
     assert all("backend 'wrong' returned lse as torch.float64" in text for text in texts), texts
 
 
@@ -267,8 +259,7 @@ def test_ranks_with_different_kernels_are_refused() -> None:
         with Ring(group) as ring, pytest.raises(ValueError, match=r"backend differs .*rank 0: 'sdpa', rank 1: 'aten'"):
             ring_attention(q, q, q, layout="zigzag", ring=ring, backend=backends[group.rank()])
 
-    with LocalWorld(2) as world:
-        world.run(one)
+    run_ranks(2, one)
 
 
 def test_torch_compile_takes_a_kernel_by_name_only() -> None:

@@ -6,13 +6,14 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.kernels import FULL, Bounds
+from ringattn.kernels import FULL
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import (
     BlockMask,
@@ -26,6 +27,7 @@ from ringattn.ring.schedule.mask import (
     visible_pairs,
 )
 
+from ..support.kernel_cases import dense
 from ..support.layouts import Window, block_layouts, block_masks, layouts, masks, sees, small_layouts
 
 CAUSAL = Mask(causal=True)
@@ -36,16 +38,9 @@ def brute(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor
     return torch.tensor(pairs, dtype=torch.bool).reshape(len(queries), len(keys))
 
 
-def expand(made: Bounds, queries: int, keys: int) -> torch.Tensor:
-    if made.lo is None or made.hi is None:
-        return torch.ones(queries, keys, dtype=torch.bool)
-    index = torch.arange(keys)
-    return (made.lo[:, None] <= index) & (index < made.hi[:, None])
-
-
 def check(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> None:
     made, expected = bounds(mask, queries, keys), brute(mask, queries, keys)
-    assert torch.equal(expand(made, len(queries), len(keys)), expected)
+    assert torch.equal(dense(made, len(queries), len(keys)), expected)
     assert made.is_full == bool(expected.numel() and expected.all())
     counts = [int((keys < used).sum()) for used in mask.used or ()]  # keys of each batch row; None means all of them
     all_keys = all(count == len(keys) for count in counts)
@@ -94,33 +89,29 @@ def first_after(lo: torch.Tensor, sees_any: torch.Tensor, row: int) -> int:
 @pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(used=(4, 9)), Mask(used=())])
 def test_mask_bounds_of_every_small_layout(mask: Mask) -> None:
     for layout in small_layouts(9, 4):
-        for rank in range(layout.world):
-            for shard in range(layout.world):
-                check(mask, layout.positions(rank), layout.positions(shard))
+        for queries, keys in product(map(layout.positions, range(layout.world)), repeat=2):
+            check(mask, queries, keys)
 
 
 @given(st.data())
 def test_mask_bounds_of_any_layout(data: st.DataObject) -> None:
     layout, mask = data.draw(layouts(max_world=4, max_seqlen=24)), data.draw(masks(used=True))
     keys = data.draw(st.one_of(st.just(layout), layouts(world=layout.world, max_seqlen=24)))
-    for rank in range(layout.world):
-        for shard in range(layout.world):
-            check(mask, layout.positions(rank), keys.positions(shard))
+    for rank, shard in product(range(layout.world), repeat=2):
+        check(mask, layout.positions(rank), keys.positions(shard))
 
 
 @given(st.data())
 def test_global_tokens_make_disjoint_parts(data: st.DataObject) -> None:
     layout, mask = data.draw(layouts(max_world=3, max_seqlen=24)), data.draw(masks(global_tokens=True, used=True))
-    for rank in range(layout.world):
-        for shard in range(layout.world):
-            queries, keys = layout.positions(rank), layout.positions(shard)
-            made = [bounds(part, queries, keys) for part in mask.parts]
-            for single in made:
-                if single.lo is not None and single.hi is not None:
-                    check_order(single.lo, single.hi, expand(single, len(queries), len(keys)))
-            times_seen = sum(expand(part_bounds, len(queries), len(keys)).int() for part_bounds in made)
-            assert torch.equal(torch.as_tensor(times_seen), brute(mask, queries, keys).int())
-            assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
+    for queries, keys in product(map(layout.positions, range(layout.world)), repeat=2):
+        made = [bounds(part, queries, keys) for part in mask.parts]
+        pairs = [dense(part_bounds, len(queries), len(keys)) for part_bounds in made]
+        for part_bounds, visible in zip(made, pairs, strict=True):
+            if part_bounds.lo is not None and part_bounds.hi is not None:
+                check_order(part_bounds.lo, part_bounds.hi, visible)
+        assert torch.equal(torch.stack(pairs).sum(0), brute(mask, queries, keys).long())
+        assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
 
 
 @given(st.data(), st.integers(1, 4), st.booleans())
@@ -131,10 +122,9 @@ def test_intervals_inside_blocks(data: st.DataObject, block: int, other_keys: bo
         data.draw(masks(global_tokens=True, used=True).filter(lambda mask: type(mask) is Mask)),
         blocks=data.draw(block_masks(8, 8, block)),
     )
-    for rank in range(2):
-        for shard in range(2):
-            queries, keys = layout.positions(rank), kv_layout.positions(shard)
-            assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
+    for rank, shard in product(range(2), repeat=2):
+        queries, keys = layout.positions(rank), kv_layout.positions(shard)
+        assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
 
 
 def test_longformer_has_three_parts() -> None:

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.comm.topology.topology import Topology
-from ringattn.kernels import Bounds
 from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.plan import Plan, plan
 from ringattn.ring.schedule.schedule import schedule
 
+from ..support.kernel_cases import dense
 from ..support.layouts import Window, layouts, masks
 
 CPU = torch.device("cpu")
@@ -48,11 +48,6 @@ def test_every_hop_is_posted_once_and_never_late(shape: tuple[int, int], prefetc
     assert steps.kv_posts(prefetch) is steps.kv_posts(prefetch)
 
 
-def count(bounds: Bounds, rows: int, keys: int) -> int:
-    """Return the number of visible pairs."""
-    return rows * keys if bounds.lo is None or bounds.hi is None else int((bounds.hi - bounds.lo).sum())
-
-
 @given(st.data(), layouts(max_world=6, max_seqlen=24), masks(), st.sampled_from([1, -1]))
 def test_plan_matches_the_schedule_and_the_visible_pairs(
     data: st.DataObject, layout: Layout, mask: Mask, direction: int
@@ -69,7 +64,7 @@ def test_plan_matches_the_schedule_and_the_visible_pairs(
         pairs = visible_pairs(mask, mine, theirs)
         assert bool(parts) == (pairs > 0 or hop.index == 0)
         if parts:
-            assert sum(count(part.bounds, len(mine), len(theirs)) for part in parts) == pairs
+            assert sum(int(dense(part.bounds, len(mine), len(theirs)).sum()) for part in parts) == pairs
     launched = [hop.index for hop, parts in zip(steps.hops, steps.hop_masks, strict=True) if parts]
     assert steps.last == launched[-1]
     assert steps.lengths == tuple(sent.lengths[hop.shard] for hop in steps.hops)

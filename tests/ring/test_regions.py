@@ -16,6 +16,8 @@ from ringattn.ring.local import regions as cutting
 from ringattn.ring.local.regions import Kind, Region, limits, regions
 from ringattn.ring.schedule.mask import bounds as bounds_of
 
+from ..support.kernel_cases import visible as visible_pairs
+
 CAUSAL = Mask(causal=True)
 
 
@@ -52,21 +54,6 @@ def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
     )
 
 
-def visible_pairs(bounds: Bounds, rows: int, keys: int) -> Tensor:
-    """Return the visible pairs, bool ``[B, rows, keys]``."""
-    at = torch.arange(keys)
-    lo, hi = (torch.zeros(rows), torch.full((rows,), keys)) if bounds.lo is None else (bounds.lo, bounds.hi)
-    pairs = ((at >= lo[:, None]) & (at < hi[:, None]))[None]  # type: ignore[index]
-    if bounds.seqused_k is not None:
-        pairs = pairs & (torch.arange(keys) < bounds.seqused_k[:, None, None])
-    if bounds.block_sparse is not None:
-        visible = bounds.block_sparse.visible
-        for dim, length in enumerate((rows, keys)):
-            visible = visible.repeat_interleave(bounds.block_sparse.block, dim).narrow(dim, 0, length)
-        pairs = pairs & visible
-    return pairs
-
-
 def shape(region: Region, bounds: Bounds) -> Tensor:
     """Return which pairs a region computes, bool ``[rows, keys]``."""
     rows, keys = region.row_end - region.row, region.key_end - region.key
@@ -94,7 +81,8 @@ def test_regions_cover_every_visible_pair_once(
     bounds, rows, keys = case
     with mock.patch.dict(vars(cutting), constants):
         cut = regions(bounds, rows, keys, **how)
-    visible = visible_pairs(bounds, rows, keys)
+    batch = 1 if bounds.seqused_k is None else len(bounds.seqused_k)
+    visible = visible_pairs(bounds, batch, rows, keys)[:, 0]
     covered = torch.zeros(visible.shape, dtype=torch.int32)
     for region in cut:
         assert region.row < region.row_end and region.key < region.key_end
@@ -106,10 +94,7 @@ def test_regions_cover_every_visible_pair_once(
 
 def test_rows_after_a_rectangle_form_one_square() -> None:
     late = bounds_of(CAUSAL, torch.arange(300, 900), torch.arange(900))
-    assert regions(late, 600, 900) == (
-        Region(Kind.RECTANGLE, 0, 600, 0, 300),
-        Region(Kind.CAUSAL, 0, 600, 300, 900),
-    )
+    assert regions(late, 600, 900) == (Region(Kind.RECTANGLE, 0, 600, 0, 300), Region(Kind.CAUSAL, 0, 600, 300, 900))
     positions = torch.cat([torch.arange(0, 150), torch.arange(450, 900)])
     (whole,) = regions(bounds_of(CAUSAL, positions, positions), 600, 600)
     assert whole.kind is Kind.CAUSAL

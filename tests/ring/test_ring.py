@@ -24,7 +24,7 @@ from ringattn.ring.buffers import Key, RingCall
 from ringattn.ring.ring import ring_of
 
 from ..support.pairwise import pairwise_cases
-from ..support.ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ring
+from ..support.ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ranks, run_ring
 from ..support.transport_cases import Calling, until
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -122,8 +122,7 @@ def test_calls_of_different_shapes_share_one_ring() -> None:
                 outs.append(ring_attention(*shards(layout, whole, group), layout=layout, ring=ring))
         return outs
 
-    with LocalWorld(3) as world:
-        results = [layout.unshard(parts) for parts in zip(*world.run(on_one), strict=True)]
+    results = [layout.unshard(parts) for parts in zip(*run_ranks(3, on_one), strict=True)]
     alone = [run_ring(layout, whole, ring={"chunks": 2}).out for whole in calls]
     assert all(torch.equal(result, other) for result, other in zip(results, (*alone, *alone), strict=True))
 
@@ -140,13 +139,6 @@ def test_prefetch_and_slots_do_not_change_results(topology: Topology | None) -> 
         assert all(map(torch.equal, first, other)), change
 
 
-@pytest.mark.parametrize("backend", ["aten", "triton"])
-def test_an_empty_batch(backend: str) -> None:
-    whole = inputs(8, batch=0)
-    for x in run_ring(Layout.contiguous(8, 2), whole, causal=True, backend=backend):
-        assert x.shape[0] == 0
-
-
 def test_backwards_in_any_order_after_several_forwards() -> None:
     layout, wholes = Layout.zigzag(32, 2), [inputs(32), inputs(32)]
 
@@ -157,8 +149,7 @@ def test_backwards_in_any_order_after_several_forwards() -> None:
             out.backward(layout.shard(whole["dout"], group.rank()))
         return [x.grad for qkv in leaves for x in qkv]
 
-    with LocalWorld(2) as world:
-        grads = [layout.unshard(parts) for parts in zip(*world.run(gradients), strict=True)]
+    grads = [layout.unshard(parts) for parts in zip(*run_ranks(2, gradients), strict=True)]
     alone = [run_ring(layout, {n: x for n, x in whole.items() if n != "dlse"}, causal=True) for whole in wholes]
     assert all(map(torch.equal, grads, [grad for single in alone for grad in (single.dq, single.dk, single.dv)]))
 
@@ -216,8 +207,7 @@ def test_every_edge_is_warmed_up_before_it_is_used(exchanges: bool, monkeypatch:
             for window in () if exchanges else ((-1, -1), (9, 9)):
                 ring_attention(*shards(layout, whole, group), layout=layout, ring=ring, window_size=window)
 
-    with LocalWorld(4) as world:
-        world.run(calls)
+    run_ranks(4, calls)
     assert used - set(ring_edges(range(4))) and not late
 
 
@@ -267,8 +257,7 @@ def test_seeds_are_drawn_from_rank_0s_generator() -> None:
 
     def drawn() -> list[Tensor]:
         torch.manual_seed(5)
-        with LocalWorld(2) as world:
-            return [layout.unshard(parts) for parts in zip(*world.run(calls), strict=True)]
+        return [layout.unshard(parts) for parts in zip(*run_ranks(2, calls), strict=True)]
 
     (first, other), (again, _) = drawn(), drawn()
     assert torch.equal(first, again)
@@ -294,8 +283,7 @@ def test_a_captured_stream_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPa
             ring_attention(q, k, v, layout=Layout.contiguous(64, 2), group=group)
 
     monkeypatch.setattr(ring_module, "_is_capturing", lambda _: True)
-    with LocalWorld(2) as world:
-        world.run(one)
+    run_ranks(2, one)
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
@@ -329,7 +317,6 @@ def test_call_stack_depth_of_launches_and_posts(mesh: tuple[int, int] | None, mo
         assert isinstance(out, torch.Tensor)
         out.sum().backward()
 
-    with LocalWorld(2) as world:
-        world.run(one)
+    run_ranks(2, one)
     most = {"launch": 6, "launch in a backward": 7, "post": 7, "post in a backward": 7}
     assert {*depths} == {*most} and all(depths[kind] <= most[kind] for kind in most), depths

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import Layout, LocalWorld, Ring, reference, ring_attention
+from ringattn import Layout, Ring, reference, ring_attention
 from ringattn.comm import LocalGroup, Topology
 from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.layout import Documents
@@ -19,7 +19,7 @@ from ringattn.ring.schedule.mask import BlockMask, Mask, bigbird, fixed, longfor
 from ..support.baselines import Results
 from ..support.mask_cases import Case, check, compare, expected, held, in_blocks, run, taken
 from ..support.pairwise import pairwise_cases
-from ..support.ring_cases import LAYOUTS, inputs
+from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -46,10 +46,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 PATTERNS: dict[str, Callable[[int], dict[str, Any]]] = {
     "strided": lambda block: {"causal": True, "block_mask": strided(TOKENS, block, stride=2 * block)},
-    "fixed": lambda block: {
-        "causal": True,
-        "block_mask": fixed(TOKENS, block, stride=3 * block, summary=block),
-    },
+    "fixed": lambda block: {"causal": True, "block_mask": fixed(TOKENS, block, stride=3 * block, summary=block)},
     "bigbird": lambda block: {"block_mask": bigbird(TOKENS, block, window=1, global_=1, random=1)},
     "bigbird in documents": lambda block: PATTERNS["bigbird"](block) | {"cu_seqlens": [0, 25, TOKENS]},
 }
@@ -72,16 +69,18 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 
 
-def case_of(world: int, layout: str, call: dict[str, Any], *, sink: bool = False, **more: Any) -> Case:
-    """Return a case for a layout by name; block masks get a layout of whole blocks."""
-    made, pattern = LAYOUTS[layout](TOKENS, world), call.get("block_mask")
-    if isinstance(pattern, BlockMask):
-        blocks = len(pattern.visible)
-        few = (
-            layout == "uneven" and blocks < 3 * world
-        )  # the uneven layout gives three blocks to each of the other ranks
-        made = in_blocks(LAYOUTS["contiguous" if few else layout](blocks, world), pattern.block, TOKENS)
-    return of_layout(made, call, sink=sink, **more)
+def layout_for(name: str, world: int, call: dict[str, Any]) -> Layout:
+    """Return a layout by name; block masks get a layout of whole blocks."""
+    pattern = call.get("block_mask")
+    if not isinstance(pattern, BlockMask):
+        return LAYOUTS[name](TOKENS, world)
+    blocks = len(pattern.visible)
+    few = name == "uneven" and blocks < 3 * world  # the other ranks of the uneven layout need three blocks each
+    return in_blocks(LAYOUTS["contiguous" if few else name](blocks, world), pattern.block, TOKENS)
+
+
+def case_of(world: int, layout: str, call: dict[str, Any], **more: Any) -> Case:
+    return of_layout(layout_for(layout, world, call), call, **more)
 
 
 def of_layout(
@@ -227,8 +226,7 @@ def test_an_expanded_dout(backend: str) -> None:
             out: Any = ring_attention(*leaves, layout=case.layout, ring=ring, **case.call)
             return torch.autograd.grad(out.sum(), leaves[:1])[0]
 
-    with LocalWorld(2) as world:
-        parts = world.run(summed)
+    parts = run_ranks(2, summed)
     ones, _ = run(case)
     assert all(part.equal(taken(case.layout, ones.dq, rank)) for rank, part in enumerate(parts))
 

@@ -306,11 +306,8 @@ def test_equal_schedules_share_one_object() -> None:
     layout = Layout.zigzag(16, 4)
     plan = schedule(layout, CAUSAL)
     assert schedule(Layout.zigzag(16, 4), Mask(causal=True), kv_layout=layout, direction=1) == plan
-    for nodes in (
-        ((0, 1, 2, 3),),
-        ((0,), (1,), (2,), (3,)),
-        ((0,), (1, 2, 3)),
-    ):  # one rank per node is flat, or the sizes differ
+    # Nodes of one rank, or of different sizes, give a flat schedule.
+    for nodes in (((0, 1, 2, 3),), ((0,), (1,), (2,), (3,)), ((0,), (1, 2, 3))):
         assert schedule(layout, CAUSAL, topology=Topology(nodes), slots=3) == plan
     for change in ({"direction": -1}, {"topology": Topology.grid(2, 2)}, {"slots": 4}):
         assert schedule(layout, CAUSAL, **change) != plan  # type: ignore[arg-type]
@@ -345,6 +342,5 @@ def test_large_clusters_are_planned_quickly() -> None:
     topology, layout = Topology.grid(nodes, per_node), Layout.zigzag(2 * world, world)
     plan = planned(10, lambda: schedule(layout, CAUSAL, topology=topology), use)
     assert plan.bytes(1, level=0) == (nodes * (per_node - 1) * 2,) * world
-    assert (
-        plan.bytes(1, level=1) == ((nodes - 1) * 2,) * world
-    )  # the bytes of a flat ring, but over every NIC of a node
+    # The bytes of a flat ring, but over every NIC of a node.
+    assert plan.bytes(1, level=1) == ((nodes - 1) * 2,) * world

@@ -10,6 +10,7 @@ from ringattn import LocalWorld, Ring, Session, single_rank
 from ringattn.comm import GroupLike, LocalGroup, TransportError
 
 from ..support.forked import results
+from ..support.ring_cases import run_ranks
 
 
 def whole(member: LocalGroup) -> GroupLike:
@@ -28,8 +29,7 @@ def gathered(session: Session) -> tuple[int, int, list[object]]:
 
 @pytest.mark.parametrize("group", [whole, mesh])
 def test_values_arrive_in_rank_order(group: Callable[[LocalGroup], GroupLike]) -> None:
-    with LocalWorld(4) as world:
-        seen = world.run(lambda member: gathered(Session(group(member))))
+    seen = run_ranks(4, lambda member: gathered(Session(group(member))))
     assert seen == [(rank, 4, [{"rank": other} for other in range(4)]) for rank in range(4)]
 
 
@@ -99,7 +99,6 @@ def test_a_session_takes_the_ring_it_is_given() -> None:
         with Ring(member, chunks=2) as ring:
             return Session(ring=ring).ring is ring and Session(member).ring is not ring
 
-    with LocalWorld(2) as world:
-        assert all(world.run(of_rank))
+    assert all(run_ranks(2, of_rank))
     with pytest.raises(ValueError, match="ring and group are both given"):
         Session(single_rank(), ring=Ring())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn import Layout, Ring, ring_attention
 from ringattn.comm import LocalGroup
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring import Mask, Trace, TraceSpan
@@ -18,6 +18,7 @@ from ringattn.ring.schedule.schedule import Hop, schedule
 from ringattn.ring.trace import _Begin, _Clock
 
 from ..support.cuda.device import FakeCuda
+from ..support.ring_cases import run_ranks
 
 WORLD, SEQLEN, HEADS, DIM = 4, 256, 2, 16
 FP32 = 4
@@ -43,8 +44,7 @@ def traces(*, causal: bool = True, nodes: int = 1, **settings: Any) -> Traces:
                 step(ring)
             return trace.spans, trace.transfers, trace.slots
 
-    with LocalWorld(WORLD) as world:
-        return world.run(rank)
+    return run_ranks(WORLD, rank)
 
 
 @pytest.fixture(scope="module")

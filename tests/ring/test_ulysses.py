@@ -11,22 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, positions, ring_attention, shard, unshard
+from ringattn import Layout, LocalWorld, Ring, ring_attention, shard, unshard
 from ringattn.comm import LocalGroup
 from ringattn.comm.transports.local import LocalTransport
 from ringattn.comm.world import DEFAULT_TIMEOUT, LocalMesh
 from ringattn.ring.mesh import joined, rings_of, shared
 from ringattn.ring.ring import ring_of
-from ringattn.ring.schedule.mask import BlockMask
 
 from ..support.forked import ending
-from ..support.mask_cases import Case, check, in_blocks
+from ..support.mask_cases import Case, check
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 from ..support.transport_cases import HANGS
-from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS
+from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS, layout_for
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -50,21 +48,11 @@ def case_of(mesh: tuple[int, int], call: dict[str, Any], layout: Layout, **more:
     return Case(layout, whole, call | {"backend": "aten"}, mesh=mesh, **more)
 
 
-def layout_of(name: str, mesh: tuple[int, int], call: dict[str, Any]) -> Layout:
-    """Return a layout by name; block masks get a layout of whole blocks."""
-    world, pattern = mesh[0] * mesh[1], call.get("block_mask")
-    if not isinstance(pattern, BlockMask):
-        return LAYOUTS[name](TOKENS, world)
-    blocks = len(pattern.visible)
-    few = name == "uneven" and blocks < 3 * world
-    return in_blocks(LAYOUTS["contiguous" if few else name](blocks, world), pattern.block, TOKENS)
-
-
 @pytest.mark.parametrize(("name", "mesh", "layout"), pairwise_cases([*MASKS, *PATTERNS, *SCORES], MESHES, LAYOUTS))
 def test_each_feature_is_exact_over_a_mesh(name: str, mesh: tuple[int, int], layout: str) -> None:
     call = PATTERNS[name](4) if name in PATTERNS else (MASKS | SCORES)[name]
     sink = SINK if layout in ("zigzag", "uneven") else None
-    check(case_of(mesh, call, layout_of(layout, mesh, call), sink=sink))
+    check(case_of(mesh, call, layout_for(layout, mesh[0] * mesh[1], call), sink=sink))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 12])
@@ -101,8 +89,9 @@ def test_an_empty_batch(mesh: tuple[int, int] | None, backend: str) -> None:
         leaves = [torch.randn(0, TOKENS // ranks, 4, 8, requires_grad=True) for _ in range(3)]
         out, lse = ring_attention(
             *leaves, group=group if mesh is None else group.mesh(*mesh), layout="zigzag", return_lse=True,
-            backend=backend,
+            backend=backend, causal=True,
         )  # fmt: skip
+        assert len(out) == len(lse) == 0
         grads = torch.autograd.grad(out.sum() + lse.sum(), leaves)
         return [x.shape for x in grads] + [x.shape for x in leaves]
 
@@ -140,28 +129,6 @@ def test_layouts_of_joined_ranks(make: Any, ulysses: int, tokens: int) -> None:
             assert held[shared(layout, ulysses, place).positions(u)].equal(layout.positions(rank))
 
 
-@pytest.mark.parametrize("layout", [Layout.zigzag(10, 6), Layout.striped(10, 6), Layout.uneven([7, 0, 1, 2, 0, 0])])
-@pytest.mark.parametrize("grad", ["slice", "sum"])
-def test_shard_and_unshard(layout: Layout, grad: str) -> None:
-    """Rank r weighs its loss by r + 1: "slice" keeps the own gradient, "sum" adds all of them."""
-    whole = torch.arange(60, dtype=torch.float64).view(3, 10, 2)
-
-    def of_rank(group: LocalGroup) -> None:
-        mesh, x = group.mesh(2, 3), whole.clone().requires_grad_()
-        own = shard(x, layout=layout, group=mesh)
-        at = positions(10, layout=layout, group=mesh)
-        assert torch.equal(own, whole[:, at])
-        again = unshard(own, layout=layout, group=mesh, grad=grad)
-        assert torch.equal(again, whole)
-        (again * whole * (group.rank() + 1)).sum().backward()
-        weight = 21 if grad == "sum" else group.rank() + 1
-        assert x.grad is not None and torch.equal(
-            x.grad, weight * torch.zeros_like(whole).index_copy_(1, at, whole[:, at])
-        )
-
-    run_ranks(6, of_rank)
-
-
 def qkv(group: LocalGroup, heads: int = 4, kv_heads: int = 4) -> list[Tensor]:
     generator = torch.Generator().manual_seed(group.rank())
     return [torch.randn(1, 6, n, 8, generator=generator).requires_grad_() for n in (heads, kv_heads, kv_heads)]
@@ -171,30 +138,6 @@ def attend(mesh: LocalMesh, *tensors: Tensor, **call: Any) -> Tensor:
     out = ring_attention(*tensors, group=mesh, layout="zigzag", **call)
     assert isinstance(out, Tensor)
     return out
-
-
-def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object]) -> None:
-    contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
-
-    def of_rank(group: LocalGroup) -> None:
-        leaves, mesh = qkv(group), group.mesh(2, 2)
-
-        def layer(*tensors: Tensor) -> Tensor:
-            return attend(mesh, *tensors, causal=True, dropout_p=0.3, dropout_seed=3).cos()
-
-        plain = torch.autograd.grad(layer(*leaves).sum(), leaves)
-        both: list[dict[str, Any]] = [{"context_fn": contexts}, {}]
-        for context in both:
-            out: Any = checkpoint(layer, *leaves, use_reentrant=False, **context)
-            assert all(map(torch.equal, plain, torch.autograd.grad(out.sum(), leaves)))
-
-    run_ranks(4, of_rank)
-    assert len(forward_rings) == 4 * (1 + 1 + 2)
-
-
-def test_one_seed_for_all_ranks() -> None:
-    seeds = run_ranks(6, lambda group: drawn(group.mesh(3, 2)))
-    assert len({*seeds}) == 1
 
 
 def test_one_rank_draws_the_seed() -> None:

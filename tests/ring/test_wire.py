@@ -42,9 +42,6 @@ def receive(by: Wire, travelled: tuple[Tensor, ...], like: Tensor) -> Tensor:
     return into
 
 
-# --- which wire -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_wire_in_the_model_dtype_is_none(dtype: torch.dtype) -> None:
     assert wire_of(None, dtype) is None
@@ -73,9 +70,6 @@ def test_wire_dtypes_by_name_and_refusals() -> None:
         wire_of("bfloat16", torch.float64)
 
 
-# --- rounded to bfloat16 --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("view", "dtype"), in_turn(VIEWS, [torch.float16, torch.float32]))
 def test_bfloat16_is_one_rounding(view: object, dtype: torch.dtype) -> None:
     x = wide(2, 20, 2, 6, dtype=dtype)
@@ -88,9 +82,6 @@ def test_fp16_values_that_round_above_its_maximum_become_infinite() -> None:
     made = receive(wire("bfloat16"), send(wire("bfloat16"), x), x).flatten()
     assert made[:3].tolist() == [65280.0, torch.inf, torch.inf]
     assert made[3].isnan()
-
-
-# --- fp8 ------------------------------------------------------------------------------------------------------------
 
 
 FP8 = wire("float8_e4m3fn")
