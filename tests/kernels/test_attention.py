@@ -157,9 +157,9 @@ def test_strided_tensors_are_not_copied(view: Callable[[Tensor], Tensor], monkey
     expected_sums = attention_backward(dout, q, k, v, *expected, dq=sums[0], dk=sums[1], dv=sums[2], **call)
     monkeypatch.setattr(attention, "launch", spy)
     out, lse = attention_forward(*strided[:3], state=(own[0], lse), **call)
-    near_q, near_k, near_v, near_dout = strided
-    made = attention_backward(near_dout, near_q, near_k, near_v, out, lse, dq=own[1], dk=own[2], dv=own[3], **call)
-    for got, target, same in zip((out, *made), own, (expected[0], *expected_sums), strict=True):
+    view_q, view_k, view_v, view_dout = strided
+    gradients = attention_backward(view_dout, view_q, view_k, view_v, out, lse, dq=own[1], dk=own[2], dv=own[3], **call)
+    for got, target, same in zip((out, *gradients), own, (expected[0], *expected_sums), strict=True):
         assert got is target and torch.equal(got, same)
         storage = target._base
         assert storage is not None and int(storage.isnan().sum()) == storage.numel() - target.numel()
@@ -180,10 +180,10 @@ def hop_gradients(x: Inputs, bounds: Bounds, cuts: Sequence[int], out: Tensor, l
     dq: Tensor | None = None
     for i, (begin, end) in enumerate(shards):
         into = torch.empty_like(q) if i == len(shards) - 1 else dq if dq is not None else torch.empty_like(q).float()
-        here = part(bounds, begin, end)
-        made = attention_dq(dout, q, k[:, begin:end], v[:, begin:end], lse, delta, bounds=here, accum=dq, out=into)
-        assert made is into
-        dq = made
+        keys, values = k[:, begin:end], v[:, begin:end]
+        result = attention_dq(dout, q, keys, values, lse, delta, bounds=part(bounds, begin, end), accum=dq, out=into)
+        assert result is into
+        dq = result
     assert dq is not None
     return Results(out, lse, dq, *dkdv_of_shards(x, bounds, cuts, lse, delta))
 
@@ -276,8 +276,8 @@ def test_nan_reaches_the_rows_that_see_it(kind: str, name: str) -> None:
     visible = dense(bounds, TOKENS, TOKENS)
     touched = visible.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
     touched = touched.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    here = torch.arange(TOKENS) == PLACE
-    rows, rows_at_most = (visible[:, PLACE], touched[:, PLACE]) if name in ("k", "v") else (here, here)
+    is_place = torch.arange(TOKENS) == PLACE
+    rows, rows_at_most = (visible[:, PLACE], touched[:, PLACE]) if name in ("k", "v") else (is_place, is_place)
     keys, keys_at_most = visible[rows].any(0), touched[rows_at_most].any(0)
     none = torch.zeros_like(rows)
     reached = {"out": (rows, rows_at_most), "dq": (rows, rows_at_most), "dk": (keys, keys_at_most)}
@@ -286,14 +286,14 @@ def test_nan_reaches_the_rows_that_see_it(kind: str, name: str) -> None:
         reached["out"] = none, none
     for value in (math.nan, math.inf):
         getattr(x, name)[:, PLACE] = value
-        made = ours(x, bounds, config=tiles(BLOCK, BLOCK))
-        for result, (surely, at_most) in reached.items():
-            got, same = getattr(made, result), getattr(clean, result)
-            assert not got[:, surely].isfinite().any(-1).any(), f"{result}: a row that sees it is finite"
+        results = ours(x, bounds, config=tiles(BLOCK, BLOCK))
+        for result, (certain, at_most) in reached.items():
+            got, same = getattr(results, result), getattr(clean, result)
+            assert not got[:, certain].isfinite().any(-1).any(), f"{result}: a row that sees it is finite"
             assert torch.equal(got[:, ~at_most], same[:, ~at_most]), f"{result}: a row that never touches it differs"
         # lse is exact and independent of v, because the mask applies after the scores
         reached_lse = rows if name in ("q", "k") else none
-        assert torch.equal(made.lse.isfinite(), ~reached_lse.expand(1, 1, -1))
+        assert torch.equal(results.lse.isfinite(), ~reached_lse.expand(1, 1, -1))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -339,16 +339,16 @@ def test_offsets_past_32_bits(far: Far) -> None:
     q, k, v, dout, _ = inputs(Sizes(queries=3, keys=3, heads=3, kv_heads=3, batch=3))
     state, level = torch.randn(3, 3, 3, 16), torch.randn(3, 3, 3)
     sums = [torch.randn_like(t) for t in (q, k, v)]
-    there, *sums_there = [far(t) for t in (state, *sums)]
+    far_state, *far_sums = [far(t) for t in (state, *sums)]
     far_q, far_k, far_v = far(q), far(k), far(v)
     out, lse = attention_forward(q, k, v, state=(state, level.clone()))
-    got, got_lse = attention_forward(far_q, far_k, far_v, state=(there, level.clone()))
-    assert got is there
+    got, got_lse = attention_forward(far_q, far_k, far_v, state=(far_state, level.clone()))
+    assert got is far_state
     assert torch.equal(got, out) and torch.equal(got_lse, lse)
     attention_backward(dout, q, k, v, out, lse, dq=sums[0], dk=sums[1], dv=sums[2])
-    into: dict[str, Any] = dict(zip(("dq", "dk", "dv"), sums_there, strict=True))
-    attention_backward(far(dout), far_q, far_k, far_v, there, lse, **into)
-    assert all(map(torch.equal, sums_there, sums))
+    into: dict[str, Any] = dict(zip(("dq", "dk", "dv"), far_sums, strict=True))
+    attention_backward(far(dout), far_q, far_k, far_v, far_state, lse, **into)
+    assert all(map(torch.equal, far_sums, sums))
 
 
 def test_kernels_do_not_access_memory_past_the_end() -> None:

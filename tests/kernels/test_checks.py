@@ -25,9 +25,7 @@ from ringattn.kernels import (
     attention_dkdv,
     attention_dq,
     attention_forward,
-    default_config,
 )
-from ringattn.kernels.config import config_for
 
 from ..support.kernel_cases import tiles
 
@@ -216,16 +214,6 @@ def test_bad_configs_and_tiles_are_refused() -> None:
         refused(KernelConfig, {"forward": TILE, "dq": TILE, "dkdv": TILE} | fields, message)
     for sides, message in TILES:
         refused(Tile, dict(zip(vars(TILE), sides, strict=True)), message)
-
-
-def test_every_gpu_dtype_and_head_dim_has_a_default_config() -> None:
-    for arch in (75, 80, 86, 89, 90, 100, 103, 120):
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            for head_dim in (1, 64, 65, 128, 256):
-                assert isinstance(config_for(arch, dtype, head_dim), KernelConfig)
-    assert config_for(75, torch.float16, 64) == config_for(120, torch.float16, 64)
-    forward = default_config(zeros(1, 1, 1, 16), zeros(1, 1, 1, 256)).forward
-    assert forward is not None and forward.block_q == 32
 
 
 def test_the_cpu_needs_the_interpreter(tmp_path: Path) -> None:

@@ -226,11 +226,11 @@ def test_alignment_is_checked_once_per_pair_of_slots() -> None:
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 def test_a_config_may_set_a_single_tile(kernel: str, gpu: Folders, seen: Seen) -> None:
-    save(gpu[0], *(entry(SMALL_POINT._replace(kernel=one), SMALL) for one in EVERY))
+    save(gpu[0], *(entry(SMALL_POINT._replace(kernel=name), SMALL) for name in EVERY))
     x, own = inputs(SIZES), Tile(32, 16, 4, 1)
     config = KernelConfig(**{kernel: own})  # type: ignore[arg-type]
-    for one in EVERY:
-        assert tile_for(one, config, x.q, x.v, None) == (own if one == kernel else SMALL)
+    for name in EVERY:
+        assert tile_for(name, config, x.q, x.v, None) == (own if name == kernel else SMALL)
     check(x, FULL, config=config)
     assert {"forward_kernel", "dq_kernel", "dkdv_kernel"} <= {*seen}
 
@@ -371,11 +371,17 @@ def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_default_tiles_round_up_the_head_dim(dtype: torch.dtype) -> None:
-    for arch in (80, 86, 89, 90, 100, 103, 120):
+    for arch in (75, 80, 86, 89, 90, 100, 103, 120):
         at = {dim: config_for(arch, dtype, dim) for dim in (1, 64, 65, 128, 129, 256)}
         assert at[1] == at[64] and at[65] == at[128] and at[129] == at[256]
         assert at[128] != at[256]
     assert config_for(103, dtype, 128) == config_for(100, dtype, 128)
+    assert config_for(75, dtype, 128) == config_for(120, dtype, 128)
+
+
+def test_the_larger_head_dim_decides_the_default_tile() -> None:
+    forward = default_config(torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 256)).forward
+    assert forward is not None and forward.block_q == 32
 
 
 def test_float32_has_smaller_tiles() -> None:

@@ -128,8 +128,8 @@ def test_unsuitable_inputs_of_descriptors_are_refused(
 
 def test_tma_alignment_of_addresses_and_strides() -> None:
     """TMA takes addresses and strides in whole 16 bytes; strides of dimensions of size 1 do not count."""
-    room = torch.zeros(4096, dtype=torch.float16)
-    for size, stride, offset, taken in (
+    memory = torch.zeros(4096, dtype=torch.float16)
+    for size, stride, offset, aligned in (
         ((2, 4, 2, 16), (128, 32, 16, 1), 0, True),
         ((2, 4, 2, 16), (128, 36, 16, 1), 0, False),
         ((2, 4, 2, 16), (128, 32, 16, 1), 4, False),
@@ -137,5 +137,5 @@ def test_tma_alignment_of_addresses_and_strides() -> None:
         ((2, 4, 2, 16), (0, 32, 16, 1), 0, False),
         ((0, 4, 2, 16), (3, 3, 3, 1), 1, True),
     ):
-        assert launch.is_aligned(room.as_strided(size, stride, offset)) is taken, (size, stride, offset)
-    assert launch.strides_of(room.as_strided((1, 4, 1, 16), (3, 32, 5, 1))) == [16, 32, 16, 1]
+        assert launch.is_aligned(memory.as_strided(size, stride, offset)) is aligned, (size, stride, offset)
+    assert launch.strides_of(memory.as_strided((1, 4, 1, 16), (3, 32, 5, 1))) == [16, 32, 16, 1]

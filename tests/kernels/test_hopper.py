@@ -203,13 +203,13 @@ def sliced(x: Tensor) -> Tensor:
 
 def test_heads_batches_strides_and_scales(launches: Launches) -> None:
     x = inputs(Sizes(130, 140, 64, heads=4, kv_heads=2, batch=2), torch.float16)
-    there = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v))
+    views = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v))
     state = sliced(torch.zeros(x.dout.shape)).to(DEVICE), torch.full(x.dlse.shape, -torch.inf).to(DEVICE)
-    out, lse = forward(there, state=state, final=False, softmax_scale=0.01)
+    out, lse = forward(views, state=state, final=False, softmax_scale=0.01)
     compare(out.half(), lse, x, scale=0.01)
     x = inputs(Sizes(70, 70, 64, heads=3, batch=2), torch.float16)
-    there = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v), dout=sliced(x.dout))
-    check_backward(there, interval("causal", 70, 70))
+    views = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v), dout=sliced(x.dout))
+    check_backward(views, interval("causal", 70, 70))
 
 
 @pytest.mark.parametrize(
@@ -253,9 +253,9 @@ def test_hops_without_visible_keys(launches: Launches) -> None:
     nothing = x._replace(v=torch.full_like(x.v, torch.nan))
     assert all(map(torch.equal, before, forward(nothing, blind, state=state, final=False)))
     dq, sums = zero_dq(x), (torch.randn(x.k.shape, device=DEVICE),) * 2
-    kept = sums[0].clone()
+    before_sums = sums[0].clone()
     gradients(x, lse, delta, dq, blind, accum=sums, out=sums)
-    assert torch.equal(sums[0], kept)
+    assert torch.equal(sums[0], before_sums)
     assert not any(t.any() for t in (dq, *gradients(x, lse, delta, dq, blind)))
 
 

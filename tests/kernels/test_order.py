@@ -55,8 +55,8 @@ def test_programs_walk_the_tiles_in_l2_groups(batch: int, heads: int, packed: in
         count = -(-rows * (packed or 1) // 2)
         expected = product(range(count), range(batch * heads))
         out = torch.full((count * batch * heads, 3), -1)
-        taken = HEAD_BY_HEAD if l2_group is None else Order(l2_group, batch * heads, None)
-        mirror[(len(out),)](out, Shape(rows, 9, heads, 1, taken, packed), BLOCK=2)
+        order_of_tiles = HEAD_BY_HEAD if l2_group is None else Order(l2_group, batch * heads, None)
+        mirror[(len(out),)](out, Shape(rows, 9, heads, 1, order_of_tiles, packed), BLOCK=2)
         in_order = sorted(expected, key=lambda pair: (pair[1] // (l2_group or 1), pair[0], pair[1]))
         assert out.tolist() == [[tile, head // heads, head % heads] for tile, head in in_order]
 
@@ -216,14 +216,14 @@ def test_split_sums_in_place_and_cast(kind: str) -> None:
     out, lse = attention_forward(*x[:3], bounds=bounds)
     operands = (x.dout, *x[:3], lse, attention_delta(x.dout, out, x.dlse))
     before = torch.randn(x.k.shape), torch.randn(x.v.shape)
-    for fresh, near in ((False, 1e-5), (True, 1e-3)):
+    for fresh, tolerance in ((False, 1e-5), (True, 1e-3)):
         results = []
         for parts in (1, 2):
             sums = before[0].clone(), before[1].clone()
             into = (torch.empty_like(x.k), torch.empty_like(x.v)) if fresh else sums
             config = choose(tiles(32, 16), dkdv_splits=parts)
             results.append(attention_dkdv(*operands, bounds=bounds, accum=sums, out=into, config=config))
-        torch.testing.assert_close(*results, rtol=near, atol=near)
+        torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
 
 
 def test_splits_that_do_not_divide_are_refused_before_a_write() -> None:

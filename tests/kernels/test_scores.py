@@ -134,12 +134,12 @@ def shards(x: Inputs, bounds: Bounds, scores: Scores, size: int) -> Iterator[tup
     assert scores.k_positions is not None
     for begin in range(0, x.k.shape[1], size):
         end = min(begin + size, x.k.shape[1])
-        near, index = part(bounds, begin, end), bounds.block_sparse
+        interval_part, index = part(bounds, begin, end), bounds.block_sparse
         used = None if bounds.seqused_k is None else (bounds.seqused_k - begin).clamp(0, end - begin)
         if index is not None:
             index = BlockSparseIndex(index.visible[:, begin // index.block : -(-end // index.block)], index.block)
         local = replace(scores, k_positions=scores.k_positions[begin:end])
-        yield x.k[:, begin:end], x.v[:, begin:end], Bounds(near.lo, near.hi, used, index), local
+        yield x.k[:, begin:end], x.v[:, begin:end], Bounds(interval_part.lo, interval_part.hi, used, index), local
 
 
 def test_score_modifications_shard_by_shard() -> None:
@@ -148,13 +148,15 @@ def test_score_modifications_shard_by_shard() -> None:
     bounds = Bounds(whole.lo, whole.hi, torch.tensor([35, 45], dtype=torch.int32), pattern(QUERIES, KEYS, 16, 0.7))
     pieces = list(shards(x, bounds, scores, 32))
     state = None
-    for k, v, near, modified in pieces:
-        state = attention_forward(x.q, k, v, bounds=near, scores=modified, state=state, final=k is pieces[-1][0])
+    for k, v, shard_bounds, modified in pieces:
+        state = attention_forward(
+            x.q, k, v, bounds=shard_bounds, scores=modified, state=state, final=k is pieces[-1][0]
+        )
     assert state is not None
     dq, by_shard = torch.zeros_like(x.q), []
-    for k, v, near, modified in pieces:
+    for k, v, shard_bounds, modified in pieces:
         dq, dk, dv = attention_backward(
-            x.dout, x.q, k, v, *state, dlse=x.dlse, bounds=near, scores=modified, dq=dq,
+            x.dout, x.q, k, v, *state, dlse=x.dlse, bounds=shard_bounds, scores=modified, dq=dq,
             dk=torch.zeros_like(k), dv=torch.zeros_like(v),
         )  # fmt: skip
         by_shard.append((dk, dv))
@@ -167,8 +169,8 @@ def test_chunks_of_heads_equal_all_heads(name: str) -> None:
     x, scores = inputs(SIZES), scores_of(name)
     whole, _ = attention_forward(*x[:3], scores=scores)
     halves = [
-        attention_forward(x.q[:, :, near], x.k, x.v, scores=scores.of_heads(near))[0]
-        for near in (slice(0, 1), slice(1, 2))
+        attention_forward(x.q[:, :, chunk], x.k, x.v, scores=scores.of_heads(chunk))[0]
+        for chunk in (slice(0, 1), slice(1, 2))
     ]
     assert torch.equal(torch.cat(halves, 2), whole)
 
@@ -183,13 +185,14 @@ def test_seeds_and_thresholds_fit_their_words() -> None:
 
 @pytest.mark.parametrize("p", [0, 1], ids=["at the threshold", "below the threshold"])
 def test_dropout_keeps_a_word_equal_to_the_threshold(p: int) -> None:
-    at, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, 1, 1, 16)
+    at, ones = torch.zeros(1, dtype=torch.int64), torch.ones(1, 1, 1, 16)
     word = int(philox(words(0, 0, 0, 0), (3, 0))[0])  # of the only weight
     options: Any = {"dropout_p": (word + p) / 2**32, "dropout_seed": 3}
     outs = [
-        ring_attention(one, one, one, group=single_rank(), backend=backend, **options) for backend in ("triton", "aten")
+        ring_attention(ones, ones, ones, group=single_rank(), backend=backend, **options)
+        for backend in ("triton", "aten")
     ]
-    outs.append(reference.attention(one, one, one, q_positions=at, k_positions=at, **options)[0])
+    outs.append(reference.attention(ones, ones, ones, q_positions=at, k_positions=at, **options)[0])
     expected = (1 - p) / (1 - options["dropout_p"])
     assert [out[0, 0, 0, 0].item() for out in outs] == pytest.approx([expected] * 3)
 

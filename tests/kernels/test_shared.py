@@ -84,9 +84,9 @@ def test_the_dropout_seed_is_passed_by_value() -> None:
 
 def test_a_copy_of_bounds_has_its_own_caches() -> None:
     lo, hi = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
-    one = Bounds(lo, hi)
-    other = replace(one, lo=torch.zeros_like(lo))
-    by_key = one.transposed(2).hi
+    original = Bounds(lo, hi)
+    copied = replace(original, lo=torch.zeros_like(lo))
+    by_key = original.transposed(2).hi
     assert by_key is not None and by_key.tolist() == [1, 2]
-    by_key = other.transposed(2).hi
+    by_key = copied.transposed(2).hi
     assert by_key is not None and by_key.tolist() == [2, 2]

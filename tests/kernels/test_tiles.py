@@ -138,21 +138,21 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Loads]]:
 
 def expected_tiles(visible: Tensor, rows: int, columns: int) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
     """Return, by the first row of each block, the tiles with a visible pair and the fully visible ones."""
-    some: dict[int, set[int]] = {}
-    whole: dict[int, set[int]] = {}
+    visible_tiles: dict[int, set[int]] = {}
+    full_tiles: dict[int, set[int]] = {}
     for first in range(0, visible.shape[0], rows):
         tile = {at: visible[first : first + rows, at : at + columns] for at in range(0, visible.shape[1], columns)}
-        some[first] = {start for start, pairs in tile.items() if pairs.any()}
-        whole[first] = {start for start, pairs in tile.items() if pairs.shape[1] == columns and pairs.all()}
-    return some, whole
+        visible_tiles[first] = {start for start, pairs in tile.items() if pairs.any()}
+        full_tiles[first] = {start for start, pairs in tile.items() if pairs.shape[1] == columns and pairs.all()}
+    return visible_tiles, full_tiles
 
 
 def check_loads(loads: Loads, own: list[str], walked: list[str], visible: Tensor, rows: int, columns: int) -> None:
     """Check that each program loads its block of ``own`` once, and visible tiles of ``walked`` once per query head."""
-    some, whole = expected_tiles(visible, rows, columns)
+    visible_tiles, full_tiles = expected_tiles(visible, rows, columns)
     blocks = loads.tiles[own[0]]
     heads = loads.tensors[own[0]].shape[2]
-    every = Counter((first, head) for first in some for head in range(heads))
+    every = Counter((first, head) for first in visible_tiles for head in range(heads))
     assert sum(blocks.values(), Counter()) == every, "every block of every head, once"
     for program, block in blocks.items():
         ((first, head),) = block
@@ -160,11 +160,11 @@ def check_loads(loads: Loads, own: list[str], walked: list[str], visible: Tensor
         for name in walked:
             other = loads.tensors[name].shape[2]
             partners = range(head * other // heads, head * other // heads + max(other // heads, 1))
-            once = Counter((start, partner) for start in some[first] for partner in partners)
-            assert loads.tiles[name].get(program, Counter()) == once, (name, first)
+            expected = Counter((start, partner) for start in visible_tiles[first] for partner in partners)
+            assert loads.tiles[name].get(program, Counter()) == expected, (name, first)
             if name in ("k", "v"):
                 unmasked = {start for owner, start in loads.plain[name] if owner == program}
-                assert unmasked == whole[first], "only edge tiles pay for the mask"
+                assert unmasked == full_tiles[first], "only edge tiles pay for the mask"
 
 
 def check_launches(

@@ -43,19 +43,19 @@ Outcome = list[Tensor | None] | str | None
 """Outcome on one rank: out, lse and gradients; or an error; or None if the call was not reached."""
 
 
-def layout_of(said: list[Any], tokens: int, world: int) -> Layout:
+def layout_of(literals: list[Any], tokens: int, world: int) -> Layout:
     """Build a layout from literals. Tokens of a rank past the last one belong to nobody."""
-    kind, *rest = said
+    kind, *rest = literals
     if kind in NAMES:
-        made: Layout = getattr(Layout, kind)(tokens, world)
+        layout: Layout = getattr(Layout, kind)(tokens, world)
     elif kind == "documents":
-        made = Layout.zigzag(tokens, world, cu_seqlens=[0, *(min(cut, tokens) for cut in rest[0]), tokens])
+        layout = Layout.zigzag(tokens, world, cu_seqlens=[0, *(min(cut, tokens) for cut in rest[0]), tokens])
     elif kind == "uneven":
-        made = Layout.uneven(rest[0])
+        layout = Layout.uneven(rest[0])
     elif kind == "balanced":
-        made = Layout.balanced(tokens, rest[0], causal=rest[1])
+        layout = Layout.balanced(tokens, rest[0], causal=rest[1])
     elif kind == "owners":
-        made = of_owners(rest[0], world)
+        layout = of_owners(rest[0], world)
     else:  # spans, one rank's after the other's or interleaved
         spans: list[list[tuple[int, ...]]] = [[] for _ in range(world)]
         start = 0
@@ -63,8 +63,8 @@ def layout_of(said: list[Any], tokens: int, world: int) -> Layout:
             for rank, own in enumerate(spans):
                 own.append((start + rank * (length if step == 1 else 1), length, step))
             start += world * length
-        made = Layout(spans)
-    return made if made.seqlen else Layout.contiguous(1, world)
+        layout = Layout(spans)
+    return layout if layout.seqlen else Layout.contiguous(1, world)
 
 
 def case_of(call: Literals, world: int) -> Case:
@@ -120,9 +120,9 @@ def case_of(call: Literals, world: int) -> Case:
     return Case(layout, whole, arguments, where, sink, call["strides"], call["lse"], call["ring"], call["grads"])
 
 
-def pattern_of(said: list[Any], rows: int, columns: int, block: int) -> object:
+def pattern_of(literals: list[Any], rows: int, columns: int, block: int) -> object:
     """Build a block mask with the given number of query and key blocks."""
-    kind, sizes = said
+    kind, sizes = literals
     if kind == "longformer":
         return patterns.longformer(**sizes)
     if kind == "random":
@@ -256,12 +256,12 @@ def there_and_back(call: Literals, layout: Layout, rank: int, group: Any) -> Non
 def by_hand(case: Case) -> list[list[Tensor | None]]:
     """Run each rank's queries over one key shard after the other with the public kernel functions."""
     names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "block_mask")
-    unsaid = {"window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0, "first_head": 0}
-    said: dict[str, Any] = defaultdict(lambda: None, unsaid | case.call)
+    defaults = {"window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0, "first_head": 0}
+    call: dict[str, Any] = defaultdict(lambda: None, defaults | case.call)
     batch, ranks = case.whole["q"].shape[0], range(case.layout.world)
-    mask = mask_of(Layouts(case.layout, case.keys), batch, **{name: said[name] for name in names})
+    mask = mask_of(Layouts(case.layout, case.keys), batch, **{name: call[name] for name in names})
     scores = Scores(
-        said["softcap"], said["alibi_slopes"], said["dropout_p"], said["dropout_seed"] or 0, said["first_head"]
+        call["softcap"], call["alibi_slopes"], call["dropout_p"], call["dropout_seed"] or 0, call["first_head"]
     )
     keys = [[taken(case.keys, case.whole[name], rank) for name in "kv"] for rank in ranks]
     sums = [[torch.zeros_like(x, dtype=torch.float32) for x in pair] for pair in keys]
@@ -274,9 +274,9 @@ def by_hand(case: Case) -> list[list[Tensor | None]]:
         hops: list[dict[str, Any]] = []
         for other in ranks:
             columns = case.keys.positions(other)
-            here = replace(scores, q_positions=rows.int(), k_positions=columns.int())
-            hops.append({"bounds": bounds(mask, rows, columns), "scores": here})
-            hops[-1] |= {name: said[name] for name in ("softmax_scale", "config")}
+            hop_scores = replace(scores, q_positions=rows.int(), k_positions=columns.int())
+            hops.append({"bounds": bounds(mask, rows, columns), "scores": hop_scores})
+            hops[-1] |= {name: call[name] for name in ("softmax_scale", "config")}
         state = None
         if case.sink is not None:  # one key with the sink as its score and a value of 0
             state = torch.zeros(dout.shape), case.sink.float()[None, :, None].repeat(batch, 1, len(rows))

@@ -45,8 +45,8 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
                 for place in range(len(node.elts)):
                     yield replaced(node, elts=[*node.elts[:place], *node.elts[place + 1 :]])
         case ast.For():
-            for kept in ("[1:]", "[:-1]"):
-                yield replaced(node, iter=ast.parse(f"[*({ast.unparse(node.iter)})]{kept}", mode="eval").body)
+            for part in ("[1:]", "[:-1]"):
+                yield replaced(node, iter=ast.parse(f"[*({ast.unparse(node.iter)})]{part}", mode="eval").body)
         case ast.Compare(ops=[operator]):
             for other in OPERATORS.get(type(operator), ()):
                 yield replaced(node, ops=[other()])

@@ -120,14 +120,14 @@ def forks(rank: int) -> list[str]:
     ring = Ring()
     step(ring=ring)
     step()
-    here, there = os.pipe()
+    read_end, write_end = os.pipe()
     if os.fork() == 0:
         answers = [ending(lambda: step(ring=ring)), ending(step), ending(ring.close)]
-        os.write(there, "\n".join(f"{kind}: {text}" for kind, text, seconds in answers if seconds < GRACE).encode())
+        os.write(write_end, "\n".join(f"{kind}: {text}" for kind, text, seconds in answers if seconds < GRACE).encode())
         os._exit(0)
     os.wait()
     step(ring=ring)
-    return os.read(here, 4096).decode().splitlines()
+    return os.read(read_end, 4096).decode().splitlines()
 
 
 def test_calls_in_forked_processes_raise_at_once() -> None:
@@ -243,11 +243,11 @@ def grows(rank: int, *, what: str) -> float:
         with Ring() as ring:
             return growth(lambda: step(ring=ring), WARM, STEPS)
 
-    def one() -> None:
+    def open_and_run() -> None:
         with LocalWorld(2) if what == "worlds" else Ring() as opened:
             opened.run(step) if isinstance(opened, LocalWorld) else step(ring=opened)
 
-    return growth(one, 10, ROUNDS)
+    return growth(open_and_run, 10, ROUNDS)
 
 
 @pytest.mark.nightly

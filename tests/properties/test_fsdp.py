@@ -126,9 +126,9 @@ def test_fsdp_loss_and_gradients_equal_one_process(
 ) -> None:
     """FSDP2 shards parameters over data and sequence dimensions together."""
     exact = alone(lambda *qkv: reference.attention(*qkv, causal=True, **call)[0], torch.float64)
-    one = alone(partial(ring_attention, causal=True, **call), torch.float32)
+    single = alone(partial(ring_attention, causal=True, **call), torch.float32)
     ranks = results(RANKS, partial(sharded, shape=shape, names=names, call=call))
     for ours in ranks:
         assert ours.keys() == exact.keys()
         for name, x in exact.items():
-            assert_as_exact_as_pytorch(name, ours[name], one[name], x)
+            assert_as_exact_as_pytorch(name, ours[name], single[name], x)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
-from ringattn import Documents, Layout, positions, ring_attention, shard, unshard
+from ringattn import Documents, Layout, ring_attention, shard
 from ringattn.bench import cli
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.links import Links, link_of
@@ -57,7 +57,7 @@ def checkpointed(*given: Any) -> Any:
 def test_own_layouts_compile_and_checkpoint(function: Callable[..., Tensor], mesh: bool) -> None:
     whole = inputs(TOKENS)
 
-    def one(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         members = group.mesh(2, 2) if mesh else group
         results = []
         for each in (attend, function):
@@ -67,21 +67,7 @@ def test_own_layouts_compile_and_checkpoint(function: Callable[..., Tensor], mes
             results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
         assert all(map(torch.equal, *results))
 
-    run_ranks(LAYOUT.world, one)
-
-
-@pytest.mark.parametrize("mesh", [False, True])
-def test_own_layouts_shard_and_unshard(mesh: bool) -> None:
-    whole = torch.randn(2, TOKENS, 3)
-
-    def one(group: LocalGroup) -> None:
-        members = group.mesh(2, 2) if mesh else group
-        own = shard(whole, layout=LAYOUT, group=members)
-        at = positions(TOKENS, layout=LAYOUT, group=members)
-        assert own.equal(whole[:, at]) and at.equal(LAYOUT.positions(group.rank()))
-        assert unshard(own, layout=LAYOUT, group=members, grad="slice").equal(whole)
-
-    run_ranks(LAYOUT.world, one)
+    run_ranks(LAYOUT.world, on_rank)
 
 
 def test_show_prints_own_layouts() -> None:
@@ -112,7 +98,7 @@ def test_predict_reads_a_layout_file(tmp_path: Path) -> None:
         passes = predicted(call, gpu_speed("h100"), Links(link_of("nvlink4", "link"), link_of("ib400", "link")))
         assert table["provenance"]["call"]["layout"] == str(layout)
         assert [row["way"] for row in table["rows"]] == ["flat ring"]
-        rows.append((table["rows"][0], 1e3 * sum(float(one.seconds) for one in passes)))
+        rows.append((table["rows"][0], 1e3 * sum(float(pass_.seconds) for pass_ in passes)))
     for row, milliseconds in rows:
         assert row["fwd"] + row["bwd"] == pytest.approx(milliseconds)
     assert rows[0][1] < rows[1][1]

@@ -273,8 +273,8 @@ def slow_races(graph: Graph, missing: set[tuple[int, int]]) -> list[tuple[Op, Op
     """Return all races by following the predecessors of each operation, over all pairs of operations."""
     before: list[set[int]] = []
     for number, earlier in enumerate(graph.before):
-        kept = [op for op in earlier if (op, number) not in missing or op in graph.fixed[number]]
-        before.append({*kept, *(far for op in kept for far in before[op])})
+        predecessors = [op for op in earlier if (op, number) not in missing or op in graph.fixed[number]]
+        before.append({*predecessors, *(earlier_op for op in predecessors for earlier_op in before[op])})
     races = []
     for first, second in itertools.combinations(graph.log, 2):
         pairs = [(a, b) for a in first.writes for b in (*second.reads, *second.writes)]
@@ -319,7 +319,7 @@ def test_replay_sees_a_missing_wait(recorder: Recorder, freed: bool) -> None:
     transfer.wait_stream(compute())
     with torch.cuda.stream(transfer):
         y = x + 1
-    kept = recorder.held(y)
+    result = recorder.held(y)
     if freed:
         del x
     graph = graph_of(recorder)
@@ -328,5 +328,5 @@ def test_replay_sees_a_missing_wait(recorder: Recorder, freed: bool) -> None:
     edges = [] if freed else graph.waits[0].edges
     replay = Replay(recorder)
     replay.run(graph, 0, without(graph, edges, [(race.first.number, race.second.number)]))
-    replayed = replay.tensor(kept)
+    replayed = replay.tensor(result)
     assert replayed.isnan().all() if freed else replayed.tolist() == [1.0] * 4

@@ -55,10 +55,10 @@ def waits_of(transport: str, name: str) -> Counts:
 @pytest.mark.parametrize(("transport", "name"), rest_nightly(EVERY, *OFTEN))
 def test_waits_are_sufficient_and_necessary(transport: str, name: str) -> None:
     """Removing any wait must cause a race, unless the table of implied waits gives a reason."""
-    table, (there, implied) = IMPLIED[transport], waits_of(transport, name)
+    table, (counts, implied) = IMPLIED[transport], waits_of(transport, name)
     needless = {wait for wait in implied if wait not in table}
-    needed = {wait for wait in there if wait in table and table[wait][0] and implied[wait] < there[wait]}
-    wrong = [f"{w}: {implied[w]} of {there[w]} could go, the table says otherwise" for w in needless | needed]
+    needed = {wait for wait in counts if wait in table and table[wait][0] and implied[wait] < counts[wait]}
+    wrong = [f"{w}: {implied[w]} of {counts[w]} could go, the table says otherwise" for w in needless | needed]
     assert not wrong, "remove it, or say in tests/support/cuda/implied.py why it stays:\n" + "\n".join(wrong)
 
 
@@ -94,10 +94,12 @@ def any_case(draw: st.DrawFn) -> Case:
     topology = draw(st.sampled_from(TOPOLOGIES))
     ring = draw(st.fixed_dictionaries(RINGS)) | {"topology": topology}
     ring["prefetch"] = draw(st.integers(0, ring["slots"] - 1))
-    some = layouts(world=topology.world, max_seqlen=24).filter(lambda layout: layout.seqlen > 0)
+    ring_layouts = layouts(world=topology.world, max_seqlen=24).filter(lambda layout: layout.seqlen > 0)
     calls = draw(
         st.lists(
-            st.builds(RecordedCall, some, masks(), st.booleans(), st.just(()), st.booleans()), min_size=2, max_size=3
+            st.builds(RecordedCall, ring_layouts, masks(), st.booleans(), st.just(()), st.booleans()),
+            min_size=2,
+            max_size=3,
         )
     )
     transport, config = draw(st.sampled_from(list(CASES))), draw(st.sampled_from(CONFIGS))
@@ -161,9 +163,11 @@ def far_first(self: Any, *, sends: Any, receives: Any, after: Any = (), post: An
     """Post transfers to the other node first on two ranks of four, once warmed up."""
     if self.rank in (0, 3) or not self._warm:
         return post(self, sends=sends, receives=receives, after=after)
-    near, far = ([[x for x in some if self._near(x) is here] for some in (sends, receives)] for here in (True, False))
-    post(self, sends=far[0], receives=far[1], after=after)
-    return self._inside.post(sends=near[0], receives=near[1])
+    inside, across = (
+        [[x for x in some if self._near(x) is is_near] for some in (sends, receives)] for is_near in (True, False)
+    )
+    post(self, sends=across[0], receives=across[1], after=after)
+    return self._inside.post(sends=inside[0], receives=inside[1])
 
 
 def backwards(self: Any, *hop: Any, advance: Any = KeyValues.advance) -> None:
@@ -240,13 +244,13 @@ def test_every_cache_is_read_on_two_streams_somewhere() -> None:
 def test_gates_are_reset_for_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gates that keep their counts would block all programs of the next pass."""
     made: dict[Any, torch.Tensor] = {}
-    fresh = single_pass.turns_of
+    turns_of = single_pass.turns_of
 
-    def kept(*args: Any) -> Any:
-        turns = fresh(*args)
+    def reuse_gates(*args: Any) -> Any:
+        turns = turns_of(*args)
         return turns._replace(gates=made.setdefault(turns.gates.shape, turns.gates))
 
-    monkeypatch.setattr(single_pass, "turns_of", kept)
+    monkeypatch.setattr(single_pass, "turns_of", reuse_gates)
     assert record(CASES["nccl"]["single pass in turn"]).wrong(0)
 
 

@@ -337,11 +337,11 @@ def test_dtensors_are_refused_with_a_call_to_to_local() -> None:
 def test_interleaved_head_groups_by_the_documented_permutation() -> None:
     """Head h of q reads head ``h % Hkv`` after the permutation that the docstring gives."""
     q, k, v = (torch.randn(2, 8, heads, 16) for heads in (6, 2, 2))
-    there, back = (
+    interleave, restore = (
         lambda x: x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3),
         lambda x: x.unflatten(2, (2, -1)).transpose(2, 3).flatten(2, 3),
     )
-    out = back(ring_attention(there(q), k, v, causal=True))
+    out = restore(ring_attention(interleave(q), k, v, causal=True))
     expected = ring_attention(q, k.repeat(1, 1, 3, 1), v.repeat(1, 1, 3, 1), causal=True)
     torch.testing.assert_close(out, expected)
 
@@ -623,14 +623,14 @@ def test_direction_slots_and_topology_of_the_ring_reach_the_plan() -> None:
             plan = prepared(ring, layout="contiguous").plan
             return [hop.shard for hop in plan.hops], plan.slots
 
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         rank, order = group.rank(), Topology(((0, 2, 1),))
         before, after = (rank - 1) % 3, (rank + 1) % 3
         assert visits(group) == ([rank, before, after], 3)
         assert visits(group, direction=-1, slots=2) == ([rank, after, before], 2)
         assert visits(group, topology=order) == ([rank, after, before], 3)
 
-    run_ranks(3, of_rank)
+    run_ranks(3, on_rank)
 
 
 def test_a_closed_ring_is_refused() -> None:
@@ -662,7 +662,7 @@ def test_leaving_a_ring_by_an_error_ends_the_transfers_of_other_ranks() -> None:
 
 def test_signature_options_and_op_entries_agree() -> None:
     """Compare the signature with the overloads, the fields' defaults and the op's entries."""
-    named = {name: one.default for name, one in inspect.signature(ring_attention).parameters.items()}
+    named = {name: parameter.default for name, parameter in inspect.signature(ring_attention).parameters.items()}
     del named["unknown"]
     others = {name: named.pop(name) for name in ("q", "k", "v", "return_lse", "ring", "group")}
     assert AttentionArgs()._asdict() == named
@@ -671,17 +671,17 @@ def test_signature_options_and_op_entries_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "suggestion"),
     [
         ("is_causal", "causal"), ("attn_mask", "block_mask"), ("cu_seqlens_q", "cu_seqlens"),
         ("scale", "softmax_scale"), ("softmax_scal", "softmax_scale"), ("max_seqlen_q", "leave it out"),
         ("xyzzy", "'xyzzy'"),
     ],
 )  # fmt: skip
-def test_unknown_keywords_are_answered_with_ours(name: str, meant: str) -> None:
+def test_unknown_keywords_are_answered_with_ours(name: str, suggestion: str) -> None:
     q: Any = torch.randn(1, 8, 2, 16)
     calls: list[Any] = [ring_attention, torch.compile(ring_attention, backend="eager")]
     for call in calls:
-        with pytest.raises(TypeError, match=rf"'{name}'.*\b{meant}|argument {meant}$"):
+        with pytest.raises(TypeError, match=rf"'{name}'.*\b{suggestion}|argument {suggestion}$"):
             call(q, q, q, **{name: None})
     assert name not in inspect.signature(ring_attention).parameters

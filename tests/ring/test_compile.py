@@ -223,21 +223,21 @@ def test_a_mesh_equals_eager_and_reuses_its_graphs(name: str, mesh: tuple[int, i
 
 def test_a_mesh_frees_the_first_exchange_before_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of the first exchange are freed before the last one allocates."""
-    there, back = ulysses.heads_for_tokens, ulysses.tokens_for_heads
+    to_heads, to_tokens = ulysses.heads_for_tokens, ulysses.tokens_for_heads
     arrived: list[weakref.ref[Tensor]] = []
     counts: list[int] = []
 
-    def brought(*args: Any) -> tuple[Tensor, ...]:
-        tensors = there(*args)
+    def first_exchange(*args: Any) -> tuple[Tensor, ...]:
+        tensors = to_heads(*args)
         arrived[:] = map(weakref.ref, tensors)
         return tensors
 
-    def last(*args: Any) -> tuple[Tensor, ...]:
-        counts.extend([len(arrived), sum(one() is not None for one in arrived)])
-        return back(*args)
+    def last_exchange(*args: Any) -> tuple[Tensor, ...]:
+        counts.extend([len(arrived), sum(reference() is not None for reference in arrived)])
+        return to_tokens(*args)
 
-    monkeypatch.setattr(ulysses, "heads_for_tokens", brought)
-    monkeypatch.setattr(ulysses, "tokens_for_heads", last)
+    monkeypatch.setattr(ulysses, "heads_for_tokens", first_exchange)
+    monkeypatch.setattr(ulysses, "tokens_for_heads", last_exchange)
     run(compiled(), inputs(), group=single_rank().mesh(1, 1))
     assert counts == [3, 0, 6, 0]
 

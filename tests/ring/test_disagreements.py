@@ -132,9 +132,9 @@ def two_threads(ring: Ring) -> None:
 
 
 def backwards_in_another_order(ring: Ring) -> None:
-    for known in (True, False):  # in the second step rank 1 reverses the order
+    for same_order in (True, False):  # in the second step rank 1 reverses the order
         outs = [attend(ring), attend(ring)]
-        for out in outs if ring.rank == 1 and not known else outs[::-1]:
+        for out in outs if ring.rank == 1 and not same_order else outs[::-1]:
             out.sum().backward()
 
 
@@ -223,7 +223,7 @@ def test_backwards_in_another_order_are_refused(
         for out in outs[::order]:
             out.sum().backward()  # type: ignore[no-untyped-call]
 
-    def of_rank(group: LocalGroup) -> str:
+    def on_rank(group: LocalGroup) -> str:
         for order in (
             (1, -1, 1, -1) if known else ()
         ):  # later ranks expect the calls, and learn of the error from the rank that stops
@@ -233,5 +233,5 @@ def test_backwards_in_another_order_are_refused(
         return str(raised.value)
 
     with LocalWorld(2, timeout=SOON) as world:
-        texts = world.run(of_rank)
+        texts = world.run(on_rank)
     assert all("backward of call differs between ranks (rank 0: " in text for text in texts), texts

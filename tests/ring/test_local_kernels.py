@@ -84,12 +84,12 @@ def test_results_of_kernels_without_a_state_are_merged(layout: str) -> None:
 def run_without_lse(layout: Any, whole: dict[str, Tensor], **call: Any) -> list[Tensor]:
     sink = torch.tensor([0.5, -torch.inf])
 
-    def one(group: LocalGroup) -> list[Tensor]:
+    def on_rank(group: LocalGroup) -> list[Tensor]:
         return rank_part(
             layout, whole, group, group.rank(), causal=True, learnable_sink=sink, leftpad_k=[30, 0], **call
         )
 
-    return [*together(layout, run_ranks(layout.world, one))]
+    return [*together(layout, run_ranks(layout.world, on_rank))]
 
 
 @contextmanager
@@ -106,14 +106,14 @@ def refusals(backend: Any, error: type[Exception] | tuple[type[Exception], ...],
     """Expect the error on both of two virtual ranks."""
     shape = call.pop("shape", (1, 8, 2, 8))
 
-    def one(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         q, k, v = torch.randn(3, *shape, requires_grad=True).to(call.get("dtype", torch.float32)).detach()
         options = {name: value for name, value in call.items() if name != "dtype"}
         with Ring(group) as ring, pytest.raises(error, match=text):
             out = ring_attention(q.requires_grad_(), k, v, layout="zigzag", ring=ring, backend=backend, **options)
             (out[0].sum() + out[1].sum() if isinstance(out, tuple) else out.sum()).backward()
 
-    run_ranks(2, one)
+    run_ranks(2, on_rank)
 
 
 LIMITED = Supports(devices=("cpu",), dtypes=(torch.float32,), head_dims=range(8, 65, 8))
@@ -212,7 +212,7 @@ def test_wrong_results_name_the_kernel_on_every_rank(kernel: Any, text: str) -> 
 def test_a_wrong_kernel_on_one_rank_stops_every_rank() -> None:
     kernels = [changed(lambda out, lse: (out, lse.double())), changed(lambda *results: results)]
 
-    def one(group: LocalGroup) -> str:
+    def on_rank(group: LocalGroup) -> str:
         q, k, v = torch.randn(3, 1, 8, 2, 8)
         with Ring(group) as ring:
             try:
@@ -222,7 +222,7 @@ def test_a_wrong_kernel_on_one_rank_stops_every_rank() -> None:
                 return str(error)
         return ""
 
-    texts = run_ranks(2, one)
+    texts = run_ranks(2, on_rank)
     assert all("backend 'wrong' returned lse as torch.float64" in text for text in texts), texts
 
 
@@ -254,12 +254,12 @@ def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_ranks_with_different_kernels_are_refused() -> None:
     backends: list[Any] = [sdpa(), "aten"]
 
-    def one(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         q = torch.randn(1, 8, 2, 8)
         with Ring(group) as ring, pytest.raises(ValueError, match=r"backend differs .*rank 0: 'sdpa', rank 1: 'aten'"):
             ring_attention(q, q, q, layout="zigzag", ring=ring, backend=backends[group.rank()])
 
-    run_ranks(2, one)
+    run_ranks(2, on_rank)
 
 
 def test_torch_compile_takes_a_kernel_by_name_only() -> None:

@@ -115,14 +115,14 @@ def test_calls_of_different_shapes_share_one_ring() -> None:
         inputs(48, (4, 4), (16, 8)), inputs(48, (4, 4), dtype=torch.bfloat16),
     ]  # fmt: skip
 
-    def on_one(group: LocalGroup) -> list[torch.Tensor]:
+    def on_rank(group: LocalGroup) -> list[torch.Tensor]:
         outs = []
         with Ring(group, chunks=2) as ring:
             for whole in (*calls, *calls):
                 outs.append(ring_attention(*shards(layout, whole, group), layout=layout, ring=ring))
         return outs
 
-    results = [layout.unshard(parts) for parts in zip(*run_ranks(3, on_one), strict=True)]
+    results = [layout.unshard(parts) for parts in zip(*run_ranks(3, on_rank), strict=True)]
     alone = [run_ring(layout, whole, ring={"chunks": 2}).out for whole in calls]
     assert all(torch.equal(result, other) for result, other in zip(results, (*alone, *alone), strict=True))
 
@@ -278,12 +278,12 @@ def test_a_captured_stream_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPa
     """The watchdog would query events that belong to the graph."""
     q, k, v = (inputs(32)[name] for name in "qkv")
 
-    def one(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         with pytest.raises(NotImplementedError, match="captured into a CUDA graph"):
             ring_attention(q, k, v, layout=Layout.contiguous(64, 2), group=group)
 
     monkeypatch.setattr(ring_module, "_is_capturing", lambda _: True)
-    run_ranks(2, one)
+    run_ranks(2, on_rank)
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
@@ -311,12 +311,12 @@ def test_call_stack_depth_of_launches_and_posts(mesh: tuple[int, int] | None, mo
     monkeypatch.setattr(LocalTransport, "post", counted(LocalTransport.post, "post"))
     q, k, v = (inputs(32)[name].requires_grad_() for name in "qkv")
 
-    def one(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         where = group if mesh is None else group.mesh(*mesh)
         out = ring_attention(q, k, v, layout=Layout.contiguous(64, 2), group=where, backend="triton")
         assert isinstance(out, torch.Tensor)
         out.sum().backward()
 
-    run_ranks(2, one)
-    most = {"launch": 6, "launch in a backward": 7, "post": 7, "post in a backward": 7}
-    assert {*depths} == {*most} and all(depths[kind] <= most[kind] for kind in most), depths
+    run_ranks(2, on_rank)
+    limits = {"launch": 6, "launch in a backward": 7, "post": 7, "post in a backward": 7}
+    assert {*depths} == {*limits} and all(depths[kind] <= limits[kind] for kind in limits), depths

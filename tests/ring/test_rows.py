@@ -205,9 +205,9 @@ def test_refusals(call: dict[str, Any], message: str) -> None:
 )
 def test_one_row_with_a_key_mask_takes_everything_except_blocks(call: dict[str, Any]) -> None:
     q, k, v = (inputs(TOKENS, batch=1)[name] for name in "qkv")
-    kept = HOLES[0].nonzero().flatten()
-    layouts = {"layout": Layout.contiguous(TOKENS, 1), "kv_layout": Layout([[(p, 1) for p in kept.tolist()]])}
-    expected = ring_attention(q, k[:, kept], v[:, kept], **layouts, **call)  # type: ignore[call-overload]
+    visible_keys = HOLES[0].nonzero().flatten()
+    layouts = {"layout": Layout.contiguous(TOKENS, 1), "kv_layout": Layout([[(p, 1) for p in visible_keys.tolist()]])}
+    expected = ring_attention(q, k[:, visible_keys], v[:, visible_keys], **layouts, **call)  # type: ignore[call-overload]
     assert torch.equal(ring_attention(q, k, v, key_mask=HOLES[:1], **call), expected)
     with pytest.raises(ValueError, match="block_mask is given with key_mask"):
         ring_attention(q, k, v, key_mask=HOLES[:1], **call | {"block_mask": BlockMask(torch.eye(9).bool(), 4)})

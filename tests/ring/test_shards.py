@@ -21,10 +21,16 @@ LAYOUTS: list[Layout] = [
     Layout.striped(10, 4),
     Layout.uneven([7, 0, 3]),
     Layout.contiguous(10, 1),
+    Layout([[(0, 1), (7, 3)], [(1, 2)], [(5, 2)], [(3, 2)]]),
 ]
 
 
-ON_A_MESH = [Layout.zigzag(10, 6), Layout.striped(10, 6), Layout.uneven([7, 0, 1, 2, 0, 0])]
+ON_A_MESH = [
+    Layout.zigzag(10, 6),
+    Layout.striped(10, 6),
+    Layout.uneven([7, 0, 1, 2, 0, 0]),
+    Layout([[(0, 1), (8, 2)], [(1, 1)], [], [(6, 2)], [(4, 2)], [(2, 2)]]),
+]
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,8 @@ def test_a_slot_holds_one_shard_at_a_time(flat: Traces, nodes: int, settings: di
             read = [use for use in spans if (use.phase, use.hop, use.kind) == (span.phase, span.hop, "compute")]
             assert all(span.begin <= c.begin and c.end <= span.end for c in read)
         assert {span.phase for span in slots} == {"forward", "backward"}
-        kept = [span.name for span in slots if span.phase == "forward"]
-        assert len(kept) == len(set(kept)) == WORLD - 1
+        names = [span.name for span in slots if span.phase == "forward"]
+        assert len(names) == len(set(names)) == WORLD - 1
 
 
 def test_a_wait_splits_the_compute_span(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def test_keys_with_another_layout(mesh: tuple[int, int], through_lse: bool) -> N
 def test_an_empty_batch(mesh: tuple[int, int] | None, backend: str) -> None:
     """Empty tensors and their gradients have arbitrary strides."""
 
-    def of_rank(group: LocalGroup) -> list[torch.Size]:
+    def on_rank(group: LocalGroup) -> list[torch.Size]:
         ranks = group.size()
         leaves = [torch.randn(0, TOKENS // ranks, 4, 8, requires_grad=True) for _ in range(3)]
         out, lse = ring_attention(
@@ -95,18 +95,18 @@ def test_an_empty_batch(mesh: tuple[int, int] | None, backend: str) -> None:
         grads = torch.autograd.grad(out.sum() + lse.sum(), leaves)
         return [x.shape for x in grads] + [x.shape for x in leaves]
 
-    for shapes in run_ranks(2 if mesh is None else mesh[0] * mesh[1], of_rank):
+    for shapes in run_ranks(2 if mesh is None else mesh[0] * mesh[1], on_rank):
         assert shapes[:3] == shapes[3:]
 
 
 def test_boundaries_as_iterators() -> None:
-    def of_rank(group: LocalGroup) -> bool:
+    def on_rank(group: LocalGroup) -> bool:
         leaves, mesh, documents = qkv(group), group.mesh(2, 2), [0, 5, 24]
         given = {"cu_seqlens": iter(documents), "seqused_k": iter([17])}
         once = attend(mesh, *leaves, **given)
         return torch.equal(once, attend(mesh, *leaves, cu_seqlens=documents, seqused_k=[17]))
 
-    assert all(run_ranks(4, of_rank))
+    assert all(run_ranks(4, on_rank))
 
 
 @pytest.mark.parametrize("grads", ["q", "kv", "s"])
@@ -164,7 +164,7 @@ def drawn(mesh: LocalMesh) -> int:
 
 
 def test_a_mesh_uses_the_ring_it_is_given() -> None:
-    def of_rank(group: LocalGroup) -> bool:
+    def on_rank(group: LocalGroup) -> bool:
         leaves, mesh = qkv(group), group.mesh(2, 2)
         with Ring(mesh.ring, chunks=2, slots=2) as ring:
             out = attend(mesh, *leaves, ring=ring)
@@ -176,7 +176,7 @@ def test_a_mesh_uses_the_ring_it_is_given() -> None:
             attend(mesh, *leaves, ring=Ring(mesh.ring, chunks=3))
         return torch.equal(out, attend(mesh, *leaves))
 
-    assert all(run_ranks(4, of_rank))
+    assert all(run_ranks(4, on_rank))
 
 
 @pytest.mark.parametrize(
@@ -188,13 +188,13 @@ def test_a_mesh_uses_the_ring_it_is_given() -> None:
     ],
 )
 def test_head_numbers_that_do_not_divide_are_refused(heads: int, kv_heads: int, message: str) -> None:
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         mesh = group.mesh(1, 4)
         with pytest.raises(ValueError, match=message):
             attend(mesh, *qkv(group, heads, kv_heads))
         attend(mesh, *qkv(group))
 
-    run_ranks(4, of_rank)
+    run_ranks(4, on_rank)
 
 
 @pytest.mark.parametrize(
@@ -209,19 +209,19 @@ def test_head_numbers_that_do_not_divide_are_refused(heads: int, kv_heads: int, 
     ],
 )
 def test_bad_arguments_of_one_rank_are_refused_on_all_ranks(wrong: dict[str, Any], message: str) -> None:
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         mesh = group.mesh(3, 2)
         with pytest.raises(ValueError, match=message):
             attend(mesh, *qkv(group), **(wrong if group.rank() == 3 else {}))
         attend(mesh, *qkv(group))
 
-    run_ranks(6, of_rank)
+    run_ranks(6, on_rank)
 
 
 def test_too_many_chunks_are_refused_before_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk needs at least one of this rank's heads."""
 
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         mesh = group.mesh(1, 2)
         with (
             Ring(mesh.ring, chunks=3) as ring,
@@ -230,14 +230,14 @@ def test_too_many_chunks_are_refused_before_the_exchange(monkeypatch: pytest.Mon
             attend(mesh, *qkv(group, 4, 4), ring=ring)
 
     monkeypatch.setattr("ringattn.ring.ulysses.exchange_all", None)
-    run_ranks(2, of_rank)
+    run_ranks(2, on_rank)
 
 
 @pytest.mark.parametrize("field", ["causal", "return_lse", "dropout_seed", "gradient"])
 def test_differing_arguments_are_refused_on_the_whole_mesh(field: str) -> None:
     """The error names ranks in rank 3's row, and that row as refusing in other rows."""
 
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         call: dict[str, Any] = {"causal": False, "return_lse": False, "dropout_seed": 5, "dropout_p": 0.5}
         call["learnable_sink"], leaves = torch.zeros(4).requires_grad_(), qkv(group)
         if group.rank() == 3 and field == "gradient":
@@ -247,14 +247,14 @@ def test_differing_arguments_are_refused_on_the_whole_mesh(field: str) -> None:
         with pytest.raises(ValueError, match=f"{field} differs between ranks"):
             attend(group.mesh(3, 2), *leaves, **call)
 
-    run_ranks(6, of_rank)
+    run_ranks(6, on_rank)
 
 
 def test_a_refusal_in_the_ring_cancels_the_exchange() -> None:
     """Otherwise ranks whose exchange had agreed would run it with the next call. Errors number ranks in the mesh."""
     cpu = torch.device("cpu")
 
-    def of_rank(group: LocalGroup) -> object:
+    def on_rank(group: LocalGroup) -> object:
         mesh = group.mesh(2, 2)
         rings = rings_of((mesh.ring, mesh.ulysses), cpu)
         watch, number = rings.ulysses._use(cpu), list[object]()
@@ -268,11 +268,11 @@ def test_a_refusal_in_the_ring_cancels_the_exchange() -> None:
                 number.append(watch._number)
         return number
 
-    assert run_ranks(4, of_rank) == [[None]] * 4
+    assert run_ranks(4, on_rank) == [[None]] * 4
 
 
 def test_a_failing_rank_ends_all_rows_and_columns() -> None:
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         leaves, mesh = qkv(group), group.mesh(2, 2)
         attend(mesh, *leaves)
         if group.rank() == 2:
@@ -281,7 +281,7 @@ def test_a_failing_rank_ends_all_rows_and_columns() -> None:
 
     with LocalWorld(4, timeout=60) as world:
         with pytest.raises(LookupError, match="right"):
-            world.run(of_rank)
+            world.run(on_rank)
         world.run(lambda group: attend(group.mesh(2, 2), *qkv(group)))
 
 
@@ -302,30 +302,30 @@ def test_meshes_of_a_local_world() -> None:
 def test_two_meshes_over_the_same_ranks() -> None:
     """The ring of one mesh and the exchange of the other use the same ranks, but not the same messages."""
 
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         for mesh in (group.mesh(3, 1), group.mesh(1, 3)):
             attend(mesh, *qkv(group, heads=3, kv_heads=3))
 
     with LocalWorld(3) as world:
-        world.run(of_rank)
+        world.run(on_rank)
         begun = time.monotonic()
     assert time.monotonic() - begun < DEFAULT_TIMEOUT / 10
 
 
 def test_no_second_derivative() -> None:
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         leaves, mesh = qkv(group), group.mesh(2, 2)
         (dq,) = torch.autograd.grad(attend(mesh, *leaves).square().sum(), leaves[:1], create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivative"):
             dq.sum().backward()  # type: ignore[no-untyped-call]
 
-    run_ranks(4, of_rank)
+    run_ranks(4, on_rank)
 
 
 def test_the_exchange_takes_the_deadline_of_the_ring() -> None:
     """Without a ring argument, the last open ring with a deadline counts."""
 
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         mesh, cpu = group.mesh(2, 2), torch.device("cpu")
         lines = mesh.ring, mesh.ulysses
         first, second = Ring(mesh.ring, deadline=50.0), Ring(mesh.ring, deadline=70.0)
@@ -348,7 +348,7 @@ def test_the_exchange_takes_the_deadline_of_the_ring() -> None:
         assert exchange._closed
         assert out.equal(attend(mesh, *leaves))
 
-    run_ranks(4, of_rank)
+    run_ranks(4, on_rank)
 
 
 @pytest.mark.parametrize("moment", ["a new call", "a known call", "shard", "unshard"])
@@ -356,7 +356,7 @@ def test_a_missing_virtual_rank_ends_the_others_by_the_deadline(moment: str) -> 
     """The ring's deadline is far below the world's."""
     ended = threading.Barrier(4)
 
-    def of_rank(group: LocalGroup) -> str:
+    def on_rank(group: LocalGroup) -> str:
         leaves, mesh = qkv(group), group.mesh(2, 2)
         lines = mesh.ring, mesh.ulysses
         ring = Ring(mesh.ring, deadline=HANGS)
@@ -368,14 +368,14 @@ def test_a_missing_virtual_rank_ends_the_others_by_the_deadline(moment: str) -> 
         }
         for name in ("a known call", "shard", "unshard", "a known call"):
             calls[name]()
-        for one in (*rings_of(lines, leaves[0].device, ring), *rings_of(lines, leaves[0].device)):
-            shorten(one)
+        for opened in (*rings_of(lines, leaves[0].device, ring), *rings_of(lines, leaves[0].device)):
+            shorten(opened)
         ended.wait(HANGS)
         end = "" if group.rank() == 1 else ending(calls[moment])[0]
         ended.wait(HANGS)
         return end
 
-    assert run_ranks(4, of_rank) == ["TransportError", "", "TransportError", "TransportError"]
+    assert run_ranks(4, on_rank) == ["TransportError", "", "TransportError", "TransportError"]
 
 
 def shorten(ring: Ring) -> None:

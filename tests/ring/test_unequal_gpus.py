@@ -39,24 +39,24 @@ def test_each_rank_takes_its_own_tiles(folders: tuple[Path, Path], monkeypatch: 
     """The result equals that of one device, whatever tiles other ranks use."""
     for gpu, tile in TILES.items():
         save(folders[0], gpu, [entry(point(kernel, mask), tile) for kernel in KERNELS for mask in ("full", "bounded")])
-    here, tiles = threading.local(), [set[Tile]() for _ in GPUS]
-    monkeypatch.setattr(choice, "gpu_specs", lambda device: getattr(here, "gpu", None))
+    local, tiles = threading.local(), [set[Tile]() for _ in GPUS]
+    monkeypatch.setattr(choice, "gpu_specs", lambda device: getattr(local, "gpu", None))
 
-    def noted(tile: Tile) -> dict[str, Any]:
-        tiles[here.rank].add(tile)
+    def record_tile(tile: Tile) -> dict[str, Any]:
+        tiles[local.rank].add(tile)
         return launch.options(tile)
 
-    monkeypatch.setattr(attention, "options", noted)
+    monkeypatch.setattr(attention, "options", record_tile)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, SEQLEN, heads, 16) for heads in (2, 1, 1, 2))
     layout = Layout.contiguous(SEQLEN, len(GPUS))
 
     def rank(group: Any) -> list[Tensor]:
-        here.rank, here.gpu = group.rank(), GPUS[group.rank()]
-        leaves = [layout.shard(x, here.rank).requires_grad_() for x in (q, k, v)]
+        local.rank, local.gpu = group.rank(), GPUS[group.rank()]
+        leaves = [layout.shard(x, local.rank).requires_grad_() for x in (q, k, v)]
         out = ring_attention(*leaves, layout=layout, group=group, causal=True, backend="triton")
         assert isinstance(out, Tensor)
-        return [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, here.rank))]
+        return [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, local.rank))]
 
     with LocalWorld(len(GPUS)) as world:
         parts = world.run(rank)
