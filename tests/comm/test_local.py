@@ -177,6 +177,9 @@ def test_misuse_is_refused() -> None:
     world.close()
     world.close()
     refused(lambda: world.run(exchange), "this LocalWorld is closed")
+    with world_of(2) as left:
+        pass
+    refused(lambda: left.run(exchange), "this LocalWorld is closed")
 
 
 def test_a_line_of_a_world_that_has_failed_has_failed_too() -> None:

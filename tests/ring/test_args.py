@@ -169,6 +169,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Ring", {"direction": 2}, "direction is 2: it must be 1"),
     ("Ring", {"slots": 1.5}, r"slots is 1.5: it must be a whole number from 1 to 2\^16"),
     ("Ring", {"prefetch": 3}, "prefetch is 3: with 3 slots it must be 0 to 2"),
+    ("Ring", {"deadline": True}, "deadline is True: it must be a positive number"),
     ("Ring", {"deadline": Fraction(1, 10**400)}, r"deadline is Fraction.*: it must be a positive number"),
     ("Ring", {"deadline": 0}, "deadline is 0: it must be a positive number of seconds, 1e9 at most, or None"),
     ("Ring", {"topology": Topology.grid(2, 2)}, "topology has 4 ranks, the group has 1"),
