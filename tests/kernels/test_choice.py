@@ -138,7 +138,7 @@ def test_a_tuned_hopper_kernel_runs_if_the_inputs_fit(gpu: Folders, monkeypatch:
     monkeypatch.setattr(attention, "launch_hopper", lambda *args: ran.append("hopper"))
     monkeypatch.setattr(attention, "launch", lambda kernel, grid, device, *rest, **how: ran.append("portable"))
     odd = torch.empty(1, 8192, 2, 129, dtype=q.dtype)[..., :128]
-    for keys, bounds in ((k, FULL), (odd, FULL), (k, Bounds(PAIR, PAIR))):  # nothing was measured with bounds
+    for keys, bounds in ((k, FULL), (odd, FULL), (k, Bounds(PAIR, PAIR))):  # the table has no entry with bounds
         attention_forward(q, keys, k, bounds=bounds)
     assert ran == ["hopper", "portable", "portable"]
     with pytest.raises(ValueError, match="k has strides"):

@@ -46,8 +46,8 @@ def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return gate(*request.node.get_closest_marker("compiles").args)
 
 
-# Registers, and instructions of the unmasked loop (of dK/dV: the only one), of the causal kernels in the middle of a
-# ring at commit ce0569a, before there were scores, used lengths, runs and head dims in two parts; Triton 3.7.1.
+# Registers and instructions of the unmasked loop (of dK/dV's only loop) of causal kernels in the middle of a ring, at
+# commit ce0569a with Triton 3.7.1: before scores, used lengths, block ranges and head dims in two parts.
 BEFORE = {"forward": (254, 523), "dq": (223, 315), "dkdv": (255, 376)}
 
 
@@ -60,8 +60,8 @@ def test_common_launches_are_clean_and_disabled_features_cost_nothing(rows: list
             assert compiled[kernel]["regs"] <= registers and compiled[kernel]["instructions"] <= instructions, kernel
 
 
-# One kernel on each other family of GPUs, and the rest of them on the main one; a process for several, in which much of
-# the time goes by before the first kernel is compiled
+# One kernel per other GPU family, and the remaining kernels on the main one. Each process compiles several, because
+# starting it takes most of the time.
 SAMPLE = [
     ["80:bf16:128:middle:dkdv", "100:bf16:64:middle:forward", "120:fp16:128:middle:dq"],
     ["90:bf16:128:last:single_pass", "100:bf16:96:middle:single_pass"],

@@ -106,11 +106,11 @@ def main() -> int:
     survived, known = survivors(), re.findall("^ {4}(.+)$", REASONS.read_text(), re.MULTILINE)
     unknown = {name: line for name, line in survived.items() if line not in known}
     gone = [line for line in known if line not in survived.values()] if caught + len(survived) == total else []
-    print(f"\n{caught} of {total} mutants caught: {caught / total:.1%}, at least {LEAST:.0%} wanted")
+    print(f"\n{caught} of {total} mutants caught: {caught / total:.1%}, at least {LEAST:.0%} required")
     for name, line in unknown.items():
-        print(f"survived, and not in {REASONS.relative_to(ROOT)}: {name}\n    {line}")
+        print(f"survived, but has no reason in {REASONS.relative_to(ROOT)}: {name}\n    {line}")
     for line in gone:
-        print(f"caught or gone, and in {REASONS.relative_to(ROOT)}:\n    {line}")
+        print(f"caught or gone, but listed in {REASONS.relative_to(ROOT)}:\n    {line}")
     return int(caught < LEAST * total or bool(unknown))
 
 

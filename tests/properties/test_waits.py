@@ -58,8 +58,8 @@ def test_waits_are_sufficient_and_necessary(transport: str, name: str) -> None:
     table, (counts, implied) = IMPLIED[transport], waits_of(transport, name)
     needless = {wait for wait in implied if wait not in table}
     needed = {wait for wait in counts if wait in table and table[wait][0] and implied[wait] < counts[wait]}
-    wrong = [f"{w}: {implied[w]} of {counts[w]} could go, the table says otherwise" for w in needless | needed]
-    assert not wrong, "remove it, or say in tests/support/cuda/implied.py why it stays:\n" + "\n".join(wrong)
+    wrong = [f"{w}: {implied[w]} of {counts[w]} are implied, but the table says otherwise" for w in needless | needed]
+    assert not wrong, "remove the wait, or give a reason in tests/support/cuda/implied.py:\n" + "\n".join(wrong)
 
 
 @pytest.mark.nightly

@@ -192,8 +192,8 @@ def survivors(chosen: list[tuple[Target, Mutant]], show: bool) -> list[str]:
     left, before = [], unchanged(target for target, _ in chosen)
     for (target, mutant), reason in run((pair, partial(examined, *pair)) for pair in chosen):
         if isinstance(reason, list):
-            reason = "" if verdicts(reason) == before[target] else "other waits could go"
-        assert not reason.startswith("Traceback"), f"{mutant} could not be made: {reason}"
+            reason = "" if verdicts(reason) == before[target] else "the set of implied waits changed"
+        assert not reason.startswith("Traceback"), f"applying the mutant {mutant} failed: {reason}"
         if show:
             print(f"{'caught' if reason else 'SURVIVED'}  {mutant}\n    {reason}"[:400], flush=True)
         if not reason:
@@ -243,9 +243,9 @@ def run(jobs: Iterable[tuple[T, Callable[[], Any]]]) -> Iterator[tuple[T, Any]]:
 def main(arguments: list[str]) -> int:
     """Run the mutants and print the survivors; see the module."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--sample", type=int, help="so many of them, always the same")
-    parser.add_argument("--only", default="", help="those whose text has this in it")
-    parser.add_argument("--show", action="store_true", help="print what catches each")
+    parser.add_argument("--sample", type=int, help="test only this many mutants, chosen with a fixed seed")
+    parser.add_argument("--only", default="", help="test only mutants whose text contains this")
+    parser.add_argument("--show", action="store_true", help="print how each mutant was caught")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     record(CASES["nccl"]["world 2"])  # import lazily loaded modules once, before forking
@@ -263,7 +263,7 @@ def main(arguments: list[str]) -> int:
     unknown = [text for text in left if text not in known]
     requested = {str(mutant) for _, mutant in chosen} if options.sample or options.only else known
     gone = sorted(known & requested - {*left})
-    for title, texts in (("not in", unknown), ("caught or gone, and in", gone)):
+    for title, texts in (("survived, but has no reason in", unknown), ("caught or gone, but listed in", gone)):
         for text in texts:
             print(f"{title} tests/properties/{REASONS.name}:\n    {text}")
     return int(bool(unknown or gone))

@@ -135,7 +135,7 @@ def test_longformer_has_three_parts() -> None:
 EMPTY = torch.empty(0, dtype=torch.int64)
 EARLY, LATE = torch.tensor([0, 1]), torch.tensor([5, 6, 7])
 BLIND: list[tuple[Mask, torch.Tensor, torch.Tensor, list[int], list[int]]] = [
-    # each sees its successor alone
+    # each query sees only its successor
     (
         Window(left=-1, right=1),
         torch.arange(8),
@@ -229,8 +229,8 @@ def test_block_masks_are_values() -> None:
     assert len({Mask(blocks=pattern), Mask(blocks=same), Mask()}) == 2
     unchanged = pattern.visible.clone()
     visible.logical_not_()
-    assert torch.equal(pattern.visible, unchanged)  # its own copy
-    # what ranks compare, and what an error shows
+    assert torch.equal(pattern.visible, unchanged)  # the pattern holds a copy
+    # the text that ranks compare and errors show
     shown = {repr(BlockMask(torch.eye(4, dtype=torch.bool)[order], 2)) for order in ([0, 1, 2, 3], [1, 0, 2, 3])}
     assert len(shown) == 2
     assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 seen, [0-9a-f]{16}>", text) for text in shown)

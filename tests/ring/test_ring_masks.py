@@ -107,7 +107,7 @@ def test_each_feature_is_exact(name: str, layout: str, world: int) -> None:
     check(case_of(world, layout, call | {"backend": "aten"}))
 
 
-# what each of them is to a kernel is tested there; here, that the ring tells it
+# tests/kernels covers the features themselves; here the ring must pass each of them on
 LAUNCHED = ("window", "causal documents", "prefix", "padding", "longformer", "bigbird in documents", "dropout", "least")
 
 
@@ -152,7 +152,7 @@ def test_features_with_other_ring_settings(name: str, ring: dict[str, Any]) -> N
     check(case_of(4, "zigzag", (MASKS | SCORES)[name], sink=True, ring=ring))
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])  # of which the chunks have as many, or not
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])  # two chunks share the heads evenly or unevenly
 def test_features_with_quantised_transfers(heads: tuple[int, int]) -> None:
     """K/V travel as fp8 and dK/dV as bfloat16; the reference uses the received keys."""
     ring = {"wire_dtype": torch.float8_e4m3fn, "grad_wire_dtype": torch.bfloat16, "chunks": 2}

@@ -70,7 +70,7 @@ def check_plan(plan: Schedule, wanted: set[tuple[int, int]], how: Settings = USU
     check_messages(plan)
     check_nothing_needless(plan)
     check_bytes(plan)
-    assert sorted(computed(plan)) == sorted(wanted)  # each once
+    assert sorted(computed(plan)) == sorted(wanted)  # each pair once
     check_runs(plan, wanted, how)
 
 

@@ -94,7 +94,7 @@ def test_unshard_ends_by_the_deadline() -> None:
         unshard(WHOLE[:, :5], layout=Layout.contiguous(10, 2), group=group, grad="slice")
         watch = ring_of(group, WHOLE.device)._watch
         assert watch is not None
-        with watch._lock:  # as the watchdog, which may be at it
+        with watch._lock:  # as the watchdog does, which may be polling now
             watch._posts.poll(time.monotonic())
         assert watch._posts.nbytes == 2 * WHOLE[:, :5].nbytes
         assert watch._posts.last == "unshard"

@@ -72,7 +72,7 @@ node 2 rank 2  .      .      |  1 »    .      |  3 < »  0 ^"""
 def test_large_tables_omit_the_middle() -> None:
     """The row of omitted hops keeps the outer steps apart, too."""
     tables = str(schedule(Layout.striped(24, 24), Mask(), topology=Topology.grid(8, 3))).split("\n\n")
-    rows = tables[1].splitlines()[1:]  # of two lines of signs
+    rows = tables[1].splitlines()[1:]  # the legend has two lines
     (left_out,) = (row for row in rows if row.startswith("…"))
     outers = [column for column, sign in enumerate(rows[1]) if sign == "|"]
     assert outers and outers == [column for column, sign in enumerate(left_out) if sign == "|"]
