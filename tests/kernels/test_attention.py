@@ -1,4 +1,4 @@
-"""One launch of each kernel against the reference, hop after hop, where NaN goes, offsets past 2^31."""
+"""Launches of each kernel against the reference: shapes, hops, propagation of NaN, and offsets past 2^31."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_head_dims(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     [(2, 2, "causal", 0.01), (4, 2, "full", 0.7), (6, 2, "causal", None), (3, 1, "causal", 3.0)],
 )
 def test_heads_and_scales(heads: int, kv_heads: int, kind: str, scale: float | None) -> None:
-    """Multi-head, grouped-query and multi-query, in two batch rows."""
+    """Multi-head, grouped-query and multi-query attention."""
     x = inputs(Sizes(queries=20, keys=20, heads=heads, kv_heads=kv_heads, batch=2))
     check(x, interval(kind, 20, 20), softmax_scale=scale)
 
@@ -79,7 +79,7 @@ def test_masks(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_interval_and_position_references_agree() -> None:
-    """Keys cut out for each row, as here, and masked by positions, as the reference does for the causal mask."""
+    """This reference masks by intervals of keys, the public one by positions."""
     x = inputs(Sizes(heads=4, kv_heads=2))
     by_interval = exact(x, interval("causal", 40, 40))
     torch.testing.assert_close(by_interval, baselines.exact(*x, causal=True), rtol=1e-12, atol=1e-12)
@@ -95,8 +95,7 @@ def test_lengths(queries: int, keys: int, kind: str) -> None:
 
 @settings(max_examples=20)
 @given(st.data())
-def test_any_interval(data: st.DataObject) -> None:
-    """Ends that never decrease, rows that see nothing wherever they lie, any tile."""
+def test_any_intervals_and_tiles(data: st.DataObject) -> None:
     queries, keys = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     index = st.lists(st.integers(0, keys), min_size=queries, max_size=queries).map(sorted)
     lo, hi = torch.tensor(data.draw(index)), torch.tensor(data.draw(index))
@@ -110,7 +109,7 @@ def test_any_interval(data: st.DataObject) -> None:
 
 
 def test_scores_far_from_zero() -> None:
-    """Sums of exponentials that overflow fp32 without a pivot, upwards and downwards."""
+    """Without the running maximum, sums of exponentials would overflow or vanish in fp32."""
     x = inputs(Sizes(head_dim=8))
     for shift in (-50.0, 50.0):
         q = torch.cat([x.q, torch.full_like(x.q[..., :1], shift)], -1)
@@ -118,21 +117,18 @@ def test_scores_far_from_zero() -> None:
         check(x._replace(q=q, k=k), interval("first rows blind", 40, 40))
 
 
-# --- views --------------------------------------------------------------------------------------------------------
-
-
 def heads_first(x: Tensor) -> Tensor:
-    """``[B, H, S, D]`` storage."""
+    """Return a copy with ``[B, H, S, D]`` storage."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def packed(x: Tensor) -> Tensor:
-    """A slice of a tensor that holds two others beside it: ``[B, S, 3, H, D]``."""
+    """Return a slice of a packed ``[B, S, 3, H, D]`` tensor."""
     return torch.stack([torch.full_like(x, torch.nan), x, torch.full_like(x, torch.nan)], 2)[:, :, 1]
 
 
 def sliced(x: Tensor) -> Tensor:
-    """Every second batch row, every third token and some of the heads and columns of a larger tensor."""
+    """Return a view of a larger tensor: every second batch row, every third token, some heads and columns."""
     batch, length, heads, head_dim = x.shape
     large = torch.full((2 * batch, 3 * length, heads + 2, head_dim + 5), torch.nan, dtype=x.dtype)
     view = large[::2, ::3, 1:-1, 3:-2]
@@ -145,7 +141,7 @@ VIEWS = (heads_first, packed, sliced)
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_strided_tensors_are_not_copied(view: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs, state and sums: no copy is launched with, and what lies between the elements of a result stays NaN."""
+    """Launches get the tensors themselves, and elements between those of a result stay NaN."""
     launched, launch = set[int](), attention.launch  # type: ignore[attr-defined]
 
     def spy(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
@@ -161,9 +157,9 @@ def test_strided_tensors_are_not_copied(view: Callable[[Tensor], Tensor], monkey
     expected_sums = attention_backward(dout, q, k, v, *expected, dq=sums[0], dk=sums[1], dv=sums[2], **call)
     monkeypatch.setattr(attention, "launch", spy)
     out, lse = attention_forward(*strided[:3], state=(own[0], lse), **call)
-    near_q, near_k, near_v, near_dout = strided
-    made = attention_backward(near_dout, near_q, near_k, near_v, out, lse, dq=own[1], dk=own[2], dv=own[3], **call)
-    for got, target, same in zip((out, *made), own, (expected[0], *expected_sums), strict=True):
+    view_q, view_k, view_v, view_dout = strided
+    gradients = attention_backward(view_dout, view_q, view_k, view_v, out, lse, dq=own[1], dk=own[2], dv=own[3], **call)
+    for got, target, same in zip((out, *gradients), own, (expected[0], *expected_sums), strict=True):
         assert got is target and torch.equal(got, same)
         storage = target._base
         assert storage is not None and int(storage.isnan().sum()) == storage.numel() - target.numel()
@@ -172,25 +168,22 @@ def test_strided_tensors_are_not_copied(view: Callable[[Tensor], Tensor], monkey
     assert {t.data_ptr() for t in (*own, *strided)} <= launched
 
 
-# --- what a launch continues ---------------------------------------------------------------------------------------
-
-
 CUTS = ([0, 17, 40], [0, 32, 32, 33, 40])
-"""Two hops, uneven; four with an empty one and one of a single key."""
+"""Key shards: two uneven ones; four with an empty one and one of a single key."""
 
 
 def hop_gradients(x: Inputs, bounds: Bounds, cuts: Sequence[int], out: Tensor, lse: Tensor) -> Results:
-    """dQ over the key shards and dK/dV over the query shards, in fp32 sums continued in place; the last leaves."""
+    """Return the results of hops: dQ over key shards and dK/dV over query shards, in fp32 sums cast at the end."""
     q, k, v, dout, dlse = x
     delta = attention_delta(dout, out, dlse)
     shards = list(pairwise(cuts))
     dq: Tensor | None = None
     for i, (begin, end) in enumerate(shards):
         into = torch.empty_like(q) if i == len(shards) - 1 else dq if dq is not None else torch.empty_like(q).float()
-        here = part(bounds, begin, end)
-        made = attention_dq(dout, q, k[:, begin:end], v[:, begin:end], lse, delta, bounds=here, accum=dq, out=into)
-        assert made is into
-        dq = made
+        keys, values = k[:, begin:end], v[:, begin:end]
+        result = attention_dq(dout, q, keys, values, lse, delta, bounds=part(bounds, begin, end), accum=dq, out=into)
+        assert result is into
+        dq = result
     assert dq is not None
     return Results(out, lse, dq, *dkdv_of_shards(x, bounds, cuts, lse, delta))
 
@@ -206,8 +199,8 @@ def test_hops_are_as_exact_as_one_launch(kind: str, dtype: torch.dtype, cuts: li
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_hops_that_see_nothing(dtype: torch.dtype) -> None:
-    """The first writes the start state, later ones leave state and sums as they are, the last casts."""
+def test_hops_without_visible_keys(dtype: torch.dtype) -> None:
+    """The first writes the start state, later ones keep state and sums, the last one casts."""
     x, blind = inputs(Sizes(heads=2), dtype), interval("all rows blind", 40, 40)
     out, lse = attention_forward(x.q, x.k, x.v, bounds=blind, final=False)
     assert not out.any() and (lse == -math.inf).all()
@@ -219,7 +212,7 @@ def test_hops_that_see_nothing(dtype: torch.dtype) -> None:
     torch.testing.assert_close(lse, before[1])
     assert not attention_dq(x.dout, *x[:3], lse, lse, bounds=blind).any()
     dq, *sums = (torch.randn(t.shape) for t in x[:3])
-    for new in ((False, False), (True, True), (False, True), (True, False)):  # which of the two is not in place
+    for new in ((False, False), (True, True), (False, True), (True, False)):  # which of the two results is a new tensor
         into = [torch.empty_like(t) if fresh else t for fresh, t in zip(new, sums, strict=True)]
         made = attention_dkdv(x.dout, *x[:3], lse, lse, bounds=blind, accum=(sums[0], sums[1]), out=(into[0], into[1]))
         target = torch.empty_like(dq) if new[0] else dq
@@ -228,7 +221,7 @@ def test_hops_that_see_nothing(dtype: torch.dtype) -> None:
 
 
 def merge(first: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The (out, lse) of attention over two disjoint sets of keys, from those of each.
+    """Merge (out, lse) of attention over two disjoint sets of keys.
 
     ``lse = log(exp(lse_1) + exp(lse_2))``, ``out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2``: the sum of two
     softmax numerators over the sum of their denominators (M. Rabe and C. Staats, "Self-attention Does Not Need O(n^2)
@@ -243,11 +236,11 @@ def merge(first: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
     ("dtype", "level", "out"),
     [(dtype, math.log(2**20), 0.0) for dtype in DTYPES] + [(torch.float32, level, 1.0) for level in (-200.0, 200.0)],
 )
-def test_new_keys_are_weighed_in_full_precision(dtype: torch.dtype, level: float, out: float) -> None:
-    """A state of 2^20 keys: each new weight is about 2^-20 of the sum, which fp16 holds in 4 bits.
+def test_new_keys_are_merged_in_full_precision(dtype: torch.dtype, level: float, out: float) -> None:
+    """Each new weight is about 2^-20 of a state of 2^20 keys, which fp16 would hold in 4 bits.
 
-    With ``out = 0`` in the state, the result is the new keys' part alone, and its error relative to itself. Of e^200
-    one side alone is left, and nothing becomes NaN.
+    With ``out = 0`` in the state, the result is the part of the new keys, so its relative error shows. At e^200 or
+    e^-200 only one side remains, without NaN.
     """
     x = inputs(Sizes(), dtype)
     state = out * torch.randn(1, 40, 1, 16), torch.full((1, 1, 40), level) + torch.randn(1, 1, 40)
@@ -255,18 +248,15 @@ def test_new_keys_are_weighed_in_full_precision(dtype: torch.dtype, level: float
     blocks = pytorch(x, FULL), exact(x, FULL)
     baseline, truth = (merge(before, (block.out.double(), block.lse.double())) for block in blocks)
     made, lse = attention_forward(x.q, x.k, x.v, state=state, final=False)
-    # relative to the largest part of each row: rows differ by what they had seen before; the exponent rounds lse
+    # Relative to the largest part of each row, because rows start from different states. Rounding of lse counts, too.
     size = truth[0].abs().amax(-1, keepdim=True)
     parts = (made / size).float(), (baseline[0] / size).float(), truth[0] / size
     assert_as_exact_as_pytorch("out", *parts, magnitude=1 + abs(truth[1]).max().item())
     assert_as_exact_as_pytorch("lse", lse, baseline[1].float(), truth[1])
 
 
-# --- where NaN and infinity go -------------------------------------------------------------------------------------
-
-
 BLOCK, TOKENS = 16, 48
-PLACE = 21  # inside its tile, with rows of the same tile on either side
+PLACE = 21  # inside a tile, with rows of the same tile on either side
 MASKS = {
     "full": interval("full", TOKENS, TOKENS),
     "causal": interval("causal", TOKENS, TOKENS),
@@ -275,35 +265,35 @@ MASKS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about NaN in the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # raised by NumPy on NaN in the interpreter
 @pytest.mark.parametrize(
     ("kind", "name"), [("full", "v"), ("causal", "k"), ("documents", "dout"), ("window", "q"), ("window", "v")]
 )
 def test_nan_reaches_the_rows_that_see_it(kind: str, name: str) -> None:
-    """And no row, nor any key, but those whose tiles hold what it reached."""
+    """Other rows and keys may become NaN only if they share a tile with an affected pair."""
     x, bounds = inputs(Sizes(TOKENS, TOKENS)), MASKS[kind]
     clean = ours(x, bounds, config=tiles(BLOCK, BLOCK))
     visible = dense(bounds, TOKENS, TOKENS)
     touched = visible.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
     touched = touched.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    here = torch.arange(TOKENS) == PLACE
-    rows, rows_at_most = (visible[:, PLACE], touched[:, PLACE]) if name in ("k", "v") else (here, here)
+    is_place = torch.arange(TOKENS) == PLACE
+    rows, rows_at_most = (visible[:, PLACE], touched[:, PLACE]) if name in ("k", "v") else (is_place, is_place)
     keys, keys_at_most = visible[rows].any(0), touched[rows_at_most].any(0)
     none = torch.zeros_like(rows)
     reached = {"out": (rows, rows_at_most), "dq": (rows, rows_at_most), "dk": (keys, keys_at_most)}
-    reached["dv"] = (none, none) if name == "v" else (keys, keys_at_most)  # dV is P^T dO, which has no v in it
+    reached["dv"] = (none, none) if name == "v" else (keys, keys_at_most)  # dV = P^T dO does not depend on v
     if name == "dout":
         reached["out"] = none, none
     for value in (math.nan, math.inf):
         getattr(x, name)[:, PLACE] = value
-        made = ours(x, bounds, config=tiles(BLOCK, BLOCK))
-        for result, (surely, at_most) in reached.items():
-            got, same = getattr(made, result), getattr(clean, result)
-            assert not got[:, surely].isfinite().any(-1).any(), f"{result}: a row that sees it is finite"
+        results = ours(x, bounds, config=tiles(BLOCK, BLOCK))
+        for result, (certain, at_most) in reached.items():
+            got, same = getattr(results, result), getattr(clean, result)
+            assert not got[:, certain].isfinite().any(-1).any(), f"{result}: a row that sees it is finite"
             assert torch.equal(got[:, ~at_most], same[:, ~at_most]), f"{result}: a row that never touches it differs"
-        # exactly, and not from v: the mask comes after the scores
+        # lse is exact and independent of v, because the mask applies after the scores
         reached_lse = rows if name in ("q", "k") else none
-        assert torch.equal(made.lse.isfinite(), ~reached_lse.expand(1, 1, -1))
+        assert torch.equal(results.lse.isfinite(), ~reached_lse.expand(1, 1, -1))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -317,21 +307,18 @@ def test_nan_in_the_state_stays_in_its_row(part: int) -> None:
     assert not out[:, PLACE].isfinite().any() and torch.equal(out[:, ~row], clean[:, ~row])
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
-
-
 STEP = 2**30
-"""Elements between neighbours: it fits an int32, and so does every index, but the offset of the third one does not."""
+"""Elements between neighbours. STEP and every index fit an int32, but the offset of the third element does not."""
 
 Far = Callable[[Tensor], Tensor]
 
 
 @pytest.fixture(params=["batch", "sequence", "heads"])
 def far(request: pytest.FixtureRequest, tmp_path: Path) -> Far:
-    """A copy of a tensor whose elements along one dimension lie STEP apart.
+    """Copy a tensor so that its elements along one dimension lie STEP apart.
 
-    It begins in the middle of its file, so that an offset that wraps reads zeros from the beginning and fails a test,
-    rather than the process.
+    The copy begins in the middle of its file, so an offset that wraps reads zeros and fails the test instead of
+    crashing the process.
     """
     dim, names = {"batch": 0, "sequence": 1, "heads": 2}[request.param], count()
 
@@ -348,25 +335,24 @@ def far(request: pytest.FixtureRequest, tmp_path: Path) -> Far:
     return copy
 
 
-def test_tensors_far_apart(far: Far) -> None:
-    """Inputs, state and sums."""
+def test_offsets_past_32_bits(far: Far) -> None:
     q, k, v, dout, _ = inputs(Sizes(queries=3, keys=3, heads=3, kv_heads=3, batch=3))
     state, level = torch.randn(3, 3, 3, 16), torch.randn(3, 3, 3)
     sums = [torch.randn_like(t) for t in (q, k, v)]
-    there, *sums_there = [far(t) for t in (state, *sums)]
+    far_state, *far_sums = [far(t) for t in (state, *sums)]
     far_q, far_k, far_v = far(q), far(k), far(v)
     out, lse = attention_forward(q, k, v, state=(state, level.clone()))
-    got, got_lse = attention_forward(far_q, far_k, far_v, state=(there, level.clone()))
-    assert got is there
+    got, got_lse = attention_forward(far_q, far_k, far_v, state=(far_state, level.clone()))
+    assert got is far_state
     assert torch.equal(got, out) and torch.equal(got_lse, lse)
     attention_backward(dout, q, k, v, out, lse, dq=sums[0], dk=sums[1], dv=sums[2])
-    into: dict[str, Any] = dict(zip(("dq", "dk", "dv"), sums_there, strict=True))
-    attention_backward(far(dout), far_q, far_k, far_v, there, lse, **into)
-    assert all(map(torch.equal, sums_there, sums))
+    into: dict[str, Any] = dict(zip(("dq", "dk", "dv"), far_sums, strict=True))
+    attention_backward(far(dout), far_q, far_k, far_v, far_state, lse, **into)
+    assert all(map(torch.equal, far_sums, sums))
 
 
-def test_nothing_past_the_end_is_touched() -> None:
-    """Between guarded pages, in a process of its own, which would end there."""
+def test_kernels_do_not_access_memory_past_the_end() -> None:
+    """Guard pages around the tensors would end the child process."""
     command = [sys.executable, "-m", "tests.support.guarded"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     place = done.stdout.splitlines()[-1:]

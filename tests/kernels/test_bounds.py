@@ -1,4 +1,4 @@
-"""Intervals of keys per query, turned into intervals of queries per key, against every pair."""
+"""Bounds: intervals of keys per query, transposed to intervals of queries per key, against every pair."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_transposed(lo: list[int], hi: list[int], keys: int) -> None:
     other.check(1, keys, queries, CPU)
     assert torch.equal(dense(other, keys, queries), dense(made, queries, keys).mT)
     assert other.lo is not None and other.hi is not None
-    ends = torch.cat([other.lo, other.hi]).tolist()  # what the kernels need of it is what they need of the original
+    ends = torch.cat([other.lo, other.hi]).tolist()  # the kernels need ascending ends here, too
     assert ends == sorted(ends[:keys]) + sorted(ends[keys:]) and all(0 <= end <= queries for end in ends)
     assert (other.lo <= other.hi).all()
 
@@ -41,8 +41,8 @@ def test_transposed_of_every_small_interval() -> None:
 
 
 @given(st.integers(0, 7), st.integers(0, 7), st.data())
-def test_ranges_are_what_is_visible(rows: int, columns: int, data: st.DataObject) -> None:
-    """Read as the kernels do, both ways round."""
+def test_block_ranges_equal_the_visible_blocks(rows: int, columns: int, data: st.DataObject) -> None:
+    """Read the ranges as the kernels do, in both directions."""
     cells = data.draw(st.lists(st.booleans(), min_size=rows * columns, max_size=rows * columns))
     visible = torch.tensor(cells, dtype=torch.bool).reshape(rows, columns)
     made = BlockSparseIndex(visible, 16)
@@ -72,7 +72,7 @@ def test_invalid_block_sparse_indices_are_refused(visible: Any, block: Any, mess
         BlockSparseIndex(visible, block)
 
 
-def test_what_is_empty() -> None:
+def test_empty_bounds() -> None:
     index = BlockSparseIndex(torch.zeros(2, 2, dtype=torch.bool), 16)
     assert not FULL.is_empty
     assert not of([0, 1], [0, 2]).is_empty
@@ -82,8 +82,7 @@ def test_what_is_empty() -> None:
     assert Bounds(None, None, None, index).is_empty
 
 
-def test_bounds_keep_their_extras_when_transposed_and_moved() -> None:
-    """Through a transposition, which is made once, and to another device."""
+def test_used_lengths_and_blocks_survive_transposing_and_moving() -> None:
     used, index = torch.tensor([2, 3], dtype=torch.int32), BlockSparseIndex(torch.tensor([[True, False]]), 16)
     made = Bounds(None, None, used, index)
     other = made.transposed(17)

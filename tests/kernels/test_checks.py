@@ -1,4 +1,4 @@
-"""What the entries refuse, a table per function: the message names the argument, what it got and what it takes."""
+"""Errors of the kernel entries, one table per function: the argument, what it got and what it takes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from ringattn.kernels import (
     attention_dkdv,
     attention_dq,
     attention_forward,
-    default_config,
 )
-from ringattn.kernels.config import config_for
 
 from ..support.kernel_cases import tiles
 
@@ -36,7 +34,7 @@ INDEX = torch.zeros(8, dtype=torch.int32)
 
 
 def qkv(**others: Tensor) -> dict[str, Any]:
-    """Inputs that fit, but for ``others``."""
+    """Return valid inputs, with ``others`` replaced."""
     return {"q": torch.randn(2, 8, 4, 16), "k": torch.randn(2, 6, 2, 16), "v": torch.randn(2, 6, 2, 24)} | others
 
 
@@ -55,12 +53,12 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device 
 
 
 def unaligned(*shape: int) -> Tensor:
-    """Of that shape, the last stride 2."""
+    """Return a tensor whose last stride is 2."""
     return torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2]
 
 
 def gap(*shape: int) -> Tensor:
-    """Of that shape, a unit last stride, not contiguous."""
+    """Return a tensor with a unit last stride that is not contiguous."""
     return torch.zeros(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
 
 
@@ -87,8 +85,7 @@ INPUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("message", INPUTS)
-def test_inputs(message: str) -> None:
-    """The same in every entry that takes q, k and v."""
+def test_bad_q_k_v_are_refused_by_every_entry(message: str) -> None:
     for call, fit in (
         (attention_forward, qkv()),
         (attention_dq, backward()),
@@ -117,10 +114,7 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"bounds": vectors(lo=INDEX[:6])}, r"\.lo is torch.int32 \[6\] on cpu: .* int32 \[8\] on cpu, one per query row"),
     ({"bounds": vectors(hi=INDEX[:6])}, r"bounds\.hi is torch.int32 \[6\] .*, one per query row"),
     ({"bounds": vectors(hi=zeros(16, dtype=torch.int32)[::2])}, r"bounds\.hi has stride \(2,\): it must be contiguous"),
-    (
-        {"bounds": Bounds(None, None, INDEX[:3])},
-        r"seqused_k is torch.int32 \[3\] .* \[2\] on .*, one per batch row",
-    ),
+    ({"bounds": Bounds(None, None, INDEX[:3])}, r"seqused_k is torch.int32 \[3\] .* \[2\] on .*, one per batch row"),
     ({"bounds": Bounds([0] * 8, INDEX)}, "bounds.lo is <class 'list'>: it must be a torch.Tensor"),  # type: ignore[arg-type]
     ({"bounds": Bounds(None, None, [8, 8])}, "bounds.seqused_k is <class 'list'>: it must be"),  # type: ignore[arg-type]
     ({"bounds": blocks(1, 2)}, r"bounds.block_sparse has \[1, 2\] blocks: .* must have \[1, 1\]"),
@@ -139,11 +133,11 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"scores": replace(DROPS, q_positions=INDEX.long())}, r"q_positions of the scores is torch.int64 \[8\]"),
     ({"scores": replace(DROPS, q_positions=INDEX[:7])}, r"q_positions of the scores is torch.int32 \[7\]"),
 ]
-"""Of attention_forward alone, or of what every entry checks by the same function."""
+"""Errors of attention_forward, or of a check that all entries share."""
 
 
 @pytest.mark.parametrize(("others", "message"), FORWARD)
-def test_forward(others: dict[str, Any], message: str) -> None:
+def test_bad_forward_arguments_are_refused(others: dict[str, Any], message: str) -> None:
     refused(attention_forward, qkv() | others, message)
 
 
@@ -163,7 +157,9 @@ BACKWARD: list[tuple[tuple[Callable[..., Any], ...], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("calls", "others", "message"), BACKWARD)
-def test_passes_of_the_backward(calls: tuple[Callable[..., Any], ...], others: dict[str, Any], message: str) -> None:
+def test_bad_arguments_of_the_backward_passes_are_refused(
+    calls: tuple[Callable[..., Any], ...], others: dict[str, Any], message: str
+) -> None:
     for call in calls:
         refused(call, backward(**others), message)
 
@@ -183,8 +179,7 @@ WHOLE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("others", "message"), WHOLE)
-def test_delta_and_backward(others: dict[str, Any], message: str) -> None:
-    """Before anything is written."""
+def test_bad_backward_arguments_are_refused_before_a_write(others: dict[str, Any], message: str) -> None:
     dq = torch.randn(2, 8, 4, 16)
     before = dq.clone()
     refused(attention_backward, whole(**{"dq": dq} | others), message)
@@ -217,26 +212,15 @@ TILES = [
 ]
 
 
-def test_configs_and_tiles() -> None:
+def test_bad_configs_and_tiles_are_refused() -> None:
     for fields, message in CONFIGS:
         refused(KernelConfig, {"forward": TILE, "dq": TILE, "dkdv": TILE} | fields, message)
     for sides, message in TILES:
         refused(Tile, dict(zip(vars(TILE), sides, strict=True)), message)
 
 
-def test_default_configs() -> None:
-    """One for every GPU, dtype and head dim; small tiles where the interpreter runs them."""
-    for arch in (75, 80, 86, 89, 90, 100, 103, 120):
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            for head_dim in (1, 64, 65, 128, 256):
-                assert isinstance(config_for(arch, dtype, head_dim), KernelConfig)
-    assert config_for(75, torch.float16, 64) == config_for(120, torch.float16, 64)
-    forward = default_config(zeros(1, 1, 1, 16), zeros(1, 1, 1, 256)).forward
-    assert forward is not None and forward.block_q == 32
-
-
 def test_the_cpu_needs_the_interpreter(tmp_path: Path) -> None:
-    """Every entry says so, also where there would be nothing to launch."""
+    """Even an entry that would launch nothing raises."""
     code = """
 import torch
 from ringattn.kernels import attention_backward, attention_delta, attention_forward, dequantize, quantize, scale_shape

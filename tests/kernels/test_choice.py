@@ -1,4 +1,4 @@
-"""What a launch takes: a config where it fits, else what a tuned table measured and what suits it, else the default."""
+"""Settings of a launch: from the config if given, else from a matching tuned table, else the default."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ SIZES = Sizes(24, 30, heads=4, kv_heads=1)
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, folders: Folders) -> Folders:
-    """The CPU passes for an H200 where a tile is chosen, and for itself where kernels are launched."""
+    """Treat the CPU as an H200 when a tile is chosen, and as the interpreter when a kernel is launched."""
     monkeypatch.setattr(choice, "gpu_specs", lambda device: H200)
     return folders
 
 
 Seen = dict[str, tuple[int, Any]]
-"""By kernel: the grid and the shape that it was launched with."""
+"""By kernel name: the grid and the shape of its launch."""
 
 
 @pytest.fixture
@@ -84,12 +84,12 @@ def chosen(kernel: str, **options: Any) -> Any:
     return entry(SMALL_POINT._replace(kernel=kernel), with_options(SMALL, options or EVERY[kernel]))
 
 
-def test_each_kernel_is_launched_as_it_was_measured(gpu: Folders, seen: Seen) -> None:
+def test_launches_use_the_tuned_options(gpu: Folders, seen: Seen) -> None:
     save(gpu[0], *map(chosen, EVERY))
     check(inputs(SIZES), FULL, config=None)
     grid, forward = seen["forward_kernel"]
     assert (forward.packed, forward.order.count, grid) == (4, 6, 6)
-    assert forward.order.l2_group == forward.order.heads == 1  # packed: one head
+    assert forward.order.l2_group == forward.order.heads == 1  # packed into one head
     grid, dq = seen["dq_kernel"]
     assert (dq.packed, dq.order.l2_group, dq.order.count, grid) == (4, None, None, 6)
     grid, dkdv = seen["dkdv_kernel"]
@@ -100,13 +100,13 @@ def test_each_kernel_is_launched_as_it_was_measured(gpu: Folders, seen: Seen) ->
 def test_config_fields_override_tables(gpu: Folders, seen: Seen) -> None:
     save(gpu[0], *map(chosen, EVERY))
     check(inputs(SIZES), FULL, config=KernelConfig(SMALL, SMALL, SMALL))
-    attention.attention_forward(*inputs(SIZES)[:3], scores=Scores(softcap=20.0))  # with more than bounds none are taken
+    attention.attention_forward(*inputs(SIZES)[:3], scores=Scores(softcap=20.0))  # tables have no options for scores
     assert all(shape.packed is None and shape.order.l2_group is None for _, shape in seen.values())
     assert "reduce_kernel" not in seen
 
 
 def test_unsuitable_table_options_are_ignored(gpu: Folders, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A margin of all multiprocessors; heads that are not grouped. Requested by the caller, each is an error."""
+    """The same options are errors if a caller passes them."""
     options: dict[str, Any] = {"order": "longest", "persistent": True, "sm_margin": 132, "pack_gqa": True}
     alone = SMALL_POINT._replace(group=1)
     split = entry(alone._replace(kernel="dkdv"), with_options(SMALL, {"dkdv_splits": 3}))
@@ -121,14 +121,14 @@ def test_unsuitable_table_options_are_ignored(gpu: Folders, seen: Seen, monkeypa
     with pytest.raises(ValueError, match="sm_margin is 132: this GPU has"):
         attention_forward(*x[:3], config=requested)
     grouped = entry(SMALL_POINT._replace(kernel="dkdv"), with_options(SMALL, {"dkdv_splits": 3}))
-    save(gpu[0], grouped)  # of four query heads per key head
+    save(gpu[0], grouped)  # four query heads per key head
     tables.forget()
     ours(inputs(SIZES))
     assert "reduce_kernel" not in seen
 
 
-def test_a_tables_forward_kernel_runs_where_it_can(gpu: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured, so a default of this GPU; what does not suit it takes the portable kernel, and is no error."""
+def test_a_tuned_hopper_kernel_runs_if_the_inputs_fit(gpu: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuned Hopper kernel falls back to the portable kernel for unsuitable inputs."""
     save(gpu[0], entry(tile=HOPPER))
     q, k = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
     made = default_config(q, k)
@@ -138,15 +138,15 @@ def test_a_tables_forward_kernel_runs_where_it_can(gpu: Folders, monkeypatch: py
     monkeypatch.setattr(attention, "launch_hopper", lambda *args: ran.append("hopper"))
     monkeypatch.setattr(attention, "launch", lambda kernel, grid, device, *rest, **how: ran.append("portable"))
     odd = torch.empty(1, 8192, 2, 129, dtype=q.dtype)[..., :128]
-    for keys, bounds in ((k, FULL), (odd, FULL), (k, Bounds(PAIR, PAIR))):  # nothing was measured with bounds
+    for keys, bounds in ((k, FULL), (odd, FULL), (k, Bounds(PAIR, PAIR))):  # the table has no entry with bounds
         attention_forward(q, keys, k, bounds=bounds)
     assert ran == ["hopper", "portable", "portable"]
     with pytest.raises(ValueError, match="k has strides"):
         attention_forward(q, odd, k, config=made)
 
 
-def test_estimates_have_no_options(gpu: Folders) -> None:
-    """Kernels and orders that never ran on a GPU are used only where a config requests them."""
+def test_options_of_estimates_are_ignored(gpu: Folders) -> None:
+    """Kernels and orders that were never measured run only if a config requests them."""
     q, _, v, *_ = inputs(SIZES)
     point = SMALL_POINT._replace(kernel="dq")
     save(gpu[0], estimate(SMALL_POINT, with_options(SMALL, EVERY["forward"])), estimate(point, Tile(32, 16, 4, 1)))
@@ -158,7 +158,7 @@ def test_estimates_have_no_options(gpu: Folders) -> None:
 PAIR = torch.zeros(8, dtype=torch.int32)
 
 
-def test_a_launch_takes_the_tile_of_its_mask(gpu: Folders) -> None:
+def test_a_launch_uses_the_tile_tuned_for_its_mask(gpu: Folders) -> None:
     save(gpu[0], entry(), entry(POINT._replace(mask="bounded"), OTHER))
     q, v = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
     default, fixed = config_for(90, q.dtype, 128).forward, KernelConfig(SMALL, SMALL, SMALL)
@@ -174,8 +174,8 @@ def test_a_launch_takes_the_tile_of_its_mask(gpu: Folders) -> None:
         assert tile_for("forward", fixed, q, v, **how) == SMALL
 
 
-def test_launches_of_other_kinds_are_planned_anew(gpu: Folders) -> None:
-    """What one tensor of queries is bound for serves shards of other lengths, masks and scores, in any order."""
+def test_plans_do_not_depend_on_earlier_launches(gpu: Folders) -> None:
+    """A launcher serves shards of other lengths, masks and scores, in any order."""
     save(gpu[0], entry(SMALL_POINT, SMALL), entry(SMALL_POINT._replace(mask="bounded"), Tile(32, 16, 4, 1)))
     x = inputs(SIZES)
     few, rows = (x.k[:, :7], x.v[:, :7]), torch.zeros(SIZES.queries, dtype=torch.int32)
@@ -195,21 +195,23 @@ def test_launches_of_other_kinds_are_planned_anew(gpu: Folders) -> None:
         return made._plan("forward", k, v, bounds, scores)
 
     fresh = [planned(attention.Forward(x.q, 0.25, None), launch) for launch in launches]
-    assert len({(plan.tile, plan.shape.columns) for plan in fresh}) == 5  # the full, few, bounded, default and 16
+    assert (
+        len({(plan.tile, plan.shape.columns) for plan in fresh}) == 5
+    )  # full, few keys, bounded, default, blocks of 16
     for order in (1, -1):
         made = attention.Forward(x.q, 0.25, None)
         assert [planned(made, launch) for launch in launches[::order]] == fresh[::order]
 
 
-def test_a_backward_asks_nothing_of_the_tile_of_the_forward() -> None:
+def test_a_backward_ignores_the_tile_of_the_forward() -> None:
     x, config = inputs(SIZES), KernelConfig(forward=Tile(32, 32, 4, 1), dq=SMALL, dkdv=SMALL)
     bounds = Bounds(None, None, None, BlockSparseIndex(torch.ones(1, 1, dtype=torch.bool), 48))
     zero = torch.zeros_like(x.dout), x.q, x.k, x.v, x.dout, torch.zeros(SIZES.batch, 4, 24)
     assert not attention_backward(*zero, bounds=bounds, config=config)[0].any()
 
 
-def test_a_pair_of_slots_is_asked_for_once() -> None:
-    """By keys and by values: one of them may be aligned and the other not."""
+def test_alignment_is_checked_once_per_pair_of_slots() -> None:
+    """The cache key has both keys and values, because their alignment may differ."""
     x, asked = inputs(SIZES), list[int]()
     made = attention.Forward(x.q, 0.25, None)
     pairs = [(x.k, x.v), (x.k, x.v.clone()), (x.k.clone(), x.v), (x.k, x.v)]
@@ -223,18 +225,18 @@ def test_a_pair_of_slots_is_asked_for_once() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
-def test_a_config_with_one_tile_leaves_the_others_at_their_defaults(kernel: str, gpu: Folders, seen: Seen) -> None:
-    save(gpu[0], *(entry(SMALL_POINT._replace(kernel=one), SMALL) for one in EVERY))
+def test_a_config_may_set_a_single_tile(kernel: str, gpu: Folders, seen: Seen) -> None:
+    save(gpu[0], *(entry(SMALL_POINT._replace(kernel=name), SMALL) for name in EVERY))
     x, own = inputs(SIZES), Tile(32, 16, 4, 1)
     config = KernelConfig(**{kernel: own})  # type: ignore[arg-type]
-    for one in EVERY:
-        assert tile_for(one, config, x.q, x.v, None) == (own if one == kernel else SMALL)
+    for name in EVERY:
+        assert tile_for(name, config, x.q, x.v, None) == (own if name == kernel else SMALL)
     check(x, FULL, config=config)
     assert {"forward_kernel", "dq_kernel", "dkdv_kernel"} <= {*seen}
 
 
-def test_the_hopper_kernels_have_tiles_of_their_own(gpu: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tuned tile of the portable forward may be one that they do not take."""
+def test_hopper_kernels_do_not_take_tuned_portable_tiles(gpu: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hopper kernels may not accept a tuned tile of the portable forward."""
     save(gpu[0], entry(POINT, Tile(64, 32, 4, 3)))
     monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
     q, v = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
@@ -244,11 +246,8 @@ def test_the_hopper_kernels_have_tiles_of_their_own(gpu: Folders, monkeypatch: p
     fused.Triton().check(q, v, scores=Scores(), block=None, config=config)
 
 
-# --- one pass or two ----------------------------------------------------------------------------------------------
-
-
 def backward(single_pass: float | None, fixed: float | None, spread: float = 0.0) -> list[Any]:
-    """Entries of a backward whose two passes take 2 ms, and whose single ones what is told; None: an estimate."""
+    """Return entries: two passes that take 2 ms together, and single passes of the given seconds or an estimate."""
     seconds = {"dq": 1e-3, "dkdv": 1e-3, "single_pass": single_pass, "single_pass_deterministic": fixed}
     tile, points = Tile(16, 32, 4, 1), {kernel: SMALL_POINT._replace(kernel=kernel) for kernel in seconds}
     return [
@@ -262,10 +261,10 @@ def backward(single_pass: float | None, fixed: float | None, spread: float = 0.0
     [
         (None, 1.9e-3, 0.01, True),
         (1e-3, 1.9e-3, 0.1, False),  # no faster than the spread
-        (1e-3, None, 0.0, False),  # one that adds in no fixed order is the caller's to choose, however fast
+        (1e-3, None, 0.0, False),  # a nondeterministic kernel is never the default
     ],
 )
-def test_one_pass_where_it_was_measured_as_faster(
+def test_a_single_pass_is_used_if_measured_as_faster(
     single_pass: float | None, fixed: float | None, spread: float, single: bool, gpu: Folders, seen: Seen
 ) -> None:
     save(gpu[0], *backward(single_pass, fixed, spread))
@@ -279,7 +278,7 @@ def test_one_pass_where_it_was_measured_as_faster(
     how = launch_traits(FULL, Scores())
     two = KernelConfig(SMALL, SMALL, SMALL)
     assert backward_config(two, x.q, x.v, **how) is two
-    for other in ({"plain": False}, {"block": 16}, {"full": False}):  # nothing was measured with these
+    for other in ({"plain": False}, {"block": 16}, {"full": False}):  # not measured, so not used
         assert backward_config(None, x.q, x.v, **how | other) is None
 
 
@@ -292,9 +291,6 @@ def test_requested_single_pass_uses_its_measured_tile(gpu: Folders) -> None:
         assert tile_for("single_pass", requested, x.q, x.v, None, plain=plain) == tile
 
 
-# --- what does not fit ------------------------------------------------------------------------------------------------
-
-
 def test_a_margin_of_the_whole_gpu_is_refused_before_the_first_hop() -> None:
     x, config = inputs(SIZES), KernelConfig(SMALL, SMALL, SMALL, persistent=True, sm_margin=10_000)
     with pytest.raises(ValueError, match=r"config\.sm_margin is 10000: this GPU has"):
@@ -302,8 +298,8 @@ def test_a_margin_of_the_whole_gpu_is_refused_before_the_first_hop() -> None:
 
 
 @pytest.mark.parametrize("field", ["forward", "dq", "dkdv", "single_pass"])
-def test_a_tile_that_does_not_fit_is_refused_with_one_that_does(field: str, gpu: Folders, seen: Seen) -> None:
-    """By the entry that launches it, a whole backward included, and by a ring before its first hop."""
+def test_a_tile_that_does_not_fit_is_refused_with_a_suggestion(field: str, gpu: Folders, seen: Seen) -> None:
+    """The entry that launches the kernel, a whole backward, and the ring's check all raise."""
     x = inputs(Sizes(24, 30, head_dim=64, head_dim_v=64))
     config = KernelConfig(SMALL, SMALL, SMALL, backward="single_pass" if field == "single_pass" else "two_pass")
     config = replace(config, **{field: LARGE})  # type: ignore[arg-type]
@@ -325,8 +321,8 @@ def test_a_tile_that_does_not_fit_is_refused_with_one_that_does(field: str, gpu:
         assert [*seen] == ["forward_kernel"], "no tile of another kernel is looked at"
 
 
-def test_what_is_known_of_slots_is_kept_with_them() -> None:
-    """Else another tensor could have their ids, and another alignment."""
+def test_cached_alignment_keeps_the_slots_alive() -> None:
+    """Otherwise a new tensor could reuse an id and inherit the alignment."""
     slot = torch.zeros(1, 8, 1, 64)
     bound, alive = choice.Bound(torch.zeros(1, 8, 1, 64), 1.0, None), weakref.ref(slot)
     assert bound._takes("forward", slot, slot, lambda: True)
@@ -335,19 +331,19 @@ def test_what_is_known_of_slots_is_kept_with_them() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "fits"), [(torch.float32, False), (torch.float16, True)])
-def test_the_room_of_a_tile_is_that_of_its_dtype(dtype: torch.dtype, fits: bool, gpu: Folders) -> None:
+def test_shared_memory_of_a_tile_depends_on_the_dtype(dtype: torch.dtype, fits: bool, gpu: Folders) -> None:
     x = torch.zeros(1, 8, 1, 64, dtype=dtype)
     with nullcontext() if fits else pytest.raises(ValueError, match=r"config\.forward is .* at least 262,144 bytes"):
         choice.check_tiles(KernelConfig(Tile(64, 256, 8, 3), SMALL, SMALL), x, x, None)
 
 
 def kernel(run: Callable[..., None]) -> Any:
-    """Takes the place of a compiled kernel: a launch is a call."""
+    """Return a stand-in for a compiled kernel whose launch calls ``run``."""
     return type("forward_kernel", (), {"__name__": "forward_kernel", "__getitem__": lambda self, grid: run})()
 
 
 def test_out_of_resources_is_reported_with_the_options() -> None:
-    """Registers, or what a pipeline takes beyond the least: known once it is compiled."""
+    """Registers and pipeline buffers are known only after compilation."""
 
     def run(*arguments: object, **options: object) -> None:
         raise OutOfResources(300_000, 232_448, "shared memory")
@@ -357,8 +353,8 @@ def test_out_of_resources_is_reported_with_the_options() -> None:
         launch.launch(kernel(run), 1, torch.device("cpu"), **launch.options(Tile(64, 32, 4, 2)))
 
 
-def test_a_launch_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current one, which need not be theirs."""
+def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton itself launches on the current device."""
     current = [torch.device("cuda", 0)]
 
     @contextmanager
@@ -374,23 +370,28 @@ def test_a_launch_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_built_in_tiles_serve_head_dims_up_to_their_own(dtype: torch.dtype) -> None:
-    """Of the larger of two head dims; and no architecture is without."""
-    for arch in (80, 86, 89, 90, 100, 103, 120):
+def test_default_tiles_round_up_the_head_dim(dtype: torch.dtype) -> None:
+    for arch in (75, 80, 86, 89, 90, 100, 103, 120):
         at = {dim: config_for(arch, dtype, dim) for dim in (1, 64, 65, 128, 129, 256)}
         assert at[1] == at[64] and at[65] == at[128] and at[129] == at[256]
         assert at[128] != at[256]
     assert config_for(103, dtype, 128) == config_for(100, dtype, 128)
+    assert config_for(75, dtype, 128) == config_for(120, dtype, 128)
 
 
-def test_float32_has_tiles_of_its_own() -> None:
-    """Each operand takes twice the room, in elements twice as large."""
+def test_the_larger_head_dim_decides_the_default_tile() -> None:
+    forward = default_config(torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 256)).forward
+    assert forward is not None and forward.block_q == 32
+
+
+def test_float32_has_smaller_tiles() -> None:
+    """Elements are twice as large, so the same tile would need twice the shared memory."""
     for dtype, tile in ((torch.float32, Tile(64, 32, 8, 1)), (torch.float16, Tile(128, 128, 8, 2))):
         assert config_for(90, dtype, 128).forward == tile
     assert config_for(90, torch.float16, 128) == config_for(90, torch.bfloat16, 128)
 
 
 @pytest.mark.parametrize("dropout_p", [1.0, -0.1, True])
-def test_dropout_leaves_something(dropout_p: float) -> None:
+def test_dropout_p_must_be_below_one(dropout_p: float) -> None:
     with pytest.raises(ValueError, match="dropout_p"):
         Scores(dropout_p=dropout_p).check(1, 2, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Every kernel, compiled ahead of time for GPUs that are not here: it fits, and its main loop is clean."""
+"""Kernels compiled ahead of time for GPUs that are not here: resources fit, and main loops have no spills."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SIXTEEN_BIT = (64, 128)
 
 
 def of_a_hop(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the gate says of every causal multi-head kernel."""
+    """Return the gate's row of each causal multi-head kernel."""
     return {row["kernel"]: row for row in rows if not row["full"] and not row["grouped"]}
 
 
 def compiling(*arguments: str) -> str:
-    """What a module prints, in a process of its own: here kernels are interpreted, so there is nothing to compile."""
+    """Return the output of a module in a child process, because here kernels are interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
@@ -34,7 +34,7 @@ def compiling(*arguments: str) -> str:
 
 
 def gate(*variants: str) -> list[dict[str, Any]]:
-    """Rows of ``ringattn inspect``, all of which pass."""
+    """Return rows of ``ringattn inspect`` after the gate passed."""
     report = json.loads(compiling("ringattn", "inspect", "--gate", "--json", "-", *variants))
     rows: list[dict[str, Any]] = report["rows"]
     return rows
@@ -42,26 +42,26 @@ def gate(*variants: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What the gate says of the variants that the test compiles."""
+    """Compile the variants that the test's marker lists, and return the gate's rows."""
     return gate(*request.node.get_closest_marker("compiles").args)
 
 
-# Registers, and instructions of the unmasked loop (of dK/dV: the only one), of the causal kernels in the middle of a
-# ring at commit ce0569a, before there were scores, used lengths, runs and head dims in two parts; Triton 3.7.1.
+# Registers and instructions of the unmasked loop (of dK/dV's only loop) of causal kernels in the middle of a ring, at
+# commit ce0569a with Triton 3.7.1: before scores, used lengths, block ranges and head dims in two parts.
 BEFORE = {"forward": (254, 523), "dq": (223, 315), "dkdv": (255, 376)}
 
 
 @pytest.mark.compiles("90:bf16:128:middle")
 def test_common_launches_are_clean_and_disabled_features_cost_nothing(rows: list[dict[str, Any]]) -> None:
-    """The main GPU, in the role of most hops: no more registers or instructions than before there were features."""
+    """Compare registers and instructions with those before the features existed."""
     compiled = of_a_hop(rows)
-    if triton.__version__.startswith("3.7."):  # whose figures they are
+    if triton.__version__.startswith("3.7."):  # the version of the figures
         for kernel, (registers, instructions) in BEFORE.items():
             assert compiled[kernel]["regs"] <= registers and compiled[kernel]["instructions"] <= instructions, kernel
 
 
-# One kernel on each other family of GPUs, and the rest of them on the main one; a process for several, in which much of
-# the time goes by before the first kernel is compiled
+# One kernel per other GPU family, and the remaining kernels on the main one. Each process compiles several, because
+# starting it takes most of the time.
 SAMPLE = [
     ["80:bf16:128:middle:dkdv", "100:bf16:64:middle:forward", "120:fp16:128:middle:dq"],
     ["90:bf16:128:last:single_pass", "100:bf16:96:middle:single_pass"],
@@ -76,14 +76,14 @@ def test_a_sample_passes_the_gate(names: list[str], rows: list[dict[str, Any]]) 
 
 @pytest.mark.compiles("90:bf16:192/128:middle:forward")
 def test_head_dims_in_two_parts_multiply_less(rows: list[dict[str, Any]]) -> None:
-    """192 as 128 and 64: of keys 64 wide, 12 + 4 steps of 16 where padding to 256 makes 16 + 4."""
+    """A head dim of 192 runs as 128 + 64: 12 + 4 steps of 16 instead of 16 + 4 with padding to 256."""
     compiled = of_a_hop(rows)["forward"]
     assert compiled["loops"] == "16 16 16"
 
 
 @pytest.mark.compiles("90:bf16:128:middle:dkdv:dkdv_epilogue=descriptors")
 def test_descriptors_in_the_epilogue_end_the_spills() -> None:
-    """Of the default tile in the middle of a ring, which by pointers has 120 bytes of stack outside of its loop."""
+    """The default tile has 120 bytes of stack outside its loop when it stores by pointers."""
     (compiled,) = gate("90:bf16:128:middle:bounded:mha:dkdv:dkdv_epilogue=descriptors")
     assert (compiled["head_dim"], compiled["role"], compiled["options"]) == (128, "middle", "dkdv_epilogue=descriptors")
     assert compiled["stack"] == 0 and compiled["regs"] <= 214
@@ -101,7 +101,7 @@ DESCRIBED = "dkdv:dkdv_epilogue=descriptors"
 NIGHTLY: dict[str, list[str]] = {
     "bf16": [f"bf16:{dim}" for dim in (64, 128, 256)],
     "fp32": [f"fp32:{dim}" for dim in (64, 128, 256)],
-    # the same tiles and the same code as bf16 but for the type in the matrix instruction: one role of each kernel
+    # one role per kernel, because only the matrix instruction differs from bf16
     "fp16": [f"fp16:{dim}:{role}" for dim in (64, 128, 256) for role in ("middle", "quantize", "dequantize")],
     "features": [
         f"bf16:128:middle:{kernel}:{extra}" for kernel in ATTENTION for extra in (*FEATURES, ":".join(FEATURES))
@@ -116,7 +116,7 @@ NIGHTLY: dict[str, list[str]] = {
 
 
 WITH = {"descriptors": (90, 100, 120), "hopper": (90,)}
-"""GPUs that have a copy engine, or wgmma; everything else runs on all."""
+"""GPUs with TMA or wgmma. Other variants run on all architectures."""
 
 
 @pytest.mark.nightly
@@ -124,7 +124,7 @@ WITH = {"descriptors": (90, 100, 120), "hopper": (90,)}
 @pytest.mark.parametrize(("what", "arch"), [(what, arch) for what in NIGHTLY for arch in WITH.get(what, ARCHS)])
 def test_everything_that_can_be_launched_passes_the_gate(what: str, arch: int) -> None:
     specs = list(NIGHTLY[what])
-    if (what, arch) == ("descriptors", 90):  # persistent it does not fit sm_120
+    if (what, arch) == ("descriptors", 90):  # persistent kernels do not fit sm_120
         specs += [
             f"{spec}:{order}" for spec in specs[:2] for order in ("order=longest:persistent=True", "dkdv_splits=2")
         ]

@@ -1,6 +1,6 @@
-"""dK and dV left through TMA descriptors: the same values as by pointers, in every role, and nothing past the end.
+"""dK and dV stored through TMA descriptors: the same values as by pointers in every role, nothing past the end.
 
-``TRITON_INTERPRET=0 pytest tests/kernels/test_epilogue.py`` on a GPU of compute capability 9.0 or higher.
+On a GPU of compute capability 9.0 or higher: ``TRITON_INTERPRET=0 pytest tests/kernels/test_epilogue.py``.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ pytestmark = pytest.mark.usefixtures("poison")
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="of the interpreter, or of no GPU")
 POINTERS = tiles(32, 32)
 DESCRIPTORS = replace(POINTERS, dkdv_epilogue="descriptors")
-SIZES = Sizes(20, 45, head_dim=16, head_dim_v=32, heads=4, kv_heads=2, batch=2)  # 13 of the last 32 keys
+SIZES = Sizes(20, 45, head_dim=16, head_dim_v=32, heads=4, kv_heads=2, batch=2)  # the last tile has 13 of 32 keys
 SMALL = replace(SIZES, heads=2, kv_heads=1)
 NEAR = {"rtol": 1e-3, "atol": 1e-3} if DEVICE.type == "cuda" else {"rtol": 0, "atol": 0}
-"""On a GPU what scales and what adds may be one instruction."""
+"""A GPU may fuse scaling and addition into one instruction."""
 CUTS = ([0, 20], [0, 9, 20], [0, 8, 8, 9, 20])
-"""The role "only"; "first" and "last"; "first", two in the middle of which one has no queries, and "last"."""
+"""Query shards for the roles: only; first, last; first, two middle hops (one without queries), last."""
 
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """What was done through descriptors; nothing is seen of it on a GPU."""
+    """Return the set that records descriptor operations. On a GPU it stays empty."""
     return set() if DEVICE.type == "cuda" else install(monkeypatch)
 
 
@@ -61,7 +61,7 @@ def numbers(*shape: int) -> Tensor:
     ("cuts", "kind"), [*((cuts, "full") for cuts in CUTS), (CUTS[1], "last rows blind"), (CUTS[2], "causal")]
 )
 def test_descriptors_equal_pointers_bitwise_in_every_role(cuts: list[int], kind: str, moved: set[str]) -> None:
-    """New results by a store, sums that stay by an addition, sums that leave by a load and a store."""
+    """New results are stored, sums in place are added, and final sums are loaded and stored."""
     x, lse, bounds = inputs(SMALL, torch.float16), numbers(2, 2, 20), interval(kind, 20, 45).to(DEVICE)
     made, same = (dkdv_of_shards(x, bounds, cuts, lse, lse / 8, config) for config in (DESCRIPTORS, POINTERS))
     torch.testing.assert_close(made, same, **NEAR)
@@ -79,8 +79,7 @@ SITUATIONS: dict[str, tuple[Bounds, Scores, dict[str, Any]]] = {
 
 @pytest.mark.usefixtures("moved")
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_descriptors_equal_pointers_bitwise(name: str) -> None:
-    """Whatever else a launch has."""
+def test_descriptors_equal_pointers_with_other_features(name: str) -> None:
     bounds, scores, options = SITUATIONS[name]
     x, lse, results = inputs(SIZES, torch.float16), numbers(2, 4, 20), []
     for config in (POINTERS, DESCRIPTORS):
@@ -93,7 +92,7 @@ def test_descriptors_equal_pointers_bitwise(name: str) -> None:
 
 @pytest.mark.nightly
 def test_launches_compile() -> None:
-    """By the JIT, from the arguments of real launches, where there is no GPU."""
+    """Compile by the JIT from the arguments of real launches, without a GPU."""
     assert compiling("tests.support.launch_arguments", "epilogue").count("compiled") == 4
 
 
@@ -103,20 +102,14 @@ def test_launches_compile() -> None:
     [
         (None, {}, "q is on cpu: dkdv_epilogue='descriptors' supports GPUs of compute capability 9.0 or higher"),
         (assumed_gpu(80), {}, "q is on cpu, sm_80: dkdv_epilogue='descriptors' supports GPUs"),
-        (
-            assumed_gpu(90),
-            {"head_dim_v": 8},
-            "v has head dim 8: dkdv_epilogue='descriptors' supports powers of",
-        ),
-        (
-            assumed_gpu(90),
-            {},
-            "d[v] has strides .*: dkdv_epilogue='descriptors' supports an address and positive",
-        ),
+        (assumed_gpu(90), {"head_dim_v": 8}, "v has head dim 8: dkdv_epilogue='descriptors' supports powers of"),
+        (assumed_gpu(90), {}, "d[v] has strides .*: dkdv_epilogue='descriptors' supports an address and positive"),
     ],
 )
-def test_refusals(gpu: GpuSpec | None, sizes: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything that was passed is written; of what a launch is given no part of, the forward refuses it too."""
+def test_unsuitable_inputs_of_descriptors_are_refused(
+    gpu: GpuSpec | None, sizes: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors come before any write. The forward refuses unsuitable inputs, too."""
     monkeypatch.setattr(launch, "gpu_specs", lambda device: gpu)
     x, of_sums = inputs(replace(Sizes(), **sizes)), message.startswith("d")
     out, lse = attention_forward(x.q, x.k, x.v)
@@ -130,13 +123,13 @@ def test_refusals(gpu: GpuSpec | None, sizes: dict[str, int], message: str, monk
         with pytest.raises(ValueError, match=message):
             attention_forward(x.q, x.k, x.v, config=DESCRIPTORS)
     monkeypatch.setattr(choice, "resolve_config", lambda config, tile, q, k: DESCRIPTORS)
-    attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, out=(dk, dv))  # what a table chose goes by pointers
+    attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, out=(dk, dv))  # a table's choice falls back to pointers
 
 
-def test_what_the_copy_engine_takes() -> None:
-    """Addresses and strides of whole 16 bytes; the stride of a dimension of one element says nothing."""
-    room = torch.zeros(4096, dtype=torch.float16)
-    for size, stride, offset, taken in (
+def test_tma_alignment_of_addresses_and_strides() -> None:
+    """TMA takes addresses and strides in whole 16 bytes; strides of dimensions of size 1 do not count."""
+    memory = torch.zeros(4096, dtype=torch.float16)
+    for size, stride, offset, aligned in (
         ((2, 4, 2, 16), (128, 32, 16, 1), 0, True),
         ((2, 4, 2, 16), (128, 36, 16, 1), 0, False),
         ((2, 4, 2, 16), (128, 32, 16, 1), 4, False),
@@ -144,5 +137,5 @@ def test_what_the_copy_engine_takes() -> None:
         ((2, 4, 2, 16), (0, 32, 16, 1), 0, False),
         ((0, 4, 2, 16), (3, 3, 3, 1), 1, True),
     ):
-        assert launch.is_aligned(room.as_strided(size, stride, offset)) is taken, (size, stride, offset)
-    assert launch.strides_of(room.as_strided((1, 4, 1, 16), (3, 32, 5, 1))) == [16, 32, 16, 1]
+        assert launch.is_aligned(memory.as_strided(size, stride, offset)) is aligned, (size, stride, offset)
+    assert launch.strides_of(memory.as_strided((1, 4, 1, 16), (3, 32, 5, 1))) == [16, 32, 16, 1]

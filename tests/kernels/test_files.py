@@ -1,4 +1,4 @@
-"""Files of JSON: which are read, and what becomes of their values."""
+"""Reading JSON files: which files are accepted, and how values become dataclasses."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_objects_become_dataclasses() -> None:
     assert converted(Drawing, data, "a") == Drawing("a", (Point(1, 2.0),), sizes={"b": None, "c": 1}, about=[{}])
 
 
-def test_values_of_another_type_are_refused() -> None:
+def test_values_of_a_wrong_type_are_refused() -> None:
     for changed, why in (
         ({"name": 1}, "a.name is 1: it must be of type str"),
         ({"points": {}}, "a.points is {}: it must be of type tuple"),

@@ -1,4 +1,4 @@
-"""The table of GPU facts: its two halves agree, names are found, and a device is looked up once."""
+"""The table of GPU facts: consistency, lookup by name, and one query per device."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_unknown_capability_has_the_smallest_l2_and_the_largest_shared_limit() -
     assert assumed_gpu(90, "NVIDIA H200")[:2] == ("NVIDIA H200", 90)
 
 
-def test_gpu_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_specs_are_queried_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, meta = torch.device("cpu"), torch.device("meta")
     assert [gpu_specs(device) for device in (cpu, meta)] == [None, None]
     assert gpu_or_interpreter(cpu) == gpu_or_interpreter(meta) == INTERPRETER_GPU
@@ -75,7 +75,7 @@ def test_gpu_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(name="NVIDIA L40S", major=8, minor=9, multi_processor_count=142, total_memory=48 << 30)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    device = torch.device("cuda", 93)  # no other test has asked for it
+    device = torch.device("cuda", 93)  # not queried by any other test
     for _ in range(2):
         assert gpu_specs(device) == GpuSpec("NVIDIA L40S", 89, 142, L2_BYTES[89], float(48 << 30))
     assert asked == [device]

@@ -1,7 +1,7 @@
-"""The Hopper kernels, forward and backward: values, orders of their barriers, what compilers make of them.
+"""The Hopper kernels, forward and backward: values, barriers, and the compiler's output.
 
-On a GPU of compute capability 9.0 (``TRITON_INTERPRET=0``) these tests launch them; elsewhere they run their source on
-a stand-in for Gluon, its partitions interleaved at random.
+On a GPU of compute capability 9.0 (``TRITON_INTERPRET=0``) these tests launch the kernels. Elsewhere the source runs
+on a stand-in for Gluon that interleaves the partitions at random.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def backward_config(tile: Tile | None = None) -> KernelConfig:
 
 
 class Launches:
-    """Takes the place of a launch: program after program on the stand-in."""
+    """Replacement of ``launch`` that runs program after program on the stand-in."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random, self.machines, self.ranks = random.Random(seed), list[Machine](), dict[str, float]()
 
     def choose(self, options: list[str]) -> int:
-        """By ranks that are drawn anew now and then, so that some run far ahead of others."""
+        """Choose the partition with the highest rank. Ranks change rarely, so that some partitions run far ahead."""
         if self.random.random() < 0.1:
             self.ranks.clear()
         return max(range(len(options)), key=lambda i: self.ranks.setdefault(options[i], self.random.random()))
@@ -95,7 +95,7 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """What was launched: nothing to see on a GPU, where it really is."""
+    """Run launches on the stand-in and record them; on a Hopper GPU the real kernels run and nothing is recorded."""
     made = Launches()
     if not ON_HOPPER:
         monkeypatch.setattr(hopper_launch, "launch", made)
@@ -120,7 +120,7 @@ def compare(out: Tensor, lse: Tensor, x: Inputs, bounds: Bounds = FULL, scale: f
 
 
 def of_forward(x: Inputs, bounds: Bounds = FULL, scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, delta) of the whole."""
+    """Return out, lse and delta over all keys."""
     truth = exact(x, bounds, scale)
     out = truth.out.to(x.q.dtype)
     delta = (x.dout.double() * out.double()).sum(-1).transpose(1, 2) - x.dlse
@@ -147,13 +147,9 @@ def check_backward(x: Inputs, bounds: Bounds = FULL, scale: float | None = None,
 
 
 SIZES = Sizes(queries=200, keys=300, head_dim=64)
-"""Forward: two programs, the second's last warpgroup partly past the end; five tiles, the last not whole.
+"""Forward: two programs with a partial last warpgroup, and five key tiles with a partial last one.
 
-Backward: three programs, the last with keys past the end, one warpgroup of it with nothing else.
-"""
-
-
-# Values
+Backward: three programs; the last one has keys past the end, and one of its warpgroups has no others."""
 
 
 @pytest.mark.parametrize(
@@ -172,8 +168,9 @@ Backward: three programs, the last with keys past the end, one warpgroup of it w
         HALVES,
     ),
 )
-def test_forward(launches: Launches, sizes: Sizes, tile: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
-    """Head dims, tiles, masks and lengths."""
+def test_forward_is_exact(
+    launches: Launches, sizes: Sizes, tile: tuple[int, int], kind: str, dtype: torch.dtype
+) -> None:
     x, bounds = inputs(sizes, dtype), interval(kind, sizes.queries, sizes.keys)
     compare(*forward(x, bounds, config=config(*tile)), x, bounds)
     assert ON_HOPPER or len(launches.machines) == -(-sizes.queries // 128)
@@ -188,7 +185,7 @@ def test_forward(launches: Launches, sizes: Sizes, tile: tuple[int, int], kind: 
         (128, "documents", torch.bfloat16, None, None),
     ],
 )
-def test_backward(
+def test_backward_is_exact(
     launches: Launches, head_dim: int, kind: str, dtype: torch.dtype, scale: float | None, tile: Tile | None
 ) -> None:
     x, bounds = inputs(replace(SIZES, head_dim=head_dim), dtype), interval(kind, SIZES.queries, SIZES.keys)
@@ -197,7 +194,7 @@ def test_backward(
 
 
 def sliced(x: Tensor) -> Tensor:
-    """A part of a larger tensor, rows and heads apart."""
+    """Return a view of a larger tensor with gaps between rows and heads."""
     wide = torch.full((x.shape[0], x.shape[1] + 3, 2 * x.shape[2], x.shape[3] + 8), torch.nan, dtype=x.dtype)
     view = wide[:, 2:-1, ::2, 8:]
     view.copy_(x)
@@ -206,31 +203,28 @@ def sliced(x: Tensor) -> Tensor:
 
 def test_heads_batches_strides_and_scales(launches: Launches) -> None:
     x = inputs(Sizes(130, 140, 64, heads=4, kv_heads=2, batch=2), torch.float16)
-    there = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v))
+    views = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v))
     state = sliced(torch.zeros(x.dout.shape)).to(DEVICE), torch.full(x.dlse.shape, -torch.inf).to(DEVICE)
-    out, lse = forward(there, state=state, final=False, softmax_scale=0.01)
+    out, lse = forward(views, state=state, final=False, softmax_scale=0.01)
     compare(out.half(), lse, x, scale=0.01)
     x = inputs(Sizes(70, 70, 64, heads=3, batch=2), torch.float16)
-    there = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v), dout=sliced(x.dout))
-    check_backward(there, interval("causal", 70, 70))
-
-
-# What a launch continues
+    views = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v), dout=sliced(x.dout))
+    check_backward(views, interval("causal", 70, 70))
 
 
 @pytest.mark.parametrize(
     ("kind", "final", "dtype"), [("causal", False, torch.float16), ("middle rows blind", True, torch.bfloat16)]
 )
-def test_carried_state(launches: Launches, kind: str, final: bool, dtype: torch.dtype) -> None:
-    """Hop after hop, an empty one and one of a single key among them; what is empty goes to the portable kernel."""
+def test_state_is_carried_from_hop_to_hop(launches: Launches, kind: str, final: bool, dtype: torch.dtype) -> None:
+    """Hops include an empty one, which the portable kernel takes, and one of a single key."""
     x, bounds = inputs(SIZES, dtype), interval(kind, SIZES.queries, SIZES.keys)
     cuts = [0, 130, 131, 131, 300] if ON_HOPPER else [0, 130, 131, 300]
     out, lse = kernel_cases.hops(x, bounds, cuts, final=final, config=config())
     compare(out.to(dtype), lse, x, bounds)
 
 
-def test_sums_are_continued(launches: Launches) -> None:
-    """Key shard after key shard into one dQ; of each two calls, the second adds to what the first left."""
+def test_gradients_are_accumulated(launches: Launches) -> None:
+    """Two key shards add to one dQ; per shard, the second call adds to the result of the first."""
     x, bounds = inputs(Sizes(130, 200, 64), torch.float16), interval("causal", 130, 200)
     out, lse, delta = of_forward(x, bounds)
     dq = torch.randn(x.q.shape, device=DEVICE)
@@ -250,8 +244,8 @@ def test_sums_are_continued(launches: Launches) -> None:
     kernel_cases.compare(Results(*(t.cpu() for t in made)), x, bounds)
 
 
-def test_hops_that_see_nothing(launches: Launches) -> None:
-    """The state and the sums stay as they are; fresh gradients are zeros."""
+def test_hops_without_visible_keys(launches: Launches) -> None:
+    """State and sums do not change, and new gradients are zeros."""
     x, blind = inputs(SIZES, torch.float16), interval("all rows blind", SIZES.queries, SIZES.keys)
     _, lse, delta = of_forward(x)
     state = forward(x, final=False)
@@ -259,17 +253,14 @@ def test_hops_that_see_nothing(launches: Launches) -> None:
     nothing = x._replace(v=torch.full_like(x.v, torch.nan))
     assert all(map(torch.equal, before, forward(nothing, blind, state=state, final=False)))
     dq, sums = zero_dq(x), (torch.randn(x.k.shape, device=DEVICE),) * 2
-    kept = sums[0].clone()
+    before_sums = sums[0].clone()
     gradients(x, lse, delta, dq, blind, accum=sums, out=sums)
-    assert torch.equal(sums[0], kept)
+    assert torch.equal(sums[0], before_sums)
     assert not any(t.any() for t in (dq, *gradients(x, lse, delta, dq, blind)))
 
 
-# What goes to the portable kernels, and what is refused
-
-
 def test_scores_far_from_zero(launches: Launches) -> None:
-    """And below: without a mask, weights of the padding of a tile overflow, and inf * 0 would be NaN."""
+    """Very negative scores without a mask: weights of a tile's padding overflow, and inf * 0 would be NaN."""
     x = inputs(SIZES, torch.bfloat16)
     x = x._replace(q=x.q * 100)
     compare(*forward(x), x)
@@ -318,7 +309,9 @@ REFUSALS: list[tuple[Callable[..., Any], Inputs, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "x", "options", "message"), REFUSALS, ids=range(len(REFUSALS)))
-def test_refusals(launches: Launches, call: Any, x: Inputs, options: dict[str, Any], message: str) -> None:
+def test_unsuitable_inputs_are_refused(
+    launches: Launches, call: Any, x: Inputs, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         call(x, **options)
 
@@ -330,7 +323,7 @@ def test_barriers_have_a_kibibyte_of_shared_memory() -> None:
         hopper_launch.check_room("config.forward", 128, room + 1, "stages")
 
 
-def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_compute_capability_9_0_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later GPUs have no wgmma."""
     for arch in (89, 90, 100):
         monkeypatch.setattr(hopper_launch, "gpu_specs", lambda device, arch=arch: assumed_gpu(arch))
@@ -349,11 +342,10 @@ HOPS: dict[str, Bounds] = {
 
 
 @pytest.mark.parametrize("kind", HOPS)
-def test_hops_of_the_portable_kernels(launches: Launches, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """What has ``used`` or ``block_sparse`` goes there with the same tile, all else being as it must.
-
-    So does what has no keys.
-    """
+def test_unsupported_hops_run_on_the_portable_kernels(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Hops with ``used``, ``block_sparse`` or without keys run on the portable kernel with the same tile."""
     calls: list[dict[str, Any]] = []
     for module in ("attention", "single_pass"):
         monkeypatch.setattr(f"ringattn.kernels.{module}.launch", lambda *a, **options: calls.append(options))
@@ -366,11 +358,7 @@ def test_hops_of_the_portable_kernels(launches: Launches, monkeypatch: pytest.Mo
         forward(FLOAT32, HOPS[kind])
 
 
-# Descriptors
-
-
-def test_descriptors_are_kept_with_their_tensors() -> None:
-    """Strides of single elements are replaced."""
+def test_descriptors_are_cached_per_tensor_and_block() -> None:
     k, v = (torch.zeros(1, 128, 2, 64, dtype=torch.float16) for _ in range(2))
     described: Any = launch.Descriptors()
     made = described(k, 64)
@@ -381,12 +369,9 @@ def test_descriptors_are_kept_with_their_tensors() -> None:
     assert (list(odd.shape), list(odd.strides)) == ([1, 70, 2, 64], [64, 192, 64, 1])
 
 
-# The order of tiles, and the barriers
-
-
 @pytest.mark.parametrize("columns", [1, 8, 13])
 def test_steps_cover_the_tile_range(columns: int) -> None:
-    """Every tile once, from the last to the first, masked where its range says so."""
+    """Each tile is visited once, from last to first, and masked if its range is partial."""
     block = 8
     limits = [(a, b, c, d) for a in range(columns) for b in range(a, columns) for c in range(a, columns + 1)
               for d in range(max(b, c), columns + 1) if c >= a]  # fmt: skip
@@ -403,8 +388,8 @@ def test_steps_cover_the_tile_range(columns: int) -> None:
         assert all(tiles.full_start <= x < tiles.full_end for x in unmasked)
 
 
-def test_no_interleaving_changes_a_bit(launches: Launches) -> None:
-    """Nor reads a slot before its tile is there, writes one that is read, or locks up."""
+def test_results_do_not_depend_on_the_interleaving(launches: Launches) -> None:
+    """A slot read before its tile arrives, a slot overwritten while read, or a deadlock would fail here."""
     x, y = inputs(Sizes(128, 256, 64), torch.float16), inputs(Sizes(512, 128, 64), torch.float16)
     _, lse, delta = of_forward(y)
     made = []
@@ -414,9 +399,6 @@ def test_no_interleaving_changes_a_bit(launches: Launches) -> None:
         made.append((*forward(x, config=config(64, 2 + seed % 2)), dq, *gradients(y, lse, delta, dq)))
     for other in made[1:]:
         assert all(map(torch.equal, other, made[0]))
-
-
-# What the compiler makes of them
 
 
 COMPILED = pytest.mark.compiles(
@@ -429,7 +411,7 @@ COMPILED = pytest.mark.compiles(
 
 @COMPILED
 def test_a_sample_passes_the_gate() -> None:
-    """The loop of a full hop in the middle of a ring is shorter than the portable kernel's, with as many products."""
+    """The loop of a full middle hop has fewer instructions than the portable kernel's."""
     names = "90:bf16:128:hopper:middle:gqa", "90:fp16:64:hopper:last:full:gqa"
     rows = gate(*names, "90:bf16:128:hopper_backward:middle:full:gqa")
     assert len(rows) == 4
@@ -452,7 +434,7 @@ WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
 {}WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
 @P0 BRA `(.L_x_1) ;
 """
-"""A main loop's listing, of what the gate looks at."""
+"""Listing of a main loop, reduced to the instructions that the gate reads."""
 
 EXP = "MUFU.EX2 R1, R1 ;\n"
 HANDED = """
@@ -473,7 +455,7 @@ st.shared.v2.b32 dq
 fence.proxy.async.shared::cta;
 cp.reduce.async.bulk.tensor.4d
 """
-"""The numbers of rows are read by threads, and need no fence."""
+"""Listing of stores and fences. Threads read the row numbers, so those stores need no fence."""
 
 FENCE = "fence.proxy.async.shared::cta;\n"
 
@@ -498,6 +480,6 @@ def order_problems(listing: str) -> list[str]:
     ],
 )
 def test_gate_problems_of_listings(reads: Callable[[str], list[str]], code: str, problems: list[str]) -> None:
-    """Whether products and exponentials overlap, who hands on what, and what is handed on without a fence."""
+    """Listings with a missing overlap, a wrong handover or a missing fence are found."""
     read = reads(code)
     assert len(read) == len(problems) and all(map(str.startswith, read, problems))

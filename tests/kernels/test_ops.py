@@ -1,4 +1,4 @@
-"""The kernels' host entries as ``torch.library`` ops: torch's own checks, gradients, graphs, and a copy beside them."""
+"""The kernels' entries as ``torch.library`` ops: opcheck, gradients, graphs, and renamed copies of the package."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def test_opcheck() -> None:
-    """Schemas, fake results, and what a graph makes of each; torch cannot compare e4m3, so no schema of that."""
+    """The quantisation ops skip the schema check, because torch cannot compare e4m3."""
     q, k, v, dout, dlse = inputs(SIZES)
     call = pack()
     out, lse = (x.clone() for x in ops.forward_op(q, k, v, False, *call))
@@ -91,10 +91,10 @@ CONFIGS: list[dict[str, Any]] = [
     {"dkdv_splits": 2, "order": "longest", "persistent": True, "sm_margin": 8, "pack_gqa": True,
      "dkdv_epilogue": "descriptors"},
 ]  # fmt: skip
-"""Every field but the tiles of the first three kernels, with another value than its default."""
+"""Each field except the first three tiles differs from its default in one of these configs."""
 
 
-def test_all_of_a_config_travels() -> None:
+def test_packed_configs_keep_every_field() -> None:
     tiles = (Tile(16, 32, 1, 1), Tile(32, 64, 2, 2), Tile(64, 128, 4, 3))
     for chosen in CONFIGS:
         config = KernelConfig(*tiles, **chosen)
@@ -104,7 +104,7 @@ def test_all_of_a_config_travels() -> None:
 
 
 @pytest.mark.parametrize(("kind", "config"), [("full", None), ("causal", SINGLE_PASS)])
-def test_attend_has_the_gradients(kind: str, config: KernelConfig | None) -> None:
+def test_attend_gradients_are_exact(kind: str, config: KernelConfig | None) -> None:
     x = inputs(SIZES)
     q, k, v = (tensor.requires_grad_() for tensor in x[:3])
     bounds = interval(kind, 24, 40)
@@ -114,7 +114,7 @@ def test_attend_has_the_gradients(kind: str, config: KernelConfig | None) -> Non
 
 
 @pytest.mark.parametrize("name", ["bounds", "used", "block_sparse", "scores"])
-def test_attend_in_a_graph_is_what_it_is_outside(name: str) -> None:
+def test_attend_in_a_graph_equals_eager(name: str) -> None:
     q, k, v = (x.requires_grad_() for x in inputs(SIZES)[:3])
     call = CALLS[name]()
     results = []
@@ -124,14 +124,14 @@ def test_attend_in_a_graph_is_what_it_is_outside(name: str) -> None:
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-def test_there_is_no_second_derivative() -> None:
+def test_a_second_derivative_raises() -> None:
     q, k, v = (x.requires_grad_() for x in inputs(SIZES)[:3])
     (dq,) = torch.autograd.grad(attend(q, k, v)[0].square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="attention_backward has no derivative"):
         dq.sum().backward()
 
 
-def test_slopes_that_want_a_gradient_are_refused() -> None:
+def test_slopes_that_require_a_gradient_are_refused() -> None:
     q, k, v = inputs(SIZES)[:3]
     with pytest.raises(ValueError, match="alibi_slopes requires a gradient"):
         attend(q, k, v, scores=Scores(alibi_slopes=torch.rand(2, requires_grad=True)))
@@ -141,12 +141,12 @@ def test_slopes_that_want_a_gradient_are_refused() -> None:
         made = Scores(alibi_slopes=slopes * 2, q_positions=places[0], k_positions=places[1])
         return kernels.attention_forward(q, k, v, scores=made)[0]
 
-    with pytest.raises(Exception, match="alibi_slopes requires a gradient"):  # torch's, around ours
+    with pytest.raises(Exception, match="alibi_slopes requires a gradient"):  # torch wraps the error
         torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.rand(2, requires_grad=True))
 
 
 def folded(x: Inputs, bounds: Bounds, half: torch.dtype) -> list[Tensor]:
-    """Forward and backward of two shards of keys, every entry in every way that it continues something."""
+    """Run forward and backward over two key shards, with every way to continue a state or a sum."""
     q, k, v, dout = (t.to(half) for t in x[:4])
     first, second = slice(0, 16), slice(16, None)
     state = kernels.attention_forward(q, k[:, first], v[:, first], final=False)
@@ -165,14 +165,14 @@ def folded(x: Inputs, bounds: Bounds, half: torch.dtype) -> list[Tensor]:
     return [out, lse, dq, dk, dv, last, *more, *sums, total, *at_once]
 
 
-def test_every_entry_in_a_graph_is_what_it_is_outside() -> None:
+def test_every_entry_in_a_graph_equals_eager() -> None:
     x, bounds = inputs(SIZES), interval("causal", 24, 16)
     expected = folded(x, bounds, torch.float16)
     got = torch.compile(folded, fullgraph=True, backend="aot_eager")(x, bounds, torch.float16)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def test_other_lengths_are_no_new_graph() -> None:
+def test_changed_lengths_reuse_the_graph() -> None:
     counter = CompileCounterWithBackend("aot_eager")
 
     def layer(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds) -> Tensor:
@@ -185,7 +185,7 @@ def test_other_lengths_are_no_new_graph() -> None:
         for function in (compiled, layer):
             function(q, k, v, bounds).sum().backward()
         torch.testing.assert_close(compiled(q, k, v, bounds), layer(q, k, v, bounds), rtol=0, atol=0)
-    assert counter.frame_count <= 2  # the first call's lengths, and any
+    assert counter.frame_count <= 2  # one for the first lengths, and a dynamic one
 
 
 COPIES = """

@@ -1,4 +1,4 @@
-"""The tile schedule: its arithmetic against brute force; orders, packed heads, persistence, splits in the kernels."""
+"""The tile schedule: its arithmetic against brute force, and kernels with every order of tiles."""
 
 from __future__ import annotations
 
@@ -29,22 +29,14 @@ from ringattn.kernels.config import INTERPRETER
 from ringattn.kernels.device import tiles as jit
 from ringattn.kernels.device.tiles import HEAD_BY_HEAD, Order, Shape
 from ringattn.kernels.gpu import INTERPRETER_GPU, assumed_gpu
-from ringattn.kernels.order import (
-    MARGIN,
-    l2_group_of,
-    margin_of,
-    splits_for,
-)
+from ringattn.kernels.order import MARGIN, l2_group_of, margin_of, splits_for
 
 from ..support.kernel_cases import DTYPES, Inputs, Sizes, check, inputs, interval, of, ours, tiles
 from . import test_scores as scored
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-Q, K = torch.empty(2, 40, 6, 16), torch.empty(2, 75, 3, 16)  # for their shapes
-
-
-# --- the arithmetic -----------------------------------------------------------------------------------------------
+Q, K = torch.empty(2, 40, 6, 16), torch.empty(2, 75, 3, 16)  # only their shapes count
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -57,50 +49,50 @@ def mirror(out: Any, shape: Any, BLOCK: tl.constexpr) -> None:
 
 
 @pytest.mark.parametrize(("batch", "heads", "packed"), [(1, 1, 3), (2, 3, None), (3, 2, 3)])
-def test_jit_mirror(batch: int, heads: int, packed: int | None) -> None:
-    """Every tile of every head once: of each L2 group tile 0 of each head, then tile 1; else head by head."""
+def test_programs_walk_the_tiles_in_l2_groups(batch: int, heads: int, packed: int | None) -> None:
+    """Each tile of each head once: per L2 group first tile 0 of every head, then tile 1; else head by head."""
     for rows, l2_group in product((1, 2, 5), [None, *range(1, batch * heads + 2)]):
         count = -(-rows * (packed or 1) // 2)
         expected = product(range(count), range(batch * heads))
         out = torch.full((count * batch * heads, 3), -1)
-        taken = HEAD_BY_HEAD if l2_group is None else Order(l2_group, batch * heads, None)
-        mirror[(len(out),)](out, Shape(rows, 9, heads, 1, taken, packed), BLOCK=2)
+        order_of_tiles = HEAD_BY_HEAD if l2_group is None else Order(l2_group, batch * heads, None)
+        mirror[(len(out),)](out, Shape(rows, 9, heads, 1, order_of_tiles, packed), BLOCK=2)
         in_order = sorted(expected, key=lambda pair: (pair[1] // (l2_group or 1), pair[0], pair[1]))
         assert out.tolist() == [[tile, head // heads, head % heads] for tile, head in in_order]
 
 
-def test_heads_whose_keys_fit_half_of_l2_come_together() -> None:
+def test_heads_whose_keys_fit_half_of_l2_form_a_group() -> None:
     for row_bytes, group, heads, by_keys, together in (
         (10, 1, 64, False, 5),
-        (10, 4, 64, False, 20),  # those that share their keys with them
-        (10, 4, 6, False, 6),  # no more than there are
-        (51, 4, 64, False, 4),  # at least those of one key head
+        (10, 4, 64, False, 20),  # heads of a group share their keys
+        (10, 4, 6, False, 6),  # all heads
+        (51, 4, 64, False, 4),  # at least one key head's group
         (0, 4, 8, False, 8),  # no keys
-        (10, 4, 64, True, 1),  # of dK/dV nobody shares, and a group's queries are all walked
+        (10, 4, 64, True, 1),  # dK/dV share nothing: a program walks all queries of a group
     ):
         assert l2_group_of(heads, group, 10, row_bytes, by_keys, l2_bytes=1000) == together
 
 
-def test_what_a_persistent_kernel_leaves_free() -> None:
+def test_sm_margin_of_persistent_kernels() -> None:
     assert [margin_of(requested, 132) for requested in (None, 0, 131)] == [MARGIN, 0, 131]
     assert margin_of(None, 20) == 10, "half of a small GPU"
     with pytest.raises(ValueError, match=r"config.sm_margin is 132: this GPU has 132 multiprocessors"):
         margin_of(132, 132)
 
 
-def test_heads_of_their_own_are_not_packed() -> None:
+def test_heads_are_packed_only_if_grouped() -> None:
     shape, packing = Shape(40, 75, 6, 1), choose(pack_gqa=True)
     assert order.packed_shape(packing, shape) is shape
     assert order.packed_shape(packing, shape._replace(group=3)) == Shape(40, 75, 2, 1, packed=3)
 
 
-def test_the_least_parts_that_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dkdv_uses_the_fewest_splits_that_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for programs, group, parts in (
-        (64, 16, 2),  # B1 8k MQA, tiles of 128 keys: 128 programs keep 97% busy, and no split does better
+        (64, 16, 2),  # batch 1, 8k, MQA, tiles of 128 keys: 128 programs keep 97% busy, the most of any split
         (64, 3, 3),  # 192 programs are two waves, 73% busy; 64 keep 48%
-        (106, 6, 1),  # four in five are busy: the parts would cost more, although six would keep 96%
-        (105, 8, 1),  # 80% against 97% of eight parts: within 15%
-        (70, 8, 8),  # 53%, and two parts 53% too, of two waves; four 71%, eight 85%
+        (106, 6, 1),  # 80% are busy: splits would cost more, although six would keep 96%
+        (105, 8, 1),  # 80% against 97% with eight splits: within 15%
+        (70, 8, 8),  # 53%; two splits 53% in two waves, four 71%, eight 85%
         (0, 8, 1),
     ):
         assert splits_for(programs, group, 132) == parts
@@ -111,23 +103,20 @@ def test_the_least_parts_that_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         assert order.splits_of(choose(dkdv_splits=requested), q, k, 128) == made  # type: ignore[arg-type]
 
 
-# --- the launch ---------------------------------------------------------------------------------------------------
-
-
 def choose(config: KernelConfig = INTERPRETER, **chosen: Any) -> KernelConfig:
     return replace(config, **chosen)
 
 
 @pytest.fixture
 def small_l2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K/V of two heads of 75 keys of 16 by 16 in fp32 fit its half; and of 20 multiprocessors no more than a few."""
+    """Shrink L2 to twice the K/V of two heads of 75 keys (16 by 16, fp32)."""
     monkeypatch.setattr(
         order, "gpu_or_interpreter", lambda _: INTERPRETER_GPU._replace(l2_bytes=2 * 2 * 75 * 2 * 16 * 4)
     )
 
 
 @pytest.mark.usefixtures("small_l2")
-def test_launch_arguments_of_orders() -> None:
+def test_grid_and_order_of_each_schedule() -> None:
     shape, tile, count = launch.shape_of(Q, K), INTERPRETER.forward, 2 * 2 * 6
     assert tile is not None
     packed, keys = order.packed_shape(choose(pack_gqa=True), shape), launch.shape_of(K, Q)
@@ -137,8 +126,8 @@ def test_launch_arguments_of_orders() -> None:
         ({}, shape, 4, count, HEAD_BY_HEAD),
         ({"order": "longest"}, shape, 4, count, Order(4, 12, None)),  # two key heads, two query heads each
         (persistent, shape, 4, 20, Order(None, None, count)),  # 10 multiprocessors, two programs of 4 warps each
-        (persistent, shape, 16, 10, Order(None, None, count)),  # one of 8 warps or more each
-        (persistent, shape, 1, count, Order(None, None, count)),  # no more than there are tiles
+        (persistent, shape, 16, 10, Order(None, None, count)),  # one program of 8 warps or more each
+        (persistent, shape, 1, count, Order(None, None, count)),  # at most one program per tile
         (CHOICES["all"], shape, 4, 4, Order(4, 12, count)),
         ({"order": "longest"}, packed, 4, 18, Order(2, 6, None)),  # 80 rows of 3 key heads
         ({"order": "longest"}, keys, 4, 18, Order(1, 6, None)),  # two query heads of 40 rows for each key head
@@ -161,9 +150,6 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-# --- the results --------------------------------------------------------------------------------------------------
-
-
 CASES = [
     *((choice, "causal", DTYPES[0], (20, 35)) for choice in CHOICES),
     ("all", "documents", DTYPES[1], (20, 35)),
@@ -173,8 +159,8 @@ CASES = [
 
 @pytest.mark.usefixtures("small_l2")
 @pytest.mark.parametrize(("choice", "kind", "dtype", "lengths"), CASES)
-def test_as_exact_as_any(choice: str, kind: str, dtype: torch.dtype, lengths: tuple[int, int]) -> None:
-    """Three query heads per key head, which divide no tile, in two batch rows; head dims padded and in two parts."""
+def test_every_order_is_exact(choice: str, kind: str, dtype: torch.dtype, lengths: tuple[int, int]) -> None:
+    """Three query heads per key head do not divide a tile; head dims are padded or in two parts."""
     x = inputs(Sizes(*lengths, head_dim=24, head_dim_v=96, heads=3, batch=2), dtype)
     check(x, interval(kind, *lengths), config=choose(tiles(16, 32), **CHOICES[choice]), few_keys=1 in lengths)
 
@@ -185,15 +171,13 @@ def test_as_exact_as_any(choice: str, kind: str, dtype: torch.dtype, lengths: tu
      ("used", {"dkdv_splits": 2}, 4)],
 )  # fmt: skip
 def test_other_features_with_every_order(features: str, chosen: dict[str, Any], heads: int) -> None:
-    """Each query head keeps its own slope and its own dropped weights."""
+    """Each query head keeps its slope and its dropped weights."""
     x = inputs(Sizes(20, 40, heads=heads, batch=1 + (features == "used")))
     bounds, scores = interval("causal", 20, 40), Scores()
     if features == "used":
         bounds = Bounds(bounds.lo, bounds.hi, torch.tensor([13, 0], dtype=torch.int32))  # inside a tile
     elif features == "block_sparse":
-        late = of(
-            torch.arange(20) - 2, torch.full((20,), 40), 40
-        )  # whose first tiles are masked, and whole ones behind
+        late = of(torch.arange(20) - 2, torch.full((20,), 40), 40)  # first tiles masked, later ones unmasked
         bounds = Bounds(late.lo, late.hi, None, BlockSparseIndex(torch.tensor([[1, 1, 0], [0, 1, 1]]).bool(), 16))
     else:
         positions: Any = {"q_positions": torch.arange(20).int(), "k_positions": torch.arange(40).int()}
@@ -204,7 +188,7 @@ def test_other_features_with_every_order(features: str, chosen: dict[str, Any], 
 
 @pytest.mark.usefixtures("small_l2")
 @pytest.mark.parametrize("choice", ["persistent", "all"])
-def test_a_state_is_continued(choice: str) -> None:
+def test_orders_continue_a_state(choice: str) -> None:
     x, results = inputs(Sizes(20, 20, heads=3)), []
     start = torch.randn_like(x.q), torch.randn_like(x.dlse)
     for config in (tiles(16, 16), choose(tiles(16, 16), **CHOICES[choice])):
@@ -214,8 +198,8 @@ def test_a_state_is_continued(choice: str) -> None:
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
-def test_heads_of_views_are_found() -> None:
-    """Packed heads by their own stride: those of a tensor that holds two more, tokens last but one."""
+def test_packed_heads_of_a_view() -> None:
+    """Packed heads use their own stride, here in a view of a wider tensor."""
     x = inputs(Sizes(20, 20, heads=6, kv_heads=2))
     wide = torch.randn(1, 8, 20, 20)
     q = wide[:, 1:7, :, 2:18].transpose(1, 2)
@@ -225,27 +209,24 @@ def test_heads_of_views_are_found() -> None:
     assert all(map(torch.equal, made, expected))
 
 
-# --- dK/dV in parts ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["first rows blind", "all rows blind"])
-def test_sums_in_place_and_cast(kind: str) -> None:
-    """As without a split, but for the order of the sum."""
+def test_split_sums_in_place_and_cast(kind: str) -> None:
+    """Splits change only the order of the sum."""
     x, bounds = inputs(Sizes(24, 40, heads=4), torch.float16), interval(kind, 24, 40)
     out, lse = attention_forward(*x[:3], bounds=bounds)
     operands = (x.dout, *x[:3], lse, attention_delta(x.dout, out, x.dlse))
     before = torch.randn(x.k.shape), torch.randn(x.v.shape)
-    for fresh, near in ((False, 1e-5), (True, 1e-3)):
+    for fresh, tolerance in ((False, 1e-5), (True, 1e-3)):
         results = []
         for parts in (1, 2):
             sums = before[0].clone(), before[1].clone()
             into = (torch.empty_like(x.k), torch.empty_like(x.v)) if fresh else sums
             config = choose(tiles(32, 16), dkdv_splits=parts)
             results.append(attention_dkdv(*operands, bounds=bounds, accum=sums, out=into, config=config))
-        torch.testing.assert_close(*results, rtol=near, atol=near)
+        torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
 
 
-def test_parts_that_do_not_divide_are_refused_before_anything_is_written() -> None:
+def test_splits_that_do_not_divide_are_refused_before_a_write() -> None:
     x = inputs(Sizes(heads=6, kv_heads=2))
     dq, config = torch.zeros_like(x.q), choose(dkdv_splits=2)
     message = "config.dkdv_splits is 2: it must divide the 3 query heads per key head"

@@ -1,4 +1,4 @@
-"""The fp8 kernels, interpreted: every code, the reference's table, special values, shapes, views, what they refuse."""
+"""The fp8 kernels, interpreted: every code, the reference's results, special values, shapes, views and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..support.wire_cases import assert_same, assert_within_bound, codes_for, wi
 from .test_attention import VIEWS
 
 DTYPES = (torch.float16, torch.float32)
-"""What the interpreter computes; it takes bfloat16 for integers."""
+"""The interpreter treats bfloat16 as integers, so it is missing here."""
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def back(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_by_one(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of the fp32 numbers ``y`` with a scale of 1: every 128 of them share their scale with 448."""
+    """Quantise ``y`` with a scale of 1, by placing 448 into each block of 128."""
     y = y.to(torch.float32)
     rows = torch.nn.functional.pad(y, (0, -len(y) % 254)).view(-1, 254)
     x = torch.cat([rows, torch.full_like(rows[:, :2], 448.0)], 1).view(1, -1, 1, 256)
@@ -40,11 +40,7 @@ def scaled_by_one(y: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(-1, 256)[:, :254].reshape(-1)[: len(y)], y
 
 
-# --- the numbers --------------------------------------------------------------------------------------------------
-
-
-def test_every_code_is_decoded() -> None:
-    """As torch reads it, and the reference."""
+def test_every_code_decodes_like_torch_and_the_reference() -> None:
     every = torch.arange(256, dtype=torch.uint8)
     codes = every.view(1, 2, 1, 128).view(torch.float8_e4m3fn)
     assert_same((torch.tensor([fp8.value(code) for code in every.tolist()]),), (codes.to(torch.float32).view(256),))
@@ -52,8 +48,8 @@ def test_every_code_is_decoded() -> None:
         assert_same((back(codes, scale, torch.float32),), (codes.to(torch.float32) * scale.item(),))
 
 
-def test_ties_go_to_the_even_code_and_neighbours_of_ties_to_the_nearest() -> None:
-    """Halfway between all neighbours, from half of the smallest up, and one fp32 step to either side."""
+def test_rounding_is_to_nearest_with_ties_to_even() -> None:
+    """Ties between all neighbouring codes, and one fp32 step to either side."""
     values = torch.tensor([fp8.value(code) for code in range(fp8.NAN)])
     middle = (values[1:] + values[:-1]) / 2
     y = torch.cat([torch.nextafter(middle, torch.tensor(0.0)), middle, torch.nextafter(middle, torch.tensor(1e9))])
@@ -63,12 +59,12 @@ def test_ties_go_to_the_even_code_and_neighbours_of_ties_to_the_nearest() -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_as_the_reference_does_it(dtype: torch.dtype) -> None:
+def test_quantize_matches_the_reference(dtype: torch.dtype) -> None:
     x = wide(2, 130, 2, 3, dtype=dtype)
     codes, scale = quantized(x)
     expected, scales = fp8.quantize(x, SCALE_TOKENS)
     torch.testing.assert_close(scale.double(), scales, rtol=2**-24, atol=0)
-    # the reference divides in float64: here and there a number lies on the other side of a tie
+    # The reference divides in float64, so a few numbers lie on the other side of a tie.
     steps = (codes.view(torch.uint8).int() - expected.int()).abs()
     assert int(steps.max()) <= 1
     assert float((steps > 0).double().mean()) < 1e-3
@@ -76,15 +72,12 @@ def test_as_the_reference_does_it(dtype: torch.dtype) -> None:
     torch.testing.assert_close(back(codes, scale, torch.float32).double(), got, rtol=2**-24, atol=0)
 
 
-# --- special values -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_and_infinity_become_nan_and_leave_the_others_alone(dtype: torch.dtype) -> None:
+def test_nan_and_infinity_become_nan_without_changing_other_values(dtype: torch.dtype) -> None:
     x = torch.randn(1, 130, 2, 5).to(dtype)
     special = x.clone()
     special[0, 3, 0, 1], special[0, 4, 0, 2], special[0, 129, 0] = torch.nan, torch.inf, -torch.inf
-    x[~special.isfinite()] = 0.0  # smaller than the largest of its block, and so without a say in its scale
+    x[~special.isfinite()] = 0.0  # below the largest of its block, so that the scale does not change
     codes, scale = quantized(special)
     clean, clean_scale = quantized(x)
     assert_same((scale,), (clean_scale,))
@@ -96,7 +89,7 @@ def test_nan_and_infinity_become_nan_and_leave_the_others_alone(dtype: torch.dty
 
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1.1754944e-38, 5.2e-36, 5.3e-36])
 def test_tiny_blocks(amax: float) -> None:
-    """Where ``amax / 448`` is subnormal or zero the scale stays 2^-126, whose inverse is finite; zeros keep a sign."""
+    """If ``amax / 448`` is subnormal or zero, the scale stays 2^-126, so its inverse is finite."""
     x = torch.tensor([1.0, -0.7, 0.3, 0.01]).mul(amax).view(1, 1, 1, 4)
     codes, scale = quantized(x)
     assert scale.item() >= 2.0**-126
@@ -106,12 +99,12 @@ def test_tiny_blocks(amax: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_come_back_finite(dtype: torch.dtype) -> None:
-    """448 times a scale that was rounded up would be infinite, if the largest numbers were not multiples of 7."""
+def test_the_largest_values_stay_finite(dtype: torch.dtype) -> None:
+    """448 times a scale that was rounded up would overflow if the largest numbers were not multiples of 7."""
     integer = torch.int16 if dtype == torch.float16 else torch.int32
     largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
     x = (largest.view(integer) - torch.arange(64, dtype=integer)).view(dtype)
-    x = torch.stack([x, -x], -1)[:, None, None]  # a scale for each
+    x = torch.stack([x, -x], -1)[:, None, None]  # one block, hence one scale, per value
     codes, scale = quantized(x)
     assert set(codes.view(torch.uint8).flatten().tolist()) == {0x7E, 0xFE}
     made = back(codes, scale, dtype)
@@ -119,15 +112,13 @@ def test_the_largest_come_back_finite(dtype: torch.dtype) -> None:
     torch.testing.assert_close(made, x, rtol=2**-22 if dtype == torch.float32 else 0.0, atol=0.0)
 
 
-# --- shapes and views -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("tokens", "heads", "head_dim", "dtype"),
     [(0, 3, 4, torch.float32), (128, 3, 4, torch.float32), (129, 3, 80, torch.float16), (20, 2, 256, torch.float16)],
 )
-def test_shapes(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Every 128 tokens of every head have a scale of their own, and the last have what is left."""
+def test_each_block_of_128_tokens_and_head_has_a_scale(
+    tokens: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
     x = wide(2, tokens, heads, head_dim, dtype=dtype)
     x *= torch.arange(1, 2 * heads + 1).view(2, 1, heads, 1) / (2 * heads)
     codes, scale = quantized(x)
@@ -139,8 +130,7 @@ def test_shapes(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_views(view: Callable[[Tensor], Tensor]) -> None:
-    """Read and written where they lie; what lies between their elements stays."""
+def test_views_are_read_and_written_in_place(view: Callable[[Tensor], Tensor]) -> None:
     x = wide(2, 20, 2, 6)
     codes, scale = quantized(x)
     assert_same(quantized(view(x)), (codes, scale))
@@ -150,9 +140,6 @@ def test_views(view: Callable[[Tensor], Tensor]) -> None:
     storage = target._base
     assert storage is not None
     assert int(storage.isnan().sum()) == storage.numel() - target.numel()
-
-
-# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 E4M3 = torch.float8_e4m3fn
@@ -169,8 +156,8 @@ E4M3 = torch.float8_e4m3fn
         ({"scale": torch.zeros(1, 1, 2, dtype=torch.float16)}, r"scale is torch.float16: it must be torch.float32"),
     ],
 )
-def test_refused(change: dict[str, Tensor], message: str) -> None:
-    """In both directions, by the names that the arguments have there."""
+def test_bad_arguments_are_refused_in_both_directions(change: dict[str, Tensor], message: str) -> None:
+    """The names of the arguments differ between the two directions."""
     values = torch.ones(1, 4, 2, 8)
     codes, scale = codes_for(values)
     arguments = {"values": values, "codes": codes, "scale": scale, **change}

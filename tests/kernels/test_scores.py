@@ -1,4 +1,4 @@
-"""What becomes of scores in the kernels, padded batch rows and blocks that are not seen: alone and together."""
+"""Score modifications, padded batch rows and block-sparse masks in the kernels, alone and together."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ..support.tolerance import assert_as_exact_as_pytorch
 
 pytestmark = [
     pytest.mark.usefixtures("poison"),
-    # a key that ALiBi favours and the mask hides: its weight is inf until the mask has made it 0
+    # a hidden key that ALiBi favours has an infinite weight until the mask sets it to 0
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in (exp2|multiply|subtract)"),
 ]
 
@@ -47,7 +47,7 @@ def ours(x: Inputs, bounds: Bounds, scores: Scores, config: KernelConfig | None 
 
 
 def modified_by(scores: Scores, x: Inputs) -> Modified:
-    """What the reference says becomes of scores and weights."""
+    """Return the reference's modification of scores and weights."""
     if scores.q_positions is None or scores.k_positions is None:
         return Modified(scores.softcap)
     named = ("softcap", "alibi_slopes", "dropout_p", "dropout_seed")
@@ -58,7 +58,7 @@ def modified_by(scores: Scores, x: Inputs) -> Modified:
 
 
 def compare(made: Results, x: Inputs, bounds: Bounds, scores: Scores) -> None:
-    """As exact as PyTorch in the same dtype, or the definition where PyTorch has none."""
+    """Compare with PyTorch in the same dtype, or with the definition if PyTorch has no such operator."""
     pairs, modified = visible(bounds, x.q.shape[0], x.q.shape[1], x.k.shape[1])[:, 0], modified_by(scores, x)
     truth = pytorch(*(t.double() for t in x), visible=pairs, modified=modified)
     theirs = pytorch(*x, visible=pairs, modified=modified)
@@ -84,7 +84,7 @@ SIZES = Sizes(queries=QUERIES, keys=KEYS, heads=2, batch=2)
 
 
 def scores_of(name: str, queries: int = QUERIES, keys: int = KEYS) -> Scores:
-    """One of SCORES, at positions with gaps that begin anywhere."""
+    """Return the SCORES entry at positions with gaps and an arbitrary start."""
     return Scores(
         **SCORES[name],
         q_positions=(torch.arange(queries) * 2 + 31).to(torch.int32),
@@ -95,13 +95,13 @@ def scores_of(name: str, queries: int = QUERIES, keys: int = KEYS) -> Scores:
 @pytest.mark.parametrize(
     ("name", "dtype", "kind"), in_turn(SCORES, DTYPES, ["causal", "documents", "first rows blind", "full"])
 )
-def test_scores(name: str, dtype: torch.dtype, kind: str) -> None:
+def test_each_score_modification_is_exact(name: str, dtype: torch.dtype, kind: str) -> None:
     x, bounds = inputs(SIZES, dtype), interval(kind, QUERIES, KEYS)
     compare(ours(x, bounds, scores_of(name)), x, bounds, scores_of(name))
 
 
 def pattern(queries: int, keys: int, block: int, share: float = 0.5) -> BlockSparseIndex:
-    """Any blocks, and one row of blocks that sees nothing."""
+    """Return random blocks whose first row of blocks sees nothing."""
     shown = torch.rand(-(-queries // block), -(-keys // block)) < share
     shown[:1] = False
     return BlockSparseIndex(shown, block)
@@ -111,14 +111,14 @@ def pattern(queries: int, keys: int, block: int, share: float = 0.5) -> BlockSpa
     ("used", "block", "kind", "name", "config"),
     [
         ([32, 1], None, "full", "all", None),
-        (None, 48, "causal", "all", None),  # which a default tile of 32 does not divide
+        (None, 48, "causal", "all", None),  # not divisible by the default tile of 32
         (None, 32, "window", "plain", tiles(16, 32)),
     ],
 )
 def test_padded_batch_rows_and_blocks(
     used: list[int] | None, block: int | None, kind: str, name: str, config: KernelConfig | None
 ) -> None:
-    """Head dims in two parts; of several blocks, the last not whole."""
+    """Head dims are in two parts, and the last block is partial."""
     queries, keys = (60, 62) if block == 48 else (QUERIES, KEYS)
     x = inputs(replace(SIZES, queries=queries, keys=keys, head_dim=96, head_dim_v=48))
     whole, scores = interval(kind, queries, keys), scores_of(name, queries, keys)
@@ -130,31 +130,33 @@ def test_padded_batch_rows_and_blocks(
 
 
 def shards(x: Inputs, bounds: Bounds, scores: Scores, size: int) -> Iterator[tuple[Tensor, Tensor, Bounds, Scores]]:
-    """The keys in pieces of ``size``, with what each is told."""
+    """Yield the keys in pieces of ``size`` with their bounds and scores."""
     assert scores.k_positions is not None
     for begin in range(0, x.k.shape[1], size):
         end = min(begin + size, x.k.shape[1])
-        near, index = part(bounds, begin, end), bounds.block_sparse
+        interval_part, index = part(bounds, begin, end), bounds.block_sparse
         used = None if bounds.seqused_k is None else (bounds.seqused_k - begin).clamp(0, end - begin)
         if index is not None:
             index = BlockSparseIndex(index.visible[:, begin // index.block : -(-end // index.block)], index.block)
         local = replace(scores, k_positions=scores.k_positions[begin:end])
-        yield x.k[:, begin:end], x.v[:, begin:end], Bounds(near.lo, near.hi, used, index), local
+        yield x.k[:, begin:end], x.v[:, begin:end], Bounds(interval_part.lo, interval_part.hi, used, index), local
 
 
-def test_shard_after_shard() -> None:
-    """State and sums are carried; a shard's positions and pattern are its own."""
+def test_score_modifications_shard_by_shard() -> None:
+    """State and sums are carried, while positions and blocks belong to a shard."""
     x, whole, scores = inputs(SIZES), interval("causal", QUERIES, KEYS), scores_of("all")
     bounds = Bounds(whole.lo, whole.hi, torch.tensor([35, 45], dtype=torch.int32), pattern(QUERIES, KEYS, 16, 0.7))
     pieces = list(shards(x, bounds, scores, 32))
     state = None
-    for k, v, near, modified in pieces:
-        state = attention_forward(x.q, k, v, bounds=near, scores=modified, state=state, final=k is pieces[-1][0])
+    for k, v, shard_bounds, modified in pieces:
+        state = attention_forward(
+            x.q, k, v, bounds=shard_bounds, scores=modified, state=state, final=k is pieces[-1][0]
+        )
     assert state is not None
     dq, by_shard = torch.zeros_like(x.q), []
-    for k, v, near, modified in pieces:
+    for k, v, shard_bounds, modified in pieces:
         dq, dk, dv = attention_backward(
-            x.dout, x.q, k, v, *state, dlse=x.dlse, bounds=near, scores=modified, dq=dq,
+            x.dout, x.q, k, v, *state, dlse=x.dlse, bounds=shard_bounds, scores=modified, dq=dq,
             dk=torch.zeros_like(k), dv=torch.zeros_like(v),
         )  # fmt: skip
         by_shard.append((dk, dv))
@@ -163,18 +165,17 @@ def test_shard_after_shard() -> None:
 
 
 @pytest.mark.parametrize("name", ["all", "alibi by batch row"])
-def test_heads_in_chunks_are_those_of_all_heads(name: str) -> None:
-    """They drop the same weights, and have slopes of their own."""
+def test_chunks_of_heads_equal_all_heads(name: str) -> None:
     x, scores = inputs(SIZES), scores_of(name)
     whole, _ = attention_forward(*x[:3], scores=scores)
     halves = [
-        attention_forward(x.q[:, :, near], x.k, x.v, scores=scores.of_heads(near))[0]
-        for near in (slice(0, 1), slice(1, 2))
+        attention_forward(x.q[:, :, chunk], x.k, x.v, scores=scores.of_heads(chunk))[0]
+        for chunk in (slice(0, 1), slice(1, 2))
     ]
     assert torch.equal(torch.cat(halves, 2), whole)
 
 
-def test_seeds_and_thresholds_are_words() -> None:
+def test_seeds_and_thresholds_fit_their_words() -> None:
     for seed in (0, 5, 2**63 - 1, 2**63, 2**64 - 1):
         *seed_halves, head_low, head_high = (int(half) for half in counter_of(seed, 7 << 16 | 3))
         assert sum(half << 16 * place for place, half in enumerate(seed_halves)) == seed
@@ -183,21 +184,22 @@ def test_seeds_and_thresholds_are_words() -> None:
 
 
 @pytest.mark.parametrize("p", [0, 1], ids=["at the threshold", "below the threshold"])
-def test_dropout_keeps_the_weight_whose_word_is_the_threshold(p: int) -> None:
-    at, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, 1, 1, 16)
-    word = int(philox(words(0, 0, 0, 0), (3, 0))[0])  # of the only weight, under this seed
+def test_dropout_keeps_a_word_equal_to_the_threshold(p: int) -> None:
+    at, ones = torch.zeros(1, dtype=torch.int64), torch.ones(1, 1, 1, 16)
+    word = int(philox(words(0, 0, 0, 0), (3, 0))[0])  # of the only weight
     options: Any = {"dropout_p": (word + p) / 2**32, "dropout_seed": 3}
     outs = [
-        ring_attention(one, one, one, group=single_rank(), backend=backend, **options) for backend in ("triton", "aten")
+        ring_attention(ones, ones, ones, group=single_rank(), backend=backend, **options)
+        for backend in ("triton", "aten")
     ]
-    outs.append(reference.attention(one, one, one, q_positions=at, k_positions=at, **options)[0])
+    outs.append(reference.attention(ones, ones, ones, q_positions=at, k_positions=at, **options)[0])
     expected = (1 - p) / (1 - options["dropout_p"])
     assert [out[0, 0, 0, 0].item() for out in outs] == pytest.approx([expected] * 3)
 
 
 @pytest.mark.parametrize("x", [0.0, 1e-6, 0.2499, 0.25, 100.0])
-def test_softcap_keeps_fp32s_digits(x: float) -> None:
-    """One key: lse is its score, ``cap * tanh(x / cap)``, exact to a few units in the last place on both sides of 0."""
+def test_softcap_is_accurate_in_fp32(x: float) -> None:
+    """A single key makes lse equal to ``cap * tanh(x / cap)``; allow a few units in the last place."""
     q, k = torch.full((1, 1, 1, 16), x), torch.ones(1, 1, 1, 16) / 16
     for sign in (1.0, -1.0):
         _, lse = attention_forward(sign * q, k, k, scores=Scores(softcap=2.0), softmax_scale=1.0)
@@ -206,7 +208,7 @@ def test_softcap_keeps_fp32s_digits(x: float) -> None:
 
 @settings(max_examples=10)
 @given(st.data())
-def test_any_of_them_together(data: st.DataObject) -> None:
+def test_any_combination_of_scores_and_masks(data: st.DataObject) -> None:
     queries, keys = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     block = data.draw(st.sampled_from([16, 32]))
     index = st.lists(st.integers(0, keys), min_size=queries, max_size=queries).map(sorted)

@@ -1,4 +1,4 @@
-"""What is cached on a device is waited for by every stream that reads it, and outlives its readers."""
+"""The shared cache of device tensors: every reading stream waits for the fill, and memory outlives its readers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_each_stream_waits_once(recorder: Recorder) -> None:
     assert [op.stream for op in recorder.log[first:]] == streams
 
 
-def test_another_stream_reads_behind_the_fill_and_before_the_memory_is_used_again(recorder: Recorder) -> None:
+def test_another_stream_reads_after_the_fill_and_before_reuse(recorder: Recorder) -> None:
     cache = SharedCache[torch.Tensor]()
     get(cache)
     with torch.cuda.stream(torch.cuda.Stream(GPU)):
@@ -56,7 +56,7 @@ def test_another_stream_reads_behind_the_fill_and_before_the_memory_is_used_agai
     del copied
 
 
-def test_a_value_that_a_capture_makes_is_not_kept(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_made_during_a_capture_are_not_cached(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SharedCache[torch.Tensor]()
     before = get(cache, "before")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -74,19 +74,19 @@ def test_a_value_without_device_tensors_has_no_event(recorder: Recorder) -> None
     assert recorder.log == []
 
 
-def test_the_seed_of_dropout_is_in_no_memory() -> None:
+def test_the_dropout_seed_is_passed_by_value() -> None:
     at = torch.arange(3, dtype=torch.int32)
     scores = Scores(dropout_p=0.5, dropout_seed=2**64 - 5, first_head=70_000, q_positions=at, k_positions=at)
     counter = modifiers(scores).counter
     assert counter == (65531, 65535, 65535, 65535, 70_000 % 65536, 1)
-    assert all(type(word) is float for word in counter)  # Triton compiles for all floats once
+    assert all(type(word) is float for word in counter)  # one compilation serves all floats
 
 
-def test_a_copy_of_bounds_has_caches_of_its_own() -> None:
+def test_a_copy_of_bounds_has_its_own_caches() -> None:
     lo, hi = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
-    one = Bounds(lo, hi)
-    other = replace(one, lo=torch.zeros_like(lo))
-    by_key = one.transposed(2).hi
+    original = Bounds(lo, hi)
+    copied = replace(original, lo=torch.zeros_like(lo))
+    by_key = original.transposed(2).hi
     assert by_key is not None and by_key.tolist() == [1, 2]
-    by_key = other.transposed(2).hi
+    by_key = copied.transposed(2).hi
     assert by_key is not None and by_key.tolist() == [2, 2]

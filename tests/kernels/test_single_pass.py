@@ -1,4 +1,4 @@
-"""The backward in a single pass: exact, deterministic where it says so, and in an order that cannot lock up."""
+"""The single-pass backward: exact, deterministic in its deterministic mode, and free of deadlocks."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def config(mode: str, block_q: int = 16, block_k: int = 32) -> KernelConfig:
         MODES,
     ),
 )
-def test_masks_head_dims_and_lengths(kind: str, sizes: Sizes, mode: str) -> None:
+def test_masks_head_dims_and_lengths_are_exact(kind: str, sizes: Sizes, mode: str) -> None:
     check(inputs(sizes), interval(kind, sizes.queries, sizes.keys), config=config(mode))
 
 
 @pytest.mark.parametrize(("narrowed", "mode"), [("used", MODES[1]), ("block_sparse", MODES[0]), ("both", MODES[1])])
-def test_all_that_becomes_of_scores(narrowed: str, mode: str) -> None:
+def test_scores_padding_and_blocks_are_exact(narrowed: str, mode: str) -> None:
     x, whole, scores = inputs(scored.SIZES), interval("causal", 40, 45), scored.scores_of("all")
     used = None if narrowed == "block_sparse" else torch.tensor([13, 45], dtype=torch.int32)
     index = None if narrowed == "used" else scored.pattern(40, 45, 32)
@@ -70,14 +70,14 @@ def test_all_that_becomes_of_scores(narrowed: str, mode: str) -> None:
 
 
 def given(x: Inputs, bounds: Bounds = FULL) -> tuple[Tensor, ...]:
-    """What the parts of a backward take, from the first keys on."""
+    """Return the inputs of a backward pass: dout, q, k, v, lse and delta."""
     out, lse = attention_forward(x.q, x.k, x.v, bounds=bounds)
     return x.dout, x.q, x.k, x.v, lse, attention_delta(x.dout, out, x.dlse)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sums_are_continued(mode: str) -> None:
-    """Shard after shard into sums that are there: the whole, in fp32 in place and in the dtype of the inputs."""
+def test_gradients_are_accumulated(mode: str) -> None:
+    """Two key shards add to fp32 sums; the sums equal one call over all keys."""
     x, bounds = inputs(Sizes(queries=40, keys=48, heads=2), torch.float16), interval("causal", 40, 48)
     out, lse = attention_forward(*x[:3], bounds=bounds)
     start = [torch.randn(t.shape) for t in x[:3]]
@@ -94,9 +94,6 @@ def test_sums_are_continued(mode: str) -> None:
         torch.testing.assert_close(made - begin, same.float(), rtol=2e-3, atol=2e-3)
 
 
-# --- the order of adding ------------------------------------------------------------------------------------------
-
-
 def narrowed(kind: str, queries: int, keys: int) -> Bounds:
     if kind in KINDS:
         return interval(kind, queries, keys)
@@ -111,8 +108,8 @@ TURNS = ("full", "causal", "window", "documents", "last rows blind", "used", "bl
 
 
 @pytest.mark.parametrize("kind", TURNS)
-def test_a_query_tile_is_added_to_as_often_as_the_order_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the gates have counted when all is over is what the table foresaw, which torch makes."""
+def test_each_query_tile_receives_every_addition(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The final gate counts equal the visits that the host computes."""
     gates: list[Any] = []
     launch = single_pass.launch  # type: ignore[attr-defined]
 
@@ -131,17 +128,14 @@ def test_a_query_tile_is_added_to_as_often_as_the_order_says(kind: str, monkeypa
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TURNS if kind != "full"])
-def test_late_keys_add_first(kind: str) -> None:
-    """Each waits for those of later keys that visit its query tile, all launched before it: no order can lock up."""
+def test_programs_wait_for_later_keys_only(kind: str) -> None:
+    """A program waits only for programs of later keys, which are launched before, so no deadlock is possible."""
     bounds = narrowed(kind, 90, 160)
-    for tile in (Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)):  # each keeps a table of its own
+    for tile in (Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)):  # one cached table per tile
         visits, table = key_tile_visits(bounds, 90, 160, tile, CPU), add_order(bounds, 2, 90, 160, tile, CPU)
         assert table is not None and visits.any() and table.shape[1:] == visits.shape[1:]
         for row, key_tile, query_tile in visits.nonzero().tolist():
             assert table[row, key_tile, query_tile] == visits[row, key_tile + 1 :, query_tile].sum()
-
-
-# --- what is refused ----------------------------------------------------------------------------------------------
 
 
 HEAD_DIM_256 = inputs(Sizes(head_dim=256))
@@ -180,5 +174,5 @@ def test_strides_beyond_32_bits_are_refused() -> None:
 
 @pytest.mark.compiles("kernels/single_pass.py", "tests/support/launch_arguments.py")
 def test_a_launch_with_descriptors_compiles() -> None:
-    """By the JIT, from the arguments of real launches, where there is no GPU."""
+    """Compile by the JIT from the arguments of real launches, without a GPU."""
     assert compiling("tests.support.launch_arguments", "single_pass").count("compiled") == 4

@@ -1,4 +1,4 @@
-"""Tuned tables: what is believed of a file, which file serves, and what a look-up costs."""
+"""Tuned tables: validation of files, which file is used, and the cost of a lookup."""
 
 from __future__ import annotations
 
@@ -13,16 +13,7 @@ import torch
 
 from ringattn.kernels import Tile, tables
 from ringattn.kernels.gpu import GpuSpec, assumed_gpu
-from ringattn.kernels.tables import (
-    RefusedTable,
-    Table,
-    as_json,
-    file_name,
-    options_of,
-    parse,
-    read,
-    tuned,
-)
+from ringattn.kernels.tables import RefusedTable, Table, as_json, file_name, options_of, parse, read, tuned
 
 from ..support.tile_tables import H200, HOPPER, POINT, TILE, entry, estimate, folders, save
 from ..test_house import ROOT
@@ -35,7 +26,7 @@ LONG = POINT._replace(length=32768)
 
 
 def table(**changed: Any) -> dict[str, Any]:
-    """A good table as JSON data, with one thing changed in its first entry, by dotted name."""
+    """Return a valid table as JSON data, with some of its fields (dotted by ``__``) replaced or removed."""
     made = Table("NVIDIA H200", 90, (3, 7), (entry(), estimate(POINT._replace(length=32768))))
     data: dict[str, Any] = json.loads(json.dumps(as_json(made)))
     for name, value in changed.items():
@@ -51,10 +42,7 @@ def table(**changed: Any) -> dict[str, Any]:
     return data
 
 
-# what is believed
-
-
-def test_a_table_comes_back_as_it_was_written() -> None:
+def test_a_table_round_trips() -> None:
     made = Table(
         "NVIDIA H200", 90, (3, 7), (entry(), entry(POINT._replace(length=16384), HOPPER), estimate(LONG))
     )  # fmt: skip
@@ -86,7 +74,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_is_not_the_schema_is_refused() -> None:
+def test_data_that_violates_the_schema_is_refused() -> None:
     for changed, fragment in BAD:
         with pytest.raises(ValueError) as error:
             parse(table(**changed))
@@ -102,12 +90,12 @@ def test_broken_files_are_refused_with_their_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "rows"), [("forward", 64), ("dq", 64), ("dkdv", 16), ("single_pass", 16)])
-def test_a_tile_takes_room_for_the_pair_that_its_kernel_streams(kernel: str, rows: int) -> None:
+def test_shared_memory_counts_the_streamed_pair(kernel: str, rows: int) -> None:
     point = POINT._replace(kernel=kernel, dtype="bf16", head_dim=128, head_dim_v=64)
     assert tables.least_shared(point, Tile(16, 64, 4, 3)) == 2 * rows * (128 + 64) * 2
 
 
-def test_no_name_of_a_gpu_leaves_the_folder() -> None:
+def test_file_names_cannot_leave_the_folder() -> None:
     names = {"NVIDIA H200": "nvidia-h200", "../../.ssh/id\x00": "ssh-id", "A" * 500: "a" * 80, "sm_90": "sm-90"}
     assert {gpu: file_name(gpu, (3, 7)) for gpu in names} == {
         gpu: f"{name}_triton-3.7.json" for gpu, name in names.items()
@@ -116,8 +104,6 @@ def test_no_name_of_a_gpu_leaves_the_folder() -> None:
         file_name("../\x00", (3, 7))
 
 
-# which file serves
-
 Folders = tuple[Path, Path]
 
 
@@ -125,7 +111,7 @@ def found(length: int = 8192, gpu: GpuSpec = H200, **how: Any) -> Tile | None:
     return tuned(gpu, **how).tile(KEY, length)
 
 
-def test_the_nearest_length_serves(folders: Folders) -> None:
+def test_the_entry_with_the_nearest_length_is_used(folders: Folders) -> None:
     tiles = {1024: Tile(16, 16, 4, 1), 8192: Tile(32, 32, 4, 1), 32768: Tile(64, 64, 4, 1)}
     save(folders[0], *(entry(POINT._replace(length=length), tile) for length, tile in tiles.items()))
     for length in (0, 1, 1000, 2895, 2897, 8192, 16383, 16385, 10**9):
@@ -136,12 +122,12 @@ def test_the_nearest_length_serves(folders: Folders) -> None:
     save(folders[1], entry(POINT._replace(head_dim_v=64), OTHER))
     tables.forget()
     assert tuned(H200).tile(wide, 8192) == OTHER and found(8192) == tiles[8192]
-    for field in range(len(KEY)):  # nothing was tuned for any other kernel, dtype, head dim, group or mask
+    for field in range(len(KEY)):  # no entry for another kernel, dtype, head dim, group or mask
         assert tuned(H200).tile((*KEY[:field], None, *KEY[field + 1 :]), 8192) is None  # type: ignore[arg-type]
 
 
 def test_folder_precedence(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's table first, where the package's fills in; a folder that is given in place of the user's."""
+    """The user's table comes first and the package's fills gaps; an explicit folder replaces the user's."""
     user, package = folders
     save(package, entry(tile=OTHER), entry(POINT._replace(kernel="dq"), OTHER))
     assert found() == OTHER
@@ -164,8 +150,7 @@ def test_a_missing_folder_warns(folders: Folders, monkeypatch: pytest.MonkeyPatc
         assert found() is None
 
 
-def test_estimates_are_never_the_default(folders: Folders) -> None:
-    """A kernel that was never run on a GPU is there for who asks."""
+def test_estimates_are_used_on_request_only(folders: Folders) -> None:
     arch = assumed_gpu(90)
     save(folders[0], estimate(), gpu=arch)
     assert found() is None
@@ -173,10 +158,10 @@ def test_estimates_are_never_the_default(folders: Folders) -> None:
     save(folders[1], entry(tile=OTHER))
     tables.forget()
     assert found() == OTHER
-    assert found(estimated=True) == OTHER  # what was measured on this very GPU comes before
+    assert found(estimated=True) == OTHER  # a measured entry of this GPU comes first
 
 
-def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_an_older_triton_is_used_with_one_warning(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     user, package = folders
     save(package, entry(tile=OTHER), triton=(3, 5))
     older = save(user, entry(), triton=(3, 6))
@@ -198,7 +183,11 @@ def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch:
 def test_a_refused_table_warns_once_and_defaults_are_used(damage: str, folders: Folders) -> None:
     path = save(folders[0], entry())
     data = json.loads(path.read_text())
-    wrong = {"gpu": "NVIDIA-H200", "arch": 80, "triton": "3.1"}  # the same file name, another GPU
+    wrong = {
+        "gpu": "NVIDIA-H200",
+        "arch": 80,
+        "triton": "3.1",
+    }  # NVIDIA-H200 gives the same file name, but is another GPU
     path.write_text("{" if damage == "broken" else json.dumps(data | {damage: wrong[damage]}))
     with pytest.warns(UserWarning, match="is refused: .*the built-in tiles are used") as warned:
         assert found() is None
@@ -206,8 +195,8 @@ def test_a_refused_table_warns_once_and_defaults_are_used(damage: str, folders: 
     assert len(warned) == 1 and str(path) in str(warned[0].message)
 
 
-def test_the_tables_that_ship_are_good() -> None:
-    """They hold estimates only, which are never defaults: nothing was measured yet."""
+def test_shipped_tables_hold_estimates_only() -> None:
+    """Shipped tiles were never measured, and estimates are never defaults."""
     paths = [*(ROOT / "autotune" / "tables").glob("*.json")]
     assert paths
     for path in paths:

@@ -1,4 +1,4 @@
-"""Which tiles a block of rows visits: the arithmetic against brute force, and the loads of the kernels, counted."""
+"""Tiles that a block of rows visits: the arithmetic against brute force, and the kernels' loads, counted."""
 
 from __future__ import annotations
 
@@ -33,18 +33,15 @@ from ..support.kernel_cases import interval, tiles, visible
 from ..support.layouts import NAMES, named
 
 Limits = tuple[int, int, int, int]
-"""(lo_first, lo_last, hi_first, hi_last)"""
+"""lo_first, lo_last, hi_first, hi_last"""
 
 
 def limits(keys: int) -> Iterator[Limits]:
-    """All that two ordered vectors of ordered pairs can begin and end with."""
+    """Yield first and last ends of all ascending interval vectors."""
     index = range(keys + 1)
     for lo_first, lo_last, hi_first, hi_last in product(index, repeat=4):
         if lo_first <= lo_last <= hi_last and lo_first <= hi_first <= hi_last:
             yield lo_first, lo_last, hi_first, hi_last
-
-
-# --- the arithmetic -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4])
@@ -70,8 +67,8 @@ def mirror(out: Any, interval: Any, shape: Any, BLOCK_ROWS: tl.constexpr, BLOCK:
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4])
-def test_jit_mirror(block: int) -> None:
-    """Two rows per program; a last one alone, so that its block is cut short. And without vectors."""
+def test_the_jit_tile_range_equals_the_host_function(block: int) -> None:
+    """Two rows per program. The last row is alone, so its block is partial."""
     cases = [*limits(4), (2, 2, 3, 3)]
     lo = torch.tensor([end for case in cases for end in case[:2]], dtype=torch.int32)[:-1]
     hi = torch.tensor([end for case in cases for end in case[2:]], dtype=torch.int32)[:-1]
@@ -83,13 +80,10 @@ def test_jit_mirror(block: int) -> None:
         assert torch.equal(out, torch.tensor([tile_range(*case, block) for case in ends], dtype=torch.int32))
 
 
-# --- the loads ----------------------------------------------------------------------------------------------------
-
-
 class Loads:
-    """The tiles that each program of a launch loads, told by the addresses that it asks the interpreter for.
+    """Tiles that each program of a launch loads, found by the addresses of the loads.
 
-    ``tiles[name][program]`` counts (first row, head) of each tile of a tensor, ``plain`` those without any mask.
+    ``tiles[name][program]`` counts (first row, head) of each tile of a tensor; ``plain`` has the unmasked ones.
     """
 
     def __init__(self, **tensors: Tensor) -> None:
@@ -99,7 +93,7 @@ class Loads:
         self.tiles: dict[str, dict[int, Counter[tuple[int, int]]]] = {name: {} for name in tensors}
 
     def record(self, program: int, addresses: Any, mask: Any, plain: bool) -> None:
-        """A load of ``[rows, columns]``; one of a vector (bounds, lse, delta) is no tile."""
+        """Record a load of ``[rows, columns]``. Loads of vectors (bounds, lse, delta) are no tiles."""
         if addresses.ndim != 2:
             return
         places = addresses.astype("int64")
@@ -119,7 +113,7 @@ class Loads:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Loads]]:
-    """Put a ``Loads`` into the list, and it records what is launched from then on."""
+    """Yield a list; launches are recorded by each ``Loads`` in the list."""
     watching: list[Loads] = []
     load, masked_load = InterpreterBuilder.create_load, InterpreterBuilder.create_masked_load
     plain = False
@@ -128,7 +122,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Loads]]:
         nonlocal plain
         plain = True
         try:
-            return load(self, pointers, *rest)  # which is a masked load that masks nothing
+            return load(self, pointers, *rest)  # the interpreter implements a plain load as a masked one
         finally:
             plain = False
 
@@ -143,22 +137,22 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Loads]]:
 
 
 def expected_tiles(visible: Tensor, rows: int, columns: int) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-    """By the first row of each block: the first columns of the tiles that one of its rows sees, and those all see."""
-    some: dict[int, set[int]] = {}
-    whole: dict[int, set[int]] = {}
+    """Return, by the first row of each block, the tiles with a visible pair and the fully visible ones."""
+    visible_tiles: dict[int, set[int]] = {}
+    full_tiles: dict[int, set[int]] = {}
     for first in range(0, visible.shape[0], rows):
         tile = {at: visible[first : first + rows, at : at + columns] for at in range(0, visible.shape[1], columns)}
-        some[first] = {start for start, pairs in tile.items() if pairs.any()}
-        whole[first] = {start for start, pairs in tile.items() if pairs.shape[1] == columns and pairs.all()}
-    return some, whole
+        visible_tiles[first] = {start for start, pairs in tile.items() if pairs.any()}
+        full_tiles[first] = {start for start, pairs in tile.items() if pairs.shape[1] == columns and pairs.all()}
+    return visible_tiles, full_tiles
 
 
 def check_loads(loads: Loads, own: list[str], walked: list[str], visible: Tensor, rows: int, columns: int) -> None:
-    """Every program loads its block of ``own`` once, and of ``walked`` what a row of it sees, once per query head."""
-    some, whole = expected_tiles(visible, rows, columns)
+    """Check that each program loads its block of ``own`` once, and visible tiles of ``walked`` once per query head."""
+    visible_tiles, full_tiles = expected_tiles(visible, rows, columns)
     blocks = loads.tiles[own[0]]
     heads = loads.tensors[own[0]].shape[2]
-    every = Counter((first, head) for first in some for head in range(heads))
+    every = Counter((first, head) for first in visible_tiles for head in range(heads))
     assert sum(blocks.values(), Counter()) == every, "every block of every head, once"
     for program, block in blocks.items():
         ((first, head),) = block
@@ -166,17 +160,17 @@ def check_loads(loads: Loads, own: list[str], walked: list[str], visible: Tensor
         for name in walked:
             other = loads.tensors[name].shape[2]
             partners = range(head * other // heads, head * other // heads + max(other // heads, 1))
-            once = Counter((start, partner) for start in some[first] for partner in partners)
-            assert loads.tiles[name].get(program, Counter()) == once, (name, first)
+            expected = Counter((start, partner) for start in visible_tiles[first] for partner in partners)
+            assert loads.tiles[name].get(program, Counter()) == expected, (name, first)
             if name in ("k", "v"):
                 unmasked = {start for owner, start in loads.plain[name] if owner == program}
-                assert unmasked == whole[first], "only edge tiles pay for the mask"
+                assert unmasked == full_tiles[first], "only edge tiles pay for the mask"
 
 
 def check_launches(
     watch: list[Loads], made: Bounds, queries: int, keys: int, config: KernelConfig, heads: int = 1, kv_heads: int = 1
 ) -> None:
-    """Count the loads of the three kernels."""
+    """Check the loads of the three kernels."""
     q, dout = (torch.randn(1, queries, heads, 16) for _ in range(2))
     k, v = (torch.randn(1, keys, kv_heads, 16) for _ in range(2))
     lse, delta = torch.zeros(1, heads, queries), torch.zeros(1, heads, queries)
@@ -198,20 +192,20 @@ def check_launches(
 
 @pytest.mark.parametrize(("name", "causal"), [*((name, True) for name in (*NAMES, "uneven")), ("uneven", False)])
 def test_invisible_tiles_are_never_loaded(name: str, causal: bool, watch: list[Loads]) -> None:
-    """And one that somebody sees exactly once per pass, every hop of every rank."""
+    """Each visible tile is loaded once per pass, in every hop of every rank."""
     layout, done = Layout.uneven([60, 3, 27]) if name == "uneven" else named(name, 90, 3), set()
     for rank, shard in product(range(3), repeat=2):
         q, k = layout.positions(rank), layout.positions(shard)
         made = bounds(Mask(causal=causal), q, k)
         same = (len(q), len(k), None if made.hi is None else tuple(made.hi.tolist()))
-        if same not in done:  # many hops of a layout are alike
+        if same not in done:  # many hops have equal bounds
             done.add(same)
             check_launches(watch, made, len(q), len(k), tiles(16, 16))
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "documents", "last rows blind"])
-def test_other_masks_padding_blocks_and_heads(kind: str, watch: list[Loads]) -> None:
-    """Padded batch rows and blocks that are not seen are not loaded; query heads share the tiles of their key head."""
+def test_padding_and_hidden_blocks_are_never_loaded(kind: str, watch: list[Loads]) -> None:
+    """Padded batch rows and hidden blocks are not loaded; query heads share tiles of their key head."""
     whole = interval(kind, 70, 75)
     check_launches(watch, whole, 70, 75, tiles(16, 32), heads=4, kv_heads=2)
     check_launches(watch, whole, 70, 75, tiles(32, 16))
@@ -224,10 +218,10 @@ def test_other_masks_padding_blocks_and_heads(kind: str, watch: list[Loads]) -> 
 
 
 def test_state_of_invisible_blocks_is_not_read(watch: list[Loads]) -> None:
-    """In place, a block whose rows see nothing of this shard loads no tile at all."""
+    """A block of rows without visible keys loads nothing if the state is updated in place."""
     q, k, v = (torch.randn(1, 40, 1, 16) for _ in range(3))
     state, lse = torch.randn(1, 40, 1, 16), torch.randn(1, 1, 40)
     watch.append(loads := Loads(q=q, k=k, v=v, state=state))
     attention_forward(q, k, v, bounds=interval("first rows blind", 40, 40), state=(state, lse), config=tiles(16, 16))
-    for name in ("q", "state"):  # rows 0 to 19 are blind: block 0
+    for name in ("q", "state"):  # rows 0 to 19 see no key, so block 0 is not loaded
         assert sum(loads.tiles[name].values(), Counter()) == Counter({(16, 0): 1, (32, 0): 1})

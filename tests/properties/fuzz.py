@@ -1,7 +1,7 @@
-"""Draw calls of the public face, play them on real ranks, hold them against float64; a failure becomes one line.
+"""Fuzz the public API: draw calls, run them on real ranks, compare with float64, shrink each failure to one line.
 
-python -m tests.properties.fuzz --minutes 20 --seed 0      # draw; exit code 1 where anything failed
-python -m tests.properties.fuzz --call LINE                # what a failure printed, once more
+python -m tests.properties.fuzz --minutes 20 --seed 0      # draw; exit code 1 if anything failed
+python -m tests.properties.fuzz --call LINE                # repeat a printed failure
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ ALSO = {
     "dropout_p": "dropout_seed",
     "causal": "prefix_length",
 }
-"""Other arguments that an error may name, since two of them do not fit each other."""
-REMEMBERED = 20  # calls before a failure, which may have brought it about
+"""Other arguments that an error may name, because the conflict is between two arguments."""
+REMEMBERED = 20  # earlier calls that may have caused a failure
 SHRINK_SECONDS = 90.0
 
 
 class Fuzz:
-    """The ranks, kept from line to line, and what they did last."""
+    """Ranks that live from line to line, and their last calls."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[str, int], Threads | Processes] = {}
         self._before: dict[tuple[str, int], list[Literals]] = {}
 
     def failure(self, line: Literals, *, fresh: bool = False) -> str:
-        """What is wrong with a line, "" where nothing is; ``fresh``: on ranks that have done nothing before."""
+        """Return what is wrong with a line, or "". ``fresh`` starts new ranks first."""
         key = run, world = line["run"], line["world"]
         if fresh:
             self._drop(key)
@@ -64,7 +64,7 @@ class Fuzz:
         return message
 
     def shrunk(self, line: Literals, failure: str) -> tuple[Literals, str]:
-        """The smallest line that still fails in that way; with the calls before it, where it does not fail alone."""
+        """Return the smallest line that fails in the same way, with earlier calls if the line does not fail alone."""
         longer = line | {"calls": [*self._before[line["run"], line["world"]], *line["calls"]]}
         start = next((start_line for start_line in (line, longer) if self._alike(start_line, failure)), None)
         if start is None:
@@ -91,15 +91,15 @@ class Fuzz:
 
 
 def verdict(call: Literals, world: int, made: Sequence[Outcome]) -> str:
-    """What is wrong with what the ranks have of a call."""
+    """Return what is wrong with the ranks' outcomes of one call, or ""."""
     if None in made and not any(isinstance(outcome, str) for outcome in made):
-        return ""  # for an error in another call, which is told
+        return ""  # because of an error in another call, which has its own verdict
     if call["spoil"]:
         name, value, where = call["spoil"]
         nonsense = repr(value) in map(repr, WRONG.get(name, ()))
         nonsense &= not (value == "other tokens" and name == "q" and world == 1 and call["named"] and call["kv_layout"])
         if where >= world or not (nonsense or (where >= 0 and world > 1 and value != call.get(name))):
-            return ""  # nothing is wrong with that
+            return ""  # valid after all
         promised = rf"(?s)(ValueError|NotImplementedError|TypeError): .*\b({name}|{ALSO.get(name, name)})\b"
         wrong = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(made) if not re.match(promised, str(outcome))]
         return f"{name}: no error that names it: {'; '.join(wrong)}" if wrong else ""
@@ -115,12 +115,12 @@ def verdict(call: Literals, world: int, made: Sequence[Outcome]) -> str:
 
 
 def kind(message: str) -> str:
-    """What the first rank says, without its numbers."""
+    """Return the kind of a failure: the first rank's message without numbers."""
     return re.sub(r"[-+]?\d[\w.+-]*", "#", message.partition("; rank")[0])[:50]
 
 
 def less(line: Literals) -> Iterator[Literals]:
-    """Lines that say less than this one: fewer processes, ranks, calls, and arguments of a call."""
+    """Yield simpler lines, with fewer processes, ranks, calls or arguments."""
     if line["run"] == "processes":
         yield line | {"run": "threads"}
     yield from (line | {"world": world} for world in range(1, line["world"]))
@@ -133,7 +133,7 @@ def less(line: Literals) -> Iterator[Literals]:
 
 
 def search(seed: int, numbers: Iterable[int], minutes: float = 60.0) -> list[str]:
-    """A report per kind of failure; a line is a function of seed and number."""
+    """Run lines drawn from seed and number, and return one report per kind of failure."""
     fuzz, features, reports = Fuzz(), Counter[str](), dict[str, str]()
     end, shown = time.monotonic() + 60 * minutes, time.monotonic()
     try:
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--call", metavar="LINE")
     options = parser.parse_args(arguments)
-    torch.use_deterministic_algorithms(True)  # poisons what torch.empty returns
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
     torch.set_num_threads(1)
     if options.call is None:
         return bool(search(options.seed, count(), options.minutes))

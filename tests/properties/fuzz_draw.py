@@ -1,7 +1,7 @@
-"""Calls of the public face as literals, drawn at random: a line that says all, and that `fuzz_ranks` plays.
+"""Random calls of the public API as literals, which `fuzz_ranks` runs.
 
-A line is ``{"run": ..., "world": ..., "calls": [...]}``. A call has arguments of ``ring_attention`` by their names, as
-literals, and what BASE has a comment for.
+A line is ``{"run": ..., "world": ..., "calls": [...]}``. A call has arguments of ``ring_attention`` by name and the
+fields that BASE explains.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from typing import Any
 Literals = dict[str, Any]
 
 BASE: Literals = {
-    "seed": 0,  # of the numbers in all tensors
-    "tokens": 8,  # of a layout that does not say it itself; in blocks, where there are blocks
+    "seed": 0,  # of all tensors' values
+    "tokens": 8,  # for layouts without lengths of their own; counted in blocks if there are blocks
     "layout": ["contiguous"],
-    "later": 0,  # blocks that the queries come after, where keys have a layout
+    "later": 0,  # blocks before the queries, if keys have their own layout
     "block": 1,
-    "short": 0,  # positions that the last block lacks
+    "short": 0,  # positions missing from the last block
     "batch": 1,
     "heads": [1, 1],
     "dims": [16, 16],
     "dtype": "float32",
     "strides": "contiguous",
-    "host": "list",  # what cu_seqlens and seqused_k are
-    "lse": False,  # a gradient through it
+    "host": "list",  # type of cu_seqlens and seqused_k
+    "lse": False,  # also differentiate through lse
     "grads": "qkvs",
     "backend": "aten",
     "causal": False,
-    "named": False,  # the layout by its name, where shards are equal
+    "named": False,  # pass the layout by name if shards are equal
     "ring": {},
-    "mesh": None,  # ranks of a ring, and of Ulysses' dimension
-    "align": None,  # where layouts count from 0, of queries and of other keys
-    "key_tokens": None,  # there, of a layout that does not say it itself
-    "kept": False,  # on the ring that calls with group= share
-    "late": -1,  # this rank comes 20 ms after the others
-    "wait": 0,  # how many calls later its backward runs
-    "rows": False,  # what tells batch rows apart
-    "unshard": None,  # instead of attention: dim and grad
-    "spoil": None,  # an argument, what it is instead, and on which rank; -1: on all
+    "mesh": None,  # ranks of the ring and the Ulysses dimension
+    "align": None,  # the align argument; both layouts then count from 0
+    "key_tokens": None,  # number of keys with align
+    "kept": False,  # use the ring that group= calls share
+    "late": -1,  # this rank calls 20 ms later
+    "wait": 0,  # the backward runs this many calls later
+    "rows": False,  # mask arguments differ by batch row
+    "unshard": None,  # (dim, grad) of a shard and unshard round trip instead of attention
+    "spoil": None,  # (argument, value, rank); rank -1 means all
 }
 
 WRONG: dict[str, list[Any]] = {
@@ -63,14 +63,14 @@ WRONG: dict[str, list[Any]] = {
     "kv_layout": ["ring", 3],
     "backend": ["cuda", None],
     "config": [3],
-    "ring": ["ring"],  # these two on all ranks: without them nobody can be told
+    "ring": ["ring"],  # both on all ranks, because the error cannot reach other ranks without them
     "group": ["group"],
 }
-"""What means nothing, whatever the call; for tensors what is done to them."""
+"""Values without a meaning, whatever the call. For tensors: the change that makes them wrong."""
 
 
 def draw_line(rng: Random) -> Literals:
-    """Some calls in one world, on two rings and the one that they share."""
+    """Draw calls in one world on two rings, some of them on the ring that ``group=`` calls share."""
     run = rng.choices(["threads", "processes", "alone", "kernels"], [8, 3, 2, 2])[0]
     world = {"processes": rng.choice([2, 2, 3]), "alone": 1, "kernels": rng.randint(1, 3)}.get(run, rng.randint(1, 5))
     rings = [draw_ring(rng, world), draw_ring(rng, world)]
@@ -80,15 +80,15 @@ def draw_line(rng: Random) -> Literals:
     if run != "kernels" and rng.random() < 0.25:
         spoilt = draw_next(rng, run, world, rings, calls)
         if "unshard" not in spoilt:
-            # a call that no rank expects: all of them stop there, and none goes on to what the others do not send
+            # No rank expects this call, so all ranks compare it before any of them sends.
             spoilt |= {"softmax_scale": rng.uniform(0.1, 1.0)}
             spoilt |= {"spoil": draw_spoil(rng, spoilt, world)}
-        calls += [spoilt, draw_call(rng, run, world, rng.choice(rings))]  # and the ring works afterwards
+        calls += [spoilt, draw_call(rng, run, world, rng.choice(rings))]  # the ring must still work
     return {"run": run, "world": world, "calls": [tidy(call) for call in calls]}
 
 
 def draw_next(rng: Random, run: str, world: int, rings: list[Literals], calls: list[Literals]) -> Literals:
-    """Another call, or the last one again, which the ranks have agreed on, with other numbers or another mask."""
+    """Draw another call, or repeat the last one with other numbers or another mask."""
     draw = draw_unshard if run != "kernels" and rng.random() < 0.12 else draw_call
     call = draw(rng, run, world, rng.choice(rings))
     if calls and not {"unshard", "rows", "align"} & {*calls[-1]} and rng.random() < 0.4:
@@ -97,12 +97,12 @@ def draw_next(rng: Random, run: str, world: int, rings: list[Literals], calls: l
 
 
 def tidy(call: Literals) -> Literals:
-    """Less what is said without it."""
+    """Drop fields that equal their default."""
     return {name: value for name, value in call.items() if value is not None and value != BASE.get(name)}
 
 
 def draw_ring(rng: Random, world: int) -> Literals:
-    """Any settings together, or none."""
+    """Draw any combination of ring settings."""
     slots, order = rng.randint(2, 5), rng.sample(range(world), world)
     settings = {
         "slots": slots,
@@ -118,7 +118,7 @@ def draw_ring(rng: Random, world: int) -> Literals:
 
 
 def draw_layout(rng: Random, tokens: int, world: int, *, holes: bool = True) -> list[Any]:
-    """Who holds what, by name or token by token."""
+    """Draw a layout by name or token by token."""
     kinds: list[list[Any]] = [
         ["contiguous"],
         ["zigzag"],
@@ -133,7 +133,7 @@ def draw_layout(rng: Random, tokens: int, world: int, *, holes: bool = True) -> 
 
 
 def draw_mask(rng: Random, call: Literals) -> Literals:
-    """Any arguments about intervals together."""
+    """Draw any combination of mask arguments."""
     call = BASE | call
     reach, causal = call["tokens"] * call["block"], rng.random() < 0.5
     sides = [-1, None, 0, rng.randint(0, reach), rng.randint(0, reach)]
@@ -149,7 +149,7 @@ def draw_mask(rng: Random, call: Literals) -> Literals:
 
 
 def draw_pattern(rng: Random, blocks: int, block: int) -> list[Any]:
-    """A block mask, drawn or built, with its builder's arguments."""
+    """Draw a block mask: random blocks, or a builder and its arguments."""
     stride = rng.randint(1, max(blocks // 2, 1))
     sizes: dict[str, Literals] = {
         "random": {"share": rng.choice([0.1, 0.5, 0.9])},
@@ -161,7 +161,7 @@ def draw_pattern(rng: Random, blocks: int, block: int) -> list[Any]:
 
 
 def draw_longformer(rng: Random, tokens: int) -> list[Any]:
-    """A window and some stretches of global tokens."""
+    """Draw a window and some ranges of global tokens."""
     edges = sorted(rng.sample(range(tokens + 1), rng.choice([0, 2, 2, 4]) if tokens > 2 else 0))
     return [
         "longformer",
@@ -170,7 +170,7 @@ def draw_longformer(rng: Random, tokens: int) -> list[Any]:
 
 
 def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
-    """One call of ``ring_attention``, or of the kernels by hand; small where the interpreter computes it."""
+    """Draw one call of ``ring_attention`` or of the kernels, small if the interpreter runs it."""
     triton = run == "kernels" or rng.random() < 0.12
     large = not triton and rng.random() < 0.04
     tokens = rng.choice([1, *[rng.randint(1, 20 if triton else 48)] * 7, rng.randint(1, 4)])
@@ -224,7 +224,7 @@ def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
 
 
 def draw_mesh(rng: Random, world: int) -> Literals:
-    """A mesh of all ranks, and heads that it takes; its rings have no settings."""
+    """Draw a mesh of all ranks with fitting heads. Its ring has default settings."""
     ulysses = rng.choice([size for size in range(1, world + 1) if world % size == 0])
     kv_heads = rng.choice([1, ulysses, 2 * ulysses])
     heads = math.lcm(kv_heads, ulysses) * rng.choice([1, 1, 2])
@@ -238,7 +238,7 @@ def draw_mesh(rng: Random, world: int) -> Literals:
 
 
 def draw_align(rng: Random, call: Literals, world: int) -> Literals:
-    """More keys or fewer than queries; without what speaks of positions."""
+    """Draw more or fewer keys than queries, without arguments that refer to positions."""
     align, tokens = rng.choice(["top-left", "bottom-right"]), call["tokens"]
     key_tokens = rng.choice([tokens, rng.randint(1, 2 * tokens)])
     return {
@@ -252,7 +252,7 @@ def draw_align(rng: Random, call: Literals, world: int) -> Literals:
 
 
 def draw_rows(rng: Random, call: Literals) -> Literals:
-    """What tells batch rows apart; without what is refused with it, and what counts positions of a packed sequence."""
+    """Draw arguments that differ by batch row, without arguments that conflict with them."""
     reach, rows = call["tokens"], range(call["batch"])
     if not rows or call["block_mask"]:
         return {}
@@ -270,7 +270,7 @@ def draw_rows(rng: Random, call: Literals) -> Literals:
 
 
 def draw_unshard(rng: Random, run: str, world: int, ring: Literals) -> Literals:
-    """``shard`` and ``unshard``, there and back."""
+    """Draw a round trip through ``shard`` and ``unshard``."""
     tokens = rng.choice([1, rng.randint(1, 40)])
     return {
         "unshard": [rng.choice([0, 1, 2, -1, -3]), rng.choice(["slice", "sum"])],
@@ -284,7 +284,7 @@ def draw_unshard(rng: Random, run: str, world: int, ring: Literals) -> Literals:
 
 
 def draw_spoil(rng: Random, call: Literals, world: int) -> list[Any]:
-    """What means nothing, on one rank or on all; or what means something, on one rank alone."""
+    """Draw a meaningless value for one rank or all, or a valid value that differs on one rank."""
     rank = rng.randrange(world)
     if world > 1 and rng.random() < 0.4:
         others: Literals = {"softmax_scale": 0.77, "softcap": 7.5, "window_size": (5, 3), "causal": not call["causal"]}

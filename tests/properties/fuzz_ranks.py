@@ -1,4 +1,4 @@
-"""Plays drawn calls on ranks that live on from line to line: threads, processes over gloo, one device alone."""
+"""Runs drawn calls on ranks that live from line to line: threads, processes over gloo, or one device."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ from ..support.mask_cases import Case, begin, in_blocks, taken
 from ..support.ring_cases import inputs
 from .fuzz_draw import BASE, Literals
 
-PATIENCE = 40.0  # seconds that a line may take before it is told as a hang
+PATIENCE = 40.0  # seconds before a line counts as a hang
 KEPT_RINGS = 4
 
 Outcome = list[Tensor | None] | str | None
-"""Of one rank: out, lse and gradients, or its error; None: it did not come to that."""
+"""Outcome on one rank: out, lse and gradients; or an error; or None if the call was not reached."""
 
 
-def layout_of(said: list[Any], tokens: int, world: int) -> Layout:
-    """Nobody's tokens are those of a rank past the last."""
-    kind, *rest = said
+def layout_of(literals: list[Any], tokens: int, world: int) -> Layout:
+    """Build a layout from literals. Tokens of a rank past the last one belong to nobody."""
+    kind, *rest = literals
     if kind in NAMES:
-        made: Layout = getattr(Layout, kind)(tokens, world)
+        layout: Layout = getattr(Layout, kind)(tokens, world)
     elif kind == "documents":
-        made = Layout.zigzag(tokens, world, cu_seqlens=[0, *(min(cut, tokens) for cut in rest[0]), tokens])
+        layout = Layout.zigzag(tokens, world, cu_seqlens=[0, *(min(cut, tokens) for cut in rest[0]), tokens])
     elif kind == "uneven":
-        made = Layout.uneven(rest[0])
+        layout = Layout.uneven(rest[0])
     elif kind == "balanced":
-        made = Layout.balanced(tokens, rest[0], causal=rest[1])
+        layout = Layout.balanced(tokens, rest[0], causal=rest[1])
     elif kind == "owners":
-        made = of_owners(rest[0], world)
-    else:  # runs, each rank's behind the other's or dealt in turn
+        layout = of_owners(rest[0], world)
+    else:  # spans, one rank's after the other's or interleaved
         spans: list[list[tuple[int, ...]]] = [[] for _ in range(world)]
         start = 0
         for length, step in rest[0]:
             for rank, own in enumerate(spans):
                 own.append((start + rank * (length if step == 1 else 1), length, step))
             start += world * length
-        made = Layout(spans)
-    return made if made.seqlen else Layout.contiguous(1, world)
+        layout = Layout(spans)
+    return layout if layout.seqlen else Layout.contiguous(1, world)
 
 
 def case_of(call: Literals, world: int) -> Case:
-    """All that a call says, as tensors; positions past the last one are the last."""
+    """Build the tensors and arguments of a call. Positions are clamped to the last one."""
     torch.manual_seed(call["seed"])
     batch, block, (heads, _) = call["batch"], call["block"], call["heads"]
     queries = layout_of(call["layout"], call["tokens"], world)
@@ -120,9 +120,9 @@ def case_of(call: Literals, world: int) -> Case:
     return Case(layout, whole, arguments, where, sink, call["strides"], call["lse"], call["ring"], call["grads"])
 
 
-def pattern_of(said: list[Any], rows: int, columns: int, block: int) -> object:
-    """What a builder makes of its arguments, for as many blocks of queries and keys as there are."""
-    kind, sizes = said
+def pattern_of(literals: list[Any], rows: int, columns: int, block: int) -> object:
+    """Build a block mask with the given number of query and key blocks."""
+    kind, sizes = literals
     if kind == "longformer":
         return patterns.longformer(**sizes)
     if kind == "random":
@@ -147,7 +147,7 @@ SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def change_of(call: Literals, rank: int) -> Callable[[dict[str, Any]], None]:
-    """What a rank passes instead: a layout by its name, and what is wrong."""
+    """Return a function that changes a rank's arguments: the layout's name, align, and the wrong value."""
 
     def change(arguments: dict[str, Any]) -> None:
         if (
@@ -157,7 +157,7 @@ def change_of(call: Literals, rank: int) -> Callable[[dict[str, Any]], None]:
             and not call["later"] | bool(call["align"])
         ):
             arguments["layout"] = by_name(call, arguments["layout"])
-        if call["align"]:  # which says itself what the positions of the case are
+        if call["align"]:  # align replaces the positions of the case
             tokens, world = {"layout": call["tokens"], "kv_layout": call["key_tokens"]}, arguments["kv_layout"].world
             aligned = {side: layout_of(call[side], count, world) for side, count in tokens.items()}
             arguments |= aligned | {"align": call["align"]}
@@ -172,13 +172,13 @@ def change_of(call: Literals, rank: int) -> Callable[[dict[str, Any]], None]:
 
 
 def by_name(call: Literals, layout: Layout) -> Layout | str:
-    """Its name, where that can mean it."""
+    """Return the layout's name if a name can stand for the layout."""
     equal = len({*layout.lengths}) == 1 and call["layout"][0] in NAMES
     return call["layout"][0] if call["named"] and equal else layout
 
 
 def play(calls: list[tuple[Literals, Case]], rank: int, group: Any, rings: dict[str, Ring]) -> list[Outcome]:
-    """What one rank has of every call; nothing after an error that should not have been."""
+    """Run the calls on one rank and return their outcomes. An unexpected error ends the run."""
     made: list[Outcome] = [None] * len(calls)
     begun = {}
     now = 0
@@ -210,7 +210,7 @@ def told(error: Exception) -> str:
 
 
 def where(call: Literals, group: Any, rings: dict[str, Ring]) -> dict[str, Any]:
-    """The ring that calls with ``group=`` share, or one of its own settings, kept from line to line."""
+    """Return the ring or group argument. Rings with settings live from line to line."""
     if call["mesh"] is not None:
         return {"group": mesh_of(group, call["mesh"])}
     if call["kept"] or (call["spoil"] and call["spoil"][0] in ("ring", "group")):
@@ -220,13 +220,13 @@ def where(call: Literals, group: Any, rings: dict[str, Ring]) -> dict[str, Any]:
         rings.pop(next(iter(rings))).close()
     if "topology" in settings:
         settings["topology"] = Topology(settings["topology"])
-    # the last used is the last to go: its backward may be due
+    # Evict the least recently used ring: the backward of a later one may be pending.
     rings[name] = rings.pop(name) if name in rings else Ring(group, deadline=PATIENCE / 2, **settings)
     return {"ring": rings[name]}
 
 
 def mesh_of(group: Any, shape: list[int] | None) -> Any:
-    """All ranks of a world in two dimensions; None: as they are."""
+    """Return a mesh over all ranks, or the group if the shape is None."""
     if shape is None:
         return group
     return group.mesh(*shape) if isinstance(group, LocalGroup) else device_mesh(*shape)
@@ -238,7 +238,7 @@ def device_mesh(ring: int, ulysses: int) -> DeviceMesh:
 
 
 def there_and_back(call: Literals, layout: Layout, rank: int, group: Any) -> None:
-    """``shard`` and ``unshard``, with the gradient of a loss on every rank; whole numbers, so that sums are exact."""
+    """Check ``shard``, ``unshard`` and its gradient on integers, whose sums are exact."""
     (dim, grad), generator, size = call["unshard"], torch.Generator().manual_seed(call["seed"]), [2, 3, 2]
     size[dim] = layout.seqlen
     numbers = torch.randint(-9, 10, (layout.world + 1, *size), generator=generator).to(getattr(torch, call["dtype"]))
@@ -254,14 +254,14 @@ def there_and_back(call: Literals, layout: Layout, rank: int, group: Any) -> Non
 
 
 def by_hand(case: Case) -> list[list[Tensor | None]]:
-    """Every rank's queries over one shard of keys after the other, by the kernels that vendors call."""
+    """Run each rank's queries over one key shard after the other with the public kernel functions."""
     names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "block_mask")
-    unsaid = {"window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0, "first_head": 0}
-    said: dict[str, Any] = defaultdict(lambda: None, unsaid | case.call)
+    defaults = {"window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0, "first_head": 0}
+    call: dict[str, Any] = defaultdict(lambda: None, defaults | case.call)
     batch, ranks = case.whole["q"].shape[0], range(case.layout.world)
-    mask = mask_of(Layouts(case.layout, case.keys), batch, **{name: said[name] for name in names})
+    mask = mask_of(Layouts(case.layout, case.keys), batch, **{name: call[name] for name in names})
     scores = Scores(
-        said["softcap"], said["alibi_slopes"], said["dropout_p"], said["dropout_seed"] or 0, said["first_head"]
+        call["softcap"], call["alibi_slopes"], call["dropout_p"], call["dropout_seed"] or 0, call["first_head"]
     )
     keys = [[taken(case.keys, case.whole[name], rank) for name in "kv"] for rank in ranks]
     sums = [[torch.zeros_like(x, dtype=torch.float32) for x in pair] for pair in keys]
@@ -274,11 +274,11 @@ def by_hand(case: Case) -> list[list[Tensor | None]]:
         hops: list[dict[str, Any]] = []
         for other in ranks:
             columns = case.keys.positions(other)
-            here = replace(scores, q_positions=rows.int(), k_positions=columns.int())
-            hops.append({"bounds": bounds(mask, rows, columns), "scores": here})
-            hops[-1] |= {name: said[name] for name in ("softmax_scale", "config")}
+            hop_scores = replace(scores, q_positions=rows.int(), k_positions=columns.int())
+            hops.append({"bounds": bounds(mask, rows, columns), "scores": hop_scores})
+            hops[-1] |= {name: call[name] for name in ("softmax_scale", "config")}
         state = None
-        if case.sink is not None:  # as if each row had seen one key, its score the sink, its value 0
+        if case.sink is not None:  # one key with the sink as its score and a value of 0
             state = torch.zeros(dout.shape), case.sink.float()[None, :, None].repeat(batch, 1, len(rows))
         for other in ranks:
             state = attention_forward(q, *keys[other], state=state, final=other == ranks[-1], **hops[other])
@@ -289,7 +289,7 @@ def by_hand(case: Case) -> list[list[Tensor | None]]:
         delta = attention_delta(dout, state[0], dlse)
         dsink = None if case.sink is None else sink_gradient(case.sink, delta, state[1])
         made.append([*state, dq.to(q.dtype), None, None, dsink])
-    for own, pair in zip(made, sums, strict=True):  # which all queries have added to only now
+    for own, pair in zip(made, sums, strict=True):  # complete only after all ranks' queries
         own[3:5] = [x.to(case.whole["k"].dtype) for x in pair]
     return made
 
@@ -299,7 +299,7 @@ def prepared(calls: list[Literals], world: int) -> list[tuple[Literals, Case]]:
 
 
 class Threads:
-    """Virtual ranks; or one device alone, and the kernels by hand."""
+    """Ranks as threads; also a single device, and the kernels called directly."""
 
     def __init__(self, run: str, world: int) -> None:
         self._run = run
@@ -307,7 +307,7 @@ class Threads:
         self._rings: list[dict[str, Ring]] = [{} for _ in range(world)]
 
     def play(self, calls: list[Literals], world: int) -> list[list[Outcome]]:
-        """What each rank has of each call."""
+        """Return the outcomes of each rank."""
         cases = prepared(calls, world)
         if self._run == "kernels":
             return [[*parts] for parts in zip(*(by_hand(case) for _, case in cases), strict=True)]
@@ -317,21 +317,21 @@ class Threads:
 
     def close(self) -> None:
         for ring in [ring for rings in self._rings for ring in rings.values()]:
-            with suppress(Exception):  # after a failure, which was told
+            with suppress(Exception):  # the failure was reported before
                 ring.close()
         if self._world is not None:
             self._world.close()
 
 
 class Processes:
-    """Ranks over gloo."""
+    """Ranks as processes over gloo."""
 
     def __init__(self, run: str, world: int) -> None:
         self._ranks = Group(world, serve, timeout=timedelta(seconds=PATIENCE))
         self.close = self._ranks.close
 
     def play(self, calls: list[Literals], world: int) -> list[list[Outcome]]:
-        """What each rank has of each call; of one that died or hangs, that."""
+        """Return the outcomes of each rank, or a message for a rank that died or hangs."""
         made: list[list[Outcome]] = [[f"no answer within {PATIENCE:.0f} s"] for _ in range(world)]
         deadline = time.monotonic() + PATIENCE
         for end in self._ranks.ends:
@@ -347,14 +347,14 @@ class Processes:
 
 
 def serve(rank: int, end: Connection) -> None:
-    """One process: plays what it is sent, until nobody sends any more."""
-    torch.use_deterministic_algorithms(True)  # poisons what torch.empty returns
+    """Run the lines that arrive until the connection closes."""
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
     rings: dict[str, Ring] = {}
     with suppress(EOFError, ConnectionResetError):
         while True:
             calls = pickle.loads(end.recv_bytes())
             try:
                 made = play(prepared(calls, dist.get_world_size()), rank, dist.group.WORLD, rings)
-            except Exception as error:  # a line that means nothing
+            except Exception as error:  # the line is not valid
                 made = [told(error)]
             end.send_bytes(pickle.dumps(made))

@@ -1,11 +1,11 @@
 """Mutate layouts, masks, schedules and bounds with mutmut, and count the mutants that the tests miss.
 
-``python tests/properties/mutants.py`` from the root; options go to ``mutmut run``. mutmut names a mutant by its
-file's path and finds it by its module's name, and runs the tests in a folder of copies. Here the root is the package,
-so the two names would differ and the tests would import the installed package instead of the copies. So this lays the
-package out as a folder ``ringattn`` under build/mutants and runs mutmut there.
+Run ``python tests/properties/mutants.py`` from the root; options go to ``mutmut run``. mutmut names a mutant by its
+file's path, imports it by module name, and runs the tests in a copy of the folder. In this repository the root is the
+package, so path and module name would differ, and the tests would import the installed package. Therefore this script
+copies the package to ``build/mutants/ringattn`` and runs mutmut there.
 
-Fails where fewer than 90% are caught, or where a survivor is not in tests/properties/mutants.md with its reason.
+The exit code is 1 if fewer than 90% are caught, or if tests/properties/mutants.md has no reason for a survivor.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ only_mutate = [
 ]
 pytest_add_cli_args_test_selection = [
     "tests/kernels/test_bounds.py",
-    "tests/kernels/test_checks.py::test_forward",
-    "tests/kernels/test_checks.py::test_inputs",
+    "tests/kernels/test_checks.py::test_bad_forward_arguments_are_refused",
+    "tests/kernels/test_checks.py::test_bad_q_k_v_are_refused_by_every_entry",
     "tests/ring/test_active.py",
     "tests/ring/test_args.py::test_refusals",
     "tests/ring/test_layout.py",
@@ -50,7 +50,7 @@ use_git_change_detection = false
 pythonpath = ["."]
 consider_namespace_packages = true
 """
-# one failing example is enough: most of the time would go into smaller ones
+# Skip shrinking: one failing example is enough, and shrinking would take most of the time.
 PROFILE = """
 from hypothesis import Phase
 settings.register_profile("default", settings.get_profile("default"), phases=(Phase.explicit, Phase.generate))
@@ -60,7 +60,7 @@ CAUGHT = ("killed", "timeout", "suspicious", "segfault", "caught_by_type_check")
 
 
 def stage() -> None:
-    """Lay the package out as mutmut expects it."""
+    """Copy the package to the layout that mutmut expects."""
     shutil.rmtree(STAGE, ignore_errors=True)
     package = STAGE / "ringattn"
     package.mkdir(parents=True)
@@ -76,9 +76,9 @@ def stage() -> None:
 
 
 def mutmut(*arguments: str) -> str:
-    """Run one mutmut command in the staged folder; what it prints."""
+    """Run one mutmut command in the staged folder and return its output."""
     command = [sys.executable, "-m", "mutmut", *arguments]
-    # one thread: the workers are forks, and threads of a parent do not live on in a fork
+    # One thread, because the workers are forks and a parent's threads do not survive a fork.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     shown = None if arguments[0] == "run" else subprocess.PIPE
     result = subprocess.run(command, cwd=STAGE, env=environment, stdout=shown, text=True, check=True)
@@ -86,13 +86,13 @@ def mutmut(*arguments: str) -> str:
 
 
 def survivors() -> dict[str, str]:
-    """The name of every mutant that no test caught, and what it changed."""
+    """Return name and change of every mutant that no test caught."""
     names = re.findall(r"^\s*(\S+): (?:survived|no tests)$", mutmut("results"), re.MULTILINE)
     return {name: changed(mutmut("show", name)) for name in names}
 
 
 def changed(diff: str) -> str:
-    """The lines that a mutant puts in place of others."""
+    """Return the lines that a mutant adds."""
     lines = [line[1:].strip() for line in diff.splitlines() if line.startswith("+") and not line.startswith("+++")]
     return " ".join(lines)
 
@@ -106,11 +106,11 @@ def main() -> int:
     survived, known = survivors(), re.findall("^ {4}(.+)$", REASONS.read_text(), re.MULTILINE)
     unknown = {name: line for name, line in survived.items() if line not in known}
     gone = [line for line in known if line not in survived.values()] if caught + len(survived) == total else []
-    print(f"\n{caught} of {total} mutants caught: {caught / total:.1%}, at least {LEAST:.0%} wanted")
+    print(f"\n{caught} of {total} mutants caught: {caught / total:.1%}, at least {LEAST:.0%} required")
     for name, line in unknown.items():
-        print(f"survived, and not in {REASONS.relative_to(ROOT)}: {name}\n    {line}")
+        print(f"survived, but has no reason in {REASONS.relative_to(ROOT)}: {name}\n    {line}")
     for line in gone:
-        print(f"caught or gone, and in {REASONS.relative_to(ROOT)}:\n    {line}")
+        print(f"caught or gone, but listed in {REASONS.relative_to(ROOT)}:\n    {line}")
     return int(caught < LEAST * total or bool(unknown))
 
 

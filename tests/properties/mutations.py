@@ -1,4 +1,4 @@
-"""Mutants of functions, from their syntax trees: waits, records, streams, slots and conditions, one change each."""
+"""Mutants of functions, made from their syntax trees: one changed wait, record, stream, slot or condition each."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one function."""
+    """A single change of one function."""
 
     module: str
     function: str
     line: int
-    number: int  # which change of that function
-    text: str  # what the changed statement says now
+    number: int  # index of the change within the function
+    text: str  # the statement before and after
 
     def __str__(self) -> str:
         return f"{self.module.removeprefix('ringattn.')}.{self.function}: {self.text}"
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
-    """What may stand in the place of a node."""
+    """Yield replacements for a node."""
     match node:
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="super"))))):
-            pass  # without it there is no object at all
+            pass  # without super().__init__() no object exists
         case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
             yield ast.Pass()
         case ast.If() | ast.IfExp():
@@ -45,8 +45,8 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
                 for place in range(len(node.elts)):
                     yield replaced(node, elts=[*node.elts[:place], *node.elts[place + 1 :]])
         case ast.For():
-            for kept in ("[1:]", "[:-1]"):
-                yield replaced(node, iter=ast.parse(f"[*({ast.unparse(node.iter)})]{kept}", mode="eval").body)
+            for part in ("[1:]", "[:-1]"):
+                yield replaced(node, iter=ast.parse(f"[*({ast.unparse(node.iter)})]{part}", mode="eval").body)
         case ast.Compare(ops=[operator]):
             for other in OPERATORS.get(type(operator), ()):
                 yield replaced(node, ops=[other()])
@@ -95,7 +95,7 @@ def replaced(node: ast.AST, **fields: Any) -> Any:
 
 
 def functions(module: ModuleType) -> tuple[ast.Module, list[tuple[str, ast.FunctionDef]]]:
-    """The module's tree, and its functions and methods by qualified name."""
+    """Return the module's tree and its functions and methods by qualified name."""
     tree = ast.parse(Path(str(module.__file__)).read_text())
     listed = []
     for node in tree.body:
@@ -109,7 +109,7 @@ def functions(module: ModuleType) -> tuple[ast.Module, list[tuple[str, ast.Funct
 
 
 def places(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, ast.AST, str, int | None]]:
-    """Every node of a body, with the node, the field and the index that hold it; not what a reader alone sees."""
+    """Yield every node of a body with its parent, field and index. Annotations, errors and assertions are skipped."""
     skipped = (ast.arguments, ast.Raise, ast.Assert, ast.JoinedStr, ast.FunctionDef)
     pending: list[ast.AST] = [function]
     while pending:
@@ -124,7 +124,7 @@ def places(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, ast.AST, str, i
 
 
 def mutants(module: str, wanted_functions: Sequence[str]) -> Iterator[Mutant]:
-    """All mutants of some functions of a module; a class stands for all of its methods, "" for everything."""
+    """Yield the mutants of some functions; a class name means all of its methods, "" the whole module."""
     for name, function in functions(importlib.import_module(module))[1]:
         if any(wanted == "" or name == wanted or name.startswith(f"{wanted}.") for wanted in wanted_functions):
             for number, (node, _, text) in enumerate(mutations(function)):
@@ -132,7 +132,7 @@ def mutants(module: str, wanted_functions: Sequence[str]) -> Iterator[Mutant]:
 
 
 def mutations(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, Callable[[], None], str]]:
-    """Each change of a function: where, how to make it, and the statement that it makes."""
+    """Yield each change of a function: the node, a function that makes the change, and the changed statement."""
     statements = {
         id(inner): outer for outer in ast.walk(function) if isinstance(outer, ast.stmt) for inner in expressions(outer)
     }
@@ -155,7 +155,7 @@ def mutations(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, Callable[[],
 
 
 def expressions(statement: ast.stmt) -> Iterator[ast.AST]:
-    """A statement's own nodes, without the statements inside it."""
+    """Yield a statement's own nodes, without nested statements."""
     pending: list[ast.AST] = [statement]
     while pending:
         node = pending.pop()
@@ -164,7 +164,7 @@ def expressions(statement: ast.stmt) -> Iterator[ast.AST]:
 
 
 def apply(mutant: Mutant) -> None:
-    """Give the function its other code, for the rest of this process."""
+    """Replace the function's code for the rest of this process."""
     module = importlib.import_module(mutant.module)
     tree, listed = functions(module)
     function = dict(listed)[mutant.function]
@@ -183,7 +183,7 @@ def inner_code(code: CodeType, names: list[str]) -> CodeType:
 
 
 def plain(module: ModuleType, name: str) -> FunctionType:
-    """The function behind decorators."""
+    """Return the function behind its decorators."""
     holder: Any = module
     for part in name.split("."):
         holder = vars(holder)[part]

@@ -1,4 +1,4 @@
-"""How rings, worlds and groups end, in good times and in bad, and what they leave: nothing."""
+"""Ends of rings, worlds and groups, with and without failures: they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from ringattn.comm.watchdog.telemetry import TICK_SECONDS
 
 from ..support.forked import Ending, ending, results
 from ..support.nightly import rest_nightly
+from ..support.ring_cases import run_ranks
 
 CPU = torch.device("cpu")
-SECONDS = 1.0  # a deadline
-GRACE = 40.0  # and what a busy machine may take beyond that; no other deadline is as short
+SECONDS = 1.0  # the ring's deadline
+GRACE = 40.0  # allowance for a busy machine; every other deadline is longer
 
 
 def step(group: GroupLike = None, ring: Ring | None = None, heads: int = 1, dropout_p: float = 0.0) -> None:
@@ -42,12 +43,12 @@ def step(group: GroupLike = None, ring: Ring | None = None, heads: int = 1, drop
 
 
 def held() -> list[int]:
-    """Threads and descriptors of this process."""
+    """Return the numbers of threads and file descriptors of this process."""
     return [threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))]
 
 
 def settled(most: Sequence[float] | None = None) -> list[int]:
-    """Once those that end have ended: at most so many, or after a second."""
+    """Wait until threads and descriptors are at most ``most``, or for a second; return their numbers."""
     begun = time.monotonic()
     while time.monotonic() < begun + (1 if most is None else GRACE) and not (most and no_more(held(), most)):
         gc.collect()
@@ -59,11 +60,8 @@ def no_more(now: Sequence[float], before: Sequence[float]) -> bool:
     return all(a <= b for a, b in zip(now, before, strict=True))
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
 def dies(rank: int, *, known: bool) -> Ending:
-    """Before its first call, or before one with a new signature."""
+    """Kill rank 1 before its first call, or before a call with a new signature."""
     if known:
         step()
     if rank == 1:
@@ -75,14 +73,14 @@ def dies(rank: int, *, known: bool) -> Ending:
 def test_a_closed_connection_ends_the_wait_for_a_killed_rank(known: bool) -> None:
     for rank, (kind, text, seconds) in zip((0, 2), results(3, partial(dies, known=known), ends=1), strict=True):
         assert kind == TransportError.__name__
-        # seen by this rank, or by the other one that is left, which has told it
+        # seen by this rank, or reported by the other surviving rank
         assert re.search(r"rank 1 is gone: its connection to rank [02] is closed", text), text
         assert text.startswith(f"rank {rank}: ")
         assert seconds < GRACE
 
 
 def comes_late(rank: int) -> Ending:
-    """To a ring whose other rank has given up."""
+    """Call a ring whose other rank has given up."""
     store = dist.distributed_c10d._get_default_store()
     if rank:
         store.wait(["given up"])
@@ -92,7 +90,7 @@ def comes_late(rank: int) -> Ending:
     return answer if ending(ring.close)[0] == "" else ("close raised", "", 0.0)
 
 
-def test_a_rank_that_comes_late_waits_no_longer_than_its_deadline() -> None:
+def test_a_late_rank_waits_no_longer_than_its_deadline() -> None:
     for kind, _, seconds in results(2, comes_late):
         assert kind == TransportError.__name__
         assert seconds < SECONDS + GRACE
@@ -112,7 +110,7 @@ def groups_come_and_go(rank: int) -> list[list[int]]:
     return counts
 
 
-def test_what_is_kept_for_a_group_ends_with_it() -> None:
+def test_a_destroyed_group_leaves_no_threads_or_descriptors() -> None:
     for first, *others in results(2, groups_come_and_go):
         assert first[0] == 1  # the main thread
         assert all(no_more(now, first) for now in others)
@@ -122,14 +120,14 @@ def forks(rank: int) -> list[str]:
     ring = Ring()
     step(ring=ring)
     step()
-    here, there = os.pipe()
+    read_end, write_end = os.pipe()
     if os.fork() == 0:
         answers = [ending(lambda: step(ring=ring)), ending(step), ending(ring.close)]
-        os.write(there, "\n".join(f"{kind}: {text}" for kind, text, seconds in answers if seconds < GRACE).encode())
+        os.write(write_end, "\n".join(f"{kind}: {text}" for kind, text, seconds in answers if seconds < GRACE).encode())
         os._exit(0)
     os.wait()
     step(ring=ring)
-    return os.read(here, 4096).decode().splitlines()
+    return os.read(read_end, 4096).decode().splitlines()
 
 
 def test_calls_in_forked_processes_raise_at_once() -> None:
@@ -137,9 +135,6 @@ def test_calls_in_forked_processes_raise_at_once() -> None:
         assert re.match(r"RuntimeError: ring belongs to process \d+, but this process is a fork", of_ring)
         assert re.match(r"RuntimeError: group belongs to the process that process \d+ was forked from", of_group)
         assert of_close == ": "
-
-
-# -- virtual ranks -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("closed", rest_nightly([True, False], False))
@@ -180,8 +175,8 @@ def test_a_world_does_not_run_in_a_forked_process() -> None:
             world.run(step)
 
 
-def test_close_gives_everything_back_after_a_failure() -> None:
-    """In a call on all ranks, and in what it gives back itself; a second time it does nothing."""
+def test_close_releases_everything_after_a_failure() -> None:
+    """A call fails on all ranks, and closing the transport fails, too."""
     closed: list[str] = []
     aborted: list[str] = []
 
@@ -212,30 +207,27 @@ def test_close_gives_everything_back_after_a_failure() -> None:
         assert (ring._kv, ring._dkv, ring._control) == (None, None, None)
         assert not ring._opened
 
-    with LocalWorld(2) as world:
-        world.run(fails)
+    run_ranks(2, fails)
     assert len(closed) == 2
-    # others may never post what its transfers wait for
+    # other ranks may never post the matching transfers
     assert aborted == ["aborted because a call on its ring failed: KeyError('a fault')"] * 2
 
 
-# -- what grows --------------------------------------------------------------------------------------------------------
-
-WARM, STEPS = 500, 500  # what remembers the last calls is full by then, and caches of torch and Python nearly
-ROUNDS = 100  # rings, or worlds, one after the other
+WARM, STEPS = 500, 500  # after the warm-up, the history of calls is full, and caches of torch and Python nearly
+ROUNDS = 100  # rings or worlds, one after the other
 
 
 def growth(do: Callable[[], object], warm: int, times: int) -> float:
-    """Bytes of traced memory per time; threads and descriptors stay as they are."""
+    """Return the growth of traced memory per call, in bytes. Threads and descriptors must not grow."""
 
     def traced(count: int) -> int:
         for _ in range(count):
             do()
-        time.sleep(4 * TICK_SECONDS)  # the watchdog lets go of transfers that are over
+        time.sleep(4 * TICK_SECONDS)  # the watchdog releases finished transfers
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
-    tracemalloc.start()  # before what is replaced is made
+    tracemalloc.start()  # before objects that are replaced later
     try:
         at_first = traced(warm)
         before = held()
@@ -251,23 +243,23 @@ def grows(rank: int, *, what: str) -> float:
         with Ring() as ring:
             return growth(lambda: step(ring=ring), WARM, STEPS)
 
-    def one() -> None:
+    def open_and_run() -> None:
         with LocalWorld(2) if what == "worlds" else Ring() as opened:
             opened.run(step) if isinstance(opened, LocalWorld) else step(ring=opened)
 
-    return growth(one, 10, ROUNDS)
+    return growth(open_and_run, 10, ROUNDS)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("what", "most"), [("steps", 100), ("rings", 1000), ("worlds", 1000)])
-def test_nothing_grows(what: str, most: float) -> None:
-    """Bytes of traced memory per time: torch and Python still fill some caches; a ring that stays is tens of kB."""
+def test_steps_rings_and_worlds_do_not_leak_memory(what: str, most: float) -> None:
+    """Caches of torch and Python still grow a little; a leaked ring would be tens of kB."""
     assert max(results(2, partial(grows, what=what), patience=800)) <= most
 
 
-def test_steps_and_rings_leave_no_object_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, in a moment: not one object for each step, no key, no thread and no descriptor."""
+def test_steps_and_rings_leave_no_objects_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick version: objects, store keys, threads and descriptors do not grow per step."""
     monkeypatch.setattr(preflight, "KEPT_CALLS", 8)
     monkeypatch.setattr(deadlines, "RECENT", 8)
     times = 40
@@ -288,7 +280,7 @@ def test_steps_and_rings_leave_no_object_behind(monkeypatch: pytest.MonkeyPatch)
                 world.run(body)
                 gc.collect()
                 counted.append((len(gc.get_objects()), world._hub.store.num_keys(), *held()))
-            # What other threads and caches hold comes and goes; what a step leaves is more in every round.
+            # Objects of other threads and caches come and go, but a leak grows in every round.
             objects, *others = ([b - a for a, b in pairwise(counts)] for counts in zip(*counted, strict=True))
             assert median(objects) < times / 2, counted
             assert max(map(min, others)) <= 0, counted

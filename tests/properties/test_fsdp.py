@@ -1,4 +1,4 @@
-"""A model under FSDP2, with data, ring, Ulysses and tensor parallelism beside each other, equals one process."""
+"""A model under FSDP2 with data, ring, Ulysses and tensor parallelism at once equals one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DROPOUT = {"dropout_p": 0.2, "dropout_seed": 7}
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward, of as many heads as the projections of this rank give."""
+    """Attention and a feed-forward network, with as many heads as this rank's projections give."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Letters and positions to logits."""
+    """Model from letters and positions to logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
 
 
 def batch() -> tuple[Tensor, Tensor, int]:
-    """Letters, labels of which some are ignored, and how many are not, of all rows."""
+    """Return letters, labels (some ignored), and the number of labels that count, for all rows."""
     letters = torch.randint(LETTERS, (ROWS, SEQLEN + 1), generator=torch.Generator().manual_seed(6))
     labels = letters[:, 1:].clone()
     labels[0, :11] = IGNORED
@@ -67,7 +67,7 @@ def batch() -> tuple[Tensor, Tensor, int]:
 
 
 def train(model: Any, letters: Tensor, labels: Tensor, at: Tensor, total: float, attend: Any) -> Tensor:
-    """The part of the loss that these tokens have, after its backward."""
+    """Run the backward and return these tokens' part of the loss."""
     logits = model(letters, at, attend)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum") / total
     loss.backward()  # type: ignore[no-untyped-call]
@@ -75,14 +75,14 @@ def train(model: Any, letters: Tensor, labels: Tensor, at: Tensor, total: float,
 
 
 def alone(attend: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Loss and gradients of one process."""
+    """Return loss and gradients of one process."""
     model, (letters, labels, total) = Decoder().to(dtype), batch()
     loss = train(model, letters, labels, torch.arange(SEQLEN), total, attend)
     return {"loss": loss} | {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
 def sharded(rank: int, shape: tuple[int, ...], names: tuple[str, ...], call: dict[str, Any]) -> dict[str, Tensor]:
-    """The same by four processes; every rank has its rows' tokens, and with tensor parallelism its heads."""
+    """Return loss and gradients of one of four processes, which holds its rows' tokens and its heads."""
     mesh, model, (letters, labels, total) = init_device_mesh("cpu", shape, mesh_dim_names=names), Decoder(), batch()
     if names[-1] == "tensor":
         plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
@@ -99,7 +99,7 @@ def sharded(rank: int, shape: tuple[int, ...], names: tuple[str, ...], call: dic
     letters, labels = (shard(x[mine], layout=layout, group=sequence) for x in (letters, labels))
     at = positions(SEQLEN, layout=layout, group=sequence)
     attend = partial(ring_attention, layout=layout, group=sequence, causal=True, **call)
-    ranks = replicas.size()  # over which FSDP averages
+    ranks = replicas.size()  # FSDP averages over these ranks
     loss = train(model, letters, labels, at, total / ranks, attend) / ranks
     torch.distributed.all_reduce(loss, group=replicas.get_group())
     whole = {name: x.grad for name, x in model.named_parameters()}
@@ -121,12 +121,14 @@ NAMES = ("data", "ring", "ulysses")
     ],
     ids=["data x ring", "data x ulysses", "ring x ulysses", "ring x tensor", "ulysses x tensor"],
 )
-def test_loss_and_gradients(shape: tuple[int, ...], names: tuple[str, ...], call: dict[str, Any]) -> None:
-    """Loss and every gradient are those of one process; FSDP2 shards parameters over data and sequence together."""
+def test_fsdp_loss_and_gradients_equal_one_process(
+    shape: tuple[int, ...], names: tuple[str, ...], call: dict[str, Any]
+) -> None:
+    """FSDP2 shards parameters over data and sequence dimensions together."""
     exact = alone(lambda *qkv: reference.attention(*qkv, causal=True, **call)[0], torch.float64)
-    one = alone(partial(ring_attention, causal=True, **call), torch.float32)
+    single = alone(partial(ring_attention, causal=True, **call), torch.float32)
     ranks = results(RANKS, partial(sharded, shape=shape, names=names, call=call))
     for ours in ranks:
         assert ours.keys() == exact.keys()
         for name, x in exact.items():
-            assert_as_exact_as_pytorch(name, ours[name], one[name], x)
+            assert_as_exact_as_pytorch(name, ours[name], single[name], x)

@@ -1,4 +1,4 @@
-"""Drawn calls of the public face: a few with every change, ten minutes at night, and what the fuzz itself can see."""
+"""The fuzz: a few drawn calls on every change, ten minutes at night, and defects that it must find."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .fuzz_draw import BASE, WRONG, Literals, draw_line
 
 pytestmark = [
     pytest.mark.usefixtures("one_core", "poison"),
-    # tanh of a large score, which is 1 by way of an infinity
+    # tanh of a large score overflows to infinity before it becomes 1
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
 ]
 
@@ -27,25 +27,15 @@ FEATURES = (
     *("threads", "processes", "alone", "kernels", "packed", "transposed", "float32", "float16", "bfloat16", "triton"),
     *("contiguous", "zigzag", "striped", "documents", "uneven", "balanced", "spans", "owners"),
     *("slots", "prefetch", "chunks", "direction", "topology", "wire_dtype", "grad_wire_dtype", "block_mask", "kept"),
-    *(
-        "window_size",
-        "causal",
-        "cu_seqlens",
-        "prefix_length",
-        "seqused_k",
-        "key_mask",
-        "leftpad_k",
-        "kv_layout",
-        "learnable_sink",
-        "lse",
-    ),
+    *("window_size", "causal", "cu_seqlens", "prefix_length", "seqused_k", "key_mask", "leftpad_k", "kv_layout"),
+    *("learnable_sink", "lse"),
     *("softmax_scale", "softcap", "alibi_slopes", "dropout_p", "first_head", "config"),
     *("named", "late", "wait", "unshard", "mesh", "align"),
 )
 
 
 def test_every_feature_is_drawn() -> None:
-    """Each of what a call can have, each wrong value, and several features together."""
+    """Each wrong value and combinations of many features occur, too."""
     drawn: Counter[str] = Counter()
     wrong: set[str] = set()
     most = 0
@@ -54,9 +44,13 @@ def test_every_feature_is_drawn() -> None:
         for call in line["calls"]:
             if "spoil" in call:
                 wrong.add(f"{call['spoil'][:2]}")
-            said = BASE | call
-            features = [line["run"], said["layout"][0], said["strides"], said["dtype"], said["backend"]]
-            features += [*said["ring"], *(name for name in call if call[name] != BASE.get(name))]
+            full_call = BASE | call
+            features = [
+                line["run"],
+                full_call["layout"][0],
+                *(full_call[name] for name in ("strides", "dtype", "backend")),
+            ]
+            features += [*full_call["ring"], *(name for name in call if call[name] != BASE.get(name))]
             drawn.update(features)
             most = max(most, len({*features} & {*FEATURES}))
     assert [name for name in FEATURES if drawn[name] < 20] == []
@@ -65,17 +59,17 @@ def test_every_feature_is_drawn() -> None:
 
 
 def shared(sink: Tensor, q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The state before any key in the memory of the sink."""
+    """Return a start state that shares memory with the sink: a defect."""
     return torch.zeros(*q.shape[:3], dim), sink[None, :, None].expand(q.shape[0], -1, q.shape[1])
 
 
-def test_drawn_calls() -> None:
+def test_a_few_drawn_calls_pass() -> None:
     assert search(0, range(12)) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_drawn_calls_for_ten_minutes() -> None:
+def test_drawn_calls_pass_for_ten_minutes() -> None:
     assert main(["--minutes", "10", "--seed", "1"]) == 0
 
 
@@ -96,14 +90,14 @@ def refuse(*_: object) -> None:
         (shards, "exchange", lambda ring, xs, shapes: [-x for x in xs], {"unshard": [1, "sum"]}, "unshard puts"),
     ],
 )
-def test_defects(
+def test_injected_defects_are_found(
     monkeypatch: pytest.MonkeyPatch, module: object, name: str, defect: Callable[..., Any], call: Literals, message: str
 ) -> None:
     monkeypatch.setattr(module, name, defect)
     assert message in Fuzz().failure({"run": "alone", "world": 1, "calls": [call]})
 
 
-def test_a_failure_becomes_one_short_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_shrinks_to_one_short_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "sink_gradient", lambda sink, delta, lse: torch.full_like(sink, 9.0))
     long = {"tokens": 24, "causal": True, "heads": [2, 2], "ring": {"slots": 4, "chunks": 2}, "lse": True}
     line = {"run": "threads", "world": 3, "calls": [long, long | SINK | {"wait": 1}, long]}

@@ -1,7 +1,7 @@
-"""A rank is killed at any moment of a forward or backward: all others end, in time, with an error that says where.
+"""Kill one rank at any moment of a forward or backward: all others end in time and say where they waited.
 
-Ranks are processes over gloo that compute steps until one of them is killed: after a random part of a step, or as it
-posts one of its transfers. The store is the killed rank's own, or another process's, as under torchrun.
+Ranks are processes over gloo that compute steps until one is killed, either after a random part of a step or as it
+posts a transfer. The store runs on the killed rank, on another rank, or in a separate process as under torchrun.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from ringattn.comm import TransportError
 from ..support.forked import Ranks, join, serve
 from ..support.nightly import rest_nightly
 
-DEADLINE = 60.0  # seconds, of a transfer: a closed connection is noticed, and told, long before
-SHORT_DEADLINE = 2.0  # where nothing else ends a wait
-GRACE = 25.0  # what every rank may take beyond that on a busy machine, which is mostly a second
+DEADLINE = 60.0  # seconds per transfer; a closed connection is noticed and reported long before
+SHORT_DEADLINE = 2.0  # seconds, if nothing else ends a wait
+GRACE = 25.0  # allowance for a busy machine; usually a second is enough
 WARM_STEPS = 3
 TOKENS, HEADS, HEAD_DIM = 64, 2, 16
 
 
 class Kill(NamedTuple):
-    """What happens."""
+    """Scenario of one kill."""
 
     world: int
     victim: int
-    host: int | None  # the rank that serves the store; None: a process that stays
-    at_post: int | None  # the victim ends at this post after the warm-up; None: from outside, ...
-    after: float  # ... after this many steps
+    host: int | None  # rank that serves the store; None: a separate process
+    at_post: int | None  # the victim ends at this post after the warm-up; None: killed from outside
+    after: float  # steps until the kill from outside
     chunks: int
     how: signal.Signals = signal.SIGKILL
 
     @property
     def seconds(self) -> float:
-        """In which every rank ends."""
+        """Seconds within which every rank must end."""
         return GRACE + (SHORT_DEADLINE if self.how == signal.SIGSTOP else 0.0)
 
     @classmethod
     def random(cls, seed: int) -> Kill:
-        """Every world, and every way to die, in turn; the rest is random."""
+        """Draw a scenario. Worlds and ways to die alternate; the rest is random."""
         rng = random.Random(seed)
         world = 2 + seed % 4
         victim = rng.randrange(world)
@@ -62,7 +62,7 @@ class Kill(NamedTuple):
 
 
 class Told(NamedTuple):
-    """How a rank ended."""
+    """Report of how a rank ended."""
 
     kind: str
     text: str
@@ -77,7 +77,7 @@ def step(ring: Ring) -> None:
 
 
 def end_at_post(ring: Ring, number: int) -> None:
-    """End this process as abruptly as a kill does, before its `number`-th transfer from now on."""
+    """Kill this process just before its `number`-th transfer from now on."""
     left = number
     for transport in ring.open(torch.device("cpu")):
         post = transport.post
@@ -93,7 +93,7 @@ def end_at_post(ring: Ring, number: int) -> None:
 
 
 def work(rank: int, pipe: Connection, kill: Kill) -> None:
-    """One rank: steps until something ends them."""
+    """Run one rank's steps and report the error that ends them."""
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         steps(kill, rank, pipe)
@@ -103,13 +103,13 @@ def work(rank: int, pipe: Connection, kill: Kill) -> None:
 
 
 def steps(kill: Kill, rank: int, pipe: Connection) -> None:
-    """Steps to warm up, and after the word to go steps without end."""
+    """Warm up, then run steps without end."""
     torch.manual_seed(rank)
     served = serve() if kill.host == rank else None
     if served is not None:
         pipe.send(served.port)
     join(rank, kill.world, served or pipe.recv(), timedelta(seconds=120))
-    with Ring() as patient:  # ranks begin as far apart as a busy machine likes: the deadline counts from here on
+    with Ring() as patient:  # without a deadline, because ranks may start far apart on a busy machine
         step(patient)
     dist.barrier()
     ring = Ring(deadline=DEADLINE, chunks=kill.chunks)
@@ -129,7 +129,7 @@ def steps(kill: Kill, rank: int, pipe: Connection) -> None:
 
 
 def run(kill: Kill) -> None:
-    """Let it happen, and look at how each rank ends."""
+    """Run the scenario and check how each rank ends."""
     served = serve() if kill.host is None else None
     with Ranks(kill.world, work, kill) as ranks:
         port = ranks.receive(kill.host or 0) if served is None else served.port
@@ -150,7 +150,7 @@ def run(kill: Kill) -> None:
 
 
 def strike(kill: Kill, victim: Any, step_seconds: float) -> float:
-    """Kill, or wait until the victim has done so; the moment."""
+    """Kill the victim, or wait until it has killed itself; return the time."""
     if kill.at_post is None:
         time.sleep(kill.after * step_seconds)
         os.kill(victim.pid, kill.how)
@@ -161,7 +161,7 @@ def strike(kill: Kill, victim: Any, step_seconds: float) -> float:
 
 
 def check(kill: Kill, rank: int, killed: float, report: Told) -> None:
-    """The error names the hop, the edge, the bytes and what each other rank did last."""
+    """Check that the error names the hop, the edge, the bytes, and what each other rank did last."""
     assert report.kind == TransportError.__name__, report
     assert report.when - killed <= kill.seconds
     assert re.match(rf"rank {rank}: ", report.text), report.text
@@ -174,11 +174,11 @@ def check(kill: Kill, rank: int, killed: float, report: Told) -> None:
 
 
 @pytest.mark.parametrize("seed", rest_nightly(range(110), *range(10)))
-def test_a_rank_is_killed(seed: int) -> None:
+def test_a_killed_rank_ends_all_others_with_a_full_report(seed: int) -> None:
     run(Kill.random(seed))
 
 
 @pytest.mark.parametrize("host", rest_nightly([None, 0, 1], 1))
-def test_a_rank_hangs(host: int | None) -> None:
-    """No connection breaks: only a deadline can end this, also where the store hangs with the rank."""
+def test_a_stopped_rank_ends_all_others_by_the_deadline(host: int | None) -> None:
+    """No connection closes, so only a deadline can end the ranks, even if the store hangs, too."""
     run(Kill(4, victim=1, host=host, at_post=None, after=0.5, chunks=1, how=signal.SIGSTOP))

@@ -1,7 +1,7 @@
-"""A rank of a mesh is stopped or killed: all others end in time, with a TransportError that counts ranks in the mesh.
+"""Stop or kill one rank of a mesh: all others end in time, with errors that number ranks in the mesh.
 
-Ranks are processes over gloo. The deadline is that of ``Ring(mesh["ring"], deadline=…)``, which says nothing of the
-dimension that exchanges heads.
+Ranks are processes over gloo. Only ``Ring(mesh["ring"], deadline=…)`` sets the deadline; the Ulysses dimension has to
+take it over.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ CPU = torch.device("cpu")
 RANKS = 4
 TOKENS, HEADS, HEAD_DIM = 8, 4, 8
 DEADLINE = 4.0
-BOUND = 10.0  # seconds in which every rank ends, with that deadline, on a machine with little else to do
-HANGS = 100.0  # as many on a busy one; no other deadline is as short
+BOUND = 10.0  # seconds within which every rank ends on an idle machine
+HANGS = 100.0  # seconds on a busy machine; every other deadline is longer
 MOMENTS = ("first call", "next call", "forward", "backward", "unshard", "backward of unshard", "shard")
 
 
 class Case(NamedTuple):
-    """What happens."""
+    """Scenario of one stopped or killed rank."""
 
     victim: int
     how: signal.Signals
     moment: str
-    default: bool = False  # calls name no ring
+    default: bool = False  # calls pass no ring
     compiled: bool = False
-    store_on: int | None = None  # the rank that serves the store; None: a process that stays
+    store_on: int | None = None  # rank that serves the store; None: a separate process
 
 
 def attention(case: Case) -> tuple[Ring, Callable[[], torch.Tensor], Any]:
-    """The ring with the deadline, a forward on this rank, and the mesh."""
+    """Return the ring with the deadline, this rank's forward, and the mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
     call: Any = partial(ring_attention, layout="contiguous", group=mesh)
     if case.compiled:
@@ -61,7 +61,7 @@ def attention(case: Case) -> tuple[Ring, Callable[[], torch.Tensor], Any]:
         return out
 
     if case.moment != "first call":
-        # Ranks compile and connect as far apart as a busy machine likes: for another ring once more, for any other not.
+        # Warm up without a deadline, because ranks may compile and connect far apart; a second ring compiles once more.
         for _ in range(1 + case.compiled):
             with Ring(mesh["ring"]) as patient:
                 forward(patient).sum().backward()  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ def attention(case: Case) -> tuple[Ring, Callable[[], torch.Tensor], Any]:
 
 
 def work(rank: int, pipe: Connection, case: Case) -> None:
-    """Come to the moment; the victim says when it ends itself, the others how they end."""
+    """Run to the chosen moment; the victim reports its end, the other ranks report their errors."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     ring, forward, mesh = attention(case)
 
@@ -84,7 +84,7 @@ def work(rank: int, pipe: Connection, case: Case) -> None:
         return unshard(torch.ones(1, TOKENS, requires_grad=True), layout="contiguous", group=mesh, grad="sum")
 
     def at_a_transfer() -> None:
-        """End at the last but one transfer of either dimension: of a forward, or a backward."""
+        """Make the victim end at its next transfer, in the ring or in the exchange depending on the rank."""
         both = rings_of((mesh["ring"].get_group(), mesh["ulysses"].get_group()), CPU, None if case.default else ring)
         (transport,) = both[rank % 2].open(CPU)
         post = transport.post
@@ -121,11 +121,11 @@ def work(rank: int, pipe: Connection, case: Case) -> None:
     dist.barrier()
     pipe.send(ending(action))
     pipe.send(time.monotonic())
-    pipe.recv()  # whoever has ended must not be seen to be gone by others
+    pipe.recv()  # stay alive, so that no rank takes this one for the victim
 
 
 def with_store(rank: int, pipe: Connection, case: Case) -> None:
-    """As `work`; one of the ranks serves the store."""
+    """Run `work` with the store on one of the ranks."""
     served = serve() if rank == case.store_on else None
     if served is not None:
         pipe.send(served.port)
@@ -134,7 +134,7 @@ def with_store(rank: int, pipe: Connection, case: Case) -> None:
 
 
 def run(case: Case, seconds: float) -> dict[int, str]:
-    """Let it happen; what each other rank raises, by rank."""
+    """Run the scenario and return the errors of the other ranks."""
     with Group(RANKS, work, case) if case.store_on is None else Ranks(RANKS, with_store, case) as ranks:
         if case.store_on is not None:
             port = ranks.receive(case.store_on)
@@ -153,7 +153,7 @@ def run(case: Case, seconds: float) -> dict[int, str]:
 
 
 def check(case: Case, texts: dict[int, str]) -> None:
-    """Ranks have the numbers of the mesh: who shares a row or a column with the victim names it, or who does."""
+    """Check the numbers in each error: neighbours of the victim name it, other ranks name a neighbour."""
     row, column = divmod(case.victim, 2)
     for rank, text in texts.items():
         assert text.startswith(f"rank {rank}: "), text
@@ -165,8 +165,8 @@ def check(case: Case, texts: dict[int, str]) -> None:
 
 
 @pytest.mark.parametrize("case", [Case(1, signal.SIGSTOP, "first call")])
-def test_a_stopped_rank_ends_the_wait_of_all(case: Case) -> None:
-    """Rank 0 waits for rank 1 where heads are exchanged, rank 3 in the ring, rank 2 for both of them."""
+def test_a_stopped_rank_ends_all_others(case: Case) -> None:
+    """Rank 0 waits for rank 1 in the exchange of heads, rank 3 in the ring, rank 2 for both of them."""
     check(case, run(case, HANGS))
 
 
@@ -177,7 +177,7 @@ VICTIMS = [*product(range(RANKS), (signal.SIGSTOP, signal.SIGKILL))]
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(("victim", "how"), VICTIMS)
 @pytest.mark.parametrize("default", [False, True])
-def test_any_rank_at_any_moment(victim: int, how: signal.Signals, moment: str, default: bool) -> None:
+def test_any_rank_may_fail_at_any_moment(victim: int, how: signal.Signals, moment: str, default: bool) -> None:
     case = Case(victim, how, moment, default)
     check(case, run(case, BOUND))
 
@@ -185,6 +185,6 @@ def test_any_rank_at_any_moment(victim: int, how: signal.Signals, moment: str, d
 @pytest.mark.nightly
 @pytest.mark.parametrize("moment", ["next call", "forward", "backward"])
 @pytest.mark.parametrize(("victim", "how"), VICTIMS)
-def test_any_rank_in_a_graph(victim: int, how: signal.Signals, moment: str) -> None:
+def test_any_rank_may_fail_in_a_graph(victim: int, how: signal.Signals, moment: str) -> None:
     case = Case(victim, how, moment, compiled=True)
     check(case, run(case, BOUND))

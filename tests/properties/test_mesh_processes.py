@@ -1,4 +1,4 @@
-"""Ulysses x ring on real processes over gloo."""
+"""Ulysses x ring over gloo processes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard, unshard
+from ringattn import Layout, Ring, positions, ring_attention, shard, unshard
 from ringattn.comm import GroupLike
 from ringattn.ring import loop
 
 from ..support.forked import Ending, ending, results
-from ..support.ring_cases import LAYOUTS, check_results, inputs, together
+from ..support.ring_cases import LAYOUTS, check_results, inputs, run_ranks, together
 
 TOKENS, RANKS = 53, 4
 HEADS = (4, 2)
-SOON = 60.0  # seconds; deadlines are far beyond it
+SOON = 60.0  # seconds; deadlines are far longer
 
 
 def mesh_of(ring: int, *names: str) -> DeviceMesh:
@@ -31,7 +31,7 @@ def tokens() -> dict[str, Tensor]:
 
 
 def part(layout: Layout, whole: dict[str, Tensor], group: GroupLike, rank: int) -> list[Tensor]:
-    """Out, lse, dq, dk and dv of one rank's shard."""
+    """Return out, lse, dq, dk and dv of one rank's shard."""
     q, k, v = (layout.shard(whole[name], rank).requires_grad_() for name in "qkv")
     out, lse = ring_attention(q, k, v, layout=layout, group=group, causal=True, return_lse=True)
     grads = [layout.shard(whole["dout"], rank), layout.shard(whole["dlse"], rank, 2)]
@@ -48,20 +48,19 @@ def parts_of_every_layout(rank: int) -> dict[str, list[Tensor]]:
     return {name: part(make(TOKENS, RANKS), whole, mesh, rank) for name, make in LAYOUTS.items()}
 
 
-def test_every_layout() -> None:
-    """As exact as PyTorch, and the bits of virtual ranks."""
+def test_every_layout_over_a_mesh_is_exact() -> None:
+    """The result equals that of virtual ranks bit for bit."""
     ranks, whole = results(RANKS, parts_of_every_layout), tokens()
     for name, make in LAYOUTS.items():
         layout = make(TOKENS, RANKS)
         ours = together(layout, [parts[name] for parts in ranks])
         check_results(ours, whole, causal=True)
-        with LocalWorld(RANKS) as world:
-            virtual = world.run(lambda group, layout=layout: part(layout, whole, group.mesh(2, 2), group.rank()))  # type: ignore[misc]
+        virtual = run_ranks(RANKS, lambda group, layout=layout: part(layout, whole, group.mesh(2, 2), group.rank()))  # type: ignore[misc]
         assert all(map(torch.equal, ours, together(layout, virtual)))
 
 
 def refusals(rank: int) -> list[Ending]:
-    """Of one rank's mistakes, and of what is no group; then a call that works, and a mistake in one as it."""
+    """Make calls with one rank's mistakes and with groups of a wrong kind, and valid calls in between."""
     x, mesh = torch.randn(1, 8, 4, 8), mesh_of(2)
     mine = torch.zeros(3) if rank == 3 else torch.zeros(4)
     attend = partial(ring_attention, x, x, x, layout="contiguous")
@@ -72,20 +71,20 @@ def refusals(rank: int) -> list[Ending]:
     assert unshard(attend(group=mesh), layout="contiguous", group=mesh, grad="slice").shape[1] == RANKS * 8
     ends.append(ending(lambda: attend(group=mesh, learnable_sink=None if rank < 3 else mine)))
     mesh = mesh_of(2)
-    for _ in range(5):  # until the ranks that agree go on without asking
+    for _ in range(5):  # until ranks expect the call and no longer compare it
         attend(group=mesh)
     ends.append(ending(lambda: attend(group=mesh, causal=rank == 1)))
     return ends
 
 
-def test_refusals() -> None:
+def test_mistakes_of_one_rank_are_refused_on_the_whole_mesh() -> None:
     for sink, causal, names, ring, later, causal_later in results(RANKS, refusals):
         for kind, text, seconds in (sink, later):
             assert kind == "ValueError" and seconds < SOON
             assert "learnable_sink is [3] on cpu: it must be [4]" in text
         for kind, text, seconds in (causal, causal_later):
             assert kind == "ValueError" and seconds < SOON and "causal differs between ranks" in text
-            assert "rank 1: True" in text  # as the mesh counts it, also where rank 3 compares itself with it
+            assert "rank 1: True" in text  # the number in the mesh, even in the column of ranks 1 and 3
         assert names[0] == "ValueError" and "('data', 'ring')" in names[1] and "mesh['ring']" in names[1]
         assert ring[0] == "ValueError" and "2 dimensions" in ring[1]
 
@@ -95,7 +94,7 @@ def out_of_memory(*_: object) -> None:
 
 
 def failure_in_the_ring(rank: int) -> Ending:
-    """Rank 3's, between the exchanges: rank 2 waits for it in its row, rank 1 in its column, rank 0 for both."""
+    """Fail on rank 3 between the exchanges; rank 2 waits in its row, rank 1 in its column, rank 0 for both."""
     x, mesh = torch.randn(1, 8, 4, 8), mesh_of(2)
     attend = partial(ring_attention, x, x, x, layout="contiguous", group=mesh)
     attend()
@@ -104,7 +103,7 @@ def failure_in_the_ring(rank: int) -> Ending:
     return ending(attend)
 
 
-def test_a_failure_in_the_ring_reaches_everybody() -> None:
+def test_a_failure_in_the_ring_reaches_every_rank() -> None:
     for rank, (kind, text, seconds) in enumerate(results(RANKS, failure_in_the_ring)):
         assert kind == ("MemoryError" if rank == 3 else "TransportError")
         assert "of rank 3" in text

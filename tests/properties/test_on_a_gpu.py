@@ -1,4 +1,4 @@
-"""What of the suite only a GPU can settle, on the GPUs of this machine; without one its transfers on a stand-in."""
+"""The suite's cases that need a GPU, on the GPUs of this machine; its transfers also run on a stand-in."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ WHERE = [part for part in gpu_parts() if device_cases.__name__ in part.command a
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("part", WHERE, ids=lambda part: part.name)
-def test_the_cases_of_the_suite(part: Part, tmp_path: Path) -> None:
-    """Each in a process of its own, with Triton's compiler."""
+def test_suite_cases_pass_on_the_gpu(part: Part, tmp_path: Path) -> None:
+    """Each case runs in its own process with Triton's compiler."""
     row = processes.run_part(part, tmp_path, "cuda", time.monotonic() + SECONDS)
     if row["state"] == processes.NOT_HERE:
         pytest.skip(str(row["found"]))
@@ -48,8 +48,8 @@ print(*poisoned_fork.first)
 """
 
 
-def test_no_gpu_is_asked_for_before_a_fork() -> None:
-    """Imports alone do not initialise CUDA, so that later forks can use it."""
+def test_imports_do_not_initialise_cuda() -> None:
+    """A process that initialises CUDA cannot fork."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
@@ -58,7 +58,9 @@ def test_no_gpu_is_asked_for_before_a_fork() -> None:
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("case", TRANSFERS["nccl_one_sided"])
-def test_cases_on_the_stand_in(case: Callable[..., None], world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suite_transfers_pass_on_the_stand_in(
+    case: Callable[..., None], world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fabric = Fabric(install_streams(monkeypatch))
     install_nccl(monkeypatch, fabric)
     install_one_sided(monkeypatch, fabric)

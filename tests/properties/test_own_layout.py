@@ -1,4 +1,4 @@
-"""A user's own layout, a list of spans, and own mask pass every path that a named one passes."""
+"""A user's own layout and mask, through every path that accepts a layout by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
-from ringattn import Documents, Layout, positions, ring_attention, shard, unshard
+from ringattn import Documents, Layout, ring_attention, shard
 from ringattn.bench import cli
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.links import Links, link_of
@@ -34,7 +34,7 @@ MASK: Any = {"causal": True, "cu_seqlens": [0, 25, TOKENS], "block_mask": BlockM
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 2)])
-def test_call(mesh: tuple[int, int] | None) -> None:
+def test_own_layouts_are_exact(mesh: tuple[int, int] | None) -> None:
     check(Case(LAYOUT, inputs(TOKENS), MASK | {"backend": "aten"}, mesh=mesh))
 
 
@@ -54,10 +54,10 @@ def checkpointed(*given: Any) -> Any:
 
 @pytest.mark.parametrize("function", [compiled, checkpointed])
 @pytest.mark.parametrize("mesh", [False, True])
-def test_compile_and_checkpoint(function: Callable[..., Tensor], mesh: bool) -> None:
+def test_own_layouts_compile_and_checkpoint(function: Callable[..., Tensor], mesh: bool) -> None:
     whole = inputs(TOKENS)
 
-    def one(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         members = group.mesh(2, 2) if mesh else group
         results = []
         for each in (attend, function):
@@ -67,44 +67,30 @@ def test_compile_and_checkpoint(function: Callable[..., Tensor], mesh: bool) -> 
             results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
         assert all(map(torch.equal, *results))
 
-    run_ranks(LAYOUT.world, one)
+    run_ranks(LAYOUT.world, on_rank)
 
 
-@pytest.mark.parametrize("mesh", [False, True])
-def test_shard_and_positions(mesh: bool) -> None:
-    whole = torch.randn(2, TOKENS, 3)
-
-    def one(group: LocalGroup) -> None:
-        members = group.mesh(2, 2) if mesh else group
-        own = shard(whole, layout=LAYOUT, group=members)
-        at = positions(TOKENS, layout=LAYOUT, group=members)
-        assert own.equal(whole[:, at]) and at.equal(LAYOUT.positions(group.rank()))
-        assert unshard(own, layout=LAYOUT, group=members, grad="slice").equal(whole)
-
-    run_ranks(LAYOUT.world, one)
-
-
-def test_show() -> None:
+def test_show_prints_own_layouts() -> None:
     mask = Mask(causal=True, documents=Documents(MASK["cu_seqlens"]), blocks=MASK["block_mask"])
     call = ShownCall(LAYOUT, "own", mask, 1, 1, 4, 2, 16, "bfloat16")
     assert str(schedule(LAYOUT, mask)) in text(call, ["own"])
 
 
 def command(name: str, spans: object, tmp_path: Path, *flags: str) -> str:
-    """What a command prints for the file of a layout, where nothing starts ranks."""
+    """Return the output of a command for a layout file, without starting ranks."""
     file = tmp_path / "own.json"
     file.write_text(spans if isinstance(spans, str) else json.dumps({"spans_per_rank": spans}))
     return CliRunner().invoke(cli.app, [name, "--layout", str(file), *flags], env={"COLUMNS": "1000"}).output
 
 
-def test_show_by_its_file(tmp_path: Path) -> None:
+def test_show_reads_a_layout_file(tmp_path: Path) -> None:
     shown = command("show", LAYOUT.spans_per_rank, tmp_path, "--cu-seqlens", "0,25,64")
     assert str(schedule(LAYOUT, Mask(causal=True, documents=Documents(MASK["cu_seqlens"])))) in shown
     assert shown.startswith("own.json, causal, 2 documents, 64 tokens over 4 ranks")
 
 
-def test_predict_by_its_file(tmp_path: Path) -> None:
-    """Of a zigzag what its name gives, simulated as any layout is; of another one what a call of it takes."""
+def test_predict_reads_a_layout_file(tmp_path: Path) -> None:
+    """The zigzag layout is simulated like any other one, so its prediction equals that by name."""
     rows = []
     for layout in (Layout.zigzag(1 << 16, 4), Layout.contiguous(1 << 16, 4)):
         call = Call(1 << 14, 4, layout, heads=32, kv_heads=32)
@@ -112,7 +98,7 @@ def test_predict_by_its_file(tmp_path: Path) -> None:
         passes = predicted(call, gpu_speed("h100"), Links(link_of("nvlink4", "link"), link_of("ib400", "link")))
         assert table["provenance"]["call"]["layout"] == str(layout)
         assert [row["way"] for row in table["rows"]] == ["flat ring"]
-        rows.append((table["rows"][0], 1e3 * sum(float(one.seconds) for one in passes)))
+        rows.append((table["rows"][0], 1e3 * sum(float(pass_.seconds) for pass_ in passes)))
     for row, milliseconds in rows:
         assert row["fwd"] + row["bwd"] == pytest.approx(milliseconds)
     assert rows[0][1] < rows[1][1]
@@ -133,10 +119,10 @@ def test_predict_by_its_file(tmp_path: Path) -> None:
         ("[]", "it is []: it must be a JSON object"),
     ],
 )
-def test_files_that_hold_no_layout(name: str, spans: object, message: str, tmp_path: Path) -> None:
+def test_bad_layout_files_are_refused(name: str, spans: object, message: str, tmp_path: Path) -> None:
     printed = command(name, spans, tmp_path)
     assert f"--layout is {tmp_path / 'own.json'}: {message}" in printed and len(printed.splitlines()) == 1
 
 
-def test_predict_takes_equal_shards(tmp_path: Path) -> None:
+def test_predict_needs_equal_shards(tmp_path: Path) -> None:
     assert "shards of 8 to 24 tokens: they must be equal" in command("predict", LAYOUT.spans_per_rank, tmp_path)

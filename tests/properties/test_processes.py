@@ -1,4 +1,4 @@
-"""Real processes over gloo: the ring, forward and backward, as a user's training job would call it."""
+"""The ring over gloo processes, forward and backward, as a training job calls it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def result(layout: Layout, rank: int, whole: dict[str, Tensor], group: GroupLike
 
 
 def parts_of_every_layout(rank: int) -> dict[str, list[Tensor]]:
-    """One rank's results; the inputs are the same on all."""
+    """Return one rank's results; every rank draws the same inputs."""
     world, whole = dist.get_world_size(), tokens()
     return {name: rank_part(make(TOKENS, world), whole, None, rank, causal=True) for name, make in LAYOUTS.items()}
 
@@ -48,15 +48,15 @@ def groups_of_every_kind(rank: int) -> None:
     group = subgroups[rank // 2]
     third = result(layout, dist.get_rank(group), whole, group)
     torch.testing.assert_close(again, expected, rtol=0, atol=0)
-    if rank < 2:  # the group [3, 2] keeps its own order of ranks
+    if rank < 2:  # the group [3, 2] reverses the order of its ranks
         assert all(torch.equal(left, other) for left, other in zip(expected, third, strict=True))
     with pytest.raises(ValueError, match="2 dimensions"):
         Ring(pairs)
 
 
 @pytest.mark.parametrize("world", rest_nightly([2, 3, 5, 8], 2))
-def test_every_layout(world: int) -> None:
-    """As exact as PyTorch, and the bits of virtual ranks."""
+def test_every_layout_over_processes_is_exact(world: int) -> None:
+    """The result equals that of virtual ranks bit for bit."""
     ranks, whole = results(world, parts_of_every_layout), tokens()
     for name, make in LAYOUTS.items():
         layout = make(TOKENS, world)
@@ -65,5 +65,5 @@ def test_every_layout(world: int) -> None:
         assert all(map(torch.equal, ours, run_ring(layout, whole, causal=True)))
 
 
-def test_groups_of_every_kind() -> None:
+def test_groups_submeshes_and_subgroups_agree() -> None:
     results(4, groups_of_every_kind)

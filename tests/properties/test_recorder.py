@@ -1,4 +1,4 @@
-"""The recorder notices a missing wait: programs whose races are known, and checks against the slow and obvious."""
+"""The recorder of stream operations finds missing waits, in programs with known races and against brute force."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def graph_of(recorder: Recorder) -> Graph:
 
 
 def check(recorder: Recorder, *fragments: str) -> None:
-    """One problem, with these words; none without them."""
+    """Check that there is one problem with these words, or none if no words are given."""
     problems = graph_of(recorder).problems()
     assert len(problems) == bool(fragments), problems
     assert all(fragment in problems[0] for fragment in fragments), problems
@@ -52,9 +52,6 @@ def buffer(recorder: Recorder, name: str = "x", count: int = 4) -> torch.Tensor:
     made = torch.zeros(count, device=GPU)
     recorder.name(made, name)
     return made
-
-
-# streams, events and memory: what the compute stream does before a transfer stream writes
 
 
 def compute() -> torch.cuda.Stream:
@@ -79,7 +76,7 @@ def right_record(x: torch.Tensor, transfer: torch.cuda.Stream) -> None:
 
 
 def late_record(x: torch.Tensor, transfer: torch.cuda.Stream) -> None:
-    """A wait means the newest record that there is."""
+    """Wait before the event is recorded again: a wait uses the newest record at that time."""
     ready = recorded()
     transfer.wait_event(ready)
     x.fill_(3)
@@ -108,7 +105,7 @@ def other_bytes(x: torch.Tensor, transfer: torch.cuda.Stream) -> None:
         (other_bytes, True),
     ],
 )  # fmt: skip
-def test_what_orders_two_streams(program: Callable[..., None], ordered: bool, recorder: Recorder) -> None:
+def test_operations_that_order_two_streams(program: Callable[..., None], ordered: bool, recorder: Recorder) -> None:
     x, transfer = buffer(recorder), torch.cuda.Stream(priority=-1)
     with recorder.labelled("hop 2"):
         program(x, transfer)
@@ -119,8 +116,8 @@ def test_what_orders_two_streams(program: Callable[..., None], ordered: bool, re
 
 
 @pytest.mark.parametrize("how", ["allocated", "freed", "freed behind a wait", "freed with record_stream"])
-def test_memory_of_another_stream(recorder: Recorder, how: str) -> None:
-    """Its owning stream may still use the previous contents, or hand the memory to the next allocation."""
+def test_memory_allocated_on_another_stream(recorder: Recorder, how: str) -> None:
+    """The owning stream may still use the old contents, or give the memory to the next allocation."""
     transfer, x = torch.cuda.Stream(), torch.empty(4, device=GPU)
     if how != "allocated":
         transfer.wait_stream(compute())
@@ -135,8 +132,7 @@ def test_memory_of_another_stream(recorder: Recorder, how: str) -> None:
     check(recorder, *((messages[how], "fill_ writes it") if how in messages else ()))
 
 
-def test_what_a_gpu_refuses_of_events(recorder: Recorder) -> None:
-    """A wait for nothing, a record on the current stream of whatever device, one on a second, a query from a third."""
+def test_invalid_uses_of_events_raise(recorder: Recorder) -> None:
     event = torch.cuda.Event()
     with pytest.raises(AssertionError, match="never recorded"):
         torch.cuda.Stream().wait_event(event)
@@ -154,15 +150,12 @@ def test_what_a_gpu_refuses_of_events(recorder: Recorder) -> None:
         assert event.query()
 
 
-# NCCL, and values in memory
-
-
 Operation = tuple[str, torch.Tensor, int]
-"""send or recv, of what, and the peer."""
+"""Kind (send or recv), tensor and peer."""
 
 
 def groups(both: tuple[Recorder, Fabric], of_ranks: list[list[list[Operation]]]) -> None:
-    """What each rank enqueues, group by group, on a stream of its own, once the host has waited for what there is."""
+    """Enqueue each rank's groups of operations on its own stream."""
     recorder, fabric = both
     compute().synchronize()
     unique = fabric.get_unique_id()
@@ -178,22 +171,24 @@ def groups(both: tuple[Recorder, Fabric], of_ranks: list[list[list[Operation]]])
 
 
 @pytest.mark.parametrize("in_one_group", [False, True])
-def test_sends_that_need_each_other(both: tuple[Recorder, Fabric], recorder: Recorder, in_one_group: bool) -> None:
-    """Both ranks send first: fine as long as sends are eager, or in a group with the receive."""
+def test_crossing_sends_deadlock_unless_grouped(
+    both: tuple[Recorder, Fabric], recorder: Recorder, in_one_group: bool
+) -> None:
+    """Two ranks that both send first deadlock, unless sends are eager or grouped with the receives."""
     ranks = [[("send", buffer(recorder), 1 - rank), ("recv", buffer(recorder), 1 - rank)] for rank in range(2)]
     groups(both, [[operations] if in_one_group else [[operation] for operation in operations] for operations in ranks])
     fragments = ("deadlock with rendezvous sends, each waits for the next: #", "send to 1", "send to 0")
     check(recorder, *(() if in_one_group else fragments))
 
 
-def test_operations_of_one_group_run_side_by_side(both: tuple[Recorder, Fabric], recorder: Recorder) -> None:
+def test_operations_of_one_group_run_concurrently(both: tuple[Recorder, Fabric], recorder: Recorder) -> None:
     x, slot, far = (buffer(recorder, name) for name in ("x", "slot", "far"))
     groups(both, [[[("send", x, 0), ("send", slot, 0), ("recv", slot, 0), ("recv", far, 0)]]])
     check(recorder, "race on slot: ", "send to 0 reads it", "recv from 0 writes it")
 
 
-def test_the_receiver_s_use_orders_nothing_at_the_sender_s(both: tuple[Recorder, Fabric], recorder: Recorder) -> None:
-    """It must wait for its own send."""
+def test_a_receive_does_not_order_the_sender(both: tuple[Recorder, Fabric], recorder: Recorder) -> None:
+    """The sender must wait for its own send."""
     x, into = buffer(recorder), buffer(recorder, "into")
     groups(both, [[[("send", x, 1)]], [[("recv", into, 0)]]])
     x.fill_(1)
@@ -201,14 +196,16 @@ def test_the_receiver_s_use_orders_nothing_at_the_sender_s(both: tuple[Recorder,
 
 
 @pytest.mark.parametrize(("receives", "match"), [(0, "receives 0"), (3, "16 bytes is received by")])
-def test_ends_that_do_not_fit(both: tuple[Recorder, Fabric], recorder: Recorder, receives: int, match: str) -> None:
+def test_unmatched_sends_and_receives_are_found(
+    both: tuple[Recorder, Fabric], recorder: Recorder, receives: int, match: str
+) -> None:
     x, into = buffer(recorder), buffer(recorder, count=3)
     groups(both, [[[("send", x, 1)]], [[("recv", into, 0)]] if receives else []])
     check(recorder, match)
 
 
 @pytest.mark.parametrize(("written", "ordered"), [(2, True), (3, True), (1, False)])
-def test_a_value_that_is_waited_for(recorder: Recorder, written: int, ordered: bool) -> None:
+def test_a_stream_waits_for_a_written_value(recorder: Recorder, written: int, ordered: bool) -> None:
     x, transfer = buffer(recorder), torch.cuda.Stream()
     x.fill_(1)
     recorder.write(compute().cuda_stream, "word", written)
@@ -221,7 +218,7 @@ def test_a_value_that_is_waited_for(recorder: Recorder, written: int, ordered: b
     assert graph.unnoticed() == problems == [] if ordered else "waits for a value that nobody writes" in problems[0]
 
 
-def test_values_that_wait_for_each_other(recorder: Recorder) -> None:
+def test_values_that_wait_for_each_other_deadlock(recorder: Recorder) -> None:
     recorder.blocks = False
     for mine, other in ((0, 1), (1, 0)):
         stream = torch.cuda.Stream().cuda_stream
@@ -230,7 +227,7 @@ def test_values_that_wait_for_each_other(recorder: Recorder) -> None:
     check(recorder, "deadlock with eager sends")
 
 
-def test_a_copy_beneath_torch(recorder: Recorder) -> None:
+def test_copies_beneath_torch_are_recorded(recorder: Recorder) -> None:
     x, into, transfer = buffer(recorder), buffer(recorder, "into"), torch.cuda.Stream()
     transfer.wait_stream(compute())
     recorder.copy(transfer.cuda_stream, into.data_ptr(), x.data_ptr(), 8)
@@ -238,8 +235,6 @@ def test_a_copy_beneath_torch(recorder: Recorder) -> None:
     into[:2].fill_(1)
     check(recorder, "race on into", "copy of 8 bytes writes it")
 
-
-# against the slow and obvious
 
 Program = list[tuple[str, int, int]]
 
@@ -250,7 +245,7 @@ def programs() -> st.SearchStrategy[Program]:
 
 
 def run(program: Program) -> Graph:
-    """On three streams, three words of memory and three events."""
+    """Run the program on three streams, three words of memory and three events."""
     recorder = Recorder()
     streams, events = [recorder.stream() for _ in range(3)], [recorder.event() for _ in range(3)]
     for kind, stream, which in program:
@@ -267,11 +262,11 @@ def run(program: Program) -> Graph:
 
 
 def slow_races(graph: Graph, missing: set[tuple[int, int]]) -> list[tuple[Op, Op]]:
-    """Every pair, not the neighbouring ones alone, by what comes before each operation, followed step by step."""
+    """Return all races by following the predecessors of each operation, over all pairs of operations."""
     before: list[set[int]] = []
     for number, earlier in enumerate(graph.before):
-        kept = [op for op in earlier if (op, number) not in missing or op in graph.fixed[number]]
-        before.append({*kept, *(far for op in kept for far in before[op])})
+        predecessors = [op for op in earlier if (op, number) not in missing or op in graph.fixed[number]]
+        before.append({*predecessors, *(earlier_op for op in predecessors for earlier_op in before[op])})
     races = []
     for first, second in itertools.combinations(graph.log, 2):
         pairs = [(a, b) for a in first.writes for b in (*second.reads, *second.writes)]
@@ -283,7 +278,7 @@ def slow_races(graph: Graph, missing: set[tuple[int, int]]) -> list[tuple[Op, Op
 
 
 @given(programs(), st.integers(0, 9))
-def test_races_and_implied_waits_are_those_of_the_slow_check(program: Program, seed: int) -> None:
+def test_races_and_implied_waits_equal_brute_force(program: Program, seed: int) -> None:
     graph = run(program)
     slow = slow_races(graph, set())
     assert {(race.first, race.second) for race in graph.races()} <= set(slow)
@@ -299,7 +294,7 @@ def test_races_and_implied_waits_are_those_of_the_slow_check(program: Program, s
 
 
 @given(st.integers(1, 4), st.integers(0, 3), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=3))
-def test_the_bytes_of_a_strided_tensor(itemsize: int, offset: int, dims: list[tuple[int, int]]) -> None:
+def test_footprint_of_strided_tensors(itemsize: int, offset: int, dims: list[tuple[int, int]]) -> None:
     shape, strides = tuple(count for count, _ in dims), tuple(stride for _, stride in dims)
     indices = itertools.product(*map(range, shape))
     places = [offset + sum(i * s for i, s in zip(index, strides, strict=True)) for index in indices]
@@ -307,19 +302,16 @@ def test_the_bytes_of_a_strided_tensor(itemsize: int, offset: int, dims: list[tu
     assert footprint(itemsize, offset, shape, strides) == sum(1 << byte for byte in covered)
 
 
-# execution
-
-
 @pytest.mark.parametrize("freed", [False, True])
 def test_replay_sees_a_missing_wait(recorder: Recorder, freed: bool) -> None:
-    """What is read too early is the old value, and NaN after it was freed."""
+    """A read that is too early returns the old value, or NaN if the memory was freed."""
     x, transfer = buffer(recorder), torch.cuda.Stream()
     recorder.begin()
     x.fill_(3)
     transfer.wait_stream(compute())
     with torch.cuda.stream(transfer):
         y = x + 1
-    kept = recorder.held(y)
+    result = recorder.held(y)
     if freed:
         del x
     graph = graph_of(recorder)
@@ -328,5 +320,5 @@ def test_replay_sees_a_missing_wait(recorder: Recorder, freed: bool) -> None:
     edges = [] if freed else graph.waits[0].edges
     replay = Replay(recorder)
     replay.run(graph, 0, without(graph, edges, [(race.first.number, race.second.number)]))
-    replayed = replay.tensor(kept)
+    replayed = replay.tensor(result)
     assert replayed.isnan().all() if freed else replayed.tolist() == [1.0] * 4

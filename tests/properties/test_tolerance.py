@@ -1,4 +1,4 @@
-"""The tolerance itself: what it lets pass, and what it must not, whatever the machine."""
+"""The tolerance itself: errors that it accepts and errors that it must reject, on any machine."""
 
 from __future__ import annotations
 
@@ -53,27 +53,27 @@ FAILS = {
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_passes(name: str) -> None:
+def test_the_tolerance_accepts(name: str) -> None:
     assert_as_exact_as_pytorch("out", *PASSES[name])
 
 
 @pytest.mark.parametrize("name", FAILS)
-def test_fails(name: str) -> None:
+def test_the_tolerance_rejects(name: str) -> None:
     with pytest.raises(AssertionError):
         assert_as_exact_as_pytorch("out", *FAILS[name])
 
 
-def test_rounding_is_relative_to_terms_that_cancel() -> None:
+def test_rounding_is_relative_to_the_magnitude_of_cancelling_terms() -> None:
     assert_as_exact_as_pytorch("dq", ZERO + EPS, ZERO, ZERO.double(), magnitude=1.0)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("threads", ["1", "2"])
 @pytest.mark.parametrize("capability", ["default", "avx2", None])
-def test_results_by_every_instruction_set(capability: str | None, threads: str, tmp_path: Path) -> None:
-    """PyTorch's errors and last bits differ with the width of its vectors and the number of its threads."""
+def test_results_pass_with_every_instruction_set(capability: str | None, threads: str, tmp_path: Path) -> None:
+    """PyTorch's rounding depends on the width of its vectors and the number of threads."""
     environment = {name: value for name, value in os.environ.items() if name != CAPABILITY}
-    # a cache of its own: torch's gives what it compiled for another instruction set
+    # Use a separate cache: torch's default one returns code for another instruction set.
     environment |= {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     environment |= {} if capability is None else {CAPABILITY: capability}
     files = sorted({str(path) for name in RESULTS for path in Path(__file__).parents[1].rglob(f"test_{name}*.py")})

@@ -1,4 +1,4 @@
-"""The proof of the waits: the ring and its transports as they are, on a recorder; see tests/support/cuda."""
+"""Proof of the waits: the real ring and transports run on a recorder of stream operations (tests/support/cuda)."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def told(problems: list[str]) -> str:
 
 EVERY = [(transport, name) for transport in CASES for name in CASES[transport]]
 OFTEN = [case for target in TARGETS for case in target.cases]
-"""Those that catch the mutants of the waits."""
+"""Cases that catch the mutants of the waits."""
 
 
 @cache
 def waits_of(transport: str, name: str) -> Counts:
-    """The waits of one case, in which there is no race and no deadlock."""
+    """Return the waits of one case after checking that it has no race and no deadlock."""
     recording = record(CASES[transport][name])
     problems = recording.problems()
     assert not problems, told(problems)
@@ -53,19 +53,19 @@ def waits_of(transport: str, name: str) -> Counts:
 
 
 @pytest.mark.parametrize(("transport", "name"), rest_nightly(EVERY, *OFTEN))
-def test_every_wait_is_enough_and_needed(transport: str, name: str) -> None:
-    """No race and no deadlock; and without any one of the waits there is a race, or the table says why."""
-    table, (there, implied) = IMPLIED[transport], waits_of(transport, name)
+def test_waits_are_sufficient_and_necessary(transport: str, name: str) -> None:
+    """Removing any wait must cause a race, unless the table of implied waits gives a reason."""
+    table, (counts, implied) = IMPLIED[transport], waits_of(transport, name)
     needless = {wait for wait in implied if wait not in table}
-    needed = {wait for wait in there if wait in table and table[wait][0] and implied[wait] < there[wait]}
-    wrong = [f"{w}: {implied[w]} of {there[w]} could go, the table says otherwise" for w in needless | needed]
-    assert not wrong, "remove it, or say in tests/support/cuda/implied.py why it stays:\n" + "\n".join(wrong)
+    needed = {wait for wait in counts if wait in table and table[wait][0] and implied[wait] < counts[wait]}
+    wrong = [f"{w}: {implied[w]} of {counts[w]} are implied, but the table says otherwise" for w in needless | needed]
+    assert not wrong, "remove the wait, or give a reason in tests/support/cuda/implied.py:\n" + "\n".join(wrong)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("transport", CASES)
-def test_the_table_says_no_more_than_all_cases_together(transport: str) -> None:
-    """What is implied in some case, and whether it is in all of them."""
+def test_the_table_of_implied_waits_is_exact(transport: str) -> None:
+    """The table lists exactly the waits implied in some case, and whether they are implied in all."""
     merged = verdicts(waits_of(transport, name) for name in CASES[transport])
     assert merged == {name: always for name, (always, _) in IMPLIED[transport].items()}
 
@@ -82,7 +82,7 @@ REPLAYED = [
 
 @pytest.mark.parametrize(("transport", "name"), rest_nightly(REPLAYED, *OFTEN))
 def test_any_order_that_the_waits_allow_gives_the_result(transport: str, name: str) -> None:
-    """Executed on memory in which what is free is NaN: so the recorder knows what every operation reads and writes."""
+    """Replay in memory whose free bytes are NaN, so unrecorded reads and writes show up."""
     recording = record(CASES[transport][name])
     for seed in range(4):
         assert recording.wrong(seed) == []
@@ -90,14 +90,16 @@ def test_any_order_that_the_waits_allow_gives_the_result(transport: str, name: s
 
 @st.composite
 def any_case(draw: st.DrawFn) -> Case:
-    """Two or three calls that need not have anything in common, through any ring."""
+    """Draw two or three unrelated calls on a ring with any settings."""
     topology = draw(st.sampled_from(TOPOLOGIES))
     ring = draw(st.fixed_dictionaries(RINGS)) | {"topology": topology}
     ring["prefetch"] = draw(st.integers(0, ring["slots"] - 1))
-    some = layouts(world=topology.world, max_seqlen=24).filter(lambda layout: layout.seqlen > 0)
+    ring_layouts = layouts(world=topology.world, max_seqlen=24).filter(lambda layout: layout.seqlen > 0)
     calls = draw(
         st.lists(
-            st.builds(RecordedCall, some, masks(), st.booleans(), st.just(()), st.booleans()), min_size=2, max_size=3
+            st.builds(RecordedCall, ring_layouts, masks(), st.booleans(), st.just(()), st.booleans()),
+            min_size=2,
+            max_size=3,
         )
     )
     transport, config = draw(st.sampled_from(list(CASES))), draw(st.sampled_from(CONFIGS))
@@ -125,25 +127,25 @@ def check_any(case: Case) -> None:
 
 @settings(max_examples=10)
 @given(any_case())
-def test_any_calls(case: Case) -> None:
+def test_any_sequence_of_calls(case: Case) -> None:
     check_any(case)
 
 
 @pytest.mark.nightly
 @settings(max_examples=500)
 @given(any_case())
-def test_many_calls(case: Case) -> None:
+def test_many_sequences_of_calls(case: Case) -> None:
     check_any(case)
 
 
-HIDDEN = "KeyValues"  # a backward receives what the forward received, into the same slots
+HIDDEN = "KeyValues"  # the backward receives the same K/V into the same slots, which hides a missing wait
 
 
 @pytest.mark.parametrize(
     ("name", "backward"), [("two slots, no prefetch", False), ("world 4", True), ("2 x 2, other direction", True)]
 )
 def test_without_a_wait_some_order_gives_another_result(name: str, backward: bool) -> None:
-    """What the check calls a race is one."""
+    """Show that races which the check reports are real."""
     case = CASES["nccl"][name]
     recording = record(replace(case, calls=tuple(call._replace(backward=backward) for call in case.calls)))
     outcomes = Counter[str]()
@@ -158,16 +160,18 @@ def test_without_a_wait_some_order_gives_another_result(name: str, backward: boo
 
 
 def far_first(self: Any, *, sends: Any, receives: Any, after: Any = (), post: Any = ByNodeTransport.post) -> Any:
-    """Two ranks of four begin with the other node, once they are warmed up."""
+    """Post transfers to the other node first on two ranks of four, once warmed up."""
     if self.rank in (0, 3) or not self._warm:
         return post(self, sends=sends, receives=receives, after=after)
-    near, far = ([[x for x in some if self._near(x) is here] for some in (sends, receives)] for here in (True, False))
-    post(self, sends=far[0], receives=far[1], after=after)
-    return self._inside.post(sends=near[0], receives=near[1])
+    inside, across = (
+        [[x for x in some if self._near(x) is is_near] for some in (sends, receives)] for is_near in (True, False)
+    )
+    post(self, sends=across[0], receives=across[1], after=after)
+    return self._inside.post(sends=inside[0], receives=inside[1])
 
 
 def backwards(self: Any, *hop: Any, advance: Any = KeyValues.advance) -> None:
-    """Chunks the wrong way round on every rank: no race and no deadlock, but not the one order."""
+    """Reverse the chunks on every rank: no race and no deadlock, but a wrong order of posts."""
     object.__setattr__(self.call, "chunks", self.call.chunks[::-1])
     advance(self, *hop)
     object.__setattr__(self.call, "chunks", self.call.chunks[::-1])
@@ -183,11 +187,11 @@ BROKEN = [
     (ByNodeTransport, "post", far_first, "2 x 2, unshard", ("deadlock with eager sends",)),
     (KeyValues, "advance", backwards, "two chunks", ("that is not the order of keys",)),
 ]
-"""What is replaced by what, the case that shows it, and the words of a problem: places, hops and operations."""
+"""Owner, attribute, replacement, the case that shows the defect, and words that the problem must contain."""
 
 
 @pytest.mark.parametrize(("owner", "name", "value", "case", "words"), BROKEN)
-def test_what_is_left_out_is_named(
+def test_injected_defects_are_named(
     owner: Any, name: str, value: Any, case: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, value)
@@ -205,13 +209,15 @@ MAKERS = {
     "Positions.keys": "two streams, dropout",
     "Layout._order": "two streams, unshard",
 }
-"""Who caches device tensors, and a case that reads them on two streams."""
+"""Functions that cache device tensors, and a case that reads each cache on two streams."""
 
 
 @pytest.mark.parametrize(("maker", "case"), MAKERS.items())
 @pytest.mark.parametrize("left_out", ["wait", "record_stream"])
-def test_cached_tensors_are_buffers(maker: str, case: str, left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the wait a stream reads what may not be there yet, without `record_stream` what may be gone."""
+def test_cached_tensors_need_a_wait_and_record_stream(
+    maker: str, case: str, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the wait a stream may read too early; without `record_stream` the memory may be freed too early."""
 
     def broken(self: Shared[Any], stream: Any) -> None:
         if left_out == "wait":
@@ -235,22 +241,22 @@ def test_every_cache_is_read_on_two_streams_somewhere() -> None:
     assert names == {*MAKERS}
 
 
-def test_gates_are_closed_when_a_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gates of the previous pass would block all programs."""
+def test_gates_are_reset_for_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates that keep their counts would block all programs of the next pass."""
     made: dict[Any, torch.Tensor] = {}
-    fresh = single_pass.turns_of
+    turns_of = single_pass.turns_of
 
-    def kept(*args: Any) -> Any:
-        turns = fresh(*args)
+    def reuse_gates(*args: Any) -> Any:
+        turns = turns_of(*args)
         return turns._replace(gates=made.setdefault(turns.gates.shape, turns.gates))
 
-    monkeypatch.setattr(single_pass, "turns_of", kept)
+    monkeypatch.setattr(single_pass, "turns_of", reuse_gates)
     assert record(CASES["nccl"]["single pass in turn"]).wrong(0)
 
 
 @pytest.mark.nightly
 def test_a_sample_of_mutants_is_caught() -> None:
-    """All of them: ``tox -e mutants``. A mutant that hangs is caught by its time limit, which takes long."""
+    """The command ``tox -e mutants`` runs all of them. A mutant that hangs runs until its time limit."""
     command = [sys.executable, "-m", "tests.properties.wait_mutants", "--sample", "20"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,13 +1,13 @@
-"""Mutate what orders transfers and compute, and what ranks agree on; count the mutants that nothing notices.
+"""Mutate code that orders transfers and compute, or that compares the ranks' calls; count surviving mutants.
 
-``python -m tests.properties.wait_mutants`` from the root: every mutant that the syntax trees of the transports, of the
-ring loop, of the preflight, the watch, the control and the mesh give; ``--sample 20`` takes that many of them. Each
-runs in a process of its own, in which one function has other code. It is caught where a case of the proof finds a race,
-a deadlock, another order of posts, a transfer that nothing hides, a kernel too many, another result, or a wait that has
-become needless or needed; or where a test of the module fails.
+Run ``python -m tests.properties.wait_mutants`` from the root; ``--sample 20`` tests only so many. The mutants come from
+the syntax trees of the transports, the ring loop, the preflight, the watchdog, the control and the mesh. Each mutant
+runs in its own process, in which one function has other code. A test of the module may catch the mutant. So may a case
+of the proof, which looks for races, deadlocks, another order of posts, exposed transfers, extra kernels, other results,
+and changes in which waits are needed.
 
-Fails where a survivor is not in tests/properties/wait_mutants.md with its reason, or where one that is there is caught
-or gone.
+The exit code is 1 if a survivor has no reason in tests/properties/wait_mutants.md, or if a mutant listed there is gone
+or caught.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ.setdefault("RINGATTN_TEST_HANGS", "15")  # a mutant that hangs is caught sooner
+os.environ.setdefault("RINGATTN_TEST_HANGS", "15")  # end mutants that hang sooner
 
 import argparse
 import multiprocessing
@@ -45,7 +45,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 REASONS = Path(__file__).with_name("wait_mutants.md")
 PROCESSES = 2
-SECONDS = 120  # for one mutant; one that hangs is caught
+SECONDS = 120  # per mutant; a mutant that hangs counts as caught
 
 NCCL = (
     "contiguous, other direction", "two slots, no prefetch", "full, contiguous, full", "2 x 3, full, then documents",
@@ -62,17 +62,17 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Target:
-    """Functions of one module, and what is to catch their mutants."""
+    """Functions of one module, and the cases and tests that must catch their mutants."""
 
     module: str
-    functions: tuple[str, ...]  # a class stands for all of its methods, "" for everything
+    functions: tuple[str, ...]  # a class means all of its methods, "" the whole module
     transports: tuple[str, ...]
-    tests: tuple[str, ...]  # arguments of pytest, one after the other
-    names: tuple[str, ...] = ()  # of the cases; none: those of each transport
+    tests: tuple[str, ...]  # arguments of successive pytest runs
+    names: tuple[str, ...] = ()  # names of cases; empty means the transport's default cases
 
     @property
     def cases(self) -> list[tuple[str, str]]:
-        """Transport and name of the cases of the proof."""
+        """Transports and names of the proof's cases."""
         return [(by, name) for by in self.transports for name in self.names or (NCCL if by == "nccl" else OTHERS)]
 
 
@@ -82,8 +82,9 @@ LOCAL = ("comm/test_lanes.py", "comm/test_transport.py -k test_local", "comm/tes
 ONE_SIDED = ("comm/test_nccl_one_sided.py",)
 BACKWARDS = "ring/test_disagreements.py -k another_order_are"
 MESH = (
-    "ring/test_ulysses.py -k 'spans or places or exchange or seed or settings or shard or not_come or disagree'",
-    "ring/test_args.py -k two_values",
+    "ring/test_ulysses.py -k 'joined or exchange or seed or uses_the_ring or shard or missing or differing'",
+    "ring/test_args.py -k on_both_ranks",
+    "ring/test_shards.py",
     BACKWARDS,
 )
 NCCL_POST = ("NcclTransport.mark", "NcclTransport.post", "NcclTransport._enqueue", "NcclTransport._group")
@@ -122,20 +123,17 @@ TARGETS = (
 )
 
 
-# what catches it
-
-
-Counts = tuple[Counter[str], Counter[str]]  # waits by name: all, and those that could go unnoticed
+Counts = tuple[Counter[str], Counter[str]]  # waits by name: all of them, and the implied ones
 
 
 def counted(recording: Recording) -> Counts:
-    """The waits of one case."""
+    """Return the waits of one case: all of them, and the implied ones."""
     implied = Counter(wait.name for wait in recording.graph.unnoticed())
     return Counter(wait.name for wait in recording.graph.waits), implied
 
 
 def verdicts(counts: Iterable[Counts]) -> dict[str, bool]:
-    """What the table of the proof would say: which waits could go somewhere, and whether they could everywhere."""
+    """Return, for each wait that is implied in some case, whether it is implied in all."""
     there, implied = Counter[str](), Counter[str]()
     for all_of_it, some in counts:
         there, implied = there + all_of_it, implied + some
@@ -143,7 +141,7 @@ def verdicts(counts: Iterable[Counts]) -> dict[str, bool]:
 
 
 def proved(transport: str, name: str, counts: list[Counts]) -> str:
-    """Why a case of the proof fails, "" where it does not; its waits go to `counts`."""
+    """Run one case of the proof, add its waits to `counts`, and return the reason of a failure or ""."""
     recording = record(CASES[transport][name])
     problems = recording.problems() or recording.wrong(1)
     if problems:
@@ -153,21 +151,23 @@ def proved(transport: str, name: str, counts: list[Counts]) -> str:
 
 
 def tested(arguments: str) -> str:
-    """Why tests of a module fail, "" where they do not."""
+    """Run tests of a module, and return the reason of a failure or ""."""
     file, *options = shlex.split(arguments)
     quiet = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", str(SECONDS)]
-    quiet += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # some of it is imported here
+    quiet += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # some modules are imported already
     code = pytest.main([str(ROOT / "tests" / file), *options, *quiet])
     return "" if code == pytest.ExitCode.OK else f"pytest {arguments}"
 
 
 def examined(target: Target, mutant: Mutant | None) -> str | list[Counts]:
-    """Why a mutant is caught; where it is not, the waits of every case. None: of the code as it is."""
+    """Return why a mutant is caught, or the waits of every case. None means the unchanged code."""
     if mutant is not None:
         apply(mutant)
     counts: list[Counts] = []
     checks = [partial(proved, *case, counts) for case in target.cases]
-    checks[1:1] = [partial(tested, arguments) for arguments in target.tests]  # most are caught by the first two
+    checks[1:1] = [
+        partial(tested, arguments) for arguments in target.tests
+    ]  # the first case and the tests catch most mutants, so they run first
     try:
         for check in checks:
             reason = check()
@@ -179,7 +179,7 @@ def examined(target: Target, mutant: Mutant | None) -> str | list[Counts]:
 
 
 def unchanged(targets: Iterable[Target]) -> dict[Target, dict[str, bool]]:
-    """Return the verdicts on the code as it is; a test that fails without a mutant would count as one that catches."""
+    """Return the verdicts on the unchanged code. All tests must pass there, or mutants would count as caught."""
     by_target = {}
     for target, counts in run((target, partial(examined, target, None)) for target in dict.fromkeys(targets)):
         assert isinstance(counts, list), f"{target.module} without a mutant: {counts}"
@@ -188,12 +188,12 @@ def unchanged(targets: Iterable[Target]) -> dict[Target, dict[str, bool]]:
 
 
 def survivors(chosen: list[tuple[Target, Mutant]], show: bool) -> list[str]:
-    """Those of the mutants that nothing catches, in words."""
+    """Return the mutants that nothing catches, as text."""
     left, before = [], unchanged(target for target, _ in chosen)
     for (target, mutant), reason in run((pair, partial(examined, *pair)) for pair in chosen):
         if isinstance(reason, list):
-            reason = "" if verdicts(reason) == before[target] else "other waits could go"
-        assert not reason.startswith("Traceback"), f"{mutant} could not be made: {reason}"
+            reason = "" if verdicts(reason) == before[target] else "the set of implied waits changed"
+        assert not reason.startswith("Traceback"), f"applying the mutant {mutant} failed: {reason}"
         if show:
             print(f"{'caught' if reason else 'SURVIVED'}  {mutant}\n    {reason}"[:400], flush=True)
         if not reason:
@@ -201,11 +201,8 @@ def survivors(chosen: list[tuple[Target, Mutant]], show: bool) -> list[str]:
     return left
 
 
-# each in a process of its own
-
-
 def serve(work: Callable[[], object], connection: Connection) -> None:
-    """Send what `work` returns, and nothing else anywhere."""
+    """Run `work`, send its result, and discard its output."""
     try:
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 1)
@@ -215,17 +212,17 @@ def serve(work: Callable[[], object], connection: Connection) -> None:
         result = traceback.format_exc()
     connection.send(result)
     connection.close()
-    os._exit(0)  # whatever a mutant left behind
+    os._exit(0)  # do not wait for threads that a mutant left behind
 
 
 def run(jobs: Iterable[tuple[T, Callable[[], Any]]]) -> Iterator[tuple[T, Any]]:
-    """Each job and what it returns, or why it returns nothing."""
+    """Run the jobs in processes of their own, and yield each job with its result or the reason that there is none."""
     context, waiting = multiprocessing.get_context("fork"), iter(jobs)
     under_way: dict[Any, tuple[T, Any, float]] = {}
     while True:
         for job, work in islice(waiting, PROCESSES - len(under_way)):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(work, theirs))  # no daemon: tests start processes
+            process = context.Process(target=serve, args=(work, theirs))  # not a daemon, because tests start processes
             process.start()
             theirs.close()
             under_way[ours] = job, process, time.monotonic() + SECONDS
@@ -244,14 +241,14 @@ def run(jobs: Iterable[tuple[T, Callable[[], Any]]]) -> Iterator[tuple[T, Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    """See the module."""
+    """Run the mutants and print the survivors; see the module."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--sample", type=int, help="so many of them, always the same")
-    parser.add_argument("--only", default="", help="those whose text has this in it")
-    parser.add_argument("--show", action="store_true", help="print what catches each")
+    parser.add_argument("--sample", type=int, help="test only this many mutants, chosen with a fixed seed")
+    parser.add_argument("--only", default="", help="test only mutants whose text contains this")
+    parser.add_argument("--show", action="store_true", help="print how each mutant was caught")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    record(CASES["nccl"]["world 2"])  # what a first case imports, no process imports again
+    record(CASES["nccl"]["world 2"])  # import lazily loaded modules once, before forking
     chosen = [
         (target, mutant)
         for target in TARGETS
@@ -266,7 +263,7 @@ def main(arguments: list[str]) -> int:
     unknown = [text for text in left if text not in known]
     requested = {str(mutant) for _, mutant in chosen} if options.sample or options.only else known
     gone = sorted(known & requested - {*left})
-    for title, texts in (("not in", unknown), ("caught or gone, and in", gone)):
+    for title, texts in (("survived, but has no reason in", unknown), ("caught or gone, but listed in", gone)):
         for text in texts:
             print(f"{title} tests/properties/{REASONS.name}:\n    {text}")
     return int(bool(unknown or gone))

@@ -1,4 +1,4 @@
-"""The reference against PyTorch in float64 and loops over pairs, masks and scores."""
+"""The reference against PyTorch in float64, and against loops over pairs for masks and scores."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from ..support.baselines import Results, exact, pytorch
 def tensors(
     seqlen_q: int, seqlen_k: int, heads: int = 2, kv_heads: int = 1, dim: int = 5, dim_v: int = 3
 ) -> list[Tensor]:
-    """q, k, v, dout, dlse: batch 2, float64."""
+    """Return q, k, v, dout and dlse in float64 with batch size 2."""
     shapes = [(seqlen_q, heads, dim), (seqlen_k, kv_heads, dim), (seqlen_k, kv_heads, dim_v), (seqlen_q, heads, dim_v)]
     made = [torch.randn(2, *shape, dtype=torch.float64) for shape in shapes]
     return [*made, torch.randn(2, heads, seqlen_q, dtype=torch.float64)]
 
 
 def close(ours: Results | tuple[Tensor, ...], theirs: Results | tuple[Tensor, ...]) -> None:
-    """Equal but for float64 rounding: some 1e3 operations of 1e-16 on numbers around 1."""
+    """Compare up to float64 rounding: about 1e3 operations of 1e-16 on numbers around 1."""
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
     ("causal", "heads", "kv_heads", "softmax_scale"), [(False, 2, 2, None), (True, 4, 2, 0.3), (True, 3, 1, None)]
 )
-def test_dense_equals_pytorch(causal: bool, heads: int, kv_heads: int, softmax_scale: float | None) -> None:
+def test_dense_attention_equals_pytorch(causal: bool, heads: int, kv_heads: int, softmax_scale: float | None) -> None:
     q, k, v, dout, dlse = tensors(9, 9, heads, kv_heads)
     visible = torch.ones(9, 9).tril().bool() if causal else None
     theirs = pytorch(q, k, v, dout, dlse, visible=visible, softmax_scale=softmax_scale)
     close(exact(q, k, v, dout, dlse, causal=causal, softmax_scale=softmax_scale), theirs)
 
 
-def test_rows_that_see_nothing() -> None:
+def test_rows_without_visible_keys() -> None:
     q, k, v, dout, dlse = tensors(4, 4)
     where: dict[str, Any] = {"q_positions": torch.tensor([0, 1, 5, 9]), "k_positions": torch.tensor([2, 4, 6, 8])}
     ours = exact(q, k, v, dout, dlse, causal=True, **where)
@@ -117,7 +117,7 @@ KNOWN_ANSWERS = {
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
     PI: (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
 }
-"""Of Random123's ``kat_vectors``, those of philox4x32 with 10 rounds."""
+"""Answers of philox4x32 with 10 rounds, from Random123's ``kat_vectors``."""
 
 
 def test_philox_gives_the_known_answers() -> None:
@@ -127,7 +127,7 @@ def test_philox_gives_the_known_answers() -> None:
 
 
 def by_hand(counter: list[int], key: list[int]) -> list[int]:
-    """Philox4x32-10 in Python's integers, which have no end."""
+    """Compute Philox4x32-10 with Python's unbounded integers."""
     for number in range(10):
         a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
         low, high = ((word + number * step) % 2**32 for word, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
@@ -136,7 +136,7 @@ def by_hand(counter: list[int], key: list[int]) -> list[int]:
 
 
 def sees(call: dict[str, Any], row: int, p: int, key: int) -> bool:
-    """The masks, one pair at a time and each in words of its own."""
+    """Return whether a query sees a key, from the definition of each mask."""
     if call.get("causal") and key > p and key >= call.get("prefix_length", 0):
         return False
     left, right = (math.inf if side < 0 else side for side in call.get("window_size", (-1, -1)))
@@ -155,7 +155,7 @@ def sees(call: dict[str, Any], row: int, p: int, key: int) -> bool:
 
 
 def score(call: dict[str, Any], row: int, head: int, p: int, key: int, product: float) -> float:
-    """Of one pair, from ``scale * q k^T``."""
+    """Return the score of one pair, from ``scale * q k^T``."""
     if "softcap" in call:
         product = call["softcap"] * math.tanh(product / call["softcap"])
     slopes = call.get("alibi_slopes", torch.zeros(head + 1))
@@ -164,7 +164,7 @@ def score(call: dict[str, Any], row: int, head: int, p: int, key: int, product: 
 
 
 def factor(call: dict[str, Any], row: int, head: int, p: int, key: int) -> float:
-    """What dropout makes of one weight."""
+    """Return the factor by which dropout multiplies one weight."""
     share, seed = call.get("dropout_p", 0.0), call.get("dropout_seed", 0)
     word = by_hand([p, key, call.get("first_head", 0) + head, row], [seed % 2**32, seed // 2**32])[0]
     return 0.0 if word < round(share * 2**32) else 1 / (1 - share)
@@ -173,7 +173,7 @@ def factor(call: dict[str, Any], row: int, head: int, p: int, key: int) -> float
 def one_row(
     call: dict[str, Any], row: int, head: int, p: int, query: Tensor, keys: dict[int, tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, float]:
-    """Out and lse of one query, from the keys and values by position."""
+    """Return out and lse of one query, with keys and values by position."""
     sink = float(call["learnable_sink"][head]) if "learnable_sink" in call else -math.inf
     total, out = math.exp(sink), torch.zeros(3, dtype=torch.float64)
     for position, (k, v) in keys.items():
@@ -204,7 +204,7 @@ def test_features_against_loops_over_pairs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["all", "longformer", "sink"])
-def test_gradients_are_those_of_finite_differences(name: str) -> None:
+def test_gradients_equal_finite_differences(name: str) -> None:
     q, k, v, _, _ = tensors(4, 5)
     at: dict[str, Any] = {"q_positions": torch.tensor([3, 6, 10, 1]), "k_positions": torch.tensor([6, 0, 4, 9, 3])}
     call = {**FEATURES[name], "learnable_sink": torch.randn(2, dtype=torch.float64)}

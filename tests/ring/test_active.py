@@ -1,4 +1,4 @@
-"""Who sees whom and which keys leave their rank, at any size: against every pair, and in no time."""
+"""Visibility between shards and the keys each rank sends, against every pair, and at a million tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _fresh() -> None:
 
 
 def needed(layout: Layout, mask: Mask, keys: Layout, block: int) -> list[list[int]]:
-    """For each shard the positions that a query of another rank sees, or that share a block with such a one."""
+    """Return, per shard, the key positions in blocks that a query of another rank sees."""
     held = [layout.positions(rank).tolist() for rank in range(layout.world)]
     ranges = []
     for shard in range(keys.world):
@@ -42,7 +42,7 @@ def needed(layout: Layout, mask: Mask, keys: Layout, block: int) -> list[list[in
 
 
 def check(layout: Layout, mask: Mask, keys: Layout, block: int = 1) -> None:
-    """Exact, not merely safe; the shards, and the keys that travel."""
+    """Check that the visible shards and the keys sent are exact, not just sufficient."""
     pairs = [tuple(pair) for pair in np.argwhere(active_shards(layout, mask, keys)).tolist()]
     assert pairs == seen_shards(layout, mask, keys)
     expected, sent = needed(layout, mask, keys, block), sent_keys(layout, mask, keys)
@@ -53,15 +53,14 @@ def check(layout: Layout, mask: Mask, keys: Layout, block: int = 1) -> None:
 
 
 @given(st.data(), st.booleans())
-def test_any_mask_and_layouts(data: st.DataObject, other_keys: bool) -> None:
+def test_active_shards_and_sent_keys_for_any_mask_and_layout(data: st.DataObject, other_keys: bool) -> None:
     layout = data.draw(layouts(max_seqlen=24))
     keys = data.draw(layouts(max_seqlen=24, world=layout.world)) if other_keys else layout
     check(layout, data.draw(masks(global_tokens=True, used=True)), keys)
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 4), st.booleans())
-def test_any_blocks(data: st.DataObject, world: int, block: int, other_keys: bool) -> None:
-    """Also an interval and a block that miss each other inside a shard; whole blocks travel."""
+def test_block_masks_send_whole_blocks(data: st.DataObject, world: int, block: int, other_keys: bool) -> None:
     layout = data.draw(block_layouts(7, block, world))
     keys = data.draw(block_layouts(7, block, world)) if other_keys else layout
     plain = data.draw(masks(global_tokens=True, used=True).filter(lambda mask: type(mask) is Mask))
@@ -69,11 +68,10 @@ def test_any_blocks(data: st.DataObject, world: int, block: int, other_keys: boo
 
 
 @given(st.data(), st.integers(1, 5), st.sampled_from([2, 3, 7, 20]))
-def test_stripes_beside_runs(data: st.DataObject, world: int, step: int) -> None:
-    """Both kinds of spans on every rank."""
+def test_ranks_with_striped_and_contiguous_spans(data: st.DataObject, world: int, step: int) -> None:
     stripes = [(3 * world + rank, data.draw(st.integers(0, 4)), step * world) for rank in range(world)]
     layout = Layout([[(3 * rank, 3), stripe] for rank, stripe in enumerate(stripes)])
-    mask = data.draw(masks().filter(lambda mask: mask.documents is None))  # theirs end before
+    mask = data.draw(masks().filter(lambda mask: mask.documents is None))  # the last document ends before these stripes
     check(layout, mask, layout)
 
 
@@ -96,7 +94,7 @@ def use(plan: Schedule) -> None:
 
 @pytest.mark.parametrize(("name", "mask"), pairwise_cases([*NAMES, "per document"], MASKS)[::3])
 def test_a_million_tokens_over_64_ranks(name: str, mask: str) -> None:
-    """With the layout: packed documents are others in every step."""
+    """Plan with a new layout each time, because packed documents change every step."""
 
     def make() -> Schedule:
         per_document = name == "per document"
@@ -108,7 +106,7 @@ def test_a_million_tokens_over_64_ranks(name: str, mask: str) -> None:
     planned(5, make, use)
 
 
-def test_spans_with_steps_keep_theirs() -> None:
+def test_sent_spans_keep_their_step() -> None:
     layout = Layout([[(0, 20)], [(20, 10, 2), (60, 10)], [(21, 10, 2)]])
     sent = sent_keys(layout, Mask(window=(4, 0)), layout)
     assert sent.spans_per_rank == (((16, 4, 1),), ((20, 10, 2),), ((21, 9, 2),))

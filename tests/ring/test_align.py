@@ -1,4 +1,4 @@
-"""``align``: queries and keys of different numbers, both counted from 0, against the reference at their positions."""
+"""``align`` with different numbers of queries and keys, against the reference at the aligned positions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOW: dict[str, tuple[int, str, str, bool]] = {
     "layouts": (3, "uneven", "striped", False),
     "mesh": (2, "zigzag", "zigzag", True),
 }
-"""Ranks, the layouts of queries and of keys, and whether by name; of a mesh those in Ulysses' dimension alone."""
+"""Ranks, layout of q, layout of k, and whether layouts are passed by name. The mesh case counts Ulysses ranks."""
 
 
 def later(layout: Layout, by: int) -> Layout:
@@ -55,8 +55,7 @@ def test_masks_where_lengths_differ(align: str, name: str, lengths: tuple[int, i
     compare(expected(case), *together(case, run_ranks(world, rank)))
 
 
-def test_the_last_query_sees_all_keys() -> None:
-    """As dense masks: lower triangles that end in the bottom right corner."""
+def test_bottom_right_is_a_lower_triangle_ending_in_the_corner() -> None:
     for queries, keys in ((2, 5), (5, 2)):
         whole = torch.zeros(1, queries, 1, 8), torch.zeros(1, keys, 1, 8)
         out = ring_attention(*whole, torch.eye(keys)[None, :, None], causal=True, align="bottom-right")

@@ -1,6 +1,6 @@
-"""What every public function refuses: the argument, what it got, what it takes; and no error is of another kind.
+"""Errors of every public function: each names the argument, what it got and what it takes.
 
-What ``ring_attention`` refuses is one table, run twice: by the call itself, and by the op of a graph of torch.compile.
+One table holds the errors of ``ring_attention``. It runs twice: in eager mode and through the op that a graph holds.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ringattn.ring.prepare import Call, autocast, prepare, sink_of
 from ringattn.ring.schedule.layout import Documents
 
 from ..support.forked import results
+from ..support.ring_cases import run_ranks
 
 TILE = Tile(32, 32, 4, 1)
 
@@ -46,7 +47,7 @@ BFLOAT16 = {"q": x().bfloat16(), "k": x(8, 2).bfloat16(), "v": x(8, 2).bfloat16(
 
 
 class Distributed(torch.Tensor):
-    """What a DTensor is message by."""
+    """Stand-in for a DTensor: a tensor with ``to_local``."""
 
     def to_local(self) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)
@@ -83,7 +84,7 @@ DOORS: dict[str, Door] = {
     "flat": (Topology.flat, {"world": 2}),
     "grid": (Topology.grid, {"nodes": 2, "per_node": 2}),
 }
-"""What is called, and arguments that fit."""
+"""Each public function and valid arguments for it."""
 
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
@@ -137,7 +138,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"layout": Layout.contiguous(4, 1)}, r"q has 8 tokens, layout gives rank 0 4; .* pass .transpose\(1, 2\)"),
     (BFLOAT16, "tensors are torch.bfloat16 on the CPU"),
 ]
-"""Of ``ring_attention``, in a graph too."""
+"""Errors of ``ring_attention``, in eager mode and in a graph."""
 
 EAGER: list[tuple[dict[str, Any], str]] = [
     ({"k": x(8, 2).to("meta")}, "k is on meta, q on cpu"),
@@ -159,7 +160,7 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"window_size": (0, 2**63 - 1)}, r"window_size is \(0, 9223372036854775807\): .* from 0 to 2\^62 - 1"),
     ({"softmax_scale": torch.tensor(0.5)}, r"softmax_scale is a tensor, torch.float32 \[\]: .* pass .item\(\)"),
 ]
-"""Of ``ring_attention``, what an op of torch cannot be given."""
+"""Errors of ``ring_attention`` for values that a torch op cannot take."""
 
 BLOCKS = r"block is 1: .* 1,000,000 blocks, .* 1,000,000,000,000 bytes, more than 2\^30. .* of at least 31"
 
@@ -286,14 +287,14 @@ def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> Any:
         ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient"),
     ],
 )
-def test_refusals_in_a_graph(change: dict[str, Any], message: str) -> None:
+def test_refusals_through_the_op_of_a_graph(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=message):
         op(**DOORS["ring_attention"][1] | change)
 
 
-@pytest.mark.parametrize("door", [name for name in DOORS if name not in PATTERNS])
-def test_nonsense(door: str) -> None:
-    """Taken where it means something, else refused by the argument's name: in place of every argument, every value."""
+# sink_of takes arguments that a call has checked before.
+@pytest.mark.parametrize("door", [name for name in DOORS if name not in (*PATTERNS, "sink_of")])
+def test_meaningless_values_are_accepted_or_refused_by_argument_name(door: str) -> None:
     call, fit = DOORS[door]
     for name in (name for name in inspect.signature(call).parameters if name != "unknown"):
         for value in NONSENSE:
@@ -303,9 +304,9 @@ def test_nonsense(door: str) -> None:
                 assert re.search(rf"\b{name}\b", str(error)), (name, type(value), str(error))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own forward_ad
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # raised inside torch's forward_ad
 @pytest.mark.parametrize("door", ["ring_attention", "unshard"])
-def test_transforms_of_functions(door: str) -> None:
+def test_torch_func_transforms_are_refused(door: str) -> None:
     call, fit = DOORS[door]
     name = next(iter(fit))
 
@@ -321,8 +322,8 @@ def test_transforms_of_functions(door: str) -> None:
 
 
 def dtensors(rank: int) -> list[str]:
-    """What a DTensor in place of every tensor is told, in eager mode and where a graph ends there."""
-    tensor = import_module("torch.distributed.tensor")  # by whoever has a DTensor, not by us
+    """Replace every tensor by a DTensor, in eager mode and where a graph ends; return the refused names."""
+    tensor = import_module("torch.distributed.tensor")  # lazily, because importing ringattn must not import it
     mesh = init_device_mesh("cpu", (1,))
     fit, refused = DOORS["ring_attention"][1], []
     rest = {"k": fit["k"], "v": fit["v"], "learnable_sink": torch.zeros(4), "alibi_slopes": torch.zeros(4)}
@@ -335,18 +336,18 @@ def dtensors(rank: int) -> list[str]:
     return refused
 
 
-def test_a_dtensor() -> None:
+def test_dtensors_are_refused_with_a_call_to_to_local() -> None:
     assert [len(names) for names in results(1, dtensors)] == [6]
 
 
-def test_heads_in_the_other_order() -> None:
-    """Head h of q is to read head ``h % Hkv``: permuted as the docstring says."""
+def test_interleaved_head_groups_by_the_documented_permutation() -> None:
+    """Head h of q reads head ``h % Hkv`` after the permutation that the docstring gives."""
     q, k, v = (torch.randn(2, 8, heads, 16) for heads in (6, 2, 2))
-    there, back = (
+    interleave, restore = (
         lambda x: x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3),
         lambda x: x.unflatten(2, (2, -1)).transpose(2, 3).flatten(2, 3),
     )
-    out = back(ring_attention(there(q), k, v, causal=True))
+    out = restore(ring_attention(interleave(q), k, v, causal=True))
     expected = ring_attention(q, k.repeat(1, 1, 3, 1), v.repeat(1, 1, 3, 1), causal=True)
     torch.testing.assert_close(out, expected)
 
@@ -360,8 +361,7 @@ def test_heads_in_the_other_order() -> None:
         ({"window_size": (1, None)}, {"window_size": (1, -1)}),
     ],
 )
-def test_none_is_the_number_that_says_nothing(none: dict[str, Any], number: dict[str, Any]) -> None:
-    """In a graph too, and to a rank that passes the other one."""
+def test_none_equals_the_number_that_disables_a_feature(none: dict[str, Any], number: dict[str, Any]) -> None:
     fit = {name: torch.randn(x.shape) for name, x in DOORS["ring_attention"][1].items()}
     expected = ring_attention(**fit, **number)  # type: ignore[call-overload]
     assert torch.equal(ring_attention(**fit, **none), expected)  # type: ignore[call-overload]
@@ -393,7 +393,7 @@ OTHERS = {
     "align": "top-left",
 }
 ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    # all of them alike
+    # both ranks pass the same wrong arguments
     ({"layout": None}, {"layout": None}, "layout is None with 2 ranks"),
     ({"layout": Layout.contiguous(30, 2)}, {"layout": Layout.contiguous(30, 2)}, "layout gives rank"),
     (EIGHTS, EIGHTS, r"layout gives rank 0 the span \(0, 4, 1\): .* whole blocks of 8 positions"),
@@ -408,29 +408,23 @@ ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"layout": Layout.uneven([8, 8]), "align": "top-left", "k": x(9, 2), "v": x(9, 2)},
         "k has 9 tokens, q has 8: without kv_layout",
     ),
-    # one of them alone, and all learn it
+    # only one rank is wrong, and both get the error
     ({}, {"cu_seqlens": [0, 3]}, "cu_seqlens ends at 3"),
-    # they disagree
+    # the ranks disagree
     ({}, SHORT, "tokens per rank differs between ranks"),
     ({}, {"layout": "contiguous"}, "layout differs between ranks"),
     ({"causal": True}, {}, r"causal differs between ranks \(rank 0: True, rank 1: False\)"),
     ({"backend": "aten"}, {"backend": "triton"}, r"backend differs .*rank 0: 'aten', rank 1: 'triton'"),
     ({}, {"block_mask": longformer(2, [])}, "window_size differs"),
     *(({}, {name: value}, f"{name} differs") for name, value in OTHERS.items()),
-    ({"cu_seqlens": [[0, 16], [0, 4, 16]]}, {"cu_seqlens": [[0, 16], [0, 5, 16]]}, "cu_seqlens differs"),
     ({"causal": True}, {"causal": True, "prefix_length": 3}, "prefix_length differs"),
     ({"dropout_p": 0.5, "dropout_seed": 5}, {"dropout_p": 0.5, "dropout_seed": 6}, "dropout_seed differs"),
     ({"ring": {"chunks": 2}}, {}, r"chunks differs between ranks \(rank 0: 2, rank 1: 1"),
-    ({"ring": {"slots": 2, "prefetch": 1}}, {"ring": {"slots": 4, "prefetch": 1}}, "slots differs between ranks"),
-    ({"ring": {"prefetch": 0}}, {}, "prefetch differs between ranks"),
-    ({"ring": {"direction": -1}}, {}, "direction differs between ranks"),
-    ({"ring": {"topology": Topology(((1, 0),))}}, {"ring": {"topology": Topology.flat(2)}}, "topology differs"),
 ]
-"""Arguments of the first of two ranks, and of the second."""
+"""Arguments of rank 0, arguments of rank 1, and the error that both get."""
 
 
-def test_refusals_on_all_ranks() -> None:
-    """Every rank gets the same error, and the next call is as the first."""
+def test_all_ranks_get_the_same_error_and_the_ring_stays_usable() -> None:
     fit = DOORS["ring_attention"][1] | {"layout": "zigzag"}
 
     def refused(group: LocalGroup) -> None:
@@ -439,8 +433,7 @@ def test_refusals_on_all_ranks() -> None:
             with Ring(group, **call.pop("ring", {})) as ring, pytest.raises(ValueError, match=message):
                 ring_attention(**fit | call | ({"group": group} if "group" in call else {}), ring=ring)
 
-    with LocalWorld(2) as world:
-        world.run(refused)
+    run_ranks(2, refused)
     assert {name for *calls, _ in ON_RANKS for call in calls for name in call} >= {*AttentionArgs._fields} - {"config"}
 
 
@@ -475,7 +468,7 @@ TWO_VALUES: dict[str, list[tuple[Any, Any, dict[str, Any]]]] = {
     "align": [("top-left", "bottom-right", {})],
     "backend": [("aten", "triton", {})],
 }
-"""By argument: a value of rank 0 and another one of rank 1, and what both pass beside it."""
+"""Per argument: rank 0's value, rank 1's value, and arguments that both ranks add."""
 OF_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "batch size": ({}, {name: x(8, heads, batch=1) for name, heads in (("q", 4), ("k", 2), ("v", 2))}),
     "heads": ({}, {name: x(8, 4) for name in "kv"}),
@@ -491,8 +484,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
-def test_two_values_of_every_argument_are_told_apart(mesh: tuple[int, int] | None) -> None:
-    """Both ranks give it; neither computes anything, and the next call is as the first."""
+def test_differing_arguments_are_refused_on_both_ranks(mesh: tuple[int, int] | None) -> None:
     fit = DOORS["ring_attention"][1] | {"layout": "zigzag"}
 
     def refused(group: LocalGroup) -> None:
@@ -501,8 +493,7 @@ def test_two_values_of_every_argument_are_told_apart(mesh: tuple[int, int] | Non
             with pytest.raises(ValueError, match=f"^{name} differs between ranks"):
                 ring_attention(**fit | calls[group.rank()], group=where)
 
-    with LocalWorld(2) as world:
-        world.run(refused)
+    run_ranks(2, refused)
     assert {*TWO_VALUES} == {name for name, entry in ENTRIES.items() if entry.compare is not Compare.OWN}
 
 
@@ -519,7 +510,7 @@ OF_RINGS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def test_two_values_of_every_argument_of_a_ring_are_told_apart() -> None:
+def test_differing_ring_settings_are_refused_on_both_ranks() -> None:
     fit = DOORS["ring_attention"][1] | {"layout": "zigzag"}
 
     def refused(group: LocalGroup) -> None:
@@ -529,9 +520,8 @@ def test_two_values_of_every_argument_of_a_ring_are_told_apart() -> None:
             with Ring(group, **{name: values[group.rank()]} | more) as ring, refusal:
                 ring_attention(**fit, ring=ring)
 
-    with LocalWorld(2) as world:
-        world.run(refused)
-    of_each_rank = {"group", "deadline"}  # it waits as long as it says, whatever the others do
+    run_ranks(2, refused)
+    of_each_rank = {"group", "deadline"}  # a deadline applies to its own rank only
     assert {*OF_RINGS} == {*inspect.signature(Ring).parameters} - of_each_rank
 
 
@@ -546,7 +536,7 @@ OF_SHARDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("mesh", [None, (1, 2)])
 @pytest.mark.parametrize("door", [shard, unshard])
-def test_two_values_of_every_argument_of_shards_are_told_apart(
+def test_differing_shard_arguments_are_refused_on_both_ranks(
     door: Callable[..., Any], mesh: tuple[int, int] | None
 ) -> None:
     takes = {*inspect.signature(door).parameters} - {"group"}
@@ -556,18 +546,17 @@ def test_two_values_of_every_argument_of_shards_are_told_apart(
         where: GroupLike = group if mesh is None else group.mesh(*mesh)
         for name in sorted((takes | {"shape", "dtype"}) & {*OF_SHARDS}):
             calls = OF_SHARDS[name]
-            for call in (*calls, *calls) if door is shard else ():  # nothing moves, so that nothing else would tell
+            for call in (*calls, *calls) if door is shard else ():  # nothing is sent, so only the comparison could fail
                 door(**fit | call, group=where)
-            # another dim is also another shape and another layout
+            # a different dim also changes the shape and the layout
             with pytest.raises(ValueError, match=f"^{'(shape|layout)' if name == 'dim' else name} differs"):
                 door(**fit | calls[group.rank()], group=where)
 
-    with LocalWorld(2) as world:
-        world.run(refused)
+    run_ranks(2, refused)
     assert takes - {"x"} <= {*OF_SHARDS}
 
 
-def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class OfThread:
         def __repr__(self) -> str:
             return threading.current_thread().name
@@ -577,26 +566,25 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
             ring_attention(**DOORS["ring_attention"][1], layout="zigzag", group=group)
 
     monkeypatch.setitem(ring_module.VERSIONS, "torch", OfThread())
-    with LocalWorld(2) as world:
-        world.run(refused)
+    run_ranks(2, refused)
 
 
 @pytest.mark.parametrize("most", [15, 16])
-def test_positions_of_packed_rows_are_counted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows of 8 tokens are one sequence of 16."""
+def test_position_limit_counts_the_packed_sequence(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of 8 tokens are packed into one sequence of 16."""
     monkeypatch.setattr(prepare_module, "MOST_SCORED", most)
     with pytest.raises(ValueError, match="reaches position 15: with dropout_p") if most == 15 else nullcontext():
         ring_attention(**DOORS["ring_attention"][1], leftpad_k=[1, 0], dropout_p=0.5)
 
 
-def test_a_ring_works_on_one_device() -> None:
+def test_a_ring_refuses_a_second_device() -> None:
     with Ring() as ring:
         ring_attention(**DOORS["ring_attention"][1], ring=ring)
         with pytest.raises(ValueError, match="q is on meta, but this ring works on cpu"):
             ring.open(torch.device("meta"))
 
 
-def test_a_record_ends_with_its_block() -> None:
+def test_recording_ends_with_its_block() -> None:
     with Ring() as ring:
         ring_attention(**DOORS["ring_attention"][1], ring=ring)
         with ring.record() as trace:
@@ -607,7 +595,7 @@ def test_a_record_ends_with_its_block() -> None:
 
 
 def test_autocast_leaves_double_precision_alone() -> None:
-    """As SDPA does: the call is refused for its dtype instead of being computed in another one."""
+    """Like SDPA, refuse float64 instead of casting it."""
     tensors = [torch.ones(1, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.int64)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert [x.dtype for x in autocast(*tensors)] == [torch.float64, torch.bfloat16, torch.int64]
@@ -621,7 +609,7 @@ def prepared(ring: Ring, **arguments: Any) -> Call:
     return call
 
 
-def test_a_call_leaves_room_for_its_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_uses_the_config_with_room_for_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     given = KernelConfig(TILE, TILE, TILE, persistent=True)
     roomy = replace(given, sm_margin=3)
     asked: list[KernelConfig | None] = []
@@ -634,26 +622,23 @@ def test_a_call_leaves_room_for_its_transfers(monkeypatch: pytest.MonkeyPatch) -
     assert (prepared(Ring(), backend="triton", config=given).config, asked) == (roomy, [given])
 
 
-def test_a_call_is_planned_as_its_ring_says() -> None:
-    """Which way keys travel, through which slots, in what order; that no result tells."""
-
+def test_direction_slots_and_topology_of_the_ring_reach_the_plan() -> None:
     def visits(group: LocalGroup, **settings: Any) -> tuple[list[int], int]:
         with Ring(group, **settings) as ring:
             plan = prepared(ring, layout="contiguous").plan
             return [hop.shard for hop in plan.hops], plan.slots
 
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         rank, order = group.rank(), Topology(((0, 2, 1),))
         before, after = (rank - 1) % 3, (rank + 1) % 3
         assert visits(group) == ([rank, before, after], 3)
         assert visits(group, direction=-1, slots=2) == ([rank, after, before], 2)
         assert visits(group, topology=order) == ([rank, after, before], 3)
 
-    with LocalWorld(3) as world:
-        world.run(of_rank)
+    run_ranks(3, on_rank)
 
 
-def test_a_closed_ring() -> None:
+def test_a_closed_ring_is_refused() -> None:
     ring = Ring()
     for _ in range(2):
         ring.close()
@@ -661,15 +646,13 @@ def test_a_closed_ring() -> None:
         ring_attention(**DOORS["ring_attention"][1], ring=ring)
 
 
-def test_a_ring_that_is_gone() -> None:
+def test_a_compiled_call_refuses_a_deleted_ring() -> None:
     packed = pack_args(AttentionArgs(), Ring(), None)
     with pytest.raises(RuntimeError, match="ring of a compiled call was deleted"):
         torch.ops.ringattn.ring_attention(*DOORS["ring_attention"][1].values(), *packed)
 
 
-def test_a_ring_left_by_an_error_ends_the_transfers_of_the_others() -> None:
-    """The rank that leaves goes on elsewhere: nothing but its ring tells the others."""
-
+def test_leaving_a_ring_by_an_error_ends_the_transfers_of_other_ranks() -> None:
     def fn(group: LocalGroup) -> None:
         raised = TransportError if group.rank() else KeyError
         with pytest.raises(raised, match="out of data"), Ring(group) as ring:
@@ -679,13 +662,12 @@ def test_a_ring_left_by_an_error_ends_the_transfers_of_the_others() -> None:
             transport.post(sends=[], receives=[Message(0, torch.empty(4))])
         control_of(group).gather(None, what="the test")
 
-    with LocalWorld(2) as world:
-        world.run(fn)
+    run_ranks(2, fn)
 
 
-def test_the_signature_is_the_list_of_arguments() -> None:
-    """The overloads for type checkers, the fields with their defaults, and how each is packed for an op."""
-    named = {name: one.default for name, one in inspect.signature(ring_attention).parameters.items()}
+def test_signature_options_and_op_entries_agree() -> None:
+    """Compare the signature with the overloads, the fields' defaults and the op's entries."""
+    named = {name: parameter.default for name, parameter in inspect.signature(ring_attention).parameters.items()}
     del named["unknown"]
     others = {name: named.pop(name) for name in ("q", "k", "v", "return_lse", "ring", "group")}
     assert AttentionArgs()._asdict() == named
@@ -694,17 +676,17 @@ def test_the_signature_is_the_list_of_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "suggestion"),
     [
         ("is_causal", "causal"), ("attn_mask", "block_mask"), ("cu_seqlens_q", "cu_seqlens"),
         ("scale", "softmax_scale"), ("softmax_scal", "softmax_scale"), ("max_seqlen_q", "leave it out"),
         ("xyzzy", "'xyzzy'"),
     ],
 )  # fmt: skip
-def test_keywords_of_others_are_answered_with_ours(name: str, meant: str) -> None:
+def test_unknown_keywords_are_answered_with_ours(name: str, suggestion: str) -> None:
     q: Any = torch.randn(1, 8, 2, 16)
     calls: list[Any] = [ring_attention, torch.compile(ring_attention, backend="eager")]
     for call in calls:
-        with pytest.raises(TypeError, match=rf"'{name}'.*\b{meant}|argument {meant}$"):
+        with pytest.raises(TypeError, match=rf"'{name}'.*\b{suggestion}|argument {suggestion}$"):
             call(q, q, q, **{name: None})
     assert name not in inspect.signature(ring_attention).parameters

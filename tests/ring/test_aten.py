@@ -1,4 +1,4 @@
-"""The CPU backend: every kind of hop, by the operator and by the blockwise body, against the exact result."""
+"""The CPU backend: every kind of hop, by PyTorch's operator and by the blockwise code, against float64."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ from ..support.baselines import Results
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, check_results, check_ring, inputs, run_ring
 
-SCALE = 0.25  # the default of 16 dimensions
+SCALE = 0.25  # the default scale for head dim 16
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("name", "world", "causal"), pairwise_cases(LAYOUTS, (1, 2, 3, 4), (True, False)))
-def test_short_shards_cut_as_long_ones_are(
-    name: str, world: int, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_shards_cut_into_regions(name: str, world: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "MIN_ROWS", 4)
-    # many rows: of few ones PyTorch's largest error may be small by chance
+    # With few rows PyTorch's largest error, the measure of ours, may be small by chance.
     check_ring(LAYOUTS[name](53, world), inputs(53, batch=16), causal=causal, backend="aten")
 
 
@@ -42,13 +40,15 @@ CASES = pairwise_cases((torch.float32, torch.bfloat16, torch.float16), [(3, 3), 
 @pytest.mark.parametrize(
     ("dtype", "heads", "dims"), [*CASES, (torch.float32, (4, 2), (24, 40)), (torch.float32, (5, 1), (64, 8))]
 )
-def test_dtypes_heads_and_head_dims(dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]) -> None:
+def test_dtypes_heads_and_head_dims_are_exact(
+    dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]
+) -> None:
     check_ring(Layout.zigzag(70, 2), inputs(70, heads, dims, dtype), causal=True, backend="aten")
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("empty", [FULL, None])
-def test_empty_shards(queries: int, keys: int, empty: Bounds | None) -> None:
+def test_empty_shards_give_zeros_and_minus_infinity(queries: int, keys: int, empty: Bounds | None) -> None:
     nothing = torch.zeros(queries, dtype=torch.int32)
     bounds_of_hop = empty or Bounds(nothing, nothing)
     q, k, dout = torch.randn(2, queries, 4, 8), torch.randn(2, keys, 2, 8), torch.randn(2, queries, 4, 8)
@@ -104,7 +104,7 @@ def test_backward_of_a_square_computes_little_more_than_its_triangle(
 
 
 class Recorder(TorchDispatchMode):
-    """Names of the operators of torch that run inside."""
+    """Dispatch mode that records the names of torch operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,12 +138,12 @@ def test_arriving_keys_are_waited_for_last(local: bool, blockwise_only: bool) ->
     assert "aten.add.out" in recorder.names
 
 
-def test_a_gradient_through_lse_keeps_what_its_rounding_drops() -> None:
+def test_lse_gradient_in_bfloat16_columns_keeps_its_rounding_error() -> None:
     extra = torch.randn(1, 2, 5)
     columns = rectangles._widen(torch.zeros(1, 5, 2, 4, dtype=torch.bfloat16), extra)[..., 4:]
     torch.testing.assert_close(columns.float().sum(-1).transpose(1, 2), extra, rtol=2**-15, atol=0)
 
 
 def test_rows_that_share_memory_are_copied() -> None:
-    """BLAS takes no leading dimension that is less than a row."""
+    """BLAS needs a leading dimension of at least one row."""
     assert rectangles._rows(torch.zeros(1, 1, 2, 4).expand(1, 3, 2, 4)).is_contiguous()

@@ -1,4 +1,4 @@
-"""Backward kernels of other kinds in a ring of virtual ranks: refused before anything moves, else exact."""
+"""Hopper and single-pass backward kernels in a ring of virtual ranks: exact, or refused before a transfer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn import Layout, Ring, ring_attention
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import KernelConfig, Tile, attention_delta
 from ringattn.kernels.attention import Forward
@@ -19,7 +19,7 @@ from ringattn.ring.local import fused
 
 from ..kernels.test_hopper import ON_HOPPER, Launches, launches
 from ..support.kernel_cases import DEVICE
-from ..support.ring_cases import check_ring, inputs
+from ..support.ring_cases import check_ring, inputs, run_ranks
 
 __all__ = ["launches"]
 
@@ -31,8 +31,9 @@ HALF = torch.float16
 
 @pytest.mark.skipif(ON_HOPPER, reason="about a GPU of another kind")
 @pytest.mark.parametrize("config", [CONFIG, FORWARD])
-def test_another_gpu_is_refused_on_every_rank(config: KernelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the call itself, without a gradient; before anything is sent."""
+def test_hopper_kernels_on_another_gpu_are_refused_on_every_rank(
+    config: KernelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout, whole = Layout.zigzag(40, 2), inputs(40, dims=(64, 64), dtype=HALF)
 
     def refused(group: Any) -> None:
@@ -44,15 +45,14 @@ def test_another_gpu_is_refused_on_every_rank(config: KernelConfig, monkeypatch:
         raise AssertionError("the first hop has begun")
 
     monkeypatch.setattr(loop, "forward", begun)
-    with LocalWorld(layout.world) as world:
-        world.run(refused)
+    run_ranks(layout.world, refused)
 
 
 LENT = threading.Lock()
 
 
 def one_at_a_time(entry: Callable[..., Any]) -> Callable[..., Any]:
-    """The stand-in lends its modules to the kernel under the names of triton's: no other rank may look there then."""
+    """Serialize an entry across ranks: the stand-in replaces Triton's modules while a kernel runs."""
 
     def locked(*arguments: Any, **options: Any) -> Any:
         with LENT:
@@ -62,8 +62,8 @@ def one_at_a_time(entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.usefixtures("poison")
-def test_hopper_is_exact(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hop within bounds that starts dK/dV, and one without that continues them; keys past the end of a tile."""
+def test_hopper_ring_is_exact(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hop with bounds starts dK/dV, the one without continues them, and the last tile is partial."""
     monkeypatch.setattr(fused, "attention_delta", one_at_a_time(attention_delta))
     for bound in (Forward, Gradients):
         monkeypatch.setattr(bound, "__call__", one_at_a_time(bound.__call__))
@@ -92,6 +92,5 @@ def single_pass(mode: str, **ring: Any) -> dict[str, Any]:
     ],
     ids=["chunks", "deterministic", "two levels"],
 )
-def test_single_pass_is_exact(layout: Layout, ring: dict[str, Any], mode: str) -> None:
-    """Grouped heads, causal."""
+def test_single_pass_ring_is_exact(layout: Layout, ring: dict[str, Any], mode: str) -> None:
     check_ring(layout, inputs(layout.seqlen), causal=True, **single_pass(mode, **ring))

@@ -1,4 +1,4 @@
-"""The blockwise body of the CPU backend in tiles of any size, and Philox4x32-10 against the textbook."""
+"""The blockwise code of the CPU backend with tiles of any size, and Philox4x32-10 against published answers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def ours(seed: int, counter: list[int]) -> int:
         (0x299F31D0A4093822, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], 0xD16CFE09),
     ],
 )
-def test_the_known_answers_of_random123(seed: int, counter: list[int], word: int) -> None:
+def test_philox_gives_the_known_answers_of_random123(seed: int, counter: list[int], word: int) -> None:
     assert ours(seed, counter) == word
 
 
-def test_counters_broadcast() -> None:
+def test_philox_counters_broadcast() -> None:
     rows, keys = torch.tensor([0, 7, 2**31 - 1]), torch.arange(5)
     words = first_word(2**63 + 5, (rows[:, None], keys, torch.tensor(3), torch.tensor(1)))
     assert words.equal(philox(philox_words(rows[:, None], keys, 3, 1), (5, 2**31))[0])
@@ -58,7 +58,7 @@ FEATURES = MASKS | SCORES | {name: make(4) for name, make in PATTERNS.items()} |
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, float]) -> None:
-    """Short shards as long ones are."""
+    """Set tile sizes so small that short shards are split like long ones."""
     for name, value in sizes.items():
         monkeypatch.setattr(cutting if hasattr(cutting, name) else blockwise, name, value)
 
@@ -73,14 +73,14 @@ def test_features_in_small_tiles(name: str, tiles: dict[str, float], monkeypatch
 
 
 @pytest.mark.parametrize(("name", "small"), [("causal window", True), ("causal window", False), ("window", False)])
-def test_scores_that_are_not_known_to_be_small(name: str, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_with_and_without_the_small_score_path(name: str, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, SMALL | ({} if small else {"SMALL": -1.0}))
     check(case_of(3, "striped", MASKS[name] | {"backend": "aten"}))
 
 
 @pytest.mark.parametrize(("score", "value"), [(59.0, 1.0), (61.0, 1.0), (200.0, 1.0), (59.0, 1e19), (200.0, 1e30)])
 def test_windows_of_large_scores_and_values(score: float, value: float) -> None:
-    """No maximum is subtracted where scores are small; they are in units of the base-2 logarithm here."""
+    """Small scores skip the maximum. ``score`` is in units of the base-2 logarithm."""
     q, k, v = torch.zeros(1, 180, 1, 8), torch.zeros(1, 180, 1, 8), torch.full((1, 180, 1, 8), value / 8)
     q[..., 0], k[..., 0], v[..., 0] = score / math.log2(math.e), 1.0, value
     hi = torch.arange(1, 181, dtype=torch.int32)
@@ -92,7 +92,7 @@ def test_windows_of_large_scores_and_values(score: float, value: float) -> None:
 
 
 def test_a_sink_beyond_the_range_of_small_scores() -> None:
-    """The scores are 36: without a maximum, the sum would overflow by the sink alone."""
+    """The scores are 36. Without a maximum, the sink alone would overflow the sum."""
     q = torch.full((1, 8, 1, 16), 3.0)
     out = ring_attention(q, q, q, window_size=(2, 2), learnable_sink=torch.tensor([200.0]))
     assert torch.equal(out, torch.zeros_like(q))

@@ -1,4 +1,4 @@
-"""``torch.compile(fullgraph=True)`` of what calls ``ring_attention``: the results and refusals of eager, few graphs."""
+"""``torch.compile(fullgraph=True)`` around ``ring_attention``: eager's results and errors from few graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, ring_attention, single_rank
+from ringattn import Layout, Ring, checkpoint_policy, ring_attention, single_rank
 from ringattn.comm import GroupLike
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, longformer, ulysses
@@ -24,6 +24,7 @@ from ringattn.ring.args import AttentionArgs
 from ringattn.ring.ops import INDEX, pack_args
 
 from ..support.forked import results
+from ..support.ring_cases import run_ranks
 
 ROWS, HEADS = 64, 4
 NO_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -38,26 +39,26 @@ def fresh() -> Iterator[None]:
 
 
 def block(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
-    """A layer around the call, so that the graph holds more than one op."""
+    """Compute a layer around the call, so that the graph holds more than one op."""
     out = ring_attention(q * 2, k, v, **call)
     result: Tensor = (out[0] * out[1].transpose(1, 2)[..., None] if isinstance(out, tuple) else out).sin()
     return result
 
 
 def inputs(rows: int = ROWS, batch: int = 1) -> list[Tensor]:
-    """q, k and v; of several batch rows k as ``[B, H, S, D]`` is stored."""
+    """Return q, k and v; with several batch rows k has ``[B, H, S, D]`` storage."""
     q, k, v = (torch.randn(batch, rows, heads, 16) for heads in (HEADS, 2, 2))
     k = k.transpose(1, 2).contiguous().transpose(1, 2) if batch > 1 else k
     return [x.requires_grad_() for x in (q, k, v)]
 
 
 def inputs_of(call: dict[str, Any], rows: int = ROWS) -> list[Tensor]:
-    """With the batch rows that a call speaks of."""
+    """Return inputs with as many batch rows as the call needs."""
     return inputs(rows, len(call.get("leftpad_k", "1")))
 
 
 def run(function: Callable[..., Tensor], tensors: list[Tensor], **call: Any) -> list[Tensor]:
-    """Its result and the gradients of q, k, v and of the sink, where there is one."""
+    """Return the result and the gradients of q, k, v and of the sink if there is one."""
     out = function(*tensors, **call)
     wanted = [*tensors, *([call["learnable_sink"]] if "learnable_sink" in call else [])]
     return [out.detach(), *torch.autograd.grad(out.square().sum(), wanted)]
@@ -69,7 +70,7 @@ def compiled(function: Callable[..., Tensor] = block, backend: Any = "aot_eager"
 
 
 def packed_call(*, ring: Ring | None = None, group: GroupLike = None, **call: Any) -> Any:
-    """A call as the arguments of the op."""
+    """Return the call as arguments of the op."""
     return pack_args(AttentionArgs(**call), ring, group)
 
 
@@ -78,7 +79,7 @@ def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def hiding(number: int) -> dict[str, Any]:
-    """Batch rows that see different keys."""
+    """Return a call whose batch rows see different keys."""
     is_key = torch.rand(3, ROWS, generator=torch.Generator().manual_seed(number)) < 0.6
     documents = [[0, ROWS], [0, 9, ROWS], [0, ROWS]]
     return {"key_mask": is_key, "leftpad_k": [number, 3, ROWS], "seqused_k": [ROWS, 20, 4], "cu_seqlens": documents}
@@ -122,7 +123,7 @@ def test_compiled_equals_eager_bitwise(name: str) -> None:
 
 
 @pytest.mark.parametrize("group", [None, single_rank().mesh(1, 1)], ids=["ring", "mesh"])
-def test_drawn_seeds_are_those_of_eager(group: GroupLike) -> None:
+def test_compiled_dropout_draws_the_seeds_of_eager(group: GroupLike) -> None:
     tensors = inputs()
     torch.manual_seed(5)
     expected = [run(block, tensors, dropout_p=0.4, group=group) for _ in range(2)]
@@ -134,7 +135,7 @@ def test_drawn_seeds_are_those_of_eager(group: GroupLike) -> None:
 
 
 @pytest.mark.compiles("ring/ops.py")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by torch's imports
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_the_default_compiler_of_torch() -> None:
     tensors, call = inputs(), {"causal": True, "cu_seqlens": torch.tensor([0, 20, ROWS])}
@@ -142,7 +143,7 @@ def test_the_default_compiler_of_torch() -> None:
     torch.testing.assert_close(got, run(block, tensors, **call), rtol=1e-5, atol=1e-5)
 
 
-MOST = 2  # graphs: one for the first call's numbers, one for any, as torch.compile does with every size
+MOST = 2  # graphs: one for the first call's numbers and a dynamic one, as torch.compile does with every size
 RINGS = [Ring() for _ in range(4)]
 
 
@@ -160,7 +161,7 @@ GRAPHS: dict[str, Callable[[int], tuple[int, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_no_new_graph(name: str) -> None:
+def test_changed_numbers_reuse_the_graph(name: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     function = compiled(backend=counter)
     for number in range(4):
@@ -183,15 +184,14 @@ def in_world(
         where = group if mesh is None else group.mesh(*mesh)
         return run(function, shards, **{"layout": whole_layout} | call | own, group=where)
 
-    with LocalWorld(whole_layout.world) as world:
-        return world.run(rank)
+    return run_ranks(whole_layout.world, rank)
 
 
-def test_virtual_ranks() -> None:
+def test_virtual_ranks_share_the_graph() -> None:
     whole, layout = inputs(), Layout.zigzag(ROWS, 2)
     counter = CompileCounterWithBackend("aot_eager")
     function = compiled(backend=counter)
-    for _ in range(2):  # a new world each time
+    for _ in range(2):  # each with a new world
         got, expected = (in_world(layout, called, whole, causal=True) for called in (function, block))
         for mine, theirs in zip(got, expected, strict=True):
             assert_same(mine, theirs)
@@ -208,8 +208,8 @@ MESH_CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "mesh"), [*zip(MESH_CALLS, [(2, 2), (1, 2), (2, 1)], strict=True)])
-def test_a_mesh(name: str, mesh: tuple[int, int]) -> None:
-    """A graph for the first numbers and one for any, by as many threads as come to it at once."""
+def test_a_mesh_equals_eager_and_reuses_its_graphs(name: str, mesh: tuple[int, int]) -> None:
+    """Threads that compile at the same time share one graph for the first sizes and one dynamic graph."""
     counter = CompileCounterWithBackend("aot_eager")
     function, call, made = compiled(backend=counter), MESH_CALLS[name], []
     for rows in (ROWS, ROWS, *((80, 96) if name == "name, dropout, first head" else ())):
@@ -221,29 +221,29 @@ def test_a_mesh(name: str, mesh: tuple[int, int]) -> None:
     assert made[1] == made[0] and made[-1] == made[2 % len(made)]
 
 
-def test_a_mesh_holds_nothing_through_its_last_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the exchange before has brought is gone, forward and backward: the last one needs memory of its own."""
-    there, back = ulysses.heads_for_tokens, ulysses.tokens_for_heads
+def test_a_mesh_frees_the_first_exchange_before_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of the first exchange are freed before the last one allocates."""
+    to_heads, to_tokens = ulysses.heads_for_tokens, ulysses.tokens_for_heads
     arrived: list[weakref.ref[Tensor]] = []
     counts: list[int] = []
 
-    def brought(*args: Any) -> tuple[Tensor, ...]:
-        tensors = there(*args)
+    def first_exchange(*args: Any) -> tuple[Tensor, ...]:
+        tensors = to_heads(*args)
         arrived[:] = map(weakref.ref, tensors)
         return tensors
 
-    def last(*args: Any) -> tuple[Tensor, ...]:
-        counts.extend([len(arrived), sum(one() is not None for one in arrived)])
-        return back(*args)
+    def last_exchange(*args: Any) -> tuple[Tensor, ...]:
+        counts.extend([len(arrived), sum(reference() is not None for reference in arrived)])
+        return to_tokens(*args)
 
-    monkeypatch.setattr(ulysses, "heads_for_tokens", brought)
-    monkeypatch.setattr(ulysses, "tokens_for_heads", last)
+    monkeypatch.setattr(ulysses, "heads_for_tokens", first_exchange)
+    monkeypatch.setattr(ulysses, "tokens_for_heads", last_exchange)
     run(compiled(), inputs(), group=single_rank().mesh(1, 1))
     assert counts == [3, 0, 6, 0]
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
-def test_rank_0s_seed_is_used(mesh: tuple[int, int] | None) -> None:
+def test_all_ranks_use_rank_0s_seed(mesh: tuple[int, int] | None) -> None:
     whole, layout, seeds = inputs(), Layout.contiguous(ROWS, 2), torch.tensor([12345, 1])
 
     def draws(q: Tensor, k: Tensor, v: Tensor, *, group: Any, layout: Layout) -> Tensor:
@@ -273,11 +273,11 @@ def processes(rank: int) -> None:
         assert_same(run(compiled(), shards, **call), run(block, shards, **call))
 
 
-def test_processes() -> None:
+def test_compiled_equals_eager_over_gloo() -> None:
     results(2, processes)
 
 
-def test_autocast() -> None:
+def test_compiled_equals_eager_under_autocast() -> None:
     tensors = inputs()
 
     def cast(*tensors: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ def test_autocast() -> None:
     assert_same(got, expected)
 
 
-def test_checkpointing_repeats_what_dropout_dropped() -> None:
+def test_checkpointing_repeats_the_dropout_mask() -> None:
     tensors = inputs()
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def test_checkpointing_repeats_what_dropout_dropped() -> None:
 CONTEXTS = partial(create_selective_checkpoint_contexts, checkpoint_policy)
 
 
-def test_selective_checkpointing_in_a_graph(forward_rings: list[object]) -> None:
+def test_selective_checkpointing_in_a_graph_skips_the_second_ring(forward_rings: list[object]) -> None:
     def saving(*tensors: Tensor, **call: Any) -> Tensor:
         out: Tensor = checkpoint(block, *tensors, use_reentrant=False, context_fn=CONTEXTS, **call)
         return out
@@ -323,11 +323,12 @@ def test_selective_checkpointing_in_a_graph(forward_rings: list[object]) -> None
     assert len(forward_rings) == 2
 
 
-@pytest.mark.parametrize("call", [{}, hiding(1), {"mesh": (1, 2)}], ids=["plain", "batch rows", "mesh"])
+@pytest.mark.parametrize("call", [{}, hiding(1), {"mesh": (2, 2)}], ids=["plain", "batch rows", "mesh"])
 def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object], call: dict[str, Any]) -> None:
-    """What is around it runs twice, and the gradients are those without checkpointing."""
+    """The layer around the call runs twice, and the gradients do not change."""
     layers: list[object] = []
-    whole, layout = inputs_of(call), Layout.zigzag(ROWS, 2)
+    world = 4 if "mesh" in call else 2
+    whole, layout = inputs_of(call), Layout.zigzag(ROWS, world)
 
     def layer(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
         layers.append(None)
@@ -342,7 +343,7 @@ def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object],
     layers.clear()
     for got, want in zip(in_world(layout, saving, whole, **call), expected, strict=True):
         assert_same(got, want)
-    assert (len(forward_rings), len(layers)) == (2, 4)
+    assert (len(forward_rings), len(layers)) == (world, 2 * world)
 
 
 @pytest.mark.parametrize(

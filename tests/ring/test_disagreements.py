@@ -1,4 +1,4 @@
-"""Processes that pass different things to one call: every one of them gets the same error, soon, and none hangs."""
+"""Processes that pass different arguments to one call: every rank gets the same error soon, and none hangs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ringattn.ring.ops import traced
 from ..support.forked import Ending, ending, results
 
 WORLD = 3
-DEADLINE = 600.0  # seconds of a transfer, and of a wait for the others
-SOON = 60.0  # of which nothing waits; all of it is a busy machine's
+DEADLINE = 600.0  # seconds for a transfer, and for a wait for other ranks
+SOON = 60.0  # seconds; nothing waits, so all of it allows for a busy machine
 DROPOUT = {"dropout_p": 0.5}
 
 
@@ -35,7 +35,7 @@ def attend(ring: Ring, *, tokens: int = 16, causal: Any = False, **options: Any)
 
 
 def known_calls(ring: Ring, first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Both known to all ranks; then rank 1 makes one of them and the others the other one."""
+    """Repeat two calls until all ranks expect them, then let rank 1 make the other one."""
     for options in (first, second, first, second, first):
         attend(ring, **options)
     attend(ring, **(first if ring.rank == 1 else second))
@@ -44,7 +44,7 @@ def known_calls(ring: Ring, first: dict[str, Any], second: dict[str, Any]) -> No
 
 
 def unequal_shards(ring: Ring) -> None:
-    """Of a layout by its name, which means equal ones."""
+    """Name a layout, which means equal shards, with other lengths on rank 1."""
     attend(ring, tokens=24 if ring.rank == 1 else 16)
 
 
@@ -66,11 +66,11 @@ def interrupted_before_the_call(ring: Ring) -> None:
 
 
 class Interrupted(list[int]):
-    """Does not get past the checks."""
+    """List that interrupts the process when the argument checks read it."""
 
     def __iter__(self) -> Any:
-        time.sleep(0.5)  # the others wait
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell started it in the background
+        time.sleep(0.5)  # so that the other ranks are waiting
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
         signal.raise_signal(signal.SIGINT)
         return super().__iter__()
 
@@ -80,7 +80,7 @@ def another_ring(ring: Ring, **of_rank_1: Any) -> None:
 
 
 def another_device(ring: Ring) -> None:
-    """As a tensor on a GPU would: compared before the transports are chosen, which differ by device."""
+    """Compare devices as a call on a GPU would; transports, which depend on the device, are not chosen yet."""
     ring._agree({"call": "forward"}, torch.device("meta" if ring.rank == 1 else "cpu"))
 
 
@@ -94,7 +94,7 @@ def no_gradient(ring: Ring) -> None:
 
 
 def checkpointed(ring: Ring) -> None:
-    """What checkpointing, and a backward that hooks stop, do to a call is nothing to the others."""
+    """Check that recomputation and hooks that stop a backward do not concern the other ranks."""
     x = torch.randn(1, 16, 2, 8, requires_grad=True)
     whole = [ring_attention(x, x, x, ring=ring, layout="contiguous").sum()]
     for early in (True, False):
@@ -110,7 +110,7 @@ def checkpointed(ring: Ring) -> None:
 
 
 def two_threads(ring: Ring) -> None:
-    """Every call is right or ends by an error, and the ring with it."""
+    """Check that each call is right, or raises and ends the ring."""
     errors: list[BaseException] = []
 
     def calls(value: float) -> None:
@@ -132,14 +132,14 @@ def two_threads(ring: Ring) -> None:
 
 
 def backwards_in_another_order(ring: Ring) -> None:
-    for known in (True, False):  # a step whose calls are all expected, then one in which rank 1 is the other way round
+    for same_order in (True, False):  # in the second step rank 1 reverses the order
         outs = [attend(ring), attend(ring)]
-        for out in outs if ring.rank == 1 and not known else outs[::-1]:
+        for out in outs if ring.rank == 1 and not same_order else outs[::-1]:
             out.sum().backward()
 
 
 def refusals_in_a_row(ring: Ring) -> None:
-    """Two of rank 1; the others go on past the second one, since a right call came after a refusal before."""
+    """Rank 1 fails twice; the other ranks get past the second failure because a valid call came in between."""
     for right in (True, False, True, *([False, False] if ring.rank == 1 else [True])):
         with contextlib.suppress(ValueError):
             attend(ring, causal=right or "neither")
@@ -180,13 +180,12 @@ DIFFERS = "ValueError: {} differs between ranks ("
         (checkpointed, "LookupError: right", None),
     ],
 )
-def test_every_rank_gets_the_error_soon(body: Callable[[Ring], None], words: str, of_rank_1: str | None) -> None:
+def test_every_rank_gets_the_error_of_the_differing_rank_soon(
+    body: Callable[[Ring], None], words: str, of_rank_1: str | None
+) -> None:
     for rank, (kind, text, seconds) in enumerate(results(WORLD, partial(how_it_ends, body=body))):
         assert (of_rank_1 or words if rank == 1 else words) in f"{kind}: {text}"
         assert seconds < SOON
-
-
-# -- virtual ranks -----------------------------------------------------------------------------------------------------
 
 
 def shards_of(group: LocalGroup) -> list[torch.Tensor]:
@@ -201,7 +200,7 @@ def through_attention(group: LocalGroup, where: GroupLike) -> torch.Tensor:
 
 
 def through_a_graph(group: LocalGroup, where: GroupLike) -> torch.Tensor:
-    """The op that a graph of torch.compile holds."""
+    """Call the op that a graph of torch.compile holds."""
     q, k, v = shards_of(group)
     return traced(q, k, v, AttentionArgs(layout="zigzag"), None, where)[0]
 
@@ -216,7 +215,7 @@ def through_unshard(group: LocalGroup, where: GroupLike) -> torch.Tensor:
 def test_backwards_in_another_order_are_refused(
     forward: Callable[[LocalGroup, GroupLike], torch.Tensor], mesh: tuple[int, int] | None, known: bool
 ) -> None:
-    """Gradients of the two calls have the same shapes, so that nothing else would tell them apart."""
+    """The gradients of both calls have the same shapes, so only the comparison can tell them apart."""
 
     def step(group: LocalGroup, order: int) -> None:
         where: GroupLike = group if mesh is None else group.mesh(*mesh)
@@ -224,13 +223,15 @@ def test_backwards_in_another_order_are_refused(
         for out in outs[::order]:
             out.sum().backward()  # type: ignore[no-untyped-call]
 
-    def of_rank(group: LocalGroup) -> str:
-        for order in (1, -1, 1, -1) if known else ():  # a rank that goes on is told by the one that stops
+    def on_rank(group: LocalGroup) -> str:
+        for order in (
+            (1, -1, 1, -1) if known else ()
+        ):  # later ranks expect the calls, and learn of the error from the rank that stops
             step(group, order)
         with pytest.raises((ValueError, TransportError)) as raised:
             step(group, 1 if group.rank() else -1)
         return str(raised.value)
 
     with LocalWorld(2, timeout=SOON) as world:
-        texts = world.run(of_rank)
+        texts = world.run(on_rank)
     assert all("backward of call differs between ranks (rank 0: " in text for text in texts), texts

@@ -1,4 +1,4 @@
-"""Layouts: every token on one rank, in order; there and back; and packed documents."""
+"""Layouts: each token on one rank in ascending order, shard and unshard, and packed documents."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ HELD: list[tuple[Callable[[], Layout], list[list[int]]]] = [
     (lambda: Layout.zigzag(10, 3), [[0, 1, 8, 9], [2, 3, 7], [4, 5, 6]]),
     (lambda: Layout.striped(7, 3), [[0, 3, 6], [1, 4], [2, 5]]),
     (lambda: Layout.zigzag(8, 2, [0, 4, 4, 8]), [[0, 3, 4, 7], [1, 2, 5, 6]]),
-    # what is left goes on where the document before stopped
+    # the remainder continues at the rank where the previous document stopped
     (lambda: Layout.zigzag(4, 2, [0, 1, 2, 3, 4]), [[0, 2], [1, 3]]),
-    # and a rank's odd token is at the head and at the tail of documents alternately
+    # a rank's odd token alternates between the head and the tail of documents
     (lambda: Layout.zigzag(4, 2, [0, 2, 4]), [[0, 3], [1, 2]]),
     (lambda: Layout.zigzag(5, 2, [0, 3, 5]), [[0, 2, 3], [1, 4]]),
     (lambda: Layout.balanced(8, [3, 1], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
@@ -49,13 +49,13 @@ HELD: list[tuple[Callable[[], Layout], list[list[int]]]] = [
     (lambda: Layout.balanced(4, [1, 1e-9], causal=True), [[0, 1, 2, 3], []]),
     (lambda: Layout.balanced(0, [1, 2], causal=True), [[], []]),
     (lambda: Layout.balanced(8, [*FLOAT32], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
-    # exact: a sixth of three tokens is half a token, and rounded up
+    # exact: a sixth of three tokens is half a token, rounded up
     (lambda: Layout.balanced(3, SIXTHS, causal=False), [[0], [1, 2]]),
 ]
 
 
 @pytest.mark.parametrize(("layout", "expected"), HELD)
-def test_layouts_by_hand(layout: Callable[[], Layout], expected: list[list[int]]) -> None:
+def test_named_layouts_by_hand(layout: Callable[[], Layout], expected: list[list[int]]) -> None:
     assert positions(layout()) == expected
 
 
@@ -70,11 +70,11 @@ def test_every_token_is_on_one_rank_in_order() -> None:
 
 
 def transformer_engines(cu_seqlens: list[int], world: int, rank: int) -> list[int]:
-    """The token indices of one rank as TransformerEngine cuts packed sequences ("THD") for context parallelism.
+    """Return one rank's token indices as TransformerEngine splits packed sequences (THD) for context parallelism.
 
-    NVIDIA/TransformerEngine, transformer_engine/common/fused_attn/context_parallel.cu, thd_partition_indices_kernel
-    (python: ``transformer_engine_torch.thd_get_partitioned_indices``): a sequence is 2 * world chunks of one size; a
-    rank takes chunk ``rank``, then chunk ``2 * world - 1 - rank``.
+    Source: NVIDIA/TransformerEngine, transformer_engine/common/fused_attn/context_parallel.cu,
+    thd_partition_indices_kernel (Python: ``transformer_engine_torch.thd_get_partitioned_indices``). A sequence has
+    ``2 * world`` chunks of equal size; a rank takes chunk ``rank``, then chunk ``2 * world - 1 - rank``.
     """
     indices: list[int] = []
     for start, end in pairwise(cu_seqlens):
@@ -86,7 +86,7 @@ def transformer_engines(cu_seqlens: list[int], world: int, rank: int) -> list[in
 
 
 @given(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=6), st.booleans())
-def test_zigzag_of_documents_that_divide_is_transformer_engines(world: int, chunks: list[int], tensor: bool) -> None:
+def test_zigzag_of_divisible_documents_equals_transformer_engine(world: int, chunks: list[int], tensor: bool) -> None:
     boundaries = [*accumulate((2 * world * chunk for chunk in chunks), initial=0)]
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32) if tensor else boundaries
     layout = Layout.zigzag(boundaries[-1], world, cu_seqlens=cu_seqlens)
@@ -100,11 +100,11 @@ def test_zigzag_of_any_documents(world: int, lengths: list[int]) -> None:
     held = positions(layout)
     assert sorted(chain.from_iterable(held)) == list(range(layout.seqlen))
     assert max(layout.lengths) - min(layout.lengths) <= 1
-    at_the_tail = [False] * world  # where a rank's next odd token lies
+    at_the_tail = [False] * world  # end at which a rank's next odd token lies
     for start, end in pairwise(boundaries):
         inside = [[p for p in positions if start <= p < end] for positions in held]
         assert max(map(len, inside)) - min(map(len, inside)) <= 1
-        for rank, own in enumerate(inside):  # a run from each end of what the ranks before left
+        for rank, own in enumerate(inside):  # a run from each end of the tokens that earlier ranks left
             head = (len(own) + (not at_the_tail[rank])) // 2
             tail = len(own) - head
             assert own == [*range(start, start + head), *range(end - tail, end)]
@@ -117,7 +117,7 @@ SPEEDS = st.lists(st.integers(0, 100) | st.floats(0, 1e6) | st.fractions(0, 50),
 
 
 @given(st.integers(0, 300), SPEEDS, st.booleans())
-def test_balanced_shards_finish_together(seqlen: int, speeds: list[float], causal: bool) -> None:
+def test_balanced_shards_take_equal_time(seqlen: int, speeds: list[float], causal: bool) -> None:
     layout = Layout.balanced(seqlen, speeds, causal=causal)
     held, exact = positions(layout), [Fraction(speed) for speed in speeds]
     assert sorted(chain.from_iterable(held)) == list(range(seqlen))
@@ -131,7 +131,7 @@ def test_balanced_shards_finish_together(seqlen: int, speeds: list[float], causa
 
 
 @given(layouts())
-def test_any_layout_is_made_of_its_spans(layout: Layout) -> None:
+def test_spans_of_any_layout_make_it_again(layout: Layout) -> None:
     for rank in range(layout.world):
         spans = layout.spans(rank)
         assert expand([*spans]) == layout.positions(rank).tolist()
@@ -188,7 +188,7 @@ def test_wrong_positions_are_refused(positions: Any, message: str) -> None:
 
 
 def test_a_layout_is_a_value() -> None:
-    """Equal however it was made, and small when it travels: without its caches."""
+    """Equal layouts compare equal however they were made, and pickle without their caches."""
     same = [Layout.contiguous(8, 1), Layout.zigzag(8, 1), Layout.striped(8, 1), Layout([[(0, 3), (3, 5)]])]
     assert len({*same}) == 1 and len({Layout.contiguous(8, 2), Layout.zigzag(8, 2)}) == 2
     layout = Layout.contiguous(100_000, 2)
@@ -199,7 +199,7 @@ def test_a_layout_is_a_value() -> None:
     assert pickle.loads(before) == layout
 
 
-def test_repr_makes_the_layout_again_or_tells_layouts_apart() -> None:
+def test_repr_evaluates_to_the_layout_or_shows_a_digest() -> None:
     assert repr(Layout([[(0, 2), (5, 2, 2)], [(2, 3)]])) == "Layout([[(0, 2, 1), (5, 2, 2)], [(2, 3, 1)]])"
     for layout in (Layout.zigzag(64, 16), Layout.contiguous(32, 32)):  # 31 and 32 spans
         assert eval(repr(layout)) == layout
@@ -224,7 +224,7 @@ def test_shard_and_unshard(layout: Layout, dim: int) -> None:
 
 
 class _Copies(TorchDispatchMode):
-    """Counts what goes from one device to another."""
+    """Dispatch mode that counts copies between devices."""
 
     count = 0
 
@@ -233,8 +233,8 @@ class _Copies(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_an_order_is_copied_to_a_device_once() -> None:
-    """A GPU's host waits for such a copy."""
+def test_the_index_of_a_layout_is_copied_to_a_device_once() -> None:
+    """Each copy would make the host wait for the GPU."""
     layout, shards = Layout.striped(8, 2), [torch.zeros(1, 4, device="meta")] * 2
     with _Copies() as copies:
         for _ in range(3):
@@ -242,7 +242,7 @@ def test_an_order_is_copied_to_a_device_once() -> None:
     assert copies.count == 1
 
 
-def test_what_inference_has_made_serves_training() -> None:
+def test_caches_filled_under_inference_mode_serve_training() -> None:
     layout, shards = Layout.striped(8, 2), [torch.zeros(1, 4).requires_grad_() for _ in range(2)]
     with torch.inference_mode():
         layout.unshard(shards)
@@ -251,7 +251,7 @@ def test_what_inference_has_made_serves_training() -> None:
     assert grad.tolist() == [[1.0] * 4]
 
 
-def test_a_layout_that_leaves_positions_out_has_no_whole() -> None:
+def test_a_layout_with_gaps_cannot_be_unsharded() -> None:
     with pytest.raises(ValueError, match=r"^the layout holds 2 of the positions 0 to 2: shard and unshard need a"):
         Layout([[(1, 2)]]).unshard([torch.zeros(1, 2)])
 
@@ -263,27 +263,26 @@ def test_a_layout_that_leaves_positions_out_has_no_whole() -> None:
         max_size=4,
     )
 )
-def test_spans_are_refused_exactly_where_they_do_not_ascend_or_overlap(spans: list[list[tuple[int, int, int]]]) -> None:
+def test_spans_are_refused_exactly_if_they_descend_or_overlap(spans: list[list[tuple[int, int, int]]]) -> None:
     held = [expand(span) for span in spans]
-    taken = [*chain.from_iterable(held)]
-    fine = all(positions == sorted(set(positions)) for positions in held) and len(set(taken)) == len(taken)
-    if fine:
+    is_ascending = all(positions == sorted({*positions}) for positions in held)
+    if is_ascending and len({*chain.from_iterable(held)}) == sum(map(len, held)):
         assert positions(Layout(spans)) == held
     else:
         with pytest.raises(ValueError, match=r"must ascend|may be on one rank"):
             Layout(spans)
 
 
-def test_overlap_check_costs_what_the_spans_cost() -> None:
+def test_overlap_check_is_linear_in_the_spans() -> None:
     Layout([[(rank, 2**40, 64)] for rank in range(64)])
     with pytest.raises(ValueError, match="position 66 on rank 2 and on rank 3"):
         Layout([[(rank, 2**40, 64)] for rank in (0, 1, 2)] + [[(66, 1)]])
     with pytest.raises(ValueError, match=f"position {2**54 + 1} on rank 0 and on rank 1"):
-        Layout([[(0, 2**54 + 2)], [(2**54 + 1, 1)]])  # whole numbers throughout: a float would round
+        Layout([[(0, 2**54 + 2)], [(2**54 + 1, 1)]])  # integers only, because a float would round
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8))
-def test_where_every_position_lies(lengths: list[int]) -> None:
+def test_ranks_and_indices_of_positions(lengths: list[int]) -> None:
     documents = Documents([*accumulate(lengths, initial=0)])
     whole = documents.seqlen
     assert whole == sum(lengths)
@@ -295,14 +294,15 @@ def test_where_every_position_lies(lengths: list[int]) -> None:
 
 
 def test_documents_are_a_value() -> None:
-    """Of any whole numbers; many are shown by a digest."""
+    """Documents accept any integers, and show a digest if there are many."""
     numbers = [0, 3, 3, 8]
     forms: list[Any] = [numbers, (*numbers,), torch.tensor(numbers), torch.tensor(numbers).int(), np.array(numbers)]
     made = [Documents(form) for form in forms]
     assert len({*made}) == 1 and {repr(documents) for documents in made} == {"Documents([0, 3, 3, 8])"}
     assert Documents([0, 3, 8]) != made[0] != numbers
     made[0].around(torch.arange(3))
-    assert pickle.loads(pickle.dumps(made[0])) == made[0] and len(pickle.dumps(made[0])) < 200  # without the caches
+    pickled = pickle.dumps(made[0])
+    assert pickle.loads(pickled) == made[0] and len(pickled) < 200  # no caches
     long, other = Documents(range(100)), Documents([0, 0, *range(2, 100)])
     assert re.fullmatch("<99 documents of 99 tokens, boundaries [0-9a-f]{16}>", repr(long))
     assert repr(long) != repr(other)

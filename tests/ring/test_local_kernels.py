@@ -1,4 +1,4 @@
-"""Local kernels of users: in a ring as exact as ours, refused for what they do not declare, caught where they lie."""
+"""Local kernels of users: exact in a ring, refused for missing features, and checked for wrong results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import Layout, LocalWorld, RectangleAttention, Ring, Supports, register_backend, ring_attention
+from ringattn import Layout, RectangleAttention, Ring, Supports, register_backend, ring_attention
 from ringattn.comm import LocalGroup, LocalTransport
 from ringattn.kernels import KernelConfig
 from ringattn.ring.local import protocol, registry
@@ -31,24 +31,24 @@ pytestmark = pytest.mark.usefixtures("one_core")
 ZIGZAG = Layout.zigzag(96, 3)
 
 
-def test_own_kernels_import_public_names_alone() -> None:
+def test_example_kernels_import_public_names_only() -> None:
     tree = ast.parse(Path(own_kernels.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name for name in modules if str(name).startswith("ringattn")} == {"ringattn", "ringattn.kernels"}
 
 
-def test_the_example_of_the_protocol() -> None:
+def test_the_docstring_example_of_the_protocol_runs() -> None:
     assert doctest.testmod(protocol) == (0, 8)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", sdpa()], ids=["name", "object"])
-def test_sdpa_over_virtual_ranks(backend: Any) -> None:
+def test_sdpa_is_exact_over_virtual_ranks(backend: Any) -> None:
     check_ring(ZIGZAG, inputs(96), causal=True, backend=backend)
     check_ring(ZIGZAG, inputs(96, dtype=torch.float32), causal=True, backend=backend, ring={"chunks": 2})
 
 
 @pytest.mark.parametrize("as_object", [False, True])
-def test_sdpa_over_gloo(as_object: bool) -> None:
+def test_sdpa_is_exact_over_gloo(as_object: bool) -> None:
     whole = inputs(96)
     parts = results(3, partial(over_gloo, whole, as_object))
     check_results(together(ZIGZAG, [[torch.tensor(x) for x in part] for part in parts]), whole, causal=True)
@@ -63,7 +63,7 @@ NARROW = {"itself": {"window_size": (0, 0)}}
 
 
 @pytest.mark.parametrize("name", [*MASKS, *PATTERNS, *NARROW])
-def test_rectangles_serve_every_mask(name: str) -> None:
+def test_rectangle_kernels_serve_every_mask(name: str) -> None:
     call = (MASKS | NARROW)[name] if name not in PATTERNS else PATTERNS[name](4)
     layout = "striped" if name == "window" else "zigzag"
     check(
@@ -72,8 +72,7 @@ def test_rectangles_serve_every_mask(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
-def test_kernels_without_a_state_are_merged(layout: str) -> None:
-    """Also where a row has seen nothing so far."""
+def test_results_of_kernels_without_a_state_are_merged(layout: str) -> None:
     made: Any = getattr(Layout, layout)(70, 3)
     whole = inputs(70, (2, 2))
     del whole["dlse"]
@@ -85,15 +84,12 @@ def test_kernels_without_a_state_are_merged(layout: str) -> None:
 def run_without_lse(layout: Any, whole: dict[str, Tensor], **call: Any) -> list[Tensor]:
     sink = torch.tensor([0.5, -torch.inf])
 
-    def one(group: LocalGroup) -> list[Tensor]:
+    def on_rank(group: LocalGroup) -> list[Tensor]:
         return rank_part(
             layout, whole, group, group.rank(), causal=True, learnable_sink=sink, leftpad_k=[30, 0], **call
         )
 
-    return [*together(layout, run_ranks(layout.world, one))]
-
-
-# --- what is refused ----------------------------------------------------------------------------------------------
+    return [*together(layout, run_ranks(layout.world, on_rank))]
 
 
 @contextmanager
@@ -107,18 +103,17 @@ def nothing_sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def refusals(backend: Any, error: type[Exception] | tuple[type[Exception], ...], text: str, **call: Any) -> None:
-    """On both of two virtual ranks; their ring serves other calls before and after."""
+    """Expect the error on both of two virtual ranks."""
     shape = call.pop("shape", (1, 8, 2, 8))
 
-    def one(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         q, k, v = torch.randn(3, *shape, requires_grad=True).to(call.get("dtype", torch.float32)).detach()
         options = {name: value for name, value in call.items() if name != "dtype"}
         with Ring(group) as ring, pytest.raises(error, match=text):
             out = ring_attention(q.requires_grad_(), k, v, layout="zigzag", ring=ring, backend=backend, **options)
             (out[0].sum() + out[1].sum() if isinstance(out, tuple) else out.sum()).backward()
 
-    with LocalWorld(2) as world:
-        world.run(one)
+    run_ranks(2, on_rank)
 
 
 LIMITED = Supports(devices=("cpu",), dtypes=(torch.float32,), head_dims=range(8, 65, 8))
@@ -147,7 +142,7 @@ FULL_ONLY.supports = Supports(dtypes=(torch.float32,))
         (object(), {}, "backend is .*: it must be a LocalAttention"),
     ],
 )  # fmt: skip
-def test_what_a_kernel_lacks_is_refused_before_anything_is_sent(
+def test_unsupported_features_are_refused_before_anything_is_sent(
     kernel: Any, call: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with nothing_sent(monkeypatch):
@@ -157,9 +152,6 @@ def test_what_a_kernel_lacks_is_refused_before_anything_is_sent(
 def test_a_gradient_through_lse_is_refused() -> None:
     kernel = RectangleAttention("sdpa", forward, backward, supports=Supports(), dlse_columns=0)
     refusals(kernel, ValueError, "backend 'sdpa' does not support a gradient through lse", return_lse=True)
-
-
-# --- kernels that are wrong ---------------------------------------------------------------------------------------
 
 
 def changed(change: Callable[[Any, Any], Any]) -> RectangleAttention:
@@ -174,7 +166,7 @@ def raising(*_: Tensor, **__: Any) -> Any:
 
 
 class Wrong(Dense):
-    """A kernel without a state whose results are changed by ``change``."""
+    """Kernel without a state whose results go through ``change``."""
 
     name = "wrong"
 
@@ -213,15 +205,14 @@ def nothing(*_: Any, **__: Any) -> Any:
         ),
     ],
 )  # fmt: skip
-def test_a_wrong_kernel_is_named_on_every_rank(kernel: Any, text: str) -> None:
+def test_wrong_results_name_the_kernel_on_every_rank(kernel: Any, text: str) -> None:
     refusals(kernel, (RuntimeError, NotImplementedError), text, causal=True, shape=(1, 8, 2, 8))
 
 
-def test_a_kernel_that_is_wrong_on_one_rank_stops_all() -> None:
-    """At its call, or at the next."""
+def test_a_wrong_kernel_on_one_rank_stops_every_rank() -> None:
     kernels = [changed(lambda out, lse: (out, lse.double())), changed(lambda *results: results)]
 
-    def one(group: LocalGroup) -> str:
+    def on_rank(group: LocalGroup) -> str:
         q, k, v = torch.randn(3, 1, 8, 2, 8)
         with Ring(group) as ring:
             try:
@@ -231,12 +222,11 @@ def test_a_kernel_that_is_wrong_on_one_rank_stops_all() -> None:
                 return str(error)
         return ""
 
-    with LocalWorld(2) as world:
-        texts = world.run(one)
+    texts = run_ranks(2, on_rank)
     assert all("backend 'wrong' returned lse as torch.float64" in text for text in texts), texts
 
 
-def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_backend_registrations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for table in ("_FACTORIES", "_KERNELS", "_DEFAULTS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     for name in ("aten", "sdpa", "auto", "", 3):
@@ -261,21 +251,20 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
             ring_attention(q, q, q, backend=name)
 
 
-def test_ranks_compare_names() -> None:
+def test_ranks_with_different_kernels_are_refused() -> None:
     backends: list[Any] = [sdpa(), "aten"]
 
-    def one(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         q = torch.randn(1, 8, 2, 8)
         with Ring(group) as ring, pytest.raises(ValueError, match=r"backend differs .*rank 0: 'sdpa', rank 1: 'aten'"):
             ring_attention(q, q, q, layout="zigzag", ring=ring, backend=backends[group.rank()])
 
-    with LocalWorld(2) as world:
-        world.run(one)
+    run_ranks(2, on_rank)
 
 
-def test_a_graph_takes_a_kernel_by_name() -> None:
+def test_torch_compile_takes_a_kernel_by_name_only() -> None:
     q = torch.randn(1, 8, 2, 8)
-    torch._dynamo.reset()  # else the graphs of other tests may have used up the number of recompilations
+    torch._dynamo.reset()  # graphs of other tests count towards the recompile limit
     compiled: Any = torch.compile(ring_attention, backend="eager")
     assert torch.equal(
         compiled(q, q, q, causal=True, backend="sdpa"), ring_attention(q, q, q, causal=True, backend="sdpa")

@@ -1,4 +1,4 @@
-"""The order in which the ring posts, waits and computes: seen from beneath."""
+"""The order in which the ring posts, waits and computes, recorded by a fake transport and kernel."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ..support.rendezvous import run_ranks
 
 
 def lines(layout: Layout, *, topology: Topology | None = None, prefetch: int = 1, chunks: int = 1) -> list[list[str]]:
-    """What each rank did in a causal backward."""
+    """Return what each rank did in a causal backward, in order."""
     whole = schedule(layout, Mask(causal=True), topology=topology)
     return [rank.lines for rank in run_ranks(whole, "backward", prefetch=prefetch, chunks=chunks)]
 
 
-def test_dkv_travel_while_dq_computes_and_return_under_the_last_one() -> None:
+def test_dkv_transfers_overlap_with_dq() -> None:
     for line in lines(Layout.zigzag(24, 3)):
         assert line == [
-            "post K/V 1: 2 out, 2 in",  # hidden by the local dQ
+            "post K/V 1: 2 out, 2 in",  # overlaps with the local dQ
             "dq",
             "post K/V 2: 2 out, 2 in",
             "dkdv",
-            "post dK/dV: 2 out, 2 in",  # of hop 1 on, those for hop 2 in
+            "post dK/dV: 2 out, 2 in",  # send those of hop 1, receive those for hop 2
             "dq",
             "dkdv continued",
-            "post dK/dV: 2 out, 2 in",  # back to the owner, hidden by the last dQ
+            "post dK/dV: 2 out, 2 in",  # return to the owner; overlaps with the last dQ
             "dq final",
             "dkdv continued",
         ]
@@ -45,7 +45,7 @@ def test_kv_of_later_hops_are_posted_behind_dkv() -> None:
             "post K/V 2: 2 out, 2 in",
             "dq",
             "dkdv",
-            "post dK/dV: 2 out, 2 in",  # which the next rank needs first
+            "post dK/dV: 2 out, 2 in",  # before K/V, because the next rank needs dK/dV first
             "post K/V 3: 2 out, 2 in",
             "dq",
             "dkdv continued",
@@ -58,7 +58,7 @@ def test_kv_of_later_hops_are_posted_behind_dkv() -> None:
         ]
 
 
-def test_each_chunk_of_heads_goes_on_while_the_next_computes() -> None:
+def test_each_chunk_is_sent_while_the_next_computes() -> None:
     for line in lines(Layout.zigzag(16, 2), chunks=2):
         assert line == [
             "post K/V 1: 2 out, 2 in",
@@ -76,10 +76,10 @@ def test_each_chunk_of_heads_goes_on_while_the_next_computes() -> None:
         ]
 
 
-def test_kv_leave_a_node_first_and_its_dkv_return_under_the_next_outer_step() -> None:
+def test_rail_transfers_overlap_with_a_whole_outer_step() -> None:
     for line in lines(Layout.zigzag(24, 6), topology=Topology.grid(3, 2)):
         assert line == [
-            "post K/V 2 by rail: 2 out, 2 in",  # a whole outer step to arrive
+            "post K/V 2 by rail: 2 out, 2 in",  # has a whole outer step to arrive
             "post K/V 1: 2 out, 2 in",
             "dq",
             "dkdv",
@@ -99,14 +99,14 @@ def test_kv_leave_a_node_first_and_its_dkv_return_under_the_next_outer_step() ->
             "post dK/dV: 2 out, 2 in",
             "dq final",
             "dkdv continued",
-            "post dK/dV by rail: 2 out, 2 in",  # hidden by the own dK/dV
+            "post dK/dV by rail: 2 out, 2 in",  # overlaps with dK/dV of this rank's shard
             "dkdv continued",
         ]
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_only_the_last_part_of_the_last_hop_is_final(phase: str) -> None:
-    """A part before it would be rounded to the dtype of the model."""
+    """Any earlier part would round the result to the model dtype."""
     whole = schedule(Layout.contiguous(4, 2), Mask())
     for rank in run_ranks(whole, phase, parts=2):
         computed = [line for line in rank.lines if line.startswith(("out", "dq"))]

@@ -1,4 +1,4 @@
-"""Masks become intervals of indices; block-sparse patterns say what the papers say: against every pair, one by one."""
+"""Masks as intervals of key indices, and block-sparse patterns as the papers define them, against every pair."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.kernels import FULL, Bounds
+from ringattn.kernels import FULL
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import (
     BlockMask,
@@ -26,6 +27,7 @@ from ringattn.ring.schedule.mask import (
     visible_pairs,
 )
 
+from ..support.kernel_cases import dense
 from ..support.layouts import Window, block_layouts, block_masks, layouts, masks, sees, small_layouts
 
 CAUSAL = Mask(causal=True)
@@ -36,18 +38,11 @@ def brute(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor
     return torch.tensor(pairs, dtype=torch.bool).reshape(len(queries), len(keys))
 
 
-def expand(made: Bounds, queries: int, keys: int) -> torch.Tensor:
-    if made.lo is None or made.hi is None:
-        return torch.ones(queries, keys, dtype=torch.bool)
-    index = torch.arange(keys)
-    return (made.lo[:, None] <= index) & (index < made.hi[:, None])
-
-
 def check(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> None:
     made, expected = bounds(mask, queries, keys), brute(mask, queries, keys)
-    assert torch.equal(expand(made, len(queries), len(keys)), expected)
+    assert torch.equal(dense(made, len(queries), len(keys)), expected)
     assert made.is_full == bool(expected.numel() and expected.all())
-    counts = [int((keys < used).sum()) for used in mask.used or ()]  # keys of each batch row; None where that is all
+    counts = [int((keys < used).sum()) for used in mask.used or ()]  # keys of each batch row; None means all of them
     all_keys = all(count == len(keys) for count in counts)
     assert (made.seqused_k is None) == all_keys and (made is FULL) == (made.is_full and all_keys)
     assert made.seqused_k is None or (made.seqused_k.tolist(), made.seqused_k.dtype) == (counts, torch.int32)
@@ -57,7 +52,7 @@ def check(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> None:
 
 
 def count(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> int:
-    """Pairs, one by one; of all batch rows where they differ."""
+    """Count visible pairs one by one, over all batch rows if they differ."""
     rows = range(len(mask.used)) if mask.used is not None else [None]
     return sum(sees(mask, query, key, row) for row in rows for query in queries.tolist() for key in keys.tolist())
 
@@ -76,7 +71,7 @@ def check_order(lo: torch.Tensor, hi: torch.Tensor, expected: torch.Tensor) -> N
         return
     first, last = lo[sees_any][0], hi[sees_any][-1]
     assert ((lo >= first) & (hi <= last)).all(), "an empty row lies outside of what the others see"
-    for start in range(len(lo)):  # no tile is wider than the rows in it that see something need
+    for start in range(len(lo)):  # a tile is no wider than its rows with visible keys need
         tile = slice(start, start + 3)
         if sees_any[tile].any():
             hull = int(hi[tile][-1] - lo[tile][0])
@@ -86,59 +81,53 @@ def check_order(lo: torch.Tensor, hi: torch.Tensor, expected: torch.Tensor) -> N
 
 
 def first_after(lo: torch.Tensor, sees_any: torch.Tensor, row: int) -> int:
-    """Where the first row from ``row`` on that sees something starts; rows between two others lean forward."""
+    """Return the interval start of the next row, at or after ``row``, that sees a key."""
     rest = lo[row:][sees_any[row:]]
     return int(rest[0]) if len(rest) else int(lo[-1])
 
 
 @pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(used=(4, 9)), Mask(used=())])
-def test_every_small_layout(mask: Mask) -> None:
+def test_mask_bounds_of_every_small_layout(mask: Mask) -> None:
     for layout in small_layouts(9, 4):
-        for rank in range(layout.world):
-            for shard in range(layout.world):
-                check(mask, layout.positions(rank), layout.positions(shard))
+        for queries, keys in product(map(layout.positions, range(layout.world)), repeat=2):
+            check(mask, queries, keys)
 
 
 @given(st.data())
-def test_any_layout_and_mask(data: st.DataObject) -> None:
+def test_mask_bounds_of_any_layout(data: st.DataObject) -> None:
     layout, mask = data.draw(layouts(max_world=4, max_seqlen=24)), data.draw(masks(used=True))
     keys = data.draw(st.one_of(st.just(layout), layouts(world=layout.world, max_seqlen=24)))
-    for rank in range(layout.world):
-        for shard in range(layout.world):
-            check(mask, layout.positions(rank), keys.positions(shard))
+    for rank, shard in product(range(layout.world), repeat=2):
+        check(mask, layout.positions(rank), keys.positions(shard))
 
 
 @given(st.data())
 def test_global_tokens_make_disjoint_parts(data: st.DataObject) -> None:
     layout, mask = data.draw(layouts(max_world=3, max_seqlen=24)), data.draw(masks(global_tokens=True, used=True))
-    for rank in range(layout.world):
-        for shard in range(layout.world):
-            queries, keys = layout.positions(rank), layout.positions(shard)
-            made = [bounds(part, queries, keys) for part in mask.parts]
-            for single in made:
-                if single.lo is not None and single.hi is not None:
-                    check_order(single.lo, single.hi, expand(single, len(queries), len(keys)))
-            times_seen = sum(expand(part_bounds, len(queries), len(keys)).int() for part_bounds in made)
-            assert torch.equal(torch.as_tensor(times_seen), brute(mask, queries, keys).int())
-            assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
+    for queries, keys in product(map(layout.positions, range(layout.world)), repeat=2):
+        made = [bounds(part, queries, keys) for part in mask.parts]
+        pairs = [dense(part_bounds, len(queries), len(keys)) for part_bounds in made]
+        for part_bounds, visible in zip(made, pairs, strict=True):
+            if part_bounds.lo is not None and part_bounds.hi is not None:
+                check_order(part_bounds.lo, part_bounds.hi, visible)
+        assert torch.equal(torch.stack(pairs).sum(0), brute(mask, queries, keys).long())
+        assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
 
 
 @given(st.data(), st.integers(1, 4), st.booleans())
-def test_pairs_in_blocks(data: st.DataObject, block: int, other_keys: bool) -> None:
-    """Blocks, inside which the intervals apply; parts and batch rows too."""
+def test_intervals_inside_blocks(data: st.DataObject, block: int, other_keys: bool) -> None:
     layout = data.draw(block_layouts(6, block, 2))
     kv_layout = data.draw(block_layouts(8, block, 2)) if other_keys else layout
     mask = replace(
         data.draw(masks(global_tokens=True, used=True).filter(lambda mask: type(mask) is Mask)),
         blocks=data.draw(block_masks(8, 8, block)),
     )
-    for rank in range(2):
-        for shard in range(2):
-            queries, keys = layout.positions(rank), kv_layout.positions(shard)
-            assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
+    for rank, shard in product(range(2), repeat=2):
+        queries, keys = layout.positions(rank), kv_layout.positions(shard)
+        assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
 
 
-def test_the_usual_longformer_has_three_parts() -> None:
+def test_longformer_has_three_parts() -> None:
     assert len(Mask(window=(4, 4), global_tokens=((0, 2),)).parts) == 3
     assert Mask(window=(4, 4)).parts == (Mask(window=(4, 4)),)
 
@@ -146,7 +135,7 @@ def test_the_usual_longformer_has_three_parts() -> None:
 EMPTY = torch.empty(0, dtype=torch.int64)
 EARLY, LATE = torch.tensor([0, 1]), torch.tensor([5, 6, 7])
 BLIND: list[tuple[Mask, torch.Tensor, torch.Tensor, list[int], list[int]]] = [
-    # each sees its successor alone
+    # each query sees only its successor
     (
         Window(left=-1, right=1),
         torch.arange(8),
@@ -163,7 +152,7 @@ BLIND: list[tuple[Mask, torch.Tensor, torch.Tensor, list[int], list[int]]] = [
 
 
 @pytest.mark.parametrize(("mask", "queries", "keys", "lo", "hi"), BLIND)
-def test_rows_that_see_nothing(
+def test_bounds_of_rows_that_see_nothing(
     mask: Mask, queries: torch.Tensor, keys: torch.Tensor, lo: list[int], hi: list[int]
 ) -> None:
     made = bounds(mask, queries, keys)
@@ -182,7 +171,7 @@ SIZES = st.tuples(st.integers(0, 40), st.integers(1, 5))
 
 
 def seen_by_pairs(seqlen: int, block: int, sees: Callable[[int, int], bool]) -> torch.Tensor:
-    """Blocks of which a query i sees a key j <= i, pair by pair."""
+    """Return the blocks in which some query i sees a key j <= i."""
     count = -(-seqlen // block)
     made = torch.zeros(count, count, dtype=torch.bool)
     for i in range(seqlen):
@@ -192,7 +181,7 @@ def seen_by_pairs(seqlen: int, block: int, sees: Callable[[int, int], bool]) -> 
 
 
 @given(SIZES, st.integers(1, 4))
-def test_strided_is_the_papers(sizes: tuple[int, int], count: int) -> None:
+def test_strided_follows_the_sparse_transformer_paper(sizes: tuple[int, int], count: int) -> None:
     """Sparse Transformer, section 4.3: A1 = {t, ..., i} with t = max(0, i - l), A2 = {j : (i - j) mod l = 0}."""
     seqlen, block = sizes
     stride = count * block
@@ -202,8 +191,8 @@ def test_strided_is_the_papers(sizes: tuple[int, int], count: int) -> None:
 
 
 @given(SIZES, st.integers(1, 4), st.integers(1, 4))
-def test_fixed_is_the_papers(sizes: tuple[int, int], count: int, last: int) -> None:
-    """Section 4.3: A1 = {j : floor(j / l) = floor(i / l)}, A2 = {j : j mod l in {t, ..., l}} with t = l - c."""
+def test_fixed_follows_the_sparse_transformer_paper(sizes: tuple[int, int], count: int, last: int) -> None:
+    """Section 4.3: A1 = {j : floor(j / l) = floor(i / l)}, A2 = {j : j mod l in {t, ..., l}}, t = l - c."""
     seqlen, block = sizes
     stride, summary = count * block, min(last, count) * block
     made = fixed(seqlen, block, stride=stride, summary=summary)
@@ -212,8 +201,8 @@ def test_fixed_is_the_papers(sizes: tuple[int, int], count: int, last: int) -> N
 
 
 @given(SIZES, st.sampled_from([1, 3, 5]), st.integers(0, 3), st.integers(0, 4), st.integers(0, 3))
-def test_bigbird_is_the_papers(sizes: tuple[int, int], window: int, global_: int, random: int, seed: int) -> None:
-    """BigBird, section 2: window, global rows and columns, and r random blocks per row."""
+def test_bigbird_follows_its_paper(sizes: tuple[int, int], window: int, global_: int, random: int, seed: int) -> None:
+    """BigBird, section 2: a window, global rows and columns, and r random blocks per row."""
     seqlen, block = sizes
     made = bigbird(seqlen, block, window=window, global_=global_, random=random, seed=seed)
     rows = made.visible.tolist()
@@ -226,7 +215,7 @@ def test_bigbird_is_the_papers(sizes: tuple[int, int], window: int, global_: int
     assert made == bigbird(seqlen, block, window=window, global_=global_, random=random, **same)
 
 
-def test_a_pattern_is_a_value() -> None:
+def test_block_masks_are_values() -> None:
     for window in (0, 14):
         made = longformer(window, [(0, 1), (5, 8)])
         assert repr(made) == repr(Longformer((window // 2, window // 2), ((0, 1), (5, 8))))
@@ -240,14 +229,14 @@ def test_a_pattern_is_a_value() -> None:
     assert len({Mask(blocks=pattern), Mask(blocks=same), Mask()}) == 2
     unchanged = pattern.visible.clone()
     visible.logical_not_()
-    assert torch.equal(pattern.visible, unchanged)  # its own copy
-    # what ranks compare, and what an error shows
+    assert torch.equal(pattern.visible, unchanged)  # the pattern holds a copy
+    # the text that ranks compare and errors show
     shown = {repr(BlockMask(torch.eye(4, dtype=torch.bool)[order], 2)) for order in ([0, 1, 2, 3], [1, 0, 2, 3])}
     assert len(shown) == 2
     assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 visible, [0-9a-f]{16}>", text) for text in shown)
 
 
-def test_spans_are_whole_blocks() -> None:
+def test_spans_must_be_whole_blocks() -> None:
     blocks = strided(10, 4, stride=4)
     thirds, all_on_one = Layout.uneven([4, 4, 2]), Layout.uneven([0, 10])  # the last block is short
     for fine in (thirds, all_on_one):

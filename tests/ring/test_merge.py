@@ -1,4 +1,4 @@
-"""``merge``: partial attentions over disjoint keys are the whole attention, with its gradients; and ``single_rank``."""
+"""``merge``: partial attentions over disjoint keys give full attention and its gradients; ``single_rank``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 24
 
 
 def parts_of(q: Tensor, k: Tensor, v: Tensor, cuts: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Causal attention over each stretch of keys."""
+    """Return outs and lses of causal attention over each stretch of keys."""
     made = []
     for start, end in pairwise(cuts):
         held = {"layout": Layout.contiguous(ROWS, 1), "kv_layout": Layout([[(start, end - start)]])}
@@ -31,25 +31,25 @@ def parts_of(q: Tensor, k: Tensor, v: Tensor, cuts: list[int]) -> tuple[list[Ten
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cuts", [[0, ROWS], [0, 7, ROWS], [0, 1, 9, 9, 20, ROWS]])
-def test_the_parts_are_the_whole(dtype: torch.dtype, cuts: list[int]) -> None:
+def test_merged_parts_equal_full_attention(dtype: torch.dtype, cuts: list[int]) -> None:
     whole = inputs(ROWS, (4, 2), dtype=dtype)
     q, k, v = leaves = [whole[name].requires_grad_() for name in "qkv"]
     out, lse = merge(*parts_of(q, k, v, cuts))
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     grads = torch.autograd.grad((out, lse), leaves, (whole["dout"], whole["dlse"]))
     right = expected(Case(Layout.contiguous(ROWS, 1), whole, {"causal": True}))
-    # every part is rounded on its own, and so is its gradient
+    # each part and its gradient are rounded separately
     sizes = {name: x[x.isfinite()].abs().max().item() * len(cuts) for name, x in right.truth._asdict().items()}
     compare(right._replace(sizes=sizes), Results(out, lse, *grads))
 
 
-def test_gradients_by_differences() -> None:
+def test_merge_gradients_by_finite_differences() -> None:
     leaves = [torch.randn(2, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     leaves += [torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert torch.autograd.gradcheck(lambda *x: merge(x[:3], x[3:]), leaves)  # type: ignore[no-untyped-call]
 
 
-def test_rows_without_keys() -> None:
+def test_merge_of_rows_without_keys() -> None:
     outs = [torch.randn(1, 3, 2, 4).requires_grad_() for _ in range(2)]
     lses = [torch.tensor([[[0.5, -torch.inf, -torch.inf]] * 2]).requires_grad_() for _ in range(2)]
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_rows_without_keys() -> None:
     assert grads[0][:, 1:].count_nonzero() == 0 and grads[2][..., 1:].count_nonzero() == 0
 
 
-def test_in_a_graph() -> None:
+def test_merge_in_a_graph() -> None:
     parts = [torch.randn(1, 3, 2, 4) for _ in range(2)], [torch.randn(1, 2, 3) for _ in range(2)]
     compiled = torch.compile(merge, fullgraph=True, backend="aot_eager")
     assert all(map(torch.equal, compiled(*parts), merge(*parts)))
@@ -95,7 +95,7 @@ def test_refusals(outs: Any, lses: Any, message: str) -> None:
 
 
 def alone(rank: int) -> list[Tensor]:
-    """Of its own, while the other does something else."""
+    """Run a different number of calls of a different size on each rank."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 8 + rank, 2, 16, requires_grad=True) for _ in range(3))
     for _ in range(1 + rank):
@@ -103,6 +103,6 @@ def alone(rank: int) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
 
-def test_one_device_alone_inside_torch_distributed() -> None:
+def test_single_rank_calls_are_independent_under_torch_distributed() -> None:
     for rank, got in enumerate(results(2, alone)):
         assert all(map(torch.equal, got, alone(rank)))

@@ -1,4 +1,4 @@
-"""What one rank does in one call: when it asks for what, with which bounds, in how many slots."""
+"""Plans of one rank: when K/V are posted, the bounds of each hop, and the number of slots."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.comm.topology.topology import Topology
-from ringattn.kernels import Bounds
 from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.plan import Plan, plan
 from ringattn.ring.schedule.schedule import schedule
 
+from ..support.kernel_cases import dense
 from ..support.layouts import Window, layouts, masks
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def plan_of(topology: Topology, mask: Mask | None = None, *, slots: int = 3, ran
 
 
 def posted(steps: Plan, prefetch: int) -> list[list[int]]:
-    """At every hop the hops whose K/V are posted."""
+    """Return, per hop, the hops whose K/V are posted there."""
     return [[hop.index for hop in steps.arrivals(now, prefetch)] for now in range(len(steps.hops))]
 
 
@@ -37,7 +37,7 @@ def test_every_hop_is_posted_once_and_never_late(shape: tuple[int, int], prefetc
     assert sorted(index for indices in posted(steps, prefetch) for index in indices) == [*range(1, len(steps.hops))]
     for index, now in when.items():
         root = index // steps.inner * steps.inner
-        # never of a later outer step: what is posted behind would be held up until the rail has brought the next root
+        # Never a later outer step: transfers posted behind would wait until the rail has brought the next root.
         assert now == (index - steps.inner if index == root else max(root, index - prefetch))
     for posts in steps.kv_posts(prefetch):
         for coming, leaving, to, by_rail, waits in posts:
@@ -48,13 +48,10 @@ def test_every_hop_is_posted_once_and_never_late(shape: tuple[int, int], prefetc
     assert steps.kv_posts(prefetch) is steps.kv_posts(prefetch)
 
 
-def count(bounds: Bounds, rows: int, keys: int) -> int:
-    """Pairs that are seen."""
-    return rows * keys if bounds.lo is None or bounds.hi is None else int((bounds.hi - bounds.lo).sum())
-
-
 @given(st.data(), layouts(max_world=6, max_seqlen=24), masks(), st.sampled_from([1, -1]))
-def test_bounds_are_those_of_what_is_seen(data: st.DataObject, layout: Layout, mask: Mask, direction: int) -> None:
+def test_plan_matches_the_schedule_and_the_visible_pairs(
+    data: st.DataObject, layout: Layout, mask: Mask, direction: int
+) -> None:
     rank = data.draw(st.integers(0, layout.world - 1))
     topology = Topology.grid(2, layout.world // 2) if layout.world % 2 == 0 else None
     steps = plan(layout, mask, rank, direction, CPU, topology)
@@ -67,7 +64,7 @@ def test_bounds_are_those_of_what_is_seen(data: st.DataObject, layout: Layout, m
         pairs = visible_pairs(mask, mine, theirs)
         assert bool(parts) == (pairs > 0 or hop.index == 0)
         if parts:
-            assert sum(count(part.bounds, len(mine), len(theirs)) for part in parts) == pairs
+            assert sum(int(dense(part.bounds, len(mine), len(theirs)).sum()) for part in parts) == pairs
     launched = [hop.index for hop, parts in zip(steps.hops, steps.hop_masks, strict=True) if parts]
     assert steps.last == launched[-1]
     assert steps.lengths == tuple(sent.lengths[hop.shard] for hop in steps.hops)
@@ -87,13 +84,13 @@ def test_slots_do_not_grow_with_the_world() -> None:
         steps = [plan_of(Topology.grid(*shape), rank=rank) for rank in range(shape[0] * shape[1])]
         assert {(step.kv_slots, step.dkv_slots) for step in steps} == {(5, 4)}
     assert plan_of(Topology.grid(2, 2), slots=2).kv_slots == 4
-    # dK/dV that return early wait in one slot more
+    # dK/dV that return early need one more slot
     early = Window(causal=True, left=20, document=10)
     assert plan_of(Topology.flat(4), early, rank=1).dkv_slots == 3
     assert plan_of(Topology.grid(2, 4), early, rank=6).dkv_slots == 5
 
 
-def test_plans_are_kept() -> None:
+def test_plans_are_cached() -> None:
     layout = Layout.zigzag(16, 2)
     first = plan(layout, CAUSAL, 0, 1, CPU)
     assert plan(Layout.zigzag(16, 2), Mask(causal=True), 0, 1, CPU) is first

@@ -1,4 +1,4 @@
-"""Cutting bounds into regions: every visible pair once, and each region of a shape that its computation takes."""
+"""Splitting bounds into regions: each visible pair once, and each region of a shape that its code accepts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from ringattn.ring.local import regions as cutting
 from ringattn.ring.local.regions import Kind, Region, limits, regions
 from ringattn.ring.schedule.mask import bounds as bounds_of
 
+from ..support.kernel_cases import visible as visible_pairs
+
 CAUSAL = Mask(causal=True)
 
 
 @st.composite
 def intervals(draw: st.DrawFn) -> tuple[Bounds, int, int]:
-    """Any bounds, made of stretches of rows that follow each other in one way, so that regular ones occur."""
+    """Draw bounds from stretches of rows of one kind, so that regular shapes occur."""
     steps = st.sampled_from([(1, 1), (1, 0), (0, 1), (0, 0), (1, 1), (2, 1), (0, 2)])
     stretches = draw(st.lists(st.tuples(st.integers(3, 12), steps, st.integers(0, 4)), min_size=1, max_size=6))
     lo, hi = [draw(st.integers(0, 3))], [draw(st.integers(6, 16))]
@@ -35,7 +37,7 @@ def intervals(draw: st.DrawFn) -> tuple[Bounds, int, int]:
 
 @st.composite
 def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
-    """An interval or none, with padding and a pattern of blocks or without."""
+    """Draw intervals or none, padding or none, and a block pattern or none."""
     bounds, rows, keys = draw(intervals())
     used, pattern = draw(st.lists(st.integers(0, keys), max_size=3)), draw(st.integers(0, 2**20))
     block = draw(st.integers(2, 9))
@@ -52,23 +54,8 @@ def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
     )
 
 
-def visible_pairs(bounds: Bounds, rows: int, keys: int) -> Tensor:
-    """bool ``[B, rows, keys]``."""
-    at = torch.arange(keys)
-    lo, hi = (torch.zeros(rows), torch.full((rows,), keys)) if bounds.lo is None else (bounds.lo, bounds.hi)
-    pairs = ((at >= lo[:, None]) & (at < hi[:, None]))[None]  # type: ignore[index]
-    if bounds.seqused_k is not None:
-        pairs = pairs & (torch.arange(keys) < bounds.seqused_k[:, None, None])
-    if bounds.block_sparse is not None:
-        visible = bounds.block_sparse.visible
-        for dim, length in enumerate((rows, keys)):
-            visible = visible.repeat_interleave(bounds.block_sparse.block, dim).narrow(dim, 0, length)
-        pairs = pairs & visible
-    return pairs
-
-
 def shape(region: Region, bounds: Bounds) -> Tensor:
-    """What a region computes of its rows and keys, bool ``[rows, keys]``."""
+    """Return which pairs a region computes, bool ``[rows, keys]``."""
     rows, keys = region.row_end - region.row, region.key_end - region.key
     if region.kind is Kind.BLOCKWISE:
         lo, hi, runs = limits(bounds, region)
@@ -94,7 +81,8 @@ def test_regions_cover_every_visible_pair_once(
     bounds, rows, keys = case
     with mock.patch.dict(vars(cutting), constants):
         cut = regions(bounds, rows, keys, **how)
-    visible = visible_pairs(bounds, rows, keys)
+    batch = 1 if bounds.seqused_k is None else len(bounds.seqused_k)
+    visible = visible_pairs(bounds, batch, rows, keys)[:, 0]
     covered = torch.zeros(visible.shape, dtype=torch.int32)
     for region in cut:
         assert region.row < region.row_end and region.key < region.key_end
@@ -104,18 +92,15 @@ def test_regions_cover_every_visible_pair_once(
     assert bool(cut) == bool(visible.any())
 
 
-def test_the_rows_behind_a_rectangle_are_one_square() -> None:
+def test_rows_after_a_rectangle_form_one_square() -> None:
     late = bounds_of(CAUSAL, torch.arange(300, 900), torch.arange(900))
-    assert regions(late, 600, 900) == (
-        Region(Kind.RECTANGLE, 0, 600, 0, 300),
-        Region(Kind.CAUSAL, 0, 600, 300, 900),
-    )
+    assert regions(late, 600, 900) == (Region(Kind.RECTANGLE, 0, 600, 0, 300), Region(Kind.CAUSAL, 0, 600, 300, 900))
     positions = torch.cat([torch.arange(0, 150), torch.arange(450, 900)])
     (whole,) = regions(bounds_of(CAUSAL, positions, positions), 600, 600)
     assert whole.kind is Kind.CAUSAL
 
 
-def test_regions_are_cut_once_for_each_bounds() -> None:
+def test_regions_are_cached_per_bounds() -> None:
     bounds = bounds_of(CAUSAL, torch.arange(8), torch.arange(8))
     first = regions(bounds, 8, 8)
     assert regions(bounds, 8, 8) is first
@@ -124,7 +109,7 @@ def test_regions_are_cut_once_for_each_bounds() -> None:
     assert len(cutting._cache) == before - 1
 
 
-def test_wide_windows_are_for_the_operator() -> None:
+def test_wide_windows_use_the_operator() -> None:
     at = torch.arange(cutting.NARROW_KEYS + 600)
     kinds = {
         window: {region.kind for region in regions(bounds_of(Mask(True, (window, -1)), at[-200:], at), 200, len(at))}

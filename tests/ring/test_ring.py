@@ -1,4 +1,4 @@
-"""Ring attention of virtual ranks against the whole: every layout, both backends, forward and backward."""
+"""Ring attention over virtual ranks against full attention: every layout, both backends, forward and backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ringattn.ring.buffers import Key, RingCall
 from ringattn.ring.ring import ring_of
 
 from ..support.pairwise import pairwise_cases
-from ..support.ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ring
+from ..support.ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ranks, run_ring
 from ..support.transport_cases import Calling, until
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -41,7 +41,7 @@ GRIDS = {
 
 
 def shards(layout: Layout, whole: dict[str, Tensor], group: LocalGroup) -> list[Tensor]:
-    """q, k and v of a rank."""
+    """Return q, k and v of a rank."""
     return [layout.shard(whole[name], group.rank()) for name in "qkv"]
 
 
@@ -49,12 +49,12 @@ def shards(layout: Layout, whole: dict[str, Tensor], group: LocalGroup) -> list[
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_aten_is_exact(world: int, name: str, causal: bool) -> None:
+def test_aten_ring_is_exact(world: int, name: str, causal: bool) -> None:
     check_ring(LAYOUTS[name](67, world), inputs(67), causal=causal, backend="aten")
 
 
 @pytest.mark.parametrize(("name", "world", "dtype"), pairwise_cases(LAYOUTS, (2, 8), (torch.bfloat16, torch.float16)))
-def test_aten_is_exact_in_16_bit(name: str, world: int, dtype: torch.dtype) -> None:
+def test_aten_ring_is_exact_in_16_bit(name: str, world: int, dtype: torch.dtype) -> None:
     check_ring(LAYOUTS[name](130, world), inputs(130, dtype=dtype), causal=True, backend="aten")
 
 
@@ -78,14 +78,14 @@ TWO_LEVELS = {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
         (Layout.contiguous(2, 4), {}, {"causal": True, "backend": "aten"}),
     ],
 )
-def test_calls_are_exact(layout: Layout, more: dict[str, Any], call: dict[str, Any]) -> None:
+def test_unusual_shapes_are_exact(layout: Layout, more: dict[str, Any], call: dict[str, Any]) -> None:
     check_ring(layout, inputs(layout.seqlen, **more), **call)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("grid", "name", "direction"), pairwise_cases(GRIDS, LAYOUTS, (1, -1)))
-def test_two_levels_are_exact(grid: str, name: str, direction: int) -> None:
-    """Two calls on one ring: the second finds slots, fences and totals as the first left them."""
+def test_two_level_rings_are_exact(grid: str, name: str, direction: int) -> None:
+    """The second call on the ring depends on how the first leaves slots, fences and counters."""
     ring = {"topology": GRIDS[grid], "direction": direction}
     layout = LAYOUTS[name](67, GRIDS[grid].world)
     check_ring(layout, inputs(67), causal=name != "striped", backend="aten", ring=ring, calls=2)
@@ -100,36 +100,35 @@ def test_two_levels_are_exact(grid: str, name: str, direction: int) -> None:
         ["zigzag", "uneven"],
     ),
 )
-def test_chunks_and_depths_are_exact(ring: dict[str, int], grid: str | None, name: str) -> None:
-    """Three key heads, which two chunks share unevenly, for six query heads."""
+def test_chunks_prefetch_and_slots_are_exact(ring: dict[str, int], grid: str | None, name: str) -> None:
+    """Two chunks share three key heads unevenly."""
     topology = GRIDS[grid] if grid else Topology.flat(4)
     layout, whole = LAYOUTS[name](50, topology.world), inputs(50, heads=(6, 3))
     check_ring(layout, whole, causal=True, backend="aten", ring=ring | {"topology": topology}, calls=2)
 
 
-def test_calls_of_other_shapes_on_one_ring() -> None:
-    """One length, cut in another way by each: by batch rows, heads, head dims and dtype; the largest first."""
+def test_calls_of_different_shapes_share_one_ring() -> None:
+    """Slots are reused by other batch sizes, heads, head dims and dtypes; the largest call comes first."""
     layout = Layout.contiguous(48, 3)
     calls = [
         inputs(48, (4, 4)), inputs(48, (4, 4), batch=1), inputs(48, (4, 2)), inputs(48, (4, 4), (8, 16)),
         inputs(48, (4, 4), (16, 8)), inputs(48, (4, 4), dtype=torch.bfloat16),
     ]  # fmt: skip
 
-    def on_one(group: LocalGroup) -> list[torch.Tensor]:
+    def on_rank(group: LocalGroup) -> list[torch.Tensor]:
         outs = []
         with Ring(group, chunks=2) as ring:
             for whole in (*calls, *calls):
                 outs.append(ring_attention(*shards(layout, whole, group), layout=layout, ring=ring))
         return outs
 
-    with LocalWorld(3) as world:
-        results = [layout.unshard(parts) for parts in zip(*world.run(on_one), strict=True)]
+    results = [layout.unshard(parts) for parts in zip(*run_ranks(3, on_rank), strict=True)]
     alone = [run_ring(layout, whole, ring={"chunks": 2}).out for whole in calls]
     assert all(torch.equal(result, other) for result, other in zip(results, (*alone, *alone), strict=True))
 
 
 @pytest.mark.parametrize("topology", [None, GRIDS["2x2"]], ids=["flat", "2x2"])
-def test_prefetch_and_slots_change_no_bit(topology: Topology | None) -> None:
+def test_prefetch_and_slots_do_not_change_results(topology: Topology | None) -> None:
     layout, whole = Layout.zigzag(32, 4), inputs(32)
     changes = [{"prefetch": 0}, {"prefetch": 1}, {"slots": 2}, {"slots": 4}]
     first, *others = (
@@ -138,14 +137,6 @@ def test_prefetch_and_slots_change_no_bit(topology: Topology | None) -> None:
     )
     for change, other in zip(changes, others, strict=True):
         assert all(map(torch.equal, first, other)), change
-
-
-@pytest.mark.parametrize("backend", ["aten", "triton"])
-def test_a_batch_without_rows(backend: str) -> None:
-    """Nothing moves, and nothing is waited for."""
-    whole = inputs(8, batch=0)
-    for x in run_ring(Layout.contiguous(8, 2), whole, causal=True, backend=backend):
-        assert x.shape[0] == 0
 
 
 def test_backwards_in_any_order_after_several_forwards() -> None:
@@ -158,13 +149,12 @@ def test_backwards_in_any_order_after_several_forwards() -> None:
             out.backward(layout.shard(whole["dout"], group.rank()))
         return [x.grad for qkv in leaves for x in qkv]
 
-    with LocalWorld(2) as world:
-        grads = [layout.unshard(parts) for parts in zip(*world.run(gradients), strict=True)]
+    grads = [layout.unshard(parts) for parts in zip(*run_ranks(2, gradients), strict=True)]
     alone = [run_ring(layout, {n: x for n, x in whole.items() if n != "dlse"}, causal=True) for whole in wholes]
     assert all(map(torch.equal, grads, [grad for single in alone for grad in (single.dq, single.dk, single.dv)]))
 
 
-def test_a_nan_in_k_and_an_inf_in_v_reach_the_rows_that_see_them_and_no_others() -> None:
+def test_nan_in_k_and_inf_in_v_reach_only_the_rows_that_see_them() -> None:
     layout, whole = Layout.zigzag(256, 2), inputs(256)
     whole["k"][:, 100] = torch.nan
     out = run_ring(layout, whole, causal=True, backend="aten").out
@@ -173,7 +163,7 @@ def test_a_nan_in_k_and_an_inf_in_v_reach_the_rows_that_see_them_and_no_others()
     whole["v"][:, 1000] = torch.inf
     out = run_ring(layout, whole, causal=True, backend="aten").out
     assert not out[:, 1000:].isfinite().any()
-    assert out[:, :512].isfinite().all()  # another shard, so another tile
+    assert out[:, :512].isfinite().all()  # in another shard, hence in another tile
 
 
 def test_a_world_releases_its_memory() -> None:
@@ -192,7 +182,7 @@ def test_a_world_releases_its_memory() -> None:
 
 @pytest.mark.parametrize("exchanges", [False, True])
 def test_every_edge_is_warmed_up_before_it_is_used(exchanges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that a later mask brings: with a window to both sides, K/V go past a rank; and of an exchange all."""
+    """A two-sided window skips a rank, and an exchange uses every edge."""
     layout, whole = Layout.contiguous(32, 4), inputs(32)
     warm, used, late = set[Edge](), set[Edge](), set[Edge]()
     warm_up, post = LocalTransport.warm_up, LocalTransport.post
@@ -217,14 +207,12 @@ def test_every_edge_is_warmed_up_before_it_is_used(exchanges: bool, monkeypatch:
             for window in () if exchanges else ((-1, -1), (9, 9)):
                 ring_attention(*shards(layout, whole, group), layout=layout, ring=ring, window_size=window)
 
-    with LocalWorld(4) as world:
-        world.run(calls)
+    run_ranks(4, calls)
     assert used - set(ring_edges(range(4))) and not late
 
 
 @pytest.mark.parametrize("then", ["a call that takes more slots", "close"])
-def test_slots_of_a_failed_call_go_after_its_transfers(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has waited for what it had posted."""
+def test_slots_of_a_failed_call_are_freed_after_its_transfers(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, whole = Layout.zigzag(24, 3), inputs(24)
     posted: dict[int, list[Calling]] = {rank: [] for rank in range(3)}
     post = RingCall.post
@@ -247,14 +235,14 @@ def test_slots_of_a_failed_call_go_after_its_transfers(then: str, monkeypatch: p
         with Ring(group, wire_dtype=torch.bfloat16) as ring:
             with pytest.raises(RuntimeError, match="out of memory"):
                 ring_attention(*(x.bfloat16() for x in parts), layout=layout, ring=ring)
-            together.wait()  # or who closes first ends what the others have not posted yet
+            together.wait()  # else the first rank to close would end posts of the others
             (fence,) = posted[group.rank()]
             assert not fence.waited
             if then == "close":
                 ring.close()
-            else:  # one that has something to encode
+            else:  # fp32 has to be encoded for the wire
                 ring_attention(*parts, layout=layout, ring=ring)
-                together.wait()  # or who closes first ends the call of those that are still in it
+                together.wait()  # else the first rank to close would end calls of the others
             assert fence.waited
 
     with LocalWorld(3, timeout=60) as world:
@@ -269,15 +257,14 @@ def test_seeds_are_drawn_from_rank_0s_generator() -> None:
 
     def drawn() -> list[Tensor]:
         torch.manual_seed(5)
-        with LocalWorld(2) as world:
-            return [layout.unshard(parts) for parts in zip(*world.run(calls), strict=True)]
+        return [layout.unshard(parts) for parts in zip(*run_ranks(2, calls), strict=True)]
 
     (first, other), (again, _) = drawn(), drawn()
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
-def test_slopes_that_are_changed_before_the_backward_are_noticed() -> None:
+def test_slopes_modified_before_the_backward_raise() -> None:
     slopes = torch.tensor([0.5])
     x = torch.randn(1, 8, 1, 16, requires_grad=True)
     out = ring_attention(x, x, x, alibi_slopes=slopes)
@@ -288,23 +275,20 @@ def test_slopes_that_are_changed_before_the_backward_are_noticed() -> None:
 
 
 def test_a_captured_stream_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog would ask for events that belong to the graph."""
+    """The watchdog would query events that belong to the graph."""
     q, k, v = (inputs(32)[name] for name in "qkv")
 
-    def one(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         with pytest.raises(NotImplementedError, match="captured into a CUDA graph"):
             ring_attention(q, k, v, layout=Layout.contiguous(64, 2), group=group)
 
     monkeypatch.setattr(ring_module, "_is_capturing", lambda _: True)
-    with LocalWorld(2) as world:
-        world.run(one)
+    run_ranks(2, on_rank)
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
-def test_frames_between_a_call_and_what_it_asks_for(
-    mesh: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A launch, and a post once the ring is open; both ends count."""
+def test_call_stack_depth_of_launches_and_posts(mesh: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count Python frames from a call down to a launch or a post, both included."""
     depths: dict[str, int] = {}
     module: Any = attention
     root = Path(module.__file__).parents[1]
@@ -327,13 +311,12 @@ def test_frames_between_a_call_and_what_it_asks_for(
     monkeypatch.setattr(LocalTransport, "post", counted(LocalTransport.post, "post"))
     q, k, v = (inputs(32)[name].requires_grad_() for name in "qkv")
 
-    def one(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         where = group if mesh is None else group.mesh(*mesh)
         out = ring_attention(q, k, v, layout=Layout.contiguous(64, 2), group=where, backend="triton")
         assert isinstance(out, torch.Tensor)
         out.sum().backward()
 
-    with LocalWorld(2) as world:
-        world.run(one)
-    most = {"launch": 6, "launch in a backward": 7, "post": 7, "post in a backward": 7}
-    assert {*depths} == {*most} and all(depths[kind] <= most[kind] for kind in most), depths
+    run_ranks(2, on_rank)
+    limits = {"launch": 6, "launch in a backward": 7, "post": 7, "post in a backward": 7}
+    assert {*depths} == {*limits} and all(depths[kind] <= limits[kind] for kind in limits), depths

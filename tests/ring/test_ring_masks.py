@@ -1,4 +1,4 @@
-"""``ring_attention`` with every mask and every score, alone and combined: worlds, layouts, backends, gradients."""
+"""``ring_attention`` with every mask and score, alone and combined, over worlds, layouts and backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import Layout, LocalWorld, Ring, reference, ring_attention
+from ringattn import Layout, Ring, reference, ring_attention
 from ringattn.comm import LocalGroup, Topology
 from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.layout import Documents
@@ -19,13 +19,13 @@ from ringattn.ring.schedule.mask import BlockMask, Mask, bigbird, fixed, longfor
 from ..support.baselines import Results
 from ..support.mask_cases import Case, check, compare, expected, held, in_blocks, run, taken
 from ..support.pairwise import pairwise_cases
-from ..support.ring_cases import LAYOUTS, inputs
+from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
 TOKENS = 60
-HEADS = {"aten": (4, 2), "triton": (2, 1)}  # half of them in the kernels, which the interpreter runs one by one
-BLOCK = {"aten": 4, "triton": 16}  # a kernel's tile must divide a block, and has 16 rows at least
+HEADS = {"aten": (4, 2), "triton": (2, 1)}  # fewer in the kernels, because the interpreter is slow
+BLOCK = {"aten": 4, "triton": 16}  # a kernel's tile has at least 16 rows and must divide a block
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 SINK = torch.tensor([0.5, -torch.inf, 3.0, -2.0])
 
@@ -46,10 +46,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 PATTERNS: dict[str, Callable[[int], dict[str, Any]]] = {
     "strided": lambda block: {"causal": True, "block_mask": strided(TOKENS, block, stride=2 * block)},
-    "fixed": lambda block: {
-        "causal": True,
-        "block_mask": fixed(TOKENS, block, stride=3 * block, summary=block),
-    },
+    "fixed": lambda block: {"causal": True, "block_mask": fixed(TOKENS, block, stride=3 * block, summary=block)},
     "bigbird": lambda block: {"block_mask": bigbird(TOKENS, block, window=1, global_=1, random=1)},
     "bigbird in documents": lambda block: PATTERNS["bigbird"](block) | {"cu_seqlens": [0, 25, TOKENS]},
 }
@@ -72,14 +69,18 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 
 
-def case_of(world: int, layout: str, call: dict[str, Any], *, sink: bool = False, **more: Any) -> Case:
-    """The call in a world of a named layout, that of whole blocks where it needs blocks."""
-    made, pattern = LAYOUTS[layout](TOKENS, world), call.get("block_mask")
-    if isinstance(pattern, BlockMask):
-        blocks = len(pattern.visible)
-        few = layout == "uneven" and blocks < 3 * world  # its other ranks hold three each
-        made = in_blocks(LAYOUTS["contiguous" if few else layout](blocks, world), pattern.block, TOKENS)
-    return of_layout(made, call, sink=sink, **more)
+def layout_for(name: str, world: int, call: dict[str, Any]) -> Layout:
+    """Return a layout by name; block masks get a layout of whole blocks."""
+    pattern = call.get("block_mask")
+    if not isinstance(pattern, BlockMask):
+        return LAYOUTS[name](TOKENS, world)
+    blocks = len(pattern.visible)
+    few = name == "uneven" and blocks < 3 * world  # the other ranks of the uneven layout need three blocks each
+    return in_blocks(LAYOUTS["contiguous" if few else name](blocks, world), pattern.block, TOKENS)
+
+
+def case_of(world: int, layout: str, call: dict[str, Any], **more: Any) -> Case:
+    return of_layout(layout_for(layout, world, call), call, **more)
 
 
 def of_layout(
@@ -91,7 +92,7 @@ def of_layout(
     dtype: torch.dtype = torch.float32,
     **more: Any,
 ) -> Case:
-    """The call with inputs of as many heads as its backend is tested with."""
+    """Return a case with as many heads as tests of its backend use."""
     heads = HEADS.get(call.get("backend", "aten"), HEADS["aten"])
     if "alibi_slopes" in call:
         call = call | {"alibi_slopes": call["alibi_slopes"][..., : heads[0]].contiguous()}
@@ -101,17 +102,17 @@ def of_layout(
 @pytest.mark.parametrize(
     ("name", "layout", "world"), pairwise_cases([*MASKS, *PATTERNS, *SCORES], LAYOUTS, [1, 2, 3, 4])
 )
-def test_features(name: str, layout: str, world: int) -> None:
+def test_each_feature_is_exact(name: str, layout: str, world: int) -> None:
     call = PATTERNS[name](BLOCK["aten"]) if name in PATTERNS else (MASKS | SCORES)[name]
     check(case_of(world, layout, call | {"backend": "aten"}))
 
 
-# what each of them is to a kernel is tested there; here, that the ring tells it
+# tests/kernels covers the features themselves; here the ring must pass each of them on
 LAUNCHED = ("window", "causal documents", "prefix", "padding", "longformer", "bigbird in documents", "dropout", "least")
 
 
 @pytest.mark.parametrize(("name", "layout"), [*zip(LAUNCHED, cycle(["contiguous", "striped", "zigzag"]))])
-def test_features_in_the_kernels(name: str, layout: str) -> None:
+def test_the_ring_passes_each_feature_to_the_kernels(name: str, layout: str) -> None:
     call = PATTERNS[name](BLOCK["triton"]) if name in PATTERNS else (MASKS | SCORES)[name]
     check(case_of(2, layout, call | {"backend": "triton"}))
 
@@ -129,14 +130,14 @@ TOGETHER: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("number", "call"), [*enumerate(TOGETHER)])
 @pytest.mark.parametrize("sink", [False, True])
-def test_features_together(number: int, call: dict[str, Any], sink: bool) -> None:
-    """Worlds and layouts take turns."""
+def test_combined_features_are_exact(number: int, call: dict[str, Any], sink: bool) -> None:
+    """Each case takes the next world and layout."""
     number += sink
     check(case_of(1 + number % 4, [*LAYOUTS][number % 3], call | {"backend": "aten"}, sink=sink))
 
 
 @pytest.mark.parametrize("call", [TOGETHER[2], TOGETHER[4] | PATTERNS["bigbird"](16)], ids=["longformer", "blocks"])
-def test_features_together_in_the_kernels(call: dict[str, Any]) -> None:
+def test_combined_features_in_the_kernels(call: dict[str, Any]) -> None:
     check(case_of(2, "zigzag", call | {"backend": "triton"}, sink=True))
 
 
@@ -147,13 +148,13 @@ def test_features_together_in_the_kernels(call: dict[str, Any]) -> None:
         [{"chunks": 2}, {"topology": Topology.grid(2, 2)}, {"direction": -1, "prefetch": 0}],
     )[::2],
 )
-def test_other_rings(name: str, ring: dict[str, Any]) -> None:
+def test_features_with_other_ring_settings(name: str, ring: dict[str, Any]) -> None:
     check(case_of(4, "zigzag", (MASKS | SCORES)[name], sink=True, ring=ring))
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])  # of which the chunks have as many, or not
-def test_wires(heads: tuple[int, int]) -> None:
-    """K/V as fp8, dK/dV as bfloat16: measured against keys as they arrive."""
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])  # two chunks share the heads evenly or unevenly
+def test_features_with_quantised_transfers(heads: tuple[int, int]) -> None:
+    """K/V travel as fp8 and dK/dV as bfloat16; the reference uses the received keys."""
     ring = {"wire_dtype": torch.float8_e4m3fn, "grad_wire_dtype": torch.bfloat16, "chunks": 2}
     check(Case(Layout.zigzag(TOKENS, 3), inputs(TOKENS, heads), MASKS["causal documents"], ring=ring))
 
@@ -163,7 +164,7 @@ def test_wires(heads: tuple[int, int]) -> None:
     [{}, {"chunks": 2, "direction": -1}, {"topology": Topology.grid(2, 2)}],
     ids=["flat", "chunks backwards", "two levels"],
 )
-def test_shards_of_which_a_part_travels(ring: dict[str, Any]) -> None:
+def test_shards_that_are_sent_in_part(ring: dict[str, Any]) -> None:
     whole = inputs(TOKENS, heads=(2, 2))
     layout = Layout([[(0, 10), (30, 5)], [(10, 20)], [(35, 8)], [(43, 17)]])
     calls: list[dict[str, Any]] = [
@@ -181,11 +182,11 @@ def test_shards_of_which_a_part_travels(ring: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("world", "name", "backend"), pairwise_cases([1, 2, 3], ["causal documents", "window"], ["aten", "triton"])
 )
-def test_sinks(world: int, name: str, backend: str) -> None:
+def test_sinks_are_exact(world: int, name: str, backend: str) -> None:
     check(case_of(world, "zigzag", MASKS[name] | {"backend": backend}, sink=True))
 
 
-def test_a_row_that_sees_nothing_but_the_sink() -> None:
+def test_a_row_that_sees_only_the_sink() -> None:
     sink, queries, keys = torch.tensor([0.25, -1.0]), Layout.contiguous(8, 2), Layout([[(4, 4)], []])
     call = {"window_size": (-1, 0), "causal": True}
     ours, _ = run(Case(queries, inputs(8, heads=(2, 2)), call, kv_layout=keys, sink=sink))
@@ -209,13 +210,13 @@ PACKED, TRANSPOSED = {"strides": "packed"}, {"strides": "transposed"}
         ("causal window", "triton", {"dims": (24, 16)}),
     ],
 )
-def test_dtypes_strides_and_values_of_their_own_size(name: str, backend: str, tensors: dict[str, Any]) -> None:
+def test_dtypes_strides_and_different_head_dims(name: str, backend: str, tensors: dict[str, Any]) -> None:
     check(case_of(3, "zigzag", (MASKS | SCORES)[name] | {"backend": backend}, sink=True, **tensors))
 
 
 @pytest.mark.parametrize("backend", ["aten", "triton"])
-def test_a_gradient_that_is_one_number(backend: str) -> None:
-    """``out.sum().backward()`` gives a dout without memory of its own: all strides are 0."""
+def test_an_expanded_dout(backend: str) -> None:
+    """``out.sum().backward()`` gives a dout whose strides are all 0."""
     case = case_of(2, "striped", SCORES["all scores"] | {"backend": backend}, through_lse=False)
     case.whole["dout"].fill_(1.0)
 
@@ -225,8 +226,7 @@ def test_a_gradient_that_is_one_number(backend: str) -> None:
             out: Any = ring_attention(*leaves, layout=case.layout, ring=ring, **case.call)
             return torch.autograd.grad(out.sum(), leaves[:1])[0]
 
-    with LocalWorld(2) as world:
-        parts = world.run(summed)
+    parts = run_ranks(2, summed)
     ones, _ = run(case)
     assert all(part.equal(taken(case.layout, ones.dq, rank)) for rank, part in enumerate(parts))
 
@@ -238,8 +238,8 @@ def test_a_gradient_that_is_one_number(backend: str) -> None:
         ("causal documents", "triton"),
     ],
 )
-def test_keys_of_their_own(name: str | None, backend: str) -> None:
-    """The last queries against a longer cache; one rank has no queries. And more queries than keys."""
+def test_keys_with_another_layout(name: str | None, backend: str) -> None:
+    """The last queries attend to a longer cache and one rank has no queries; also more queries than keys."""
     queries = Layout([[(40, 7)], [(47, 6), (55, 5)], []])
     call = (MASKS | SCORES).get(name or "", {}) | {"backend": backend}
     check(of_layout(queries, call, kv_layout=Layout.zigzag(TOKENS, 3)))
@@ -248,7 +248,7 @@ def test_keys_of_their_own(name: str | None, backend: str) -> None:
 
 
 def test_blocks_between_queries_and_longer_keys() -> None:
-    """As a tensor, whose block is the number of query positions by the number of its rows."""
+    """A plain tensor's block size is the number of query positions divided by its rows."""
     visible = torch.rand(8, 15) < 0.5
     queries, keys = (in_blocks(Layout.striped(blocks, 2), 4, 4 * blocks) for blocks in (8, 15))
     case = Case(queries, inputs(TOKENS), {"block_mask": BlockMask(visible, 4)}, kv_layout=keys)
@@ -261,7 +261,7 @@ def test_blocks_between_queries_and_longer_keys() -> None:
     [(1, "contiguous", "aten"), (3, "striped", "aten"), (4, "uneven", "aten"), (2, "zigzag", "triton")],
 )
 def test_dropout_keeps_the_same_weights_everywhere(world: int, layout: str, backend: str) -> None:
-    """Bit by bit: with the identity for values ``out`` is the weights, and with it for dout ``dv`` is."""
+    """The identity as v makes out show the kept weights; the identity as dout makes dv show them."""
     tokens, heads, batch = 24, 2, 2
     identity = torch.eye(tokens)[None, :, None].expand(batch, -1, heads, -1).contiguous()
     whole = inputs(tokens, (heads, heads), (16, tokens)) | {"v": identity, "dout": identity}
@@ -276,8 +276,8 @@ def test_dropout_keeps_the_same_weights_everywhere(world: int, layout: str, back
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_shards_of_heads_drop_what_all_heads_do(world: int) -> None:
-    """Tensor parallelism: each half is a call of its own, on ranks of its own."""
+def test_shards_of_heads_drop_the_weights_of_the_whole_call(world: int) -> None:
+    """Tensor parallelism: each half of the heads is a separate call."""
     layout, call = Layout.zigzag(TOKENS, world), MASKS["causal window"] | SCORES["dropout"]
     whole = inputs(TOKENS, (4, 2))
     halves = []

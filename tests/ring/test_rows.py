@@ -1,4 +1,4 @@
-"""Batch rows that see different keys: documents, holes and padding of their own, against dense masks in float64."""
+"""Batch rows that see different keys (documents, holes, padding), against dense masks in float64."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("hiding", "mask", "layout", "world", "sink"), pairwise_cases(HIDING, MASKS, LAYOUTS, [1, 2, 3], [False, True])
 )
-def test_rows_of_their_own(hiding: str, mask: str, layout: str, world: int, sink: bool) -> None:
+def test_rows_with_different_keys_are_exact(hiding: str, mask: str, layout: str, world: int, sink: bool) -> None:
     call = HIDING[hiding] | MASKS[mask]
     check(Case(LAYOUTS[layout](TOKENS, world), inputs(TOKENS, batch=BATCH), call, sink=SINK if sink else None))
 
 
 @pytest.mark.parametrize(("hiding", "mesh"), [*zip(HIDING, [(2, 2), (1, 2), (2, 1), (1, 4)] * 2, strict=True)])
-def test_rows_of_their_own_over_a_mesh(hiding: str, mesh: tuple[int, int]) -> None:
+def test_rows_with_different_keys_over_a_mesh(hiding: str, mesh: tuple[int, int]) -> None:
     layout = Layout.zigzag(TOKENS, mesh[0] * mesh[1])
     call = HIDING[hiding] | {"causal": True, "window_size": (20, None)}
     check(Case(layout, inputs(TOKENS, batch=BATCH), call, sink=SINK, mesh=mesh))
@@ -68,7 +68,7 @@ def test_rows_of_their_own_over_a_mesh(hiding: str, mesh: tuple[int, int]) -> No
         ("left padding", {"grads": "kv"}),
     ],
 )
-def test_strides_and_rings(hiding: str, more: dict[str, Any]) -> None:
+def test_rows_with_different_keys_strides_and_ring_settings(hiding: str, more: dict[str, Any]) -> None:
     call = HIDING[hiding] | {"causal": True}
     check(Case(Layout.striped(TOKENS, 3), inputs(TOKENS, batch=BATCH), call, **more))
 
@@ -79,7 +79,7 @@ def test_ranks_without_queries_and_without_keys() -> None:
 
 
 @pytest.mark.parametrize("backend", ["triton", "aten"])
-def test_no_keys_at_all(backend: str) -> None:
+def test_calls_without_keys(backend: str) -> None:
     tensors = [torch.randn(2, tokens, 2, 8, requires_grad=True) for tokens in (6, 0, 0)]
     given: dict[str, Any] = {"layout": Layout([[(0, 6)]]), "kv_layout": Layout([[]]), "backend": backend}
     out, lse = ring_attention(*tensors, cu_seqlens=[[0, 3, 6], [0, 2, 6]], return_lse=True, **given)
@@ -90,8 +90,8 @@ def test_no_keys_at_all(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "aten"])
 @pytest.mark.parametrize("call", [{}, {"key_mask": HOLES}])
-def test_results_may_be_changed_in_place(call: dict[str, Any], backend: str) -> None:
-    """As those of other functions: the backward says which tensor it would have needed."""
+def test_results_can_be_modified_in_place(call: dict[str, Any], backend: str) -> None:
+    """The backward then raises like any torch function."""
     leaves = [x.requires_grad_() for name, x in inputs(TOKENS, batch=BATCH).items() if name in "qkv"]
     for number in range(2):
         result = ring_attention(*leaves, return_lse=True, backend=backend, **call)[number]
@@ -102,13 +102,13 @@ def test_results_may_be_changed_in_place(call: dict[str, Any], backend: str) -> 
             result.sum().backward()
 
 
-def test_in_the_kernels() -> None:
+def test_rows_with_different_keys_in_the_kernels() -> None:
     whole = inputs(TOKENS, (4, 2), batch=BATCH)
     check(Case(Layout.zigzag(TOKENS, 2), whole, HIDING["all"] | {"causal": True, "backend": "triton"}))
 
 
 def test_one_query_in_the_kernels() -> None:
-    """Rows of one ``lse`` each, which a kernel takes contiguous."""
+    """Each row has one lse, which the kernels need contiguous."""
     whole = inputs(2, (4, 2), batch=2)
     tensors = [whole["q"][:, 1:], whole["k"], whole["v"]]
     given: dict[str, Any] = {"leftpad_k": [1, 0], "learnable_sink": SINK, "align": "bottom-right"}
@@ -121,8 +121,8 @@ def test_one_query_in_the_kernels() -> None:
         torch.testing.assert_close(mine, other)
 
 
-def test_left_padded_prompts_behind_a_cache() -> None:
-    """As a generation does: the last queries, aligned with the last keys, batch rows that begin later than others."""
+def test_left_padded_prompts_with_a_cache() -> None:
+    """Generation aligns the last queries with the last keys, and rows start at different keys."""
     whole, hiding = inputs(TOKENS, batch=BATCH), HIDING["left padding"] | {"causal": True}
     q, k, v = whole["q"][:, -5:], whole["k"], whole["v"]
     out = ring_attention(q, k, v, align="bottom-right", **hiding)
@@ -132,8 +132,8 @@ def test_left_padded_prompts_behind_a_cache() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_dropout_counts_the_packed_sequence(world: int) -> None:
-    """As the sequence that is packed by hand, whatever the number of ranks."""
+def test_dropout_uses_positions_of_the_packed_sequence(world: int) -> None:
+    """Results equal those of a sequence packed by hand, for any number of ranks."""
     call: dict[str, Any] = {"causal": True, "dropout_p": 0.4, "dropout_seed": 2**63 + 5}
     whole = inputs(TOKENS, batch=BATCH)
     ours, _ = run(Case(Layout.zigzag(TOKENS, world), whole, call | HIDING["documents"] | HIDING["holes"]))
@@ -163,8 +163,8 @@ def test_dropout_counts_the_packed_sequence(world: int) -> None:
         ({"key_mask": torch.tensor([[36], [7], [0]]) > AT, "seqused_k": [30, 9, 1]}, {"seqused_k": [30, 7, 0]}),
     ],
 )  # fmt: skip
-def test_what_all_rows_share_is_the_call_as_before(rows: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Bit by bit, dropout too, which would be another one of a packed sequence."""
+def test_equal_rows_are_not_packed(rows: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Dropout shows it: a packed sequence would drop other weights."""
     q, k, v = (inputs(TOKENS, batch=BATCH)[name] for name in "qkv")
     drops: dict[str, Any] = {"dropout_p": 0.4, "dropout_seed": 3}
     ours, expected = (ring_attention(q, k, v, **(drops | call)) for call in (rows, plain))
@@ -203,12 +203,11 @@ def test_refusals(call: dict[str, Any], message: str) -> None:
     "call",
     [{"causal": True, "prefix_length": 9}, {"alibi_slopes": torch.rand(1, 4)}, {"block_mask": longformer(4, [(0, 2)])}],
 )
-def test_one_row_takes_everything_but_blocks(call: dict[str, Any]) -> None:
-    """Hidden keys as keys that are not there."""
+def test_one_row_with_a_key_mask_takes_everything_except_blocks(call: dict[str, Any]) -> None:
     q, k, v = (inputs(TOKENS, batch=1)[name] for name in "qkv")
-    kept = HOLES[0].nonzero().flatten()
-    layouts = {"layout": Layout.contiguous(TOKENS, 1), "kv_layout": Layout([[(p, 1) for p in kept.tolist()]])}
-    expected = ring_attention(q, k[:, kept], v[:, kept], **layouts, **call)  # type: ignore[call-overload]
+    visible_keys = HOLES[0].nonzero().flatten()
+    layouts = {"layout": Layout.contiguous(TOKENS, 1), "kv_layout": Layout([[(p, 1) for p in visible_keys.tolist()]])}
+    expected = ring_attention(q, k[:, visible_keys], v[:, visible_keys], **layouts, **call)  # type: ignore[call-overload]
     assert torch.equal(ring_attention(q, k, v, key_mask=HOLES[:1], **call), expected)
     with pytest.raises(ValueError, match="block_mask is given with key_mask"):
         ring_attention(q, k, v, key_mask=HOLES[:1], **call | {"block_mask": BlockMask(torch.eye(9).bool(), 4)})

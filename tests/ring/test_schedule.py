@@ -1,4 +1,4 @@
-"""Schedules, flat and two-level: every pair once, every send received, no slot lost, no deadlock."""
+"""Flat and two-level schedules: every pair once, every send received, no slot overwritten, no deadlock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _fresh() -> None:
 
 
 def rings(world: int) -> st.SearchStrategy[Topology]:
-    """Any order of the ranks, in one node or in several of one size."""
+    """Draw a topology: any order of the ranks, in one node or in several of equal size."""
 
     def cut(order: list[int]) -> st.SearchStrategy[Topology]:
         sizes = st.sampled_from([size for size in range(1, world + 1) if world % size == 0])
@@ -70,7 +70,7 @@ def check_plan(plan: Schedule, wanted: set[tuple[int, int]], how: Settings = USU
     check_messages(plan)
     check_nothing_needless(plan)
     check_bytes(plan)
-    assert sorted(computed(plan)) == sorted(wanted)  # each once
+    assert sorted(computed(plan)) == sorted(wanted)  # each pair once
     check_runs(plan, wanted, how)
 
 
@@ -86,7 +86,7 @@ def check_runs(plan: Schedule, wanted: set[tuple[int, int]], how: Settings) -> N
 
 
 def place(plan: Schedule, rank: int) -> tuple[int, int]:
-    """Node and rail."""
+    """Return a rank's node and rail."""
     return next((n, node.index(rank)) for n, node in enumerate(plan.nodes) if rank in node)
 
 
@@ -113,7 +113,7 @@ def check_hops(plan: Schedule) -> None:
 
 
 def check_order(plan: Schedule) -> None:
-    """No distance twice, the own shard first; all of them where nothing says otherwise."""
+    """Check that distances are distinct and start with the own shard; without a mask all of them occur."""
     for distances, ring in ((plan.outer_steps, plan.nodes), (plan.steps, plan.nodes[0])):
         assert distances[0] == 0
         assert len(set(distances)) == len(distances)
@@ -127,7 +127,7 @@ def check_order(plan: Schedule) -> None:
     )
 
 
-Message = tuple[str, int, int, int, int, int]  # kind, level, hop of its key, shard, source, destination
+Message = tuple[str, int, int, int, int, int]  # kind, level, hop of the key, shard, source, destination
 
 
 def sent(plan: Schedule) -> Iterator[Message]:
@@ -157,7 +157,7 @@ def received(plan: Schedule) -> Iterator[Message]:
 
 
 def check_messages(plan: Schedule) -> None:
-    """Every send has its receive, in the group of the same key and level, and the other way round."""
+    """Check that sends and receives match within each group of equal key and level."""
     sends, receives = sorted(sent(plan)), sorted(received(plan))
     assert sends == receives
     assert len(set(sends)) == len(sends)
@@ -171,12 +171,12 @@ def check_messages(plan: Schedule) -> None:
         edges = {(source, destination) for _, at, _, _, source, destination in sends if at == level}
         assert plan.edges[level] == tuple(sorted(edges))
         ends = [(place(plan, source), place(plan, destination)) for source, destination in edges]
-        # inside a node, or along a rail
+        # within a node or along a rail
         assert all(a != b and a[level] == b[level] for a, b in ends)
 
 
 def check_nothing_needless(plan: Schedule) -> None:
-    """K/V go no further than the last rank and the last node that need them; dK/dV start at the first that has some."""
+    """Check that K/V stop at the last rank and node that need them, and dK/dV start at the first with a part."""
     for rank in range(plan.world):
         for hop in plan.hops(rank):
             step = hop.index % plan.inner
@@ -199,7 +199,7 @@ def check_nothing_needless(plan: Schedule) -> None:
     across = Counter(
         (shard, place(plan, to)[0]) for kind, level, _, shard, _, to in sent(plan) if (kind, level) == ("kv", 1)
     )
-    assert set(across.values()) <= {1}  # K/V come to a node once
+    assert set(across.values()) <= {1}  # K/V enter a node once
     assert all(node != place(plan, shard)[0] for shard, node in across)
 
 
@@ -216,7 +216,7 @@ def check_bytes(plan: Schedule) -> None:
 
 
 @pytest.mark.parametrize(("causal", "direction"), rest_nightly([(False, 1), (True, 1), (True, -1)], (True, -1)))
-def test_every_small_ring(causal: bool, direction: int) -> None:
+def test_schedules_of_every_small_ring(causal: bool, direction: int) -> None:
     for name in NAMES:
         for world in range(1, 9):
             for seqlen in {0, 1, world - 1, world, 2 * world + 1, 3 * world}:
@@ -224,20 +224,20 @@ def test_every_small_ring(causal: bool, direction: int) -> None:
 
 
 @given(st.data(), layouts(max_seqlen=20), masks(), st.sampled_from([1, -1]), settings())
-def test_any_ring(data: st.DataObject, layout: Layout, mask: Mask, direction: int, how: Settings) -> None:
+def test_schedules_of_any_ring(data: st.DataObject, layout: Layout, mask: Mask, direction: int, how: Settings) -> None:
     check(layout, mask, direction, topology=data.draw(rings(layout.world)), how=how)
 
 
 @given(st.data(), masks(), st.sampled_from([1, -1]))
-def test_any_ring_with_other_keys(data: st.DataObject, mask: Mask, direction: int) -> None:
+def test_schedules_with_another_kv_layout(data: st.DataObject, mask: Mask, direction: int) -> None:
     layout = data.draw(layouts(max_seqlen=16))
     keys = data.draw(layouts(max_seqlen=16, world=layout.world))
     check(layout, mask, direction, kv_layout=keys, topology=data.draw(rings(layout.world)))
 
 
 @given(st.data(), st.integers(1, 8), st.sampled_from([1, -1]), settings())
-def test_any_active_shards_in_any_order(data: st.DataObject, world: int, direction: int, how: Settings) -> None:
-    """Whatever masks will come: the active_ranges are right for every pattern, however far each hop goes."""
+def test_active_ranges_of_any_visible_shards(data: st.DataObject, world: int, direction: int, how: Settings) -> None:
+    """Active ranges are right for any pattern of visible shards and any order of hops."""
     ring = data.draw(rings(world))
     nodes = ring.nodes if ring.two_level else (ring.order,)
     outers, steps = data.draw(distances(len(nodes))), data.draw(distances(len(nodes[0])))
@@ -249,28 +249,28 @@ def test_any_active_shards_in_any_order(data: st.DataObject, world: int, directi
 
 
 def distances(count: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Some of those around a ring, in any order."""
+    """Draw some distances around a ring, in any order."""
     return st.lists(st.integers(1, count - 1), unique=True).map(lambda far: (0, *far)) if count > 1 else st.just((0,))
 
 
-def test_distances_at_which_nobody_sees_anything_have_no_hop() -> None:
+def test_distances_without_visible_pairs_have_no_hop() -> None:
     layout = Layout.contiguous(64, 8)
     assert schedule(layout, CAUSAL).steps == tuple(range(8))
     assert schedule(layout, Window(causal=True, left=7)).steps == (0, 1)
     assert schedule(layout, Window(causal=True, left=7), direction=-1).steps == (0, 7)
     assert schedule(layout, Mask(documents=Documents(range(0, 65, 8)))).steps == (0,)
-    # every second rank: K/V go two ranks further at once
+    # only every second rank needs K/V, so each transfer skips one
     even = Layout([[(start, 8)] if rank % 2 == 0 else [] for rank, start in enumerate(range(0, 64, 8))])
     assert schedule(even, Mask()).steps == (0, 2, 4, 6)
     assert schedule(even, Mask()).hops(2)[1].kv_from == 0
-    # the topology's order counts, not the ranks' names
+    # the topology's order counts, not the rank numbers
     ring = Topology(((0, 4, 1, 5, 2, 6, 3, 7),))
     assert schedule(layout, Window(causal=True, left=7), topology=ring).steps == (0, 2, 3)
 
 
 @pytest.mark.parametrize("direction", [1, -1])
 def test_keys_needed_on_both_sides_take_the_short_way(direction: int) -> None:
-    """The neighbour on the one side, then straight to the one on the other."""
+    """K/V go to one neighbour, then straight to the other one."""
     plan = schedule(Layout.contiguous(64, 8), Mask(window=(7, 7)), direction=direction)
     assert plan.steps == (0, 1, 7)
     for rank in range(8):
@@ -278,14 +278,14 @@ def test_keys_needed_on_both_sides_take_the_short_way(direction: int) -> None:
         assert first.kv_to == (rank + direction) % 8
         assert second.kv_to in (None, (rank - 2 * direction) % 8)
         assert third.kv_to is None
-    assert sorted(plan.bytes(1)) == [8] + [16] * 7  # two shards, one where nobody is on the other side
+    assert sorted(plan.bytes(1)) == [8] + [16] * 7  # two shards; one is needed on one side only
     nodes = schedule(Layout.contiguous(64, 16), Mask(window=(3, 3)), direction=direction, topology=Topology.grid(4, 4))
     assert (nodes.outer_steps, nodes.steps) == ((0, 1, 3), (0, 1, 3))
     assert nodes.count == 9
 
 
 def test_the_direction_with_fewer_transfers_is_chosen() -> None:
-    """One shard is seen one and three ranks further, the next one two: the longer of them takes fewer hops."""
+    """Ranks one, two and three further need K/V; the longer way round takes fewer hops."""
     visible = torch.eye(4, dtype=torch.bool)
     visible[[1, 3, 3], [0, 0, 1]] = True
     for owners, steps in (([0, 0, 1, 2, 3], (0, 1, 3, 2)), ([0, 1, 1, 2, 3], (0, 1, 2, 3))):
@@ -293,7 +293,7 @@ def test_the_direction_with_fewer_transfers_is_chosen() -> None:
         assert schedule(layout, Mask(blocks=BlockMask(visible[owners][:, owners], 1))).steps == steps
 
 
-def test_dkv_that_return_early_have_a_slot_of_their_own() -> None:
+def test_dkv_that_return_early_have_their_own_slot() -> None:
     short = schedule(Layout.contiguous(8, 4), Mask(causal=True, documents=Documents([0, 6, 8])))
     assert [short.hops(rank)[0].dkv_slot for rank in range(4)] == [1, 2, None, None]
     assert [short.hops(rank)[0].dkv_from for rank in range(4)] == [2, 2, None, None]
@@ -302,11 +302,12 @@ def test_dkv_that_return_early_have_a_slot_of_their_own() -> None:
         assert {whole.hops(rank)[0].dkv_slot for rank in range(world)} == {world % 2}
 
 
-def test_what_is_the_same_schedule() -> None:
+def test_equal_schedules_share_one_object() -> None:
     layout = Layout.zigzag(16, 4)
     plan = schedule(layout, CAUSAL)
     assert schedule(Layout.zigzag(16, 4), Mask(causal=True), kv_layout=layout, direction=1) == plan
-    for nodes in (((0, 1, 2, 3),), ((0,), (1,), (2,), (3,)), ((0,), (1, 2, 3))):  # one rank a node is flat, or unequal
+    # Nodes of one rank, or of different sizes, give a flat schedule.
+    for nodes in (((0, 1, 2, 3),), ((0,), (1,), (2,), (3,)), ((0,), (1, 2, 3))):
         assert schedule(layout, CAUSAL, topology=Topology(nodes), slots=3) == plan
     for change in ({"direction": -1}, {"topology": Topology.grid(2, 2)}, {"slots": 4}):
         assert schedule(layout, CAUSAL, **change) != plan  # type: ignore[arg-type]
@@ -330,7 +331,7 @@ def test_refusals() -> None:
             schedule(layout, Mask()).hops(rank)
 
 
-def test_large_clusters_are_planned_in_no_time() -> None:
+def test_large_clusters_are_planned_quickly() -> None:
     nodes, per_node = 128, 8
     world = nodes * per_node
 
@@ -341,4 +342,5 @@ def test_large_clusters_are_planned_in_no_time() -> None:
     topology, layout = Topology.grid(nodes, per_node), Layout.zigzag(2 * world, world)
     plan = planned(10, lambda: schedule(layout, CAUSAL, topology=topology), use)
     assert plan.bytes(1, level=0) == (nodes * (per_node - 1) * 2,) * world
-    assert plan.bytes(1, level=1) == ((nodes - 1) * 2,) * world  # as in a flat ring, but over every NIC of a node
+    # The bytes of a flat ring, but over every NIC of a node.
+    assert plan.bytes(1, level=1) == ((nodes - 1) * 2,) * world

@@ -1,4 +1,4 @@
-"""A session of a framework integration, used as an integration outside of the package would: by public names alone."""
+"""A framework integration's session, used through public names only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ringattn import LocalWorld, Ring, Session, single_rank
 from ringattn.comm import GroupLike, LocalGroup, TransportError
 
 from ..support.forked import results
+from ..support.ring_cases import run_ranks
 
 
 def whole(member: LocalGroup) -> GroupLike:
@@ -28,9 +29,8 @@ def gathered(session: Session) -> tuple[int, int, list[object]]:
 
 @pytest.mark.parametrize("group", [whole, mesh])
 def test_values_arrive_in_rank_order(group: Callable[[LocalGroup], GroupLike]) -> None:
-    with LocalWorld(4) as world:
-        seen = world.run(lambda member: gathered(Session(group(member))))
-    assert seen == [(rank, 4, [{"rank": other} for other in range(4)]) for rank in range(4)]
+    values = run_ranks(4, lambda member: gathered(Session(group(member))))
+    assert values == [(rank, 4, [{"rank": other} for other in range(4)]) for rank in range(4)]
 
 
 def in_process(_rank: int) -> list[object]:
@@ -48,7 +48,7 @@ def test_one_rank_gathers_its_own_value() -> None:
 def errors(body: Callable[[Session], object], group: Callable[[LocalGroup], GroupLike] = whole) -> list[Exception]:
     """Return the error of each of four ranks whose sessions run ``body``."""
 
-    def of_rank(member: LocalGroup) -> Exception:
+    def on_rank(member: LocalGroup) -> Exception:
         session = Session(group(member))
         try:
             with session.call():
@@ -58,8 +58,8 @@ def errors(body: Callable[[Session], object], group: Callable[[LocalGroup], Grou
         raise AssertionError(f"rank {member.rank()} saw no error")
 
     with LocalWorld(4, timeout=20) as world:
-        found: list[Exception] = world.run(of_rank)
-    return found
+        raised: list[Exception] = world.run(on_rank)
+    return raised
 
 
 @pytest.mark.parametrize("group", [whole, mesh])
@@ -73,12 +73,12 @@ def test_an_error_on_one_rank_reaches_all(agreed: bool, group: Callable[[LocalGr
             raise KeyError("my_framework: x is missing")
         return session.gather(1)
 
-    found = errors(body, group)
-    assert isinstance(found[2], KeyError)
+    raised = errors(body, group)
+    assert isinstance(raised[2], KeyError)
     for rank in (0, 1, 3):
-        assert isinstance(found[rank], TransportError if agreed else ValueError)
-        # After the comparison a rank may first meet one that heard of the error earlier and has returned
-        assert agreed or "rank 2 refused this call: KeyError: 'my_framework: x is missing'" in str(found[rank])
+        assert isinstance(raised[rank], TransportError if agreed else ValueError)
+        # After the comparison, a rank may first meet another one that already returned because of the error.
+        assert agreed or "rank 2 refused this call: KeyError: 'my_framework: x is missing'" in str(raised[rank])
 
 
 @pytest.mark.parametrize("group", [whole, mesh])
@@ -95,11 +95,10 @@ def test_differing_calls_are_refused_on_all_ranks(by_value: bool, group: Callabl
 
 
 def test_a_session_takes_the_ring_it_is_given() -> None:
-    def of_rank(member: LocalGroup) -> bool:
+    def on_rank(member: LocalGroup) -> bool:
         with Ring(member, chunks=2) as ring:
             return Session(ring=ring).ring is ring and Session(member).ring is not ring
 
-    with LocalWorld(2) as world:
-        assert all(world.run(of_rank))
+    assert all(run_ranks(2, on_rank))
     with pytest.raises(ValueError, match="ring and group are both given"):
         Session(single_rank(), ring=Ring())

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import Layout, LocalWorld, positions, shard, unshard
-from ringattn.comm import LocalGroup
+from ringattn import Layout, positions, shard, unshard
+from ringattn.comm import GroupLike, LocalGroup
 from ringattn.ring.ring import ring_of
+
+from ..support.ring_cases import run_ranks
 
 WHOLE = torch.arange(60, dtype=torch.float64).view(3, 10, 2)
 LAYOUTS: list[Layout] = [
@@ -19,12 +21,16 @@ LAYOUTS: list[Layout] = [
     Layout.striped(10, 4),
     Layout.uneven([7, 0, 3]),
     Layout.contiguous(10, 1),
+    Layout([[(0, 1), (7, 3)], [(1, 2)], [(5, 2)], [(3, 2)]]),
 ]
 
 
-def on_every_rank(layout: Layout, fn: Callable[[LocalGroup], object]) -> None:
-    with LocalWorld(layout.world) as world:
-        world.run(fn)
+ON_A_MESH = [
+    Layout.zigzag(10, 6),
+    Layout.striped(10, 6),
+    Layout.uneven([7, 0, 1, 2, 0, 0]),
+    Layout([[(0, 1), (8, 2)], [(1, 1)], [], [(6, 2)], [(4, 2)], [(2, 2)]]),
+]
 
 
 @pytest.mark.parametrize(
@@ -38,26 +44,29 @@ def test_unshard_undoes_shard(layout: Layout, dim: int) -> None:
         assert torch.equal(own, whole.index_select(dim, positions(10, layout=layout, group=group)))
         assert torch.equal(unshard(own, layout=layout, group=group, dim=dim, grad="slice"), whole)
 
-    on_every_rank(layout, check)
+    run_ranks(layout.world, check)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "mesh"), [*((layout, None) for layout in LAYOUTS), *((layout, (2, 3)) for layout in ON_A_MESH)]
+)
 @pytest.mark.parametrize("grad", ["slice", "sum"])
-def test_gradients_of_unshard_by_grad_mode(layout: Layout, grad: str) -> None:
-    """Rank r's loss weighs the whole with r + 1: "slice" keeps this rank's gradient, "sum" adds everybody's."""
+def test_gradients_of_unshard_by_grad_mode(layout: Layout, mesh: tuple[int, int] | None, grad: str) -> None:
+    """Rank r weighs its loss by r + 1: "slice" keeps the own gradient, "sum" adds all of them."""
 
     def check(group: LocalGroup) -> None:
-        whole = WHOLE.clone().requires_grad_()
-        own = shard(whole, layout=layout, group=group)
-        (unshard(own, layout=layout, group=group, grad=grad) * WHOLE * (group.rank() + 1)).sum().backward()
+        where: GroupLike = group if mesh is None else group.mesh(*mesh)
+        x, at = WHOLE.clone().requires_grad_(), positions(10, layout=layout, group=where)
+        own = shard(x, layout=layout, group=where)
+        assert torch.equal(own, WHOLE[:, at]) and at.equal(layout.positions(group.rank()))
+        whole = unshard(own, layout=layout, group=where, grad=grad)
+        assert torch.equal(whole, WHOLE)
+        (whole * WHOLE * (group.rank() + 1)).sum().backward()
         weight = sum(range(1, group.size() + 1)) if grad == "sum" else group.rank() + 1
-        assert whole.grad is not None
-        expected = torch.zeros_like(WHOLE).index_copy_(
-            1, layout.positions(group.rank()), layout.shard(WHOLE, group.rank())
-        )
-        assert torch.equal(whole.grad, weight * expected)
+        expected = weight * torch.zeros_like(WHOLE).index_copy_(1, at, WHOLE[:, at])
+        assert x.grad is not None and torch.equal(x.grad, expected)
 
-    on_every_rank(layout, check)
+    run_ranks(layout.world, check)
 
 
 def test_refusals() -> None:
@@ -77,23 +86,23 @@ def test_refusals() -> None:
             with pytest.raises(ValueError, match=message):
                 call(WHOLE, group=group, **arguments)
 
-    on_every_rank(Layout.contiguous(2, 2), check)
+    run_ranks(2, check)
 
 
-def test_unshard_is_watched() -> None:
+def test_unshard_ends_by_the_deadline() -> None:
     def fn(group: LocalGroup) -> None:
         unshard(WHOLE[:, :5], layout=Layout.contiguous(10, 2), group=group, grad="slice")
         watch = ring_of(group, WHOLE.device)._watch
         assert watch is not None
-        with watch._lock:  # as the watchdog, which may be at it
+        with watch._lock:  # as the watchdog does, which may be polling now
             watch._posts.poll(time.monotonic())
         assert watch._posts.nbytes == 2 * WHOLE[:, :5].nbytes
         assert watch._posts.last == "unshard"
 
-    on_every_rank(Layout.contiguous(10, 2), fn)
+    run_ranks(2, fn)
 
 
-def test_positions_are_the_callers_own() -> None:
+def test_positions_returns_a_copy() -> None:
     layout = Layout.contiguous(8, 1)
     positions(8, layout=layout).zero_()
     assert positions(8, layout=layout).tolist() == list(range(8))

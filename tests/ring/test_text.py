@@ -1,4 +1,4 @@
-"""Schedules as text."""
+"""Schedules printed as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..support.layouts import Window
 CAUSAL = Mask(causal=True)
 
 
-def test_text() -> None:
+def test_printed_schedules() -> None:
     assert (
         str(schedule(Layout.contiguous(6, 3), CAUSAL))
         == """\
@@ -37,8 +37,8 @@ rank 2  .      1 ^    0 ^"""
     )
 
 
-def test_text_of_nodes_in_any_order_the_other_way() -> None:
-    """Rows are in ring order; what a node, or an outer root, sees nothing of goes through it."""
+def test_printed_two_level_schedule_with_reordered_nodes() -> None:
+    """Rows follow the ring. K/V pass through a node or outer root that does not need them."""
     mask = Window(causal=True, left=3)
     topology = Topology(((4, 1), (0, 3), (5, 2)))
     assert (
@@ -69,10 +69,10 @@ node 2 rank 2  .      .      |  1 »    .      |  3 < »  0 ^"""
     )
 
 
-def test_a_large_table_leaves_its_middle_out() -> None:
-    """And keeps the outer steps apart, also in the row that stands for those left out."""
+def test_large_tables_omit_the_middle() -> None:
+    """The row of omitted hops keeps the outer steps apart, too."""
     tables = str(schedule(Layout.striped(24, 24), Mask(), topology=Topology.grid(8, 3))).split("\n\n")
-    rows = tables[1].splitlines()[1:]  # of two lines of signs
+    rows = tables[1].splitlines()[1:]  # the legend has two lines
     (left_out,) = (row for row in rows if row.startswith("…"))
     outers = [column for column, sign in enumerate(rows[1]) if sign == "|"]
     assert outers and outers == [column for column, sign in enumerate(left_out) if sign == "|"]
@@ -85,7 +85,7 @@ def test_a_large_table_leaves_its_middle_out() -> None:
 @pytest.mark.parametrize(("world", "nodes"), [(8, 1), (16, 1), (8, 4), (16, 2), (128, 32), (1024, 128)])
 @pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(documents=Documents([*range(0, 2049, 96), 2048]))])
 def test_lines_fit_a_terminal(world: int, nodes: int, mask: Mask) -> None:
-    """And each table has its first hops and its last one."""
+    """Each table keeps its first hops and its last one."""
     lines = str(schedule(Layout.zigzag(2048, world), mask, topology=Topology.grid(nodes, world // nodes))).splitlines()
     assert max(map(len, lines)) <= WIDTH
     named = [re.findall(r"hop (\d+)", line) for line in lines if line.lstrip().startswith("hop ")]
@@ -101,8 +101,8 @@ HEADERS: list[tuple[Topology, str]] = [
 
 
 @pytest.mark.parametrize(("topology", "words"), HEADERS)
-def test_distances_in_the_header(topology: Topology, words: str) -> None:
-    """Those of the hops where these do more than count up, the short way round; here every second rank or node."""
+def test_the_header_lists_unusual_distances(topology: Topology, words: str) -> None:
+    """The header lists distances if they do more than count up; here every second rank or node."""
     per_node = len(topology.nodes[0]) if topology.two_level else 1
     layout = Layout([[(rank, 1)] if rank // per_node % 2 == 0 else [] for rank in range(topology.world)])
     header = str(schedule(layout, Mask(), topology=topology)).partition("\n\n")[0]

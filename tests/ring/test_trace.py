@@ -1,4 +1,4 @@
-"""A ring's trace: begins and ends in order, every byte that moves, slots that hold one thing at a time, its cost."""
+"""A ring's trace: spans in order, every byte moved, slots with one content at a time, and the cost of recording."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn import Layout, Ring, ring_attention
 from ringattn.comm import LocalGroup
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring import Mask, Trace, TraceSpan
@@ -18,6 +18,7 @@ from ringattn.ring.schedule.schedule import Hop, schedule
 from ringattn.ring.trace import _Begin, _Clock
 
 from ..support.cuda.device import FakeCuda
+from ..support.ring_cases import run_ranks
 
 WORLD, SEQLEN, HEADS, DIM = 4, 256, 2, 16
 FP32 = 4
@@ -26,7 +27,7 @@ Traces = list[tuple[list[TraceSpan], list[TraceSpan], list[TraceSpan]]]
 
 
 def traces(*, causal: bool = True, nodes: int = 1, **settings: Any) -> Traces:
-    """Spans, transfers and slots of every rank, of one forward and backward."""
+    """Return spans, transfers and slots of every rank for one forward and backward."""
     layout = Layout.zigzag(SEQLEN, WORLD)
     topology = Topology.grid(nodes, WORLD // nodes)
 
@@ -43,8 +44,7 @@ def traces(*, causal: bool = True, nodes: int = 1, **settings: Any) -> Traces:
                 step(ring)
             return trace.spans, trace.transfers, trace.slots
 
-    with LocalWorld(WORLD) as world:
-        return world.run(rank)
+    return run_ranks(WORLD, rank)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_the_last_dkv_that_leave_a_rank_are_those_of_the_other_node() -> None:
         assert {*last} == {f"dK/dV of {other}" for other in range(WORLD) if other // 2 != rank // 2}
 
 
-def test_spans_do_not_overlap_and_transfers_end_after_they_begin(flat: Traces) -> None:
+def test_spans_do_not_overlap_and_transfers_have_a_duration(flat: Traces) -> None:
     for spans, moved, _ in flat:
         assert all(span.end >= span.begin for span in (*spans, *moved))
         ordered = sorted(spans, key=lambda span: (span.begin, span.end))
@@ -78,7 +78,7 @@ def test_spans_do_not_overlap_and_transfers_end_after_they_begin(flat: Traces) -
 
 
 @pytest.mark.parametrize(("nodes", "settings"), [(1, {}), (2, {}), (1, {"slots": 2, "prefetch": 1})])
-def test_a_slot_holds_one_thing_at_a_time(flat: Traces, nodes: int, settings: dict[str, Any]) -> None:
+def test_a_slot_holds_one_shard_at_a_time(flat: Traces, nodes: int, settings: dict[str, Any]) -> None:
     recorded = flat if (nodes, settings) == (1, {}) else traces(nodes=nodes, **settings)
     for spans, _, slots in recorded:
         for kind in {span.kind for span in slots}:
@@ -88,11 +88,11 @@ def test_a_slot_holds_one_thing_at_a_time(flat: Traces, nodes: int, settings: di
             read = [use for use in spans if (use.phase, use.hop, use.kind) == (span.phase, span.hop, "compute")]
             assert all(span.begin <= c.begin and c.end <= span.end for c in read)
         assert {span.phase for span in slots} == {"forward", "backward"}
-        kept = [span.name for span in slots if span.phase == "forward"]
-        assert len(kept) == len(set(kept)) == WORLD - 1
+        names = [span.name for span in slots if span.phase == "forward"]
+        assert len(names) == len(set(names)) == WORLD - 1
 
 
-def test_a_wait_inside_of_a_compute_cuts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_splits_the_compute_span(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, hop = Trace(torch.device("cpu")), Hop(3, 0, True, None, None, None, None, None, None)
     times = iter(range(10))
     monkeypatch.setattr(trace._clock, "now", lambda: float(next(times)))
@@ -106,21 +106,21 @@ def test_a_wait_inside_of_a_compute_cuts_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert (trace.seconds("compute"), trace.seconds("wait", 3), trace.seconds("wait", 1)) == (2, 1, 0)
 
 
-def test_on_a_gpu_points_are_events_on_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against one start event, and without a wait of the host while the call runs."""
+def test_gpu_times_come_from_events_on_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are relative to one start event, and the host does not wait during the call."""
     fake = FakeCuda(monkeypatch)
     clock = _Clock(CUDA)
     fake.calls.clear()
     begin, stream = _Begin(clock), object()
-    for stream_of_call in (stream, object()):  # a second stream does not move it
+    for stream_of_call in (stream, object()):  # a second stream does not change it
         begin.order(stream_of_call)  # type: ignore[arg-type]
     end = clock.now(stream)  # type: ignore[arg-type]
     assert begin.stream is stream and fake.calls == []
     assert 0 <= clock.seconds(end) - clock.seconds(begin.at) < 10
 
 
-def test_the_error_of_a_clock_is_half_of_what_its_start_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start event lies somewhere between the two looks at the host's clock: in the middle, give or take half."""
+def test_clock_error_is_half_the_time_between_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start event lies between two readings of the host clock, so the middle is off by half at most."""
     FakeCuda(monkeypatch)
     times = iter([10.0, 10.5])
     with monkeypatch.context() as patch:

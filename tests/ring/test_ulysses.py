@@ -1,4 +1,4 @@
-"""Ulysses x ring: meshes of virtual ranks against the reference, with every mask and every score; what is refused."""
+"""Ulysses x ring: meshes of virtual ranks against the reference with every mask and score, and their errors."""
 
 from __future__ import annotations
 
@@ -11,31 +11,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ringattn import Layout, LocalWorld, Ring, checkpoint_policy, positions, ring_attention, shard, unshard
+from ringattn import Layout, LocalWorld, Ring, ring_attention, shard, unshard
 from ringattn.comm import LocalGroup
 from ringattn.comm.transports.local import LocalTransport
 from ringattn.comm.world import DEFAULT_TIMEOUT, LocalMesh
 from ringattn.ring.mesh import joined, rings_of, shared
 from ringattn.ring.ring import ring_of
-from ringattn.ring.schedule.mask import BlockMask
 
 from ..support.forked import ending
-from ..support.mask_cases import Case, check, in_blocks
+from ..support.mask_cases import Case, check
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, inputs, run_ranks
 from ..support.transport_cases import HANGS
-from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS
+from .test_ring_masks import MASKS, PATTERNS, SCORES, TOKENS, layout_for
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
 HEADS = 12
 KV_HEADS = {(2, 2): 2, (1, 4): 2, (4, 1): 3, (2, 3): 3}
-"""By mesh: one for each rank, one for two ranks, all, one for each."""
+"""Key heads by mesh: one per rank, one per two ranks, all on each rank, one per rank."""
 MESHES = [*KV_HEADS]
 SLOPES = 2.0 ** -torch.arange(1, HEADS + 1)
-SOON = 1.0  # seconds, of a deadline that passes
+SOON = 1.0  # seconds; a deadline that is meant to pass
 SINK = torch.linspace(-2, 3, HEADS).index_fill(0, torch.tensor([1]), -torch.inf)
 
 
@@ -50,40 +48,30 @@ def case_of(mesh: tuple[int, int], call: dict[str, Any], layout: Layout, **more:
     return Case(layout, whole, call | {"backend": "aten"}, mesh=mesh, **more)
 
 
-def layout_of(name: str, mesh: tuple[int, int], call: dict[str, Any]) -> Layout:
-    """A named one, that of whole blocks where the call needs blocks."""
-    world, pattern = mesh[0] * mesh[1], call.get("block_mask")
-    if not isinstance(pattern, BlockMask):
-        return LAYOUTS[name](TOKENS, world)
-    blocks = len(pattern.visible)
-    few = name == "uneven" and blocks < 3 * world
-    return in_blocks(LAYOUTS["contiguous" if few else name](blocks, world), pattern.block, TOKENS)
-
-
 @pytest.mark.parametrize(("name", "mesh", "layout"), pairwise_cases([*MASKS, *PATTERNS, *SCORES], MESHES, LAYOUTS))
-def test_features(name: str, mesh: tuple[int, int], layout: str) -> None:
+def test_each_feature_is_exact_over_a_mesh(name: str, mesh: tuple[int, int], layout: str) -> None:
     call = PATTERNS[name](4) if name in PATTERNS else (MASKS | SCORES)[name]
     sink = SINK if layout in ("zigzag", "uneven") else None
-    check(case_of(mesh, call, layout_of(layout, mesh, call), sink=sink))
+    check(case_of(mesh, call, layout_for(layout, mesh[0] * mesh[1], call), sink=sink))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 12])
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 4)])
-def test_key_heads(mesh: tuple[int, int], kv_heads: int) -> None:
+def test_key_heads_that_do_not_divide_among_ranks(mesh: tuple[int, int], kv_heads: int) -> None:
     check(case_of(mesh, MASKS["causal documents"], Layout.zigzag(TOKENS, 4), kv_heads=kv_heads))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_dtypes_and_values_of_their_own_size(mesh: tuple[int, int], dtype: torch.dtype) -> None:
+def test_dtypes_and_different_head_dims(mesh: tuple[int, int], dtype: torch.dtype) -> None:
     layout = Layout.striped(TOKENS, mesh[0] * mesh[1])
     check(case_of(mesh, SCORES["all scores"], layout, sink=SINK, dtype=dtype, dims=(8, 24), strides="packed"))
 
 
 @pytest.mark.parametrize("through_lse", [True, False])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_keys_of_their_own(mesh: tuple[int, int], through_lse: bool) -> None:
-    """Some ranks have no queries, some no keys, and of one place in a longer ring nobody has any."""
+def test_keys_with_another_layout(mesh: tuple[int, int], through_lse: bool) -> None:
+    """Some ranks have no queries, some no keys, and in a longer ring some places have neither."""
     empty: list[list[tuple[int, ...]]] = [[]] * (mesh[0] * mesh[1] - 3)
     queries = Layout([*empty, [(40, 7)], [], [(47, 6), (55, 5)]])
     keys = Layout([[(0, 20, 2)], [(1, 10, 2)], [(40, 20)], *empty])
@@ -93,43 +81,44 @@ def test_keys_of_their_own(mesh: tuple[int, int], through_lse: bool) -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "aten"])
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 2), None])
-def test_no_batch_rows(mesh: tuple[int, int] | None, backend: str) -> None:
-    """Tensors without elements have any strides, in gradients too."""
+def test_an_empty_batch(mesh: tuple[int, int] | None, backend: str) -> None:
+    """Empty tensors and their gradients have arbitrary strides."""
 
-    def of_rank(group: LocalGroup) -> list[torch.Size]:
+    def on_rank(group: LocalGroup) -> list[torch.Size]:
         ranks = group.size()
         leaves = [torch.randn(0, TOKENS // ranks, 4, 8, requires_grad=True) for _ in range(3)]
         out, lse = ring_attention(
             *leaves, group=group if mesh is None else group.mesh(*mesh), layout="zigzag", return_lse=True,
-            backend=backend,
+            backend=backend, causal=True,
         )  # fmt: skip
+        assert len(out) == len(lse) == 0
         grads = torch.autograd.grad(out.sum() + lse.sum(), leaves)
         return [x.shape for x in grads] + [x.shape for x in leaves]
 
-    for shapes in run_ranks(2 if mesh is None else mesh[0] * mesh[1], of_rank):
+    for shapes in run_ranks(2 if mesh is None else mesh[0] * mesh[1], on_rank):
         assert shapes[:3] == shapes[3:]
 
 
-def test_boundaries_that_are_read_once() -> None:
-    def of_rank(group: LocalGroup) -> bool:
+def test_boundaries_as_iterators() -> None:
+    def on_rank(group: LocalGroup) -> bool:
         leaves, mesh, documents = qkv(group), group.mesh(2, 2), [0, 5, 24]
         given = {"cu_seqlens": iter(documents), "seqused_k": iter([17])}
         once = attend(mesh, *leaves, **given)
         return torch.equal(once, attend(mesh, *leaves, cu_seqlens=documents, seqused_k=[17]))
 
-    assert all(run_ranks(4, of_rank))
+    assert all(run_ranks(4, on_rank))
 
 
 @pytest.mark.parametrize("grads", ["q", "kv", "s"])
-def test_gradients_of_some(grads: str) -> None:
+def test_gradients_of_some_inputs(grads: str) -> None:
     check(case_of((2, 2), MASKS["causal window"], Layout.zigzag(TOKENS, 4), sink=SINK, grads=grads))
 
 
 @pytest.mark.parametrize("make", [*LAYOUTS.values()])
 @pytest.mark.parametrize("ulysses", [1, 2, 3, 6])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 6, 29, 48])
-def test_layouts_of_places(make: Any, ulysses: int, tokens: int) -> None:
-    layout = make(tokens + 15, 6)  # the uneven one has three on each of the others
+def test_layouts_of_joined_ranks(make: Any, ulysses: int, tokens: int) -> None:
+    layout = make(tokens + 15, 6)  # the uneven layout has three tokens on each of the other ranks
     whole = joined(layout, ulysses)
     for place in range(6 // ulysses):
         ranks = range(place * ulysses, (place + 1) * ulysses)
@@ -138,28 +127,6 @@ def test_layouts_of_places(make: Any, ulysses: int, tokens: int) -> None:
         assert whole.spans(place) == Layout.from_positions([held]).spans(0)
         for u, rank in enumerate(ranks):
             assert held[shared(layout, ulysses, place).positions(u)].equal(layout.positions(rank))
-
-
-@pytest.mark.parametrize("layout", [Layout.zigzag(10, 6), Layout.striped(10, 6), Layout.uneven([7, 0, 1, 2, 0, 0])])
-@pytest.mark.parametrize("grad", ["slice", "sum"])
-def test_shard_and_unshard(layout: Layout, grad: str) -> None:
-    """Rank r's loss weighs the whole with r + 1: "slice" keeps this rank's gradient, "sum" adds everybody's."""
-    whole = torch.arange(60, dtype=torch.float64).view(3, 10, 2)
-
-    def of_rank(group: LocalGroup) -> None:
-        mesh, x = group.mesh(2, 3), whole.clone().requires_grad_()
-        own = shard(x, layout=layout, group=mesh)
-        at = positions(10, layout=layout, group=mesh)
-        assert torch.equal(own, whole[:, at])
-        again = unshard(own, layout=layout, group=mesh, grad=grad)
-        assert torch.equal(again, whole)
-        (again * whole * (group.rank() + 1)).sum().backward()
-        weight = 21 if grad == "sum" else group.rank() + 1
-        assert x.grad is not None and torch.equal(
-            x.grad, weight * torch.zeros_like(whole).index_copy_(1, at, whole[:, at])
-        )
-
-    run_ranks(6, of_rank)
 
 
 def qkv(group: LocalGroup, heads: int = 4, kv_heads: int = 4) -> list[Tensor]:
@@ -173,33 +140,8 @@ def attend(mesh: LocalMesh, *tensors: Tensor, **call: Any) -> Tensor:
     return out
 
 
-def test_selective_checkpointing_runs_the_ring_once(forward_rings: list[object]) -> None:
-    contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
-
-    def of_rank(group: LocalGroup) -> None:
-        leaves, mesh = qkv(group), group.mesh(2, 2)
-
-        def layer(*tensors: Tensor) -> Tensor:
-            return attend(mesh, *tensors, causal=True, dropout_p=0.3, dropout_seed=3).cos()
-
-        plain = torch.autograd.grad(layer(*leaves).sum(), leaves)
-        both: list[dict[str, Any]] = [{"context_fn": contexts}, {}]
-        for context in both:
-            out: Any = checkpoint(layer, *leaves, use_reentrant=False, **context)
-            assert all(map(torch.equal, plain, torch.autograd.grad(out.sum(), leaves)))
-
-    run_ranks(4, of_rank)
-    assert len(forward_rings) == 4 * (1 + 1 + 2)
-
-
-def test_one_seed_for_all_ranks() -> None:
-    """Drawn by the first rank of both dimensions, and counted by all its heads."""
-    seeds = run_ranks(6, lambda group: drawn(group.mesh(3, 2)))
-    assert len({*seeds}) == 1
-
-
 def test_one_rank_draws_the_seed() -> None:
-    """Virtual ranks share torch's generator: a second draw could be the first one's number, by the order of threads."""
+    """Virtual ranks share torch's generator, so a second draw could get the first draw's number."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         seed, state = int(torch.randint(2**63 - 1, (), dtype=torch.int64)), torch.get_rng_state()
@@ -221,8 +163,8 @@ def drawn(mesh: LocalMesh) -> int:
         return seed
 
 
-def test_a_ring_with_settings_of_its_own() -> None:
-    def of_rank(group: LocalGroup) -> bool:
+def test_a_mesh_uses_the_ring_it_is_given() -> None:
+    def on_rank(group: LocalGroup) -> bool:
         leaves, mesh = qkv(group), group.mesh(2, 2)
         with Ring(mesh.ring, chunks=2, slots=2) as ring:
             out = attend(mesh, *leaves, ring=ring)
@@ -234,7 +176,7 @@ def test_a_ring_with_settings_of_its_own() -> None:
             attend(mesh, *leaves, ring=Ring(mesh.ring, chunks=3))
         return torch.equal(out, attend(mesh, *leaves))
 
-    assert all(run_ranks(4, of_rank))
+    assert all(run_ranks(4, on_rank))
 
 
 @pytest.mark.parametrize(
@@ -245,16 +187,14 @@ def test_a_ring_with_settings_of_its_own() -> None:
         (4, 8, "k has 8 heads, q has 4"),
     ],
 )
-def test_other_groupings(heads: int, kv_heads: int, message: str) -> None:
-    """Refused on every rank, and the next call works."""
-
-    def of_rank(group: LocalGroup) -> None:
+def test_head_numbers_that_do_not_divide_are_refused(heads: int, kv_heads: int, message: str) -> None:
+    def on_rank(group: LocalGroup) -> None:
         mesh = group.mesh(1, 4)
         with pytest.raises(ValueError, match=message):
             attend(mesh, *qkv(group, heads, kv_heads))
         attend(mesh, *qkv(group))
 
-    run_ranks(4, of_rank)
+    run_ranks(4, on_rank)
 
 
 @pytest.mark.parametrize(
@@ -268,22 +208,20 @@ def test_other_groupings(heads: int, kv_heads: int, message: str) -> None:
         ({"kv_layout": Layout.contiguous(36, 2)}, "kv_layout is made for 2 ranks, the group has 6"),
     ],
 )
-def test_bad_arguments_of_one_rank(wrong: dict[str, Any], message: str) -> None:
-    """Every rank of both dimensions refuses the call, and the next one works."""
-
-    def of_rank(group: LocalGroup) -> None:
+def test_bad_arguments_of_one_rank_are_refused_on_all_ranks(wrong: dict[str, Any], message: str) -> None:
+    def on_rank(group: LocalGroup) -> None:
         mesh = group.mesh(3, 2)
         with pytest.raises(ValueError, match=message):
             attend(mesh, *qkv(group), **(wrong if group.rank() == 3 else {}))
         attend(mesh, *qkv(group))
 
-    run_ranks(6, of_rank)
+    run_ranks(6, on_rank)
 
 
 def test_too_many_chunks_are_refused_before_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this rank's part of the heads each chunk has one at least."""
+    """Each chunk needs at least one of this rank's heads."""
 
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         mesh = group.mesh(1, 2)
         with (
             Ring(mesh.ring, chunks=3) as ring,
@@ -292,14 +230,14 @@ def test_too_many_chunks_are_refused_before_the_exchange(monkeypatch: pytest.Mon
             attend(mesh, *qkv(group, 4, 4), ring=ring)
 
     monkeypatch.setattr("ringattn.ring.ulysses.exchange_all", None)
-    run_ranks(2, of_rank)
+    run_ranks(2, on_rank)
 
 
 @pytest.mark.parametrize("field", ["causal", "return_lse", "dropout_seed", "gradient"])
-def test_ranks_that_disagree(field: str) -> None:
-    """Rank 3's row says who has what; the others, that this row refused."""
+def test_differing_arguments_are_refused_on_the_whole_mesh(field: str) -> None:
+    """The error names ranks in rank 3's row, and that row as refusing in other rows."""
 
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         call: dict[str, Any] = {"causal": False, "return_lse": False, "dropout_seed": 5, "dropout_p": 0.5}
         call["learnable_sink"], leaves = torch.zeros(4).requires_grad_(), qkv(group)
         if group.rank() == 3 and field == "gradient":
@@ -309,14 +247,14 @@ def test_ranks_that_disagree(field: str) -> None:
         with pytest.raises(ValueError, match=f"{field} differs between ranks"):
             attend(group.mesh(3, 2), *leaves, **call)
 
-    run_ranks(6, of_rank)
+    run_ranks(6, on_rank)
 
 
-def test_a_refusal_along_the_ring_calls_the_exchange_off() -> None:
-    """Else ranks whose exchange had agreed would end it, and the next call with it. Ranks are those of the mesh."""
+def test_a_refusal_in_the_ring_cancels_the_exchange() -> None:
+    """Otherwise ranks whose exchange had agreed would run it with the next call. Errors number ranks in the mesh."""
     cpu = torch.device("cpu")
 
-    def of_rank(group: LocalGroup) -> object:
+    def on_rank(group: LocalGroup) -> object:
         mesh = group.mesh(2, 2)
         rings = rings_of((mesh.ring, mesh.ulysses), cpu)
         watch, number = rings.ulysses._use(cpu), list[object]()
@@ -330,13 +268,11 @@ def test_a_refusal_along_the_ring_calls_the_exchange_off() -> None:
                 number.append(watch._number)
         return number
 
-    assert run_ranks(4, of_rank) == [[None]] * 4
+    assert run_ranks(4, on_rank) == [[None]] * 4
 
 
-def test_a_rank_that_fails_in_the_ring() -> None:
-    """All of them end, those of other rows and columns too."""
-
-    def of_rank(group: LocalGroup) -> None:
+def test_a_failing_rank_ends_all_rows_and_columns() -> None:
+    def on_rank(group: LocalGroup) -> None:
         leaves, mesh = qkv(group), group.mesh(2, 2)
         attend(mesh, *leaves)
         if group.rank() == 2:
@@ -345,7 +281,7 @@ def test_a_rank_that_fails_in_the_ring() -> None:
 
     with LocalWorld(4, timeout=60) as world:
         with pytest.raises(LookupError, match="right"):
-            world.run(of_rank)
+            world.run(on_rank)
         world.run(lambda group: attend(group.mesh(2, 2), *qkv(group)))
 
 
@@ -353,7 +289,7 @@ def meshed(group: LocalGroup, shape: tuple[Any, Any]) -> LocalMesh:
     return group.mesh(*shape)
 
 
-def test_meshes_of_a_world() -> None:
+def test_meshes_of_a_local_world() -> None:
     with LocalWorld(4) as world:
         for wrong in ((3, 2), (4, 4), (0, 4), (2, "2")):
             with pytest.raises(ValueError, match=r"ring is|ulysses is"):
@@ -363,37 +299,37 @@ def test_meshes_of_a_world() -> None:
             world.run(lambda group: Ring(group.mesh(2, 2)))
 
 
-def test_two_meshes_whose_lines_are_the_same_ranks() -> None:
-    """The ring of one and the exchange of the other: what is left for one is not the other's."""
+def test_two_meshes_over_the_same_ranks() -> None:
+    """The ring of one mesh and the exchange of the other use the same ranks, but not the same messages."""
 
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         for mesh in (group.mesh(3, 1), group.mesh(1, 3)):
             attend(mesh, *qkv(group, heads=3, kv_heads=3))
 
     with LocalWorld(3) as world:
-        world.run(of_rank)
+        world.run(on_rank)
         begun = time.monotonic()
     assert time.monotonic() - begun < DEFAULT_TIMEOUT / 10
 
 
 def test_no_second_derivative() -> None:
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         leaves, mesh = qkv(group), group.mesh(2, 2)
         (dq,) = torch.autograd.grad(attend(mesh, *leaves).square().sum(), leaves[:1], create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivative"):
             dq.sum().backward()  # type: ignore[no-untyped-call]
 
-    run_ranks(4, of_rank)
+    run_ranks(4, on_rank)
 
 
 def test_the_exchange_takes_the_deadline_of_the_ring() -> None:
-    """Of the ring given, else of the last one that the ranks made with one, until it is closed."""
+    """Without a ring argument, the last open ring with a deadline counts."""
 
-    def of_rank(group: LocalGroup) -> None:
+    def on_rank(group: LocalGroup) -> None:
         mesh, cpu = group.mesh(2, 2), torch.device("cpu")
         lines = mesh.ring, mesh.ulysses
         first, second = Ring(mesh.ring, deadline=50.0), Ring(mesh.ring, deadline=70.0)
-        assert first._shared().names == [0, 1]  # not yet of a mesh
+        assert first._shared().names == [0, 1]  # not part of a mesh yet
         for ring, others in ((first, rings_of(lines, cpu, first)), (second, rings_of(lines, cpu, second))):
             assert others.ring is ring and others.ulysses.deadline == ring.deadline
             assert others == rings_of(lines, cpu, ring)
@@ -405,22 +341,22 @@ def test_the_exchange_takes_the_deadline_of_the_ring() -> None:
         leaves = qkv(group)
         out = attend(mesh, *leaves, ring=second)
         exchange = rings_of(lines, cpu, second).ulysses
-        first.close()  # which is not the last one given
+        first.close()  # not the ring with the latest deadline
         assert ring_of(mesh.ring, cpu).deadline == 70.0
         second.close()
         assert [ring.deadline for ring in rings_of(lines, cpu)] == [None, None]
         assert exchange._closed
         assert out.equal(attend(mesh, *leaves))
 
-    run_ranks(4, of_rank)
+    run_ranks(4, on_rank)
 
 
 @pytest.mark.parametrize("moment", ["a new call", "a known call", "shard", "unshard"])
-def test_a_virtual_rank_that_does_not_come(moment: str) -> None:
-    """All others end by the deadline, long before the world's own."""
+def test_a_missing_virtual_rank_ends_the_others_by_the_deadline(moment: str) -> None:
+    """The ring's deadline is far below the world's."""
     ended = threading.Barrier(4)
 
-    def of_rank(group: LocalGroup) -> str:
+    def on_rank(group: LocalGroup) -> str:
         leaves, mesh = qkv(group), group.mesh(2, 2)
         lines = mesh.ring, mesh.ulysses
         ring = Ring(mesh.ring, deadline=HANGS)
@@ -432,18 +368,18 @@ def test_a_virtual_rank_that_does_not_come(moment: str) -> None:
         }
         for name in ("a known call", "shard", "unshard", "a known call"):
             calls[name]()
-        for one in (*rings_of(lines, leaves[0].device, ring), *rings_of(lines, leaves[0].device)):
-            shorten(one)
+        for opened in (*rings_of(lines, leaves[0].device, ring), *rings_of(lines, leaves[0].device)):
+            shorten(opened)
         ended.wait(HANGS)
         end = "" if group.rank() == 1 else ending(calls[moment])[0]
         ended.wait(HANGS)
         return end
 
-    assert run_ranks(4, of_rank) == ["TransportError", "", "TransportError", "TransportError"]
+    assert run_ranks(4, on_rank) == ["TransportError", "", "TransportError", "TransportError"]
 
 
 def shorten(ring: Ring) -> None:
-    """A deadline that passes soon, once nothing else takes time."""
+    """Lower the deadline once compilation and connection are done."""
     assert ring.deadline == HANGS and ring._control is not None
     ring._control.patience = SOON
     for transport in ring._opened:

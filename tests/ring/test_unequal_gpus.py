@@ -1,4 +1,4 @@
-"""A ring of unequal GPUs: each rank's tiles by its own GPU's table, and what both ends of a link share one for all."""
+"""A ring of unequal GPUs: tiles from each GPU's table, and one setting for both ends of each link."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ def point(kernel: str, mask: str) -> Point:
 
 
 def test_each_rank_takes_its_own_tiles(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the result is that of one device, forward and backward, whatever the others' tiles are."""
+    """The result equals that of one device, whatever tiles other ranks use."""
     for gpu, tile in TILES.items():
         save(folders[0], gpu, [entry(point(kernel, mask), tile) for kernel in KERNELS for mask in ("full", "bounded")])
-    here, tiles = threading.local(), [set[Tile]() for _ in GPUS]
-    monkeypatch.setattr(choice, "gpu_specs", lambda device: getattr(here, "gpu", None))
+    local, tiles = threading.local(), [set[Tile]() for _ in GPUS]
+    monkeypatch.setattr(choice, "gpu_specs", lambda device: getattr(local, "gpu", None))
 
-    def noted(tile: Tile) -> dict[str, Any]:
-        tiles[here.rank].add(tile)
+    def record_tile(tile: Tile) -> dict[str, Any]:
+        tiles[local.rank].add(tile)
         return launch.options(tile)
 
-    monkeypatch.setattr(attention, "options", noted)
+    monkeypatch.setattr(attention, "options", record_tile)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, SEQLEN, heads, 16) for heads in (2, 1, 1, 2))
     layout = Layout.contiguous(SEQLEN, len(GPUS))
 
     def rank(group: Any) -> list[Tensor]:
-        here.rank, here.gpu = group.rank(), GPUS[group.rank()]
-        leaves = [layout.shard(x, here.rank).requires_grad_() for x in (q, k, v)]
+        local.rank, local.gpu = group.rank(), GPUS[group.rank()]
+        leaves = [layout.shard(x, local.rank).requires_grad_() for x in (q, k, v)]
         out = ring_attention(*leaves, layout=layout, group=group, causal=True, backend="triton")
         assert isinstance(out, Tensor)
-        return [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, here.rank))]
+        return [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, local.rank))]
 
     with LocalWorld(len(GPUS)) as world:
         parts = world.run(rank)
@@ -76,14 +76,14 @@ def everyone(mine: Any) -> list[Any]:
 
 
 def settings(folder: str) -> dict[str, list[Any]]:
-    """Of one rank, whose GPU is by its name another than its neighbours', what all ranks were given."""
+    """Return what all ranks got when this rank's GPU has another name than its neighbours'."""
     place = member()
     assert place is not None
     gpu = GPUS[place.rank]
     with process_group(place, torch.device("cpu")):
         shared = everyone(shared_ring_settings(RING, gpu, config_dir=folder))
         own = everyone(ring_settings(RING, gpu, folder))
-        two = dist.new_group([1, 2])  # the first rank is not in it
+        two = dist.new_group([1, 2])  # a group without rank 0
         of_two = everyone(shared_ring_settings(RING, gpu, two, folder) if place.rank else None)
         error = ""
         try:
@@ -94,8 +94,8 @@ def settings(folder: str) -> dict[str, list[Any]]:
 
 
 @pytest.mark.nightly
-def test_what_a_link_shares_is_one_choice_for_all(tmp_path: Path) -> None:
-    """Really: processes over gloo; each GPU's table has another setting, and all ranks take the first one's."""
+def test_all_ranks_take_rank_0s_ring_settings(tmp_path: Path) -> None:
+    """Processes over gloo, with a different setting in each GPU's table; all ranks take rank 0's."""
     for gpu, setting in CHOSEN.items():
         save_ring(tmp_path, gpu, RingEntry(RING, setting, 1e-3, 0.01, 1.2e-3))
     message = "config_dir is '/nowhere': there is no such folder; `ringattn tune --save-dir` creates it"

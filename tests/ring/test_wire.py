@@ -1,4 +1,4 @@
-"""How K/V and dK/dV travel: what a wire sends, that the CPU sends the kernels' bits, and how near they stay."""
+"""Wire dtypes of K/V and dK/dV: encoding, equal bits from CPU and kernels, and error bounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wire(name: str, dtype: torch.dtype = torch.float32) -> Wire:
 
 
 def send(by: Wire, x: Tensor) -> tuple[Tensor, ...]:
-    """Encoded into a slot, as the ring does it."""
+    """Encode a tensor into a slot, as the ring does."""
     specs = by.specs(tuple(x.shape))
     slots = Slots(1, x.device)
     slots.reserve(slot_nbytes(specs))
@@ -42,17 +42,14 @@ def receive(by: Wire, travelled: tuple[Tensor, ...], like: Tensor) -> Tensor:
     return into
 
 
-# --- which wire -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_wires_of_the_same_dtype_are_none(dtype: torch.dtype) -> None:
+def test_a_wire_in_the_model_dtype_is_none(dtype: torch.dtype) -> None:
     assert wire_of(None, dtype) is None
     assert (wire_of("bfloat16", dtype) is None) == (dtype == torch.bfloat16)
     assert grad_wire_of(None) is grad_wire_of(torch.float32) is grad_wire_of("float32") is None
 
 
-def test_wires_by_name_and_refusals() -> None:
+def test_wire_dtypes_by_name_and_refusals() -> None:
     for name in ("bfloat16", "float8_e4m3fn"):
         assert wire(name) is wire_of(getattr(torch, name), torch.float16)
         assert wire(name).name == name
@@ -73,9 +70,6 @@ def test_wires_by_name_and_refusals() -> None:
         wire_of("bfloat16", torch.float64)
 
 
-# --- rounded to bfloat16 --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("view", "dtype"), in_turn(VIEWS, [torch.float16, torch.float32]))
 def test_bfloat16_is_one_rounding(view: object, dtype: torch.dtype) -> None:
     x = wide(2, 20, 2, 6, dtype=dtype)
@@ -83,14 +77,11 @@ def test_bfloat16_is_one_rounding(view: object, dtype: torch.dtype) -> None:
     assert_same((made,), (x.to(torch.bfloat16).to(dtype),))
 
 
-def test_fp16_beyond_bfloat16s_steps_is_infinite() -> None:
+def test_fp16_values_that_round_above_its_maximum_become_infinite() -> None:
     x = torch.tensor([65376.0, 65408.0, 65504.0, torch.nan], dtype=torch.float16).view(1, 1, 1, 4)
     made = receive(wire("bfloat16"), send(wire("bfloat16"), x), x).flatten()
     assert made[:3].tolist() == [65280.0, torch.inf, torch.inf]
     assert made[3].isnan()
-
-
-# --- fp8 ------------------------------------------------------------------------------------------------------------
 
 
 FP8 = wire("float8_e4m3fn")
@@ -113,6 +104,6 @@ def test_the_cpu_sends_the_bits_of_the_kernels(tokens: int, dtype: torch.dtype) 
 
 @settings(max_examples=50)
 @given(tensors())
-def test_error_bound(x: Tensor) -> None:
+def test_fp8_error_bound(x: Tensor) -> None:
     travelled = send(FP8, x)
     assert_within_bound(x, receive(FP8, travelled, x), travelled[1])
