@@ -1,4 +1,4 @@
-"""The CUDA paths of `local` and `process_group`, on a stand-in for streams and events: what must run before what."""
+"""CUDA paths of ``local`` and ``process_group`` on fake streams and events: which work must precede which."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def test_local_conformance(name: str, world_size: int, device: Device) -> None:
     on_ranks(world_size, lambda group: CASES[name](streamed(group), CPU))
 
 
-def test_local_holds_tensors_until_compute_has_waited(device: Device) -> None:
-    """Also for the copy of the rank that they go to."""
+def test_local_holds_tensors_until_compute_waits(device: Device) -> None:
+    """Hold them for the copy of the receiving rank, too."""
     on_ranks(2, lambda group: check_held(device, streamed(group), 1 - group.rank()))
 
 
-def test_transfers_have_a_high_priority(device: Device) -> None:
+def test_copy_streams_have_high_priority(device: Device) -> None:
     stream: Any = StreamLane(torch.device("cuda", 0)).stream
     assert stream.priority < 0
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: bool, device: Device) -> None:
-    """Each rank on a stream of its own, after what the caller had enqueued; over when `run` returns, or raises."""
+    """Run each rank on its own stream after the caller's work, and synchronize before ``run`` returns or raises."""
 
     def fn(group: LocalGroup) -> None:
         device.add("compute", device.current())
@@ -94,7 +94,7 @@ def on_streams(device: Device) -> ProcessGroupTransport:
     return ProcessGroupTransport(group, CPU, control=control, lane=StreamLane(CPU))  # type: ignore[arg-type]
 
 
-def test_process_group_ends_its_backend_once(device: Device) -> None:
+def test_process_group_aborts_its_backend_once(device: Device) -> None:
     transport = on_streams(device)
     transport.abort("hop 3 is 20 s late")
     transport.abort("for the second time")
@@ -104,10 +104,10 @@ def test_process_group_ends_its_backend_once(device: Device) -> None:
         transport.post(sends=[], receives=[])
 
 
-def test_what_is_posted_on_a_stream_is_held_until_its_fence_is_passed(
+def test_posted_tensors_are_held_until_their_fence_is_waited_for(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory would be given to others while the stream still reads or writes it."""
+    """Hold the tensors, because the allocator would reuse their memory while the stream still uses it."""
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: [])
     monkeypatch.setattr(ProcessGroupTransport, "_operation", lambda *_: None)
     transport, held = on_streams(device), [torch.zeros(2) for _ in range(4)]
@@ -115,13 +115,13 @@ def test_what_is_posted_on_a_stream_is_held_until_its_fence_is_passed(
     fence = transport.post(sends=sends, receives=receives)
     gone = [weakref.ref(x) for x in held]
     del sends, receives, held
-    device.log.clear()  # it holds what was copied
+    device.log.clear()  # the log holds references to the copied tensors
     assert all(x() is not None for x in gone)
     fence.wait()
     assert all(x() is None for x in gone)
 
 
-def test_a_fence_of_a_device_that_failed_says_so(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fence_of_a_failed_device_raises(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     fence = StreamLane(CPU).mark()
     assert fence.done()
     device.pending.add(fence._event)  # type: ignore[arg-type]
@@ -136,8 +136,8 @@ def test_a_fence_of_a_device_that_failed_says_so(device: Device, monkeypatch: py
     assert not passed(fence, 5.0), "it will never get there"
 
 
-def test_numbers_have_the_order_of_the_records(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A larger one is taken for the later point of its stream."""
+def test_fence_numbers_follow_the_order_of_event_records(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number fences in the order of their records, because a larger number means a later point of the stream."""
     lane, record, pause = StreamLane(CPU), Event.record, random.Random(0)
 
     def slow(event: Event, stream: Stream) -> None:
@@ -153,7 +153,7 @@ def test_numbers_have_the_order_of_the_records(device: Device, monkeypatch: pyte
 
 
 def test_process_group_runs_beside_compute(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend must see our stream as the current one, when it starts and when it is waited for."""
+    """Make the copy stream current both when the backend starts and when it is waited for."""
 
     class Work:
         def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that pass different things: who is told what, when everyone stops, when only some do, and when nobody does."""
+"""Ranks that pass different arguments: what each rank is told, and whether all, some or none of them stop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def traffic(preflight: Preflight) -> int:
 
 
 def tick(preflight: Preflight) -> Verdict | None:
-    """What the watchdog does."""
+    """Do what one tick of the watchdog does."""
     exchanged = preflight._control.exchange(look=preflight.wanted())
     publish, verdict = preflight.hear(exchanged)
     preflight._control.exchange(publish)
@@ -46,12 +46,12 @@ def tick(preflight: Preflight) -> Verdict | None:
 
 
 def quiet(preflight: Preflight) -> bool:
-    """Whether the watchdog has nothing to say."""
+    """Return True if the watchdog would publish nothing and report nothing."""
     return preflight.hear(preflight._control.exchange(look=preflight.wanted())) == ({}, None)
 
 
 def heard(preflight: Preflight) -> Verdict | None:
-    """What the watchdog of a rank that went on is told within a while."""
+    """Tick until the watchdog of a rank that went on reports a verdict, or time is up."""
     deadline = time.monotonic() + HANGS
     while time.monotonic() < deadline:
         verdict = tick(preflight)
@@ -73,10 +73,10 @@ def test_agreeing_ranks_exchange_nothing_for_repeated_calls() -> None:
     for fields in ({"heads": 8}, {"heads": 16}, {"heads": 8}):
         assert on_all(ranks, lambda rank, fields=fields: agree(rank, fields)) == [None] * 3  # type: ignore[misc]
         before = before or [traffic(rank) for rank in ranks]
-    assert before.count(1) == 1  # the last to come asks for nothing more
+    assert before.count(1) == 1  # the last rank finds all others present
     before = [traffic(rank) for rank in ranks]
     for fields in ({"heads": 16}, {"heads": 8}, {"heads": 16}):
-        assert [agree(rank, fields) for rank in ranks] == [None] * 3  # one after the other: nobody waits
+        assert [agree(rank, fields) for rank in ranks] == [None] * 3  # one after the other, so no rank waits
     assert [traffic(rank) for rank in ranks] == before
     assert [rank.number for rank in ranks] == [6] * 3
 
@@ -87,13 +87,13 @@ def test_every_rank_gets_the_first_differing_field_and_all_values() -> None:
     mine.append({"dtype": "fp16", "heads": 8, "mask": 2})
     verdict = on_all(ranks, lambda rank: agree(rank, mine[ranks.index(rank)]))
     assert verdict == [Verdict(f"heads differs between ranks (rank 0: 8, rank 1: 4, rank 2: 8): {MUST}", False)] * 3
-    assert [[*rank._own_words()] for rank in ranks] == [["1"]] * 3  # for a rank that has yet to look
-    # nothing has moved: with the same fields they go on, and have nothing to reproach each other with
+    assert [[*rank._own_words()] for rank in ranks] == [["1"]] * 3  # kept for a rank that has not looked yet
+    # No data has moved, so the ranks go on with equal fields and equal histories.
     assert on_all(ranks, lambda rank: agree(rank, mine[0])) == [None] * 3
     assert len({rank._chain for rank in ranks}) == 1
 
 
-def test_a_field_that_one_rank_does_not_know() -> None:
+def test_difference_names_fields_that_a_rank_lacks() -> None:
     assert difference({0: {"heads": "8"}, 1: {"heads": "8", "sink": "1"}}) == (
         f"sink differs between ranks (rank 0: not given, rank 1: 1): {MUST}"
     )
@@ -126,7 +126,7 @@ def test_a_refusing_rank_is_named_to_waiting_ranks() -> None:
             return None
         return agree(rank, {"heads": 8})
 
-    # the refusal alone is an answer; nobody waits for more of that rank
+    # A refusal is an answer, so no rank waits for more.
     outcome = on_all(ranks, one)
     assert outcome[0] == outcome[2] == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
     assert on_all(ranks, lambda rank: agree(rank, {"heads": 8})) == [None] * 3
@@ -134,10 +134,10 @@ def test_a_refusing_rank_is_named_to_waiting_ranks() -> None:
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_last_words_of_a_rank_that_is_gone_are_waited_for(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_a_rank_that_is_gone_is_waited_for(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, gone = preflights(2), TransportError("rank 1 is gone")
     monkeypatch.setattr(ranks[0]._control._connection, "hopeless", lambda missing, names, timeout: gone)
-    if not refuses:  # gone for good: long before the patience ends
+    if not refuses:  # gone for good, noticed long before the patience ends
         with pytest.raises(TransportError, match="rank 1 is gone"):
             agree(ranks[0], {"heads": 8})
         return
@@ -149,20 +149,20 @@ def test_last_words_of_a_rank_that_is_gone_are_waited_for(refuses: bool, monkeyp
     assert verdict == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
 
 
-def test_a_rank_that_refuses_while_others_go_on_is_found_by_their_watchdogs() -> None:
+def test_watchdogs_find_a_refusal_after_other_ranks_went_on() -> None:
     ranks = preflights(3)
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
     ranks[2].refuse(ValueError("out of range"))
     assert [agree(rank, {"heads": 8}) for rank in ranks[:2]] == [None] * 2
     answers = [ranks[0].hear({"asked": 2})[0] for _ in range(2)]
-    assert answers == [{"words/0": {"2": [{"heads": "8"}, None, True]}}, {}]  # once
+    assert answers == [{"words/0": {"2": [{"heads": "8"}, None, True]}}, {}]  # answered once
     ranks[0]._control.exchange(answers[0])
     outcome = verdicts(ranks)
     assert outcome == [Verdict("rank 2 refused this call: ValueError: out of range", True)] * 3
 
 
 @pytest.mark.parametrize("changed", [0, 1])
-def test_a_changed_call_of_one_rank_is_an_error_on_both(changed: int) -> None:
+def test_a_changed_call_of_one_rank_is_reported_on_both(changed: int) -> None:
     ranks = preflights(2)
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}, ends=1))
 
@@ -177,7 +177,7 @@ def test_a_changed_call_of_one_rank_is_an_error_on_both(changed: int) -> None:
     assert on_all(ranks, one) == [Verdict(f"ends differs between ranks ({said}): {MUST}", True)] * 2
 
 
-def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
+def test_a_rank_far_ahead_answers_about_a_call_it_no_longer_remembers() -> None:
     ranks = preflights(2)
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
 
@@ -200,11 +200,11 @@ def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
     assert on_all(ranks, one)[0] == Verdict(text, True)
 
 
-def test_differing_earlier_calls_are_an_error() -> None:
+def test_different_earlier_calls_are_reported() -> None:
     ranks = preflights(2)
 
-    def when_both_have_said() -> None:
-        """They wait for no longer than that."""
+    def end_patience_after_both_published() -> None:
+        """End the patience once both ranks have published call 3."""
         words: list[Any] = [ranks[0]._control.look(f"words/{rank}") for rank in range(2)]
         if all(said and "3" in said for said in words):
             for rank in ranks:
@@ -213,7 +213,7 @@ def test_differing_earlier_calls_are_an_error() -> None:
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
     ranks[0]._count({"heads": "16"}, ("16", ""))
     ranks[1]._count({"heads": "4"}, ("4", ""))
-    outcome = on_all(ranks, lambda rank: rank.agree({"heads": 2}, stop=when_both_have_said))
+    outcome = on_all(ranks, lambda rank: rank.agree({"heads": 2}, stop=end_patience_after_both_published))
     assert outcome == [Verdict("the ranks did not make the same calls before call 3", True)] * 2
 
 
@@ -222,9 +222,9 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
 
     def one(rank: Preflight) -> Verdict | None:
         if rank is ranks[1]:
-            while rank._control.look("asked") != 1:  # the other one asks by now
+            while rank._control.look("asked") != 1:  # wait until rank 0 asks
                 time.sleep(0.001)
-            assert quiet(rank)  # it hears the question before its call
+            assert quiet(rank)  # the watchdog reads the question before the call
         return agree(rank, {"heads": 4})
 
     assert on_all(ranks, one) == [None] * 2
@@ -232,13 +232,11 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("other", "stays"), [(77, False), (1, False), (2, True)])
-def test_a_question_is_repeated_when_another_one_took_its_place(
-    other: int, stays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not in the place of one about a call before, unless all ranks have come to that."""
+def test_an_overwritten_question_is_asked_again(other: int, stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a question about an earlier call in place unless all ranks have come to that call."""
     ranks = preflights(2)
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
-    assert agree(ranks[0], {"heads": 8}) is None  # the second call, to which the other rank has not come
+    assert agree(ranks[0], {"heads": 8}) is None  # call 2, which rank 1 has not made
     for name in ("LATE_SECONDS", "ASK_SECONDS"):
         monkeypatch.setattr(f"ringattn.comm.watchdog.preflight.{name}", 0.0)
     questions: list[object] = []
@@ -255,7 +253,7 @@ def test_a_question_is_repeated_when_another_one_took_its_place(
 
 @pytest.mark.parametrize(("late", "requests"), [(60.0, [1, 2, 3]), (0.0, [1, 5, 7])])
 def test_short_waits_send_no_question(late: float, requests: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer ones send one, and look at the others' words from then on; each asks whether all have come."""
+    """Ask one question in a longer wait, then read the answers. Every look checks whether all ranks have come."""
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.LATE_SECONDS", late)
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.ASK_SECONDS", 60.0)
     rank, _ = preflights(2)
@@ -270,7 +268,7 @@ def test_short_waits_send_no_question(late: float, requests: list[int], monkeypa
     assert looks == requests
 
 
-def test_words_of_many_ranks_are_read_in_turn() -> None:
+def test_answers_of_many_ranks_are_read_in_rotation() -> None:
     rank, ranks = preflights(2)[0], [*range(2 * LOOKS + 3)]
     assert rank._some(ranks[:LOOKS]) == ranks[:LOOKS]
     turns = [rank._some(ranks) for _ in range(3)]
@@ -278,7 +276,7 @@ def test_words_of_many_ranks_are_read_in_turn() -> None:
     assert sorted({rank for turn in turns for rank in turn}) == ranks
 
 
-def test_a_rank_that_speaks_before_it_arrives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_publishes_before_it_arrives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.LATE_SECONDS", 0.0)
     ranks, looks = preflights(2), itertools.count()
     ranks[1]._say(1, Said({"heads": "8"}, None, False))
@@ -303,17 +301,17 @@ def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
     for _ in range(20):
         for rank in ranks:
             rank.refuse(ValueError("k has 6 heads"))
-        assert verdicts(ranks) == [None] * 2  # nobody went on
+        assert verdicts(ranks) == [None] * 2  # no rank went on
         assert not any(rank._heard for rank in ranks)
         assert [[*rank._own_words()] for rank in ranks] == [[str(rank.number)] for rank in ranks]
 
 
-def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten() -> None:
+def test_a_settled_question_is_not_answered_after_its_call_is_forgotten() -> None:
     ranks = preflights(2)
 
     def late(rank: Preflight) -> Verdict | None:
         if rank is ranks[1]:
-            time.sleep(0.1)  # the other one asks about the first call
+            time.sleep(0.1)  # rank 0 asks about call 1 meanwhile
         return agree(rank, {"heads": 8})
 
     assert on_all(ranks, late) == [None] * 2
@@ -322,13 +320,13 @@ def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten(
     for ahead in (0, 1):
         for _ in range(KEPT_CALLS - ahead):
             assert [agree(rank, {"heads": 8}) for rank in ranks] == [None] * 2
-        assert agree(ranks[0], {"heads": 8}) is None  # one is a call ahead
+        assert agree(ranks[0], {"heads": 8}) is None  # rank 0 is one call ahead
         assert verdicts(ranks) == [None] * 2
         assert agree(ranks[1], {"heads": 8}) is None
 
 
 def test_a_rank_that_waits_at_a_later_call_answers_about_an_earlier_one() -> None:
-    """Rank 1 goes on past call 2 and waits at call 3, when rank 0 comes to another call 2."""
+    """Let rank 1 pass call 2 and wait at call 3 when rank 0 makes a different call 2."""
     ranks = preflights(2)
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
     ended: list[Verdict | None] = []
@@ -339,7 +337,7 @@ def test_a_rank_that_waits_at_a_later_call_answers_about_an_earlier_one() -> Non
             return agree(rank, {"heads": 4})
         assert agree(rank, {"heads": 8}) is None
 
-        def stop() -> str | None:  # between its looks the watchdog ticks
+        def stop() -> str | None:  # the watchdog ticks between two looks
             ended.append(tick(rank))
             return "told" if ended[-1] is not None else None
 
@@ -387,8 +385,8 @@ def test_a_refusal_is_kept_until_all_ranks_have_read_it() -> None:
     assert on_all(ranks, ticking) == [[None], [*refused, None]]
 
 
-def test_a_rank_that_refuses_twice_is_told_of_one_that_goes_on() -> None:
-    """Past the second call, after all have read the first refusal."""
+def test_a_second_refusal_ends_the_ring_if_another_rank_went_on() -> None:
+    """Let a rank pass the second refused call after all ranks have read the first refusal."""
     ranks = preflights(3)
     for refuses in (False, True, False):
         on_all(ranks, lambda rank, refuses=refuses: rank.refuse(OSError()) if refuses else agree(rank, {"heads": 8}))  # type: ignore[misc]
@@ -398,24 +396,24 @@ def test_a_rank_that_refuses_twice_is_told_of_one_that_goes_on() -> None:
     refused = [Verdict(f"rank 1 refused this call: ValueError: k has {heads} heads", heads == 7) for heads in (6, 7)]
     assert on_all([first, third], lambda rank: agree(rank, {"heads": 2})) == [refused[0]] * 2
     assert tick(refusing) is None
-    assert agree(first, {"heads": 8}) is None  # it expects the call that came after a refusal before
+    assert agree(first, {"heads": 8}) is None  # rank expects the call that followed the earlier refusal
     told = on_all(ranks, lambda rank: agree(rank, {"heads": 4}) if rank is third else heard(rank))
     assert told == [refused[1]] * 3
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_second_refusal_reaches_a_rank_that_goes_on_past_it(waits: bool) -> None:
-    """Before the watchdog of the rank that refuses has ticked; ``waits``: the other rank then waits at a later call."""
+def test_a_second_refusal_reaches_a_rank_that_went_on(waits: bool) -> None:
+    """Go on before the refusing rank's watchdog ticks. With ``waits``, the other rank then waits at a later call."""
     ranks = preflights(2)
     for refuses in (False, True, False):
         on_all(ranks, lambda rank, refuses=refuses: rank.refuse(OSError()) if refuses else agree(rank, {"heads": 8}))  # type: ignore[misc]
     for heads in (6, 7):
         ranks[0].refuse(ValueError(f"k has {heads} heads"))
     assert agree(ranks[1], {"heads": 2}) == Verdict("rank 0 refused this call: ValueError: k has 6 heads", False)
-    assert agree(ranks[1], {"heads": 8}) is None  # it expects the call that came after a refusal before
+    assert agree(ranks[1], {"heads": 8}) is None  # rank expects the call that followed the earlier refusal
     told: list[Verdict | None] = []
 
-    def stop() -> str | None:  # between its looks the watchdogs tick
+    def stop() -> str | None:  # the watchdogs tick between two looks
         told[:] = [old or new for old, new in zip(told or [None] * 2, map(tick, ranks), strict=True)]
         return "told" if all(told) else None
 
@@ -428,17 +426,17 @@ def test_a_second_refusal_reaches_a_rank_that_goes_on_past_it(waits: bool) -> No
 
 
 @pytest.mark.parametrize("length", [LONG_TEXT - 1, LONG_TEXT, 100 * LONG_TEXT])
-def test_long_values_that_differ_at_their_end_are_told_apart(length: int) -> None:
+def test_long_values_that_differ_at_their_end_are_reported(length: int) -> None:
     ranks, texts = preflights(2), ["x" * (length - 3) + end for end in "ab"]
     verdict = on_all(ranks, lambda rank: agree(rank, {}, documents=texts[ranks.index(rank)]))
     assert verdict[0] == verdict[1] and verdict[0].text.startswith("documents differs between ranks")
-    assert len(verdict[0].text) < 4 * LONG_TEXT  # every rank reads every other's
+    assert len(verdict[0].text) < 4 * LONG_TEXT  # short, because every rank reads every other rank's values
     same = on_all(ranks, lambda rank: agree(rank, {}, documents=texts[0]))
     assert same == [None, None]
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_backwards_in_another_order_are_an_error(known: bool) -> None:
+def test_backwards_in_different_orders_are_reported(known: bool) -> None:
     ranks = preflights(2)
 
     def forwards(rank: Preflight) -> list[int]:
@@ -457,7 +455,7 @@ def test_backwards_in_another_order_are_an_error(known: bool) -> None:
     assert on_all(ranks, step) == [Verdict(text, known)] * 2
 
 
-def test_a_call_of_which_nothing_moves_waits_for_the_others_each_time() -> None:
+def test_a_call_without_transfers_waits_for_the_others_each_time() -> None:
     ranks = preflights(2)
     for _ in range(3):
         assert on_all(ranks, lambda rank: rank.agree({"call": "shard"}, always=True, stop=lambda: None)) == [None] * 2
@@ -465,8 +463,8 @@ def test_a_call_of_which_nothing_moves_waits_for_the_others_each_time() -> None:
         ranks[0].agree({"call": "shard"}, always=True, stop=lambda: "enough")
 
 
-def test_what_is_remembered_of_calls_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all ranks forget at the same call, so that they still expect the same."""
+def test_the_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget at the same call on all ranks, so that they still expect the same calls."""
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.MOST", 8)
     ranks = preflights(2)
     for heads in range(40):

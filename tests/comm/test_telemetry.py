@@ -1,4 +1,4 @@
-"""How long work takes, how rows spread and at what cost, and who is called a straggler."""
+"""Telemetry: measured times, the gossip of rows between ranks, and the rank that is called a straggler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..support.watch_cases import Clock, Ranks, running
 
 @pytest.mark.parametrize("size", [2, 3, 5, 100, 1024])
 def test_gossip_reaches_all_ranks_in_2_log2_ticks(size: int) -> None:
-    """Of ranks whose clocks are up to a tick apart, each of which leaves what it knew a tick ago."""
+    """Simulate clocks up to one tick apart, where each rank publishes what it knew one tick ago."""
     skews, known, ticks = [rank % 2 for rank in range(size)], [1 << rank for rank in range(size)], 0
     while any(mask != (1 << size) - 1 for mask in known):
         known = [mask | known[peer_at(rank, size, ticks + skews[rank])] for rank, mask in enumerate(known)]
@@ -42,8 +42,8 @@ def test_gossip_reaches_all_ranks_in_2_log2_ticks(size: int) -> None:
     assert ticks <= 2 * (size - 1).bit_length()
 
 
-def test_a_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is over comes out in order, and its events are used again."""
+def test_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Return spans in order and reuse their events."""
     device, stopwatch = install_streams(monkeypatch), Stopwatch(torch.device("cuda", 1))
     monkeypatch.setattr(Event, "elapsed_time", lambda start, end: 2e3)
     for kind in ("compute", "wait"):
@@ -53,7 +53,7 @@ def test_a_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError
     events: list[Any] = [event for _, *both in stopwatch._running for event in both]
     device.pending.add(events[1])
-    assert list(stopwatch.finished()) == []  # the second one is over, and the stream has not reached the first
+    assert list(stopwatch.finished()) == []  # the second span is over, but the stream has not reached the first
     device.pending.clear()
     assert list(stopwatch.finished()) == [("compute", 2.0), ("wait", 2.0)]
     with stopwatch.measure("compute"):
@@ -63,7 +63,7 @@ def test_a_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(computes: list[float], waits: list[float] | None = None, elsewhere: float = 0.0) -> dict[int, RankRow]:
-    """A ring at the pace of its slowest rank, or one with the given waits."""
+    """Return the rows of a ring, by default at the pace of its slowest rank."""
     slow = max(computes)
     waits = [slow - compute for compute in computes] if waits is None else waits
     window = max(map(sum, zip(computes, waits, strict=True))) + elsewhere
@@ -90,18 +90,20 @@ def rows(computes: list[float], waits: list[float] | None = None, elsewhere: flo
         ("two of four are slow: no rank stands out", rows([4.0, 8.0, 8.0, 7.9]), None, None),
     ],
 )
-def test_who_is_a_straggler(what: str, table: dict[int, RankRow], rank: int | None, factor: float | None) -> None:
+def test_slowest_names_a_straggler_only_if_one_rank_stands_out(
+    what: str, table: dict[int, RankRow], rank: int | None, factor: float | None
+) -> None:
     expected: object = None if rank is None else (rank, pytest.approx(factor))
     assert slowest(table) == expected, what
 
 
-def test_one_warning_per_episode() -> None:
+def test_one_straggler_warning_per_episode() -> None:
     stragglers, slow, even = Stragglers(), rows([4.0, 4.0, 8.0, 4.0]), rows([4.0] * 4)
     said = [stragglers.look(slow, float(now)) for now in range(20)]
     assert [now for now, warning in enumerate(said) if warning] == [LOOKS - 1]
     assert said[LOOKS - 1] == Straggler(2, 2.0, 0.0)
     assert stragglers.look(even, 20.0) is None
-    assert stragglers.current is not None  # one even look does not end it
+    assert stragglers.current is not None  # one balanced sample does not end the episode
     assert not any(stragglers.look(slow, float(now)) for now in range(21, 30))
     assert not any(stragglers.look(even, float(now)) for now in range(30, 40))
     assert stragglers.current is None
@@ -109,7 +111,7 @@ def test_one_warning_per_episode() -> None:
     assert [warning.since for warning in again if warning] == [40.0]
 
 
-def test_single_slow_samples_are_no_straggler() -> None:
+def test_single_slow_samples_give_no_straggler_warning() -> None:
     stragglers = Stragglers()
     for now in range(100):
         table = rows([4.0, 12.0 if now % 10 < LOOKS - 1 else 4.0, 4.0])
@@ -124,7 +126,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_compute_and_wait_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_compute_and_wait_cover_the_last_window(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     telemetry = Telemetry(0, 2, CPU, None)
     for second in range(40):
         clock.now += 1
@@ -144,7 +146,7 @@ def test_a_large_world_pulls_a_table_less_often_than_it_ticks(monkeypatch: pytes
     assert [telemetry.next_peer() for _ in range(4)] == [peer_at(0, 64, 200), None, peer_at(0, 64, 201), None]
 
 
-def test_gauges_are_read_now_and_then(clock: Clock) -> None:
+def test_gauges_are_read_less_often_than_rows(clock: Clock) -> None:
     reads: list[int] = []
 
     def gauges() -> dict[str, object]:
@@ -174,7 +176,7 @@ def test_idle_rings_only_poll_for_questions(clock: Clock) -> None:
         assert ranks.connection(0).asked == requests + more
     ranks.connection(0).problem = "the store is silent"
     ranks.watches[0].enter()
-    ranks.watches[0].left(ValueError("k has 6 heads"))  # told once the store answers
+    ranks.watches[0].left(ValueError("k has 6 heads"))  # published once the store answers
     for problem, message in (("the store is silent", None), (None, {"1": [None, "ValueError: k has 6 heads", False]})):
         clock.now += 20
         ranks.connection(0).problem = problem
@@ -187,10 +189,10 @@ def test_newer_rows_replace_older_ones() -> None:
     table.merge({3: new})
     table.merge({3: old, 1: old})
     assert table.reports(12.0) == (Report(1, 2.0, old), Report(3, 1.0, new))
-    assert table.reports(10.5)[1].age == 0.0  # a clock that is behind makes no row come from the future
+    assert table.reports(10.5)[1].age == 0.0  # ages are never negative, even if this rank's clock is behind
     copy = Table()
     copy.merge_packed(json.loads(json.dumps(table.packed())))
-    copy.merge_packed(None)  # of a peer that has left nothing yet
+    copy.merge_packed(None)  # the peer has published nothing yet
     assert copy.rows == table.rows
 
 
@@ -216,7 +218,7 @@ def test_every_rank_gets_the_telemetry_of_all() -> None:
 def test_a_straggler_is_reported_once_by_one_rank(
     age: float, windows: float, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    """From rows that are not old, in several windows: one rank computes twice as long as the others."""
+    """Warn only if the rows are recent and several windows agree."""
     ranks, now = Ranks(3), time.time()
     computes, waits = (4.0, 8.0, 4.0), (4.0, 0.1, 4.0)
     table = {
@@ -234,8 +236,8 @@ def test_a_straggler_is_reported_once_by_one_rank(
     assert all("rank 1 holds the ring up: it is busy 1.95 times as long as" in text for text in messages)
 
 
-def test_telemetry_beside_the_watchdog() -> None:
-    """Several threads ask while one measures."""
+def test_telemetry_is_thread_safe() -> None:
+    """Read rows from several threads while one thread measures."""
     (watch, _), over, interval = Ranks(2).watches, threading.Event(), sys.getswitchinterval()
 
     def ask() -> None:
