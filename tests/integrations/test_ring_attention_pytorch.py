@@ -1,6 +1,6 @@
-"""ring_attention_pytorch's call on ``ring_attention``: arguments, the order of heads and tokens, results.
+"""ring_attention_pytorch's functions on ``ring_attention``: arguments, order of heads and tokens, and results.
 
-The nightly cases are its assert scripts, against its own plain attention in one process, their gradients repaired.
+The nightly cases are its assert scripts. They compare with its plain attention in one process, with repaired gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS, WORLDS = 64, (1, 2, 4)
 
 
 def held(rank: int, world: int, bucket_size: int | None) -> Tensor:
-    """Which tokens a rank holds in which order, as ``RingAttention`` rearranges them; None: no stripes."""
+    """Return the tokens of a rank in the order of ``RingAttention``, or contiguous tokens without a bucket size."""
     whole = torch.arange(TOKENS)
     return (whole if bucket_size is None else whole.view(bucket_size, -1).T.flatten()).chunk(world)[rank]
 
@@ -48,7 +48,7 @@ def check(
     world: int, bucket_size: int | None, heads: tuple[int, int], call: dict[str, Any],
     function: Callable[..., Tensor] = ours.ring_flash_attn, mask: Tensor | None = None, **mine: Any,
 ) -> None:  # fmt: skip
-    """All ranks together against float64, whose query heads are ordered by the key head that they read."""
+    """Compare all ranks with float64, where query heads are sorted by the key head that they read."""
     whole, tokens = inputs(TOKENS, heads), [held(rank, world, bucket_size) for rank in range(world)]
 
     def of_rank(group: Any) -> list[Tensor]:
@@ -71,7 +71,7 @@ def check(
 @pytest.mark.parametrize("world", rest_nightly(WORLDS, 2, 4))
 @pytest.mark.parametrize("bucket_size", [None, 2, 8, 16])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (6, 1)])
-def test_heads_and_tokens(heads: tuple[int, int], bucket_size: int | None, world: int) -> None:
+def test_order_of_heads_and_tokens(heads: tuple[int, int], bucket_size: int | None, world: int) -> None:
     check(world, bucket_size, heads, {"causal": True}, causal=True)
 
 
@@ -101,7 +101,7 @@ def test_on_a_gpu_a_rank_is_one_bucket() -> None:
 
 
 def test_without_a_ring_and_cross_attention() -> None:
-    """``ring_reduce_col=False``: this rank alone, whatever group there is."""
+    """Compute on this rank only, because ``ring_reduce_col`` is False."""
     q, k = torch.randn(1, 12, 4, 16), torch.randn(1, 20, 2, 16)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     keys = k.repeat(1, 1, 2, 1).transpose(1, 2)
@@ -128,7 +128,7 @@ def test_zig_zag() -> None:
 @pytest.mark.parametrize("tokens", [31, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_tree_attn_decode(dtype: torch.dtype, tokens: int) -> None:
-    """Its assert script's sizes; and keys of each rank, of which the last has none."""
+    """Decode with the script's sizes, and with per-rank keys where the last rank has none."""
     q, k, v = (torch.randn(2, 8, n, 64).to(dtype) for n in (1, tokens, tokens))
 
     def of_rank(group: Any) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ def test_tree_attn_decode(dtype: torch.dtype, tokens: int) -> None:
         compare_with_theirs("whole sharded", [*rank], [right[0]] * 2, [right[1]] * 2)
 
 
-def test_a_bucket_is_no_longer_than_the_tokens() -> None:
+def test_a_default_bucket_longer_than_the_sequence_is_clipped() -> None:
     torch.testing.assert_close(ours.ring_flash_attn(Q, Q, Q, striped_ring_attn=True), ours.ring_flash_attn(Q, Q, Q))
 
 
@@ -181,7 +181,7 @@ def test_refusals(call: Callable[[], object], message: str) -> None:
 
 
 def theirs() -> Any:
-    """The package, which says on import that there is no GPU."""
+    """Import the package without its warning that there is no GPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ring_attention_pytorch.ring_attention
@@ -190,7 +190,7 @@ def theirs() -> Any:
 
 
 @pytest.mark.nightly
-def test_names_and_arguments_are_theirs() -> None:
+def test_names_and_arguments_match_the_package() -> None:
     package = theirs()
     homes = {
         "tree_attn_decode": package,
@@ -205,7 +205,7 @@ def test_names_and_arguments_are_theirs() -> None:
 
 
 def compare_with_theirs(names: str, mine: list[Tensor], single: list[Tensor], double: list[Tensor]) -> None:
-    """As exact as their plain attention in fp32, by the same in float64."""
+    """Check against their plain attention in fp32, by the same in float64."""
     for name, *three in zip(names.split(), mine, single, double, strict=True):
         assert_as_exact_as_pytorch(name, *three)
 
@@ -229,18 +229,18 @@ def test_assert_flash(causal: bool, tokens: int, heads: tuple[int, int], softcla
 
 
 def repaired(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor, None, None]:
-    """The backward of their ``AllGather``, with the sum over ranks: each has used what all of them gathered."""
+    """Return the gradient of their ``AllGather``, summed over the ranks that used the gathered tensor."""
     total = grads.contiguous()
     dist.all_reduce(total)
     return total.split(ctx.batch_sizes, dim=ctx.dim)[dist.get_rank()], None, None
 
 
 MODULES = [*product((True, False), (True, False), (1, 2), (1, 2), (0, 1))]
-"""causal, stripes, buckets of a rank, batches that share the ranks, how much longer each rank's batch is."""
+"""Causal, striped, buckets per rank, batches that share the ranks, and how much longer each rank's batch is."""
 
 
 def of_module(module: Any, dtype: torch.dtype, x: Tensor, dout: Tensor, ring_size: int) -> list[Tensor]:
-    """Output, and the gradients of the input and of the weights, these of all ranks together."""
+    """Return output and gradients of the input and of the weights, the latter summed over ranks."""
     module, leaf = copy.deepcopy(module).to(dtype), x.to(dtype).requires_grad_()
     out = module(leaf, ring_size=ring_size if module.ring_attn else None)
     weights = [module.to_qkv[1].weight, module.to_out.weight]
@@ -251,7 +251,7 @@ def of_module(module: Any, dtype: torch.dtype, x: Tensor, dout: Tensor, ring_siz
 
 
 def modules(rank: int) -> list[list[list[Tensor]]]:
-    """Their module on our attention, and alone on their plain one in fp32 and float64: output and gradients."""
+    """Return results of their module on ringattn, and on their plain attention in fp32 and in float64."""
     package = theirs()
     package.ring_attention.ring_flash_attn = ours.ring_flash_attn
     package.distributed.AllGatherFunction.backward = staticmethod(repaired)
@@ -278,14 +278,14 @@ def modules(rank: int) -> list[list[list[Tensor]]]:
 
 @pytest.mark.nightly
 def test_assert_attn() -> None:
-    """31 tokens, which their module pads and masks."""
+    """Use 31 tokens, which their module pads and masks."""
     for rank in results(4, modules, patience=170):
         for made in rank:
             compare_with_theirs("out dx dqkv dout", *made)
 
 
 def of_transformer(model: Any, dtype: torch.dtype, ids: Tensor) -> list[Tensor]:
-    """Logits, and what DDP makes of all ranks' gradients, as its assert script wraps the model."""
+    """Return logits and DDP gradients of the model, wrapped as in their assert script."""
     wrapped: Any = DistributedDataParallel(copy.deepcopy(model).to(dtype))
     logits = wrapped(ids)
     (logits * torch.arange(logits.shape[-1])).sum().backward()
@@ -293,7 +293,7 @@ def of_transformer(model: Any, dtype: torch.dtype, ids: Tensor) -> list[Tensor]:
 
 
 def transformers(rank: int) -> list[list[list[Tensor]]]:
-    """Their transformer on our attention, and alone on their plain one in fp32 and float64."""
+    """Return results of their transformer on ringattn, and on their plain attention in fp32 and in float64."""
     package = theirs()
     package.ring_attention.ring_flash_attn = ours.ring_flash_attn
     package.distributed.AllGatherFunction.backward = staticmethod(repaired)
@@ -320,14 +320,14 @@ def transformers(rank: int) -> list[list[list[Tensor]]]:
 
 @pytest.mark.nightly
 def test_assert() -> None:
-    """``RingTransformer`` in ``DistributedDataParallel``; every rank has a batch of its own, of other lengths too."""
+    """Train ``RingTransformer`` in ``DistributedDataParallel``, with a different batch per rank."""
     for rank in results(4, transformers, patience=170):
         for made in rank:
             compare_with_theirs("logits gradients", *made)
 
 
 def of_zig_zag(module: Any, x: Tensor, dout: Tensor) -> list[Tensor]:
-    """Their module's parts around ``zig_zag_attn``: output, and the gradient of the input."""
+    """Return the output and input gradient of their module's layers around ``zig_zag_attn``."""
     package, leaf = theirs().zig_zag_attention, x.clone().requires_grad_()
     padded, remove_pad = package.zig_zag_pad_seq(leaf)
     sharded, gather = package.zig_zag_shard(padded, all_gather_batch=True)
@@ -356,7 +356,7 @@ def zig_zag(rank: int) -> list[list[Tensor]]:
 
 @pytest.mark.nightly
 def test_assert_zig_zag() -> None:
-    """Which calls theirs without a mask, of queries that would see what comes after them."""
+    """Pass causal=True where their script passes no mask, because queries would see later tokens."""
     for made in results(4, zig_zag, patience=170):
         compare_with_theirs("out dx", *made)
 

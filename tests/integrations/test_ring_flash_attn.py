@@ -1,6 +1,6 @@
 """ring_flash_attn's functions on ``ring_attention``: names, arguments, layouts and results.
 
-The cases are those of its test folder, which print differences, at smaller sizes and with assertions.
+The cases are those of its test folder, at smaller sizes and with assertions instead of printed differences.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def documents_of(family: str) -> list[int]:
 
 
 def held(family: str, rank: int, world: int, documents: list[int]) -> Tensor:
-    """Which tokens rank holds, as their tests cut them."""
+    """Return the tokens of a rank, as their tests cut them."""
     whole = torch.arange(documents[-1])
     if family == "stripe":
         return whole[rank::world]
@@ -53,7 +53,7 @@ def held(family: str, rank: int, world: int, documents: list[int]) -> Tensor:
 
 
 def documents_arguments(family: str, rank: int, world: int, causal: bool) -> tuple[Any, ...]:
-    """What a function takes after its tensors."""
+    """Return the arguments that follow the tensors."""
     documents = torch.tensor(documents_of(family), dtype=torch.int32)
     if family == "llama3_varlen":
         made = ours.llama3_flash_attn_prepare_cu_seqlens(documents, causal, rank, world)
@@ -65,7 +65,7 @@ def documents_arguments(family: str, rank: int, world: int, causal: bool) -> tup
 def of_rank(
     name: str, family: str, whole: dict[str, Tensor], group: GroupLike, rank: int, world: int, options: dict[str, Any]
 ) -> list[Tensor]:
-    """Out, lse and the gradients of q, k and v of one rank, as ``[B, S, H, D]``."""
+    """Return out, lse and the gradients of q, k and v of one rank, as ``[B, S, H, D]``."""
     own = held(family, rank, world, documents_of(family))
     packed = "varlen" in family
     q, k, v, dout = (whole[x][0, own] if packed else whole[x][:, own] for x in ("q", "k", "v", "dout"))
@@ -82,7 +82,7 @@ def of_rank(
 
 
 def check(name: str, family: str, world: int, parts: list[list[Tensor]] | None = None, **options: Any) -> None:
-    """Of all ranks together against float64, as exact as PyTorch."""
+    """Compare all ranks together with float64, with the tolerance of PyTorch's error."""
     whole = cut(family)
     if parts is None:
         parts = run_ranks(world, lambda group: of_rank(name, family, whole, group, group.rank(), world, options))
@@ -95,14 +95,14 @@ def check(name: str, family: str, world: int, parts: list[list[Tensor]] | None =
 
 
 def cut(family: str, seed: int = 0) -> dict[str, Tensor]:
-    """The whole sequence, the same on every rank; packed in one row, and q, k and v of one shape where they are."""
+    """Return the whole sequence, equal on every rank. Variable-length families have one batch row."""
     torch.manual_seed(seed)
     return inputs(documents_of(family)[-1], (4, 4), batch=1 if "varlen" in family else 2)
 
 
 @pytest.mark.parametrize("world", rest_nightly([1, 2, 4], 2))
 @pytest.mark.parametrize(("name", "family"), [*NAMES.items()])
-def test_their_cases(name: str, family: str, world: int) -> None:
+def test_cases_of_ring_flash_attn(name: str, family: str, world: int) -> None:
     check(name, family, world, causal=True)
 
 
@@ -116,13 +116,13 @@ def test_their_cases(name: str, family: str, world: int) -> None:
     ],
     ids=["full", "window and ALiBi", "softcap and dropout"],
 )
-def test_what_theirs_refuses_or_gets_wrong(family: str, options: dict[str, Any]) -> None:
+def test_options_that_ring_flash_attn_refuses_or_gets_wrong(family: str, options: dict[str, Any]) -> None:
     name = next(name for name in NAMES if NAMES[name] == family)
     check(name, family, 2, **options)
 
 
 def in_process(rank: int) -> list[Tensor]:
-    """In the default group."""
+    """Compute one rank in the default group."""
     name, family = "zigzag_ring_flash_attn_varlen_qkvpacked_func", "zigzag_ring_varlen"
     return of_rank(name, family, cut(family), None, rank, 2, {"causal": True})
 
@@ -135,7 +135,7 @@ def test_the_default_group() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_documents_that_do_not_divide(world: int) -> None:
-    """By ``layout=``: the boundaries are then those of the whole sequence."""
+    """Pass ``layout=``, so that the boundaries are those of the whole sequence."""
     documents = [0, 7, 8, 30, 61]
     layout, whole = Layout.zigzag(61, world, documents), inputs(61, (4, 2), batch=1)
 
@@ -152,14 +152,14 @@ def test_documents_that_do_not_divide(world: int) -> None:
     compare(expected(case), *together(case, run_ranks(world, of)))
 
 
-def test_without_lse_the_output_alone() -> None:
+def test_only_the_output_is_returned_without_return_attn_probs() -> None:
     q = torch.randn(1, 8, 2, 16)
     out = ours.ring_flash_attn_func(q, q, q)
     assert isinstance(out, Tensor) and out.shape == q.shape
 
 
 def test_a_last_stride_that_is_not_1() -> None:
-    """As flash-attn's ``maybe_contiguous``."""
+    """Copy such inputs, as flash-attn's ``maybe_contiguous`` does."""
     q, qkv = torch.randn(1, 8, 2, 16), torch.randn(1, 8, 3, 2, 16)
     turned, packed = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, qkv))
     torch.testing.assert_close(
@@ -170,8 +170,8 @@ def test_a_last_stride_that_is_not_1() -> None:
     )
 
 
-def test_zigzags_without_two_equal_runs() -> None:
-    """None of theirs is such a cut; alone a rank holds all tokens."""
+def test_zigzag_lengths_that_do_not_divide_are_refused() -> None:
+    """Refuse lengths that ranks cannot share evenly. One rank takes any length."""
     q = torch.randn(7, 2, 16)
     with pytest.raises(ValueError, match=r"q has 7 tokens.*layout="):
         run_ranks(2, lambda group: ours.zigzag_ring_flash_attn_func(q[None], q[None], q[None], group=group))
@@ -217,7 +217,7 @@ def test_refusals(call: Callable[[], object], message: str) -> None:
 
 
 def published() -> dict[str, ast.FunctionDef]:
-    """Their functions, read and not imported: that needs flash_attn."""
+    """Return their functions as syntax trees, because importing them needs flash_attn."""
     assert version("ring-flash-attn") == "0.1.8"
     sources = [path for path in files("ring-flash-attn") or [] if path.suffix == ".py"]
     trees = [ast.parse(path.read_text()) for path in sources]
@@ -225,7 +225,7 @@ def published() -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.nightly
-def test_names_and_arguments_are_theirs() -> None:
+def test_names_and_arguments_match_the_package() -> None:
     theirs = published()
     offered = [name for name in theirs if name.endswith("_func") or "prepare" in name]
     assert sorted(offered) == sorted([*NAMES, "llama3_flash_attn_prepare_cu_seqlens"])
@@ -248,7 +248,7 @@ def test_names_and_arguments_are_theirs() -> None:
     ],
 )
 def test_llama3_arguments(rank: int, causal: bool, q: list[int], k: list[int], keys: slice) -> None:
-    """A query sees the keys of its whole document, and with ``causal`` none behind the rank's run."""
+    """Give a query the keys of its whole document, or with ``causal`` those up to the end of the rank's run."""
     made = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 4, 12, 16]), causal, rank, 2)
     longest = [max(stop - start for start, stop in pairwise(edges)) for edges in (q, k)]
     assert [made[0].tolist(), made[1].tolist(), *made[2:]] == [q, k, *longest, keys]
@@ -257,7 +257,7 @@ def test_llama3_arguments(rank: int, causal: bool, q: list[int], k: list[int], k
 @pytest.mark.nightly
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("documents", "world"), [([0, 7, 14, 16], 8), ([0, 120, 1248, 4232], 4), ([0, 4, 4, 8], 2)])
-def test_llama3_arguments_are_theirs(documents: list[int], world: int, causal: bool) -> None:
+def test_llama3_arguments_match_the_package(documents: list[int], world: int, causal: bool) -> None:
     source = published()["llama3_flash_attn_prepare_cu_seqlens"]
     scope: dict[str, Any] = {"torch": torch}
     exec(compile(ast.Module([source], []), "theirs", "exec"), scope)
