@@ -23,13 +23,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 from ringattn.comm import LocalGroup, LocalWorld, TransportError, processes
 from ringattn.comm import control as control_module
-from ringattn.comm.control import (
-    Control,
-    LocalConnection,
-    StoreConnection,
-    connect,
-    control_of,
-)
+from ringattn.comm.control import Control, LocalConnection, StoreConnection, connect, control_of
 from ringattn.comm.processes import has_ended, own_process
 from ringattn.comm.world import Hub
 

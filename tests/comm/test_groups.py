@@ -139,11 +139,7 @@ def test_process_and_virtual_rank_transports_are_not_interchangeable(
         ("process_group", CPU, "torch.distributed is not initialised"),
         ("nccl", CPU, "it moves CUDA tensors, device is cpu"),
         ("nccl_one_sided", CPU, '"nccl_one_sided", and on rank 0 it moves CUDA tensors, device is cpu'),
-        (
-            "nccl",
-            torch.device("cuda"),
-            "CUDA device",
-        ),
+        ("nccl", torch.device("cuda"), "CUDA device"),
     ],
 )
 def test_transports_refused_for_a_single_rank(

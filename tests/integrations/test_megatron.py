@@ -141,7 +141,7 @@ def test_as_exact_as_its_own_attention(name: str) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_packed_documents_of_latent_attention(dynamic: bool) -> None:
-    """With ``dynamic``, take the group from the micro-batch instead of the layer."""
+    """Take the group from the micro-batch instead of the layer if ``dynamic``."""
     real, padded, scale, value_dim = [0, 19, 51], [0, 24, 64], 0.3, 8
     whole, layout = draw((TOKENS, 1), 24, value_dim), Layout.zigzag(TOKENS, 2, padded)
     with on_the_cpu() as core:

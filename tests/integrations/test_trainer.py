@@ -18,10 +18,7 @@ from ringattn.integrations.transformers import register
 from ..support import forked
 from ..support.hf_models import SIZES, VOCABULARY
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 TOKENS, ROWS, EVAL_ROWS = 24, 10, 7  # 10 rows, so that the last batch of 4 is incomplete
 IMPORTS = 300  # seconds, because every process imports the frameworks

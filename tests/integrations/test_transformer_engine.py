@@ -340,8 +340,5 @@ ENDS = torch.tensor([0, 8])
 def test_wrong_boundaries_are_refused(boundaries: Boundaries, tokens: int, message: str) -> None:
     q, k, v = (x[0] for x in heads(tokens))
     options: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "boundaries": boundaries}
-    with (
-        LocalWorld(2) as world,
-        pytest.raises((ValueError, NotImplementedError), match=message),
-    ):
+    with LocalWorld(2) as world, pytest.raises((ValueError, NotImplementedError), match=message):
         world.run(lambda group: attend(q, k, v, group=group, **options))

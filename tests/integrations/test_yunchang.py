@@ -143,8 +143,7 @@ def test_in_a_graph(kind: str, rd: int, ud: int) -> None:
 
 @pytest.mark.parametrize("kind", ours.RING_IMPL_QKVPACKED_DICT)
 @pytest.mark.parametrize(
-    "options",
-    [{"causal": True, "window_size": (9, 0), "softcap": 2.0}, {"softmax_scale": 0.5, "alibi_slopes": SLOPES}],
+    "options", [{"causal": True, "window_size": (9, 0), "softcap": 2.0}, {"softmax_scale": 0.5, "alibi_slopes": SLOPES}]
 )
 def test_a_ring_of_packed_tensors(options: dict[str, Any], kind: str) -> None:
     """Pass arguments by position, in yunchang's order, without Ulysses."""
