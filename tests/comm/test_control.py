@@ -161,7 +161,6 @@ def test_the_interval_between_liveness_checks_grows_during_a_wait() -> None:
 def test_has_ended_is_true_only_for_a_process_known_to_be_over(
     asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Detect the end also before the parent has asked for the exit code."""
     machine, number, start = own_process()
     assert not has_ended([machine, number, start])
     assert has_ended([machine, number, "1"])  # the number now belongs to another process
@@ -206,20 +205,20 @@ def test_late_ranks_are_named_and_a_gather_can_be_stopped() -> None:
             control.gather(0, what="rank 0 asks what the others take", timeout=seconds)
 
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(gather, second, HANGS)  # rank 0 publishes the error
+        waiting_rank = pool.submit(gather, second, HANGS)  # rank 0 publishes the error
         until(lambda: second.look("gather0/2") is not None)
         gather(first, 0.3)
-        told.result()
+        waiting_rank.result()
     for rank in (0, 2):  # rank 2 finds the late ranks itself if rank 0 is silent
         first.publish(f"gather1/{rank}", 0)
     gather(second, 0.3)
     reasons = iter([None, None, "the watchdog has had enough"])
-    waiting = opened(HashStore(), 0, 2)
+    stoppable = opened(HashStore(), 0, 2)
     with pytest.raises(TransportError, match="shapes: the watchdog has had enough"):
-        waiting.gather(0, what="shapes", stop=lambda: next(reasons))
-    waiting.stop = lambda: "it is over"
+        stoppable.gather(0, what="shapes", stop=lambda: next(reasons))
+    stoppable.stop = lambda: "it is over"
     with pytest.raises(TransportError, match="shapes: it is over"):
-        waiting.scope("ring").gather(0, what="shapes", timeout=5.0)
+        stoppable.scope("ring").gather(0, what="shapes", timeout=5.0)
 
 
 def test_a_closed_connection_gives_its_socket_back(host: StoreHost) -> None:
@@ -310,7 +309,6 @@ def test_a_rank_whose_process_has_ended_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_store_thread_is_joined_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Join all threads, even if shutting the socket down frees only some of them."""
     serving: dict[threading.Thread, queue.SimpleQueue[Any]] = {}
     answers = {}
     for _ in range(2):

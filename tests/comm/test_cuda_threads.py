@@ -15,15 +15,10 @@ from ringattn.comm.cuda_threads import exchange_capture_mode, on_device, start, 
 from ringattn.comm.transports.lanes import StreamLane
 from ringattn.comm.watchdog.watch import Watch, _tick
 
-from ..support.cuda.device import GLOBAL, THREAD_LOCAL, Device, install_streams
+from ..support.cuda.device import GLOBAL, THREAD_LOCAL, Device
 from ..support.watch_cases import controls
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    return install_streams(monkeypatch)
 
 
 def place(device: Device) -> tuple[int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from ringattn.comm.watchdog.deadlines import (
     FIRST_SECONDS,
@@ -20,8 +19,6 @@ from ringattn.comm.watchdog.deadlines import (
 
 from ..support.watch_cases import Transfer
 
-CPU = torch.device("cpu")
-
 
 def post(
     fence: Transfer, *, after: tuple[Transfer, ...] = (), now: float = 0.0, call: int = 1, label: str = "hop 1"
@@ -30,19 +27,21 @@ def post(
     return (label, fence, after, [(1, 64)], [(2, 32)], now, call)
 
 
+def finished() -> Transfer:
+    fence = Transfer()
+    fence.finish()
+    return fence
+
+
 def test_the_default_deadline_is_a_multiple_of_the_median() -> None:
     deadlines = Deadlines(None, ask_why=True)
     assert deadlines.limit(Post(*post(Transfer()))) == FIRST_SECONDS
     for _ in range(9):
-        fence = Transfer()
-        fence.finish()
-        deadlines.add(*post(fence, now=10.0))
+        deadlines.add(*post(finished(), now=10.0))
     deadlines.poll(12.0)  # each took 2 s
     assert deadlines.limit(Post(*post(Transfer()))) == MEDIANS * 2.0
     assert deadlines.limit(Post(*post(Transfer(), call=2))) == FIRST_SECONDS  # ranks may enter a call late
-    fence = Transfer()
-    fence.finish()
-    deadlines.add(*post(fence, now=12.0, call=2))
+    deadlines.add(*post(finished(), now=12.0, call=2))
     deadlines.poll(12.1)
     assert deadlines.limit(Post(*post(Transfer(), call=2))) == MEDIANS * 2.0
 
@@ -51,10 +50,8 @@ def after_many(durations: float) -> Deadlines:
     """Return the deadlines of a ring whose first call is over."""
     deadlines = Deadlines(None, ask_why=True)
     for _ in range(20):
-        fence = Transfer()
-        fence.finish()
-        deadlines.add(*post(fence, now=0.0))
-        deadlines.add(*post(fence, now=0.0, label="hop 2"))
+        deadlines.add(*post(finished()))
+        deadlines.add(*post(finished(), label="hop 2"))
     deadlines.poll(durations)
     return deadlines
 
@@ -90,7 +87,6 @@ def test_deadlines_grow_with_long_hops() -> None:
 
 @pytest.mark.parametrize("what", ["the transfer", "what it waits for"])
 def test_a_failed_device_is_reported_as_the_reason(what: str) -> None:
-    """Report a failed device at once, although its transfers are not over and no deadline has passed."""
     deadlines, fences = Deadlines(NEVER, ask_why=False), [Transfer(), Transfer()]
 
     def fail() -> bool:

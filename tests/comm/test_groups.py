@@ -230,7 +230,6 @@ def test_warm_ups_time_out_after_half_the_patience(gloo: dist.ProcessGroup) -> N
 def test_a_throttled_link_moves_both_directions_at_once(
     sent: int, received: int, gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wait for the busier direction only, not for the sum of both."""
     transport = ProcessGroupTransport(gloo, CPU, limits=Limits(bytes_per_second=100.0))
     waits: list[float] = []
     monkeypatch.setattr(time, "monotonic", lambda: 7.0)
@@ -243,7 +242,6 @@ def test_a_throttled_link_moves_both_directions_at_once(
 
 
 def test_transports_of_one_group_take_successive_tags(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start at the other rank's count, which is three higher."""
     monkeypatch.setattr(Control, "gather", lambda control, value, **_: [value, 3])
     for tag in (3, 4):
         transport = ProcessGroupTransport(gloo, CPU)
@@ -276,7 +274,6 @@ def test_an_abort_on_a_stream_aborts_the_backend_once(gloo: dist.ProcessGroup, m
 
 
 def test_cached_rings_close_on_their_device_after_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Close rings cached by device and rings cached by device and deadline."""
     entered, cuda = list[torch.device](), torch.device("cuda", 1)
 
     def on_device(device: torch.device) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,16 +21,11 @@ from ringattn.comm.transport import DONE, TransportError
 from ringattn.comm.transports.lanes import StreamLane, passed
 from ringattn.comm.world import single_rank
 
-from ..support.cuda.device import Device, Event, Stream, install_streams
+from ..support.cuda.device import Device, Event, Stream
 from ..support.cuda.nccl import check_held
 from ..support.transport_cases import CASES, filled, on_ranks
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    return install_streams(monkeypatch)
 
 
 def streamed(group: LocalGroup) -> LocalTransport:
@@ -43,7 +39,6 @@ def test_local_conformance(name: str, world_size: int, device: Device) -> None:
 
 
 def test_local_holds_tensors_until_compute_waits(device: Device) -> None:
-    """Hold them for the copy of the receiving rank, too."""
     on_ranks(2, lambda group: check_held(device, streamed(group), 1 - group.rank()))
 
 
@@ -62,36 +57,20 @@ def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: b
             raise ValueError(f"rank {group.rank()}")
 
     with LocalWorld(3, device="cuda:0") as world:
-        made = device.add("compute", device.current())
+        earlier = device.add("compute", device.current())
         with pytest.raises(ValueError, match="rank") if fails else nullcontext():
             world.run(fn)
-    computed = [op for op in device.log if op.kind == "compute" and op is not made]
-    assert len({op.stream for op in (made, *computed)}) == 4
+    computed = [op for op in device.log if op.kind == "compute" and op is not earlier]
+    assert len({op.stream for op in (earlier, *computed)}) == 4
     for op in computed:
-        assert device.happens_before(made, op)
+        assert device.happens_before(earlier, op)
         assert any(device.happens_before(op, end) for end in device.log if end.kind == "synchronize")
 
 
-class FakeGroup:
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def _get_backend(self, device: torch.device) -> FakeGroup:
-        return self
-
-    def abort(self) -> None:
-        self._device.add("abort")
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-
 def on_streams(device: Device) -> ProcessGroupTransport:
-    control, group = control_of(single_rank()), FakeGroup(device)
-    return ProcessGroupTransport(group, CPU, control=control, lane=StreamLane(CPU))  # type: ignore[arg-type]
+    group = Mock(rank=lambda: 0, size=lambda: 2, abort=lambda: device.add("abort"))
+    group._get_backend.return_value = group
+    return ProcessGroupTransport(group, CPU, control=control_of(single_rank()), lane=StreamLane(CPU))
 
 
 def test_process_group_aborts_its_backend_once(device: Device) -> None:
@@ -146,7 +125,9 @@ def test_fence_numbers_follow_the_order_of_event_records(device: Device, monkeyp
 
     monkeypatch.setattr(Event, "record", slow)
     with ThreadPoolExecutor(4) as pool:
-        fences = [fence for some in pool.map(lambda _: [lane.point() for _ in range(10)], range(4)) for fence in some]
+        fences = [
+            fence for points in pool.map(lambda _: [lane.point() for _ in range(10)], range(4)) for fence in points
+        ]
     numbers = {fence._event: fence._number for fence in fences}
     recorded = [numbers[op.event] for op in device.log if op.kind == "record"]  # type: ignore[index]
     assert recorded == sorted(recorded)

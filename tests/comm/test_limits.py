@@ -37,7 +37,6 @@ def test_blocks_and_multiprocessors_of_transfers(
 
 
 def test_the_margin_of_persistent_kernels_is_room_for_two_communicators() -> None:
-    """Leave room for both levels of a two-level ring."""
     assert 2 * Limits().multiprocessors == MARGIN
 
 

@@ -64,8 +64,6 @@ def test_autograd_stays_in_the_rank_s_thread() -> None:
 
 
 def test_a_rank_is_refused_outside_its_own_thread() -> None:
-    """Refuse a rank's transport in other threads, as when backward runs outside of fn."""
-
     def posts(group: LocalGroup) -> None:
         LocalTransport(group, CPU).post(sends=[], receives=[])
 
@@ -118,7 +116,6 @@ def test_run_works_after_a_failed_run() -> None:
 
 
 def test_keyboard_interrupt_unblocks_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupt the main thread, which waits for the ranks."""
     waiting = threading.Event()
 
     def interrupted(futures: object) -> None:

@@ -33,8 +33,8 @@ from ringattn.comm.transports.nccl import (
 from ringattn.comm.watchdog.watch import Watch, _tick
 from ringattn.comm.world import single_rank
 
-from ..support.cuda.device import Device, Op, install_streams
-from ..support.cuda.nccl import Fabric, check_held, install_nccl
+from ..support.cuda.device import Device, Op
+from ..support.cuda.nccl import Fabric, check_held
 from ..support.transport_cases import CASES, filled, on_ranks, until
 from ..support.watch_cases import controls
 
@@ -111,7 +111,6 @@ def test_cta_bounds_with_limits_and_environment_variables(
 
 
 def test_a_configured_communicator_calls_libnccl(library: Library) -> None:
-    """Check the nccl.h configuration, every call into the library, and that each communicator ends once."""
     communicator = ConfiguredCommunicator(3, [byte - 256 for byte in UNIQUE_ID], 2, Limits(ctas=4, cga_cluster_size=2))
     assert library.unique_id == UNIQUE_ID  # CuPy 13 returns signed characters
     assert library.config == {
@@ -172,18 +171,6 @@ def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeyp
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
-
-
-@pytest.fixture
-def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
-    fabric = Fabric(install_streams(monkeypatch))
-    install_nccl(monkeypatch, fabric)
-    return fabric
-
-
-@pytest.fixture
-def device(fabric: Fabric) -> Device:
-    return fabric.device
 
 
 def open_alone(timeout: float = 60.0, limits: Limits = NO_LIMITS, device: torch.device = CPU) -> NcclTransport:
@@ -265,7 +252,6 @@ def test_an_abort_unblocks_a_call_and_frees_the_communicator_after_it(
 
 
 def test_close_waits_for_a_running_call(fabric: Fabric, device: Device) -> None:
-    """Close from another thread, as the end of a process group does."""
     transport, messages = open_alone(), [Message(0, filled(1, 4, CPU))]
     closing = threading.Thread(target=transport.close)
 
@@ -391,13 +377,11 @@ def test_refused_arguments(arguments: Any, match: str, monkeypatch: pytest.Monke
 
 
 def test_one_hop_may_use_two_communicators(device: Device) -> None:
-    """Send inside rank 0's node and receive from another node on one stream, the node's part first."""
-
     def fn(group: LocalGroup) -> None:
         transport, rank = through(((0, 1), (2,)), group), group.rank()
-        sent, came = torch.full((5,), rank), torch.zeros(5, dtype=torch.int64)
+        sent, arrived = torch.full((5,), rank), torch.zeros(5, dtype=torch.int64)
         following, previous = (rank + 1) % 3, (rank - 1) % 3
-        fence = transport.post(sends=[Message(following, sent)], receives=[Message(previous, came)])
+        fence = transport.post(sends=[Message(following, sent)], receives=[Message(previous, arrived)])
         alive = weakref.ref(sent)
         del sent
         gc.collect()
@@ -406,7 +390,7 @@ def test_one_hop_may_use_two_communicators(device: Device) -> None:
         assert alive() is None
         assert transport.lane.stream is transport._inside.lane.stream
         with pytest.raises(ValueError, match=r"receives\[0\]: peer is 3, the ranks of this group are 0 to 2"):
-            transport.post(sends=[Message(following, came)], receives=[Message(3, came)])
+            transport.post(sends=[Message(following, arrived)], receives=[Message(3, arrived)])
         assert transport.check() is None
         transport._inside.check = lambda: "a network error"  # type: ignore[method-assign]
         assert transport.check() == "a network error"
@@ -530,8 +514,6 @@ def test_a_communicator_is_destroyed_or_aborted_once(fabric: Fabric, device: Dev
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_warm_up_has_a_deadline(hangs: bool, fabric: Fabric, device: Device) -> None:
-    """End a warm-up that blocks until another thread aborts, and one that returns too late."""
-
     def blocked() -> None:
         assert fabric.abort_called.wait(60)
         if hangs:

@@ -18,8 +18,8 @@ from ringattn.comm.transports import nccl_one_sided
 from ringattn.comm.transports.nccl_one_sided import OneSidedCommunicator, one_sided_missing
 
 from ..support.cuda.cases import CASES as RINGS
-from ..support.cuda.device import Device, install_streams
-from ..support.cuda.nccl import Fabric, install_nccl
+from ..support.cuda.device import Device
+from ..support.cuda.nccl import Fabric
 from ..support.cuda.one_sided import OneSided, Windows, install_one_sided, opened
 from ..support.cuda.recorder import Recorder
 from ..support.cuda.ring import record
@@ -27,18 +27,6 @@ from ..support.transport_cases import CASES, filled, neighbours, on_ranks
 from .test_nccl import Library
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    return install_streams(monkeypatch)
-
-
-@pytest.fixture
-def fabric(monkeypatch: pytest.MonkeyPatch, device: Device) -> Fabric:
-    fabric = Fabric(device)
-    install_nccl(monkeypatch, fabric)
-    return fabric
 
 
 @pytest.fixture
@@ -61,7 +49,6 @@ def test_conformance(name: str, world_size: int, windows: Windows) -> None:
 
 
 def test_slots_in_windows_are_written_in_place(windows: Windows, device: Device) -> None:
-    """Grow the slots once, write with copies instead of torch operators, and free the old windows."""
     spec = [((50,), torch.float32)]
 
     def fn(group: LocalGroup) -> None:
@@ -114,8 +101,6 @@ def test_free_signals_and_data_signals_are_counted_apart(
 
 @pytest.mark.parametrize("call", ["allocate", "register", "no symmetric memory"])
 def test_a_window_that_cannot_be_created_is_an_error_on_every_rank(call: str, windows: Windows) -> None:
-    """Fail both while the transport opens and when slots grow."""
-
     def refused(group: LocalGroup, make: Callable[[LocalGroup], object]) -> None:
         who = "rank 0" if call.startswith("no") else "rank 1"
         with pytest.raises(TransportError, match=rf"{who} cannot \w+ a window of \d+ bytes: (unhandled|no symmetric)"):
@@ -228,7 +213,6 @@ def test_reasons_why_one_sided_calls_are_unavailable(
 
 
 def test_calls_into_libnccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the argument order of nccl.h, and that a null window is an error."""
     library: Any = Library()
     monkeypatch.setattr("ringattn.comm.transports.nccl._library", lambda: library)
     monkeypatch.setattr(nccl_one_sided, "_declare", lambda library: None)
@@ -242,7 +226,7 @@ def test_calls_into_libnccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert put == ("ncclPutSignal", (1000, 24, 1, 1, 55, 512, 0, 0, 0, 77, 9))
     assert signal == ("ncclSignal", (1, 0, 0, 0, 77, 9))
     assert (wait[0], wait[1][0], wait[1][2:]) == ("ncclWaitSignal", 2, (77, 9))
-    assert [(one.opCnt, one.peer, one.sigIdx, one.ctx) for one in wait[1][1]] == [(2, 0, 0, 0), (1, 1, 0, 0)]
+    assert [(desc.opCnt, desc.peer, desc.sigIdx, desc.ctx) for desc in wait[1][1]] == [(2, 0, 0, 0), (1, 1, 0, 0)]
     assert rest == [("ncclCommWindowDeregister", (77, 55)), ("ncclMemFree", (1000,))]
     with pytest.raises(TransportError, match="NCCL has no symmetric memory between these GPUs"):
         communicator.register(1000, 4096)
@@ -296,7 +280,6 @@ MISTAKES: list[tuple[Any, str, Any, str, tuple[str, ...]]] = [
 def test_the_race_checker_reports_a_planted_mistake(
     owner: Any, name: str, value: Any, case: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Report a forgotten signal, an early signal, a signal without a wait, and a window freed too early."""
     begin = Recorder.begin
 
     def begin_with_it(self: Recorder) -> None:

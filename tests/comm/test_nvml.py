@@ -69,7 +69,6 @@ def test_link_between_two_devices(a: DeviceInfo, b: DeviceInfo, kind: str, text:
 
 
 def test_pairs_by_link() -> None:
-    """Count ranks that share a GPU once, and ranks on a CPU not at all."""
     devices = [*hgx("a"), *meshed("b", {(0, 1): 2}, 3)]
     pairs = pairs_by_link([*devices, devices[0], *cpus("c", 2)])
     assert pairs.pop("NVLink 4 x18 switch") == 28 and pairs.pop("NVLink 2 x2") == 1
@@ -207,7 +206,6 @@ def test_device_info_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
 
 
 def test_missing_nvml_data_is_left_out(stand_in: StandIn, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the other data with an old driver, no NVLink, a hidden link peer, or no driver."""
     device = nvml.device_info(CPU, sys=tree)
     assert (device.gpu, device.nvlinks, device.pcie, device.unknown) == (None, (), (), "cpu is not a GPU")
     assert [nic.name for nic in device.nics] == ["mlx5_0", "eth0", "eth1"]

@@ -62,10 +62,10 @@ class Opener:
     def __call__(self, group: Any, device: torch.device, *, control: Any, limits: Any, **_: object) -> Any:
         inner = "local" if isinstance(group, LocalGroup) else "process_group"
         if self.waits:
-            made = open_transport(group, transport=inner, device=device, control=control, limits=limits)
+            transport = open_transport(group, transport=inner, device=device, control=control, limits=limits)
         else:
-            made = LocalTransport(group, device)
-        self.opened.append(Counting(made))
+            transport = LocalTransport(group, device)
+        self.opened.append(Counting(transport))
         return self.opened[-1]
 
 
@@ -80,9 +80,9 @@ def train_step(group: Any, transport: str | Opener, opener: Opener | None = None
     with Ring(group, transport=transport) as ring:
         out: Any = ring_attention(q, k, v, ring=ring, layout=layout, causal=True)
         if opener is not None:
-            (mine,) = [one for one in opener.opened if one.rank == rank]
-            assert mine.sent_bytes == (WORLD - 1) * KV_BYTES
-            assert ring.transport == (transport if isinstance(transport, str) else mine.inner.name)
+            (own,) = [opened for opened in opener.opened if opened.rank == rank]
+            assert own.sent_bytes == (WORLD - 1) * KV_BYTES
+            assert ring.transport == (transport if isinstance(transport, str) else own.inner.name)
         out.backward(dout)
     return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
@@ -215,9 +215,9 @@ def test_names_that_cannot_be_registered(name: str) -> None:
         (3, Opener(), "name is 3"),
         ("other", "counting", "factory is 'counting': it must be a function"),
     ]
-    for taken, factory, match in wrong:
+    for wrong_name, factory, match in wrong:
         with pytest.raises(ValueError, match=match):
-            register_transport(taken, factory)
+            register_transport(wrong_name, factory)
     with pytest.raises(TypeError, match=r"^register_transport\(\) got an unexpected keyword argument 'prefer'"):
         register_transport("other", Opener(), prefer=3)  # type: ignore[call-arg]
     for transport in ("countin", 3):

@@ -23,6 +23,21 @@ def preflights(size: int) -> list[Preflight]:
     return [Preflight(control) for control in controls(size)]
 
 
+def agreed_once(size: int, **ends: Any) -> list[Preflight]:
+    """Return ranks that have agreed on call 1."""
+    ranks = preflights(size)
+    on_all(ranks, lambda rank: agree(rank, {"heads": 8}, **ends))
+    return ranks
+
+
+def expecting_a_refusal(size: int) -> list[Preflight]:
+    """Return ranks that agreed, refused, and agreed again, so that they expect the same calls again."""
+    ranks = agreed_once(size)
+    on_all(ranks, lambda rank: rank.refuse(OSError()))
+    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
+    return ranks
+
+
 def agree(preflight: Preflight, fields: dict[str, Any], **changing: Any) -> Verdict | None:
     return preflight.agree(fields, changing, stop=lambda: None)
 
@@ -120,14 +135,14 @@ def test_layers_that_alternate_are_expected_from_the_second_step_on() -> None:
 def test_a_refusing_rank_is_named_to_waiting_ranks() -> None:
     ranks = preflights(3)
 
-    def one(rank: Preflight) -> Verdict | None:
+    def call(rank: Preflight) -> Verdict | None:
         if rank is ranks[1]:
             rank.refuse(ValueError("k has 6 heads"))
             return None
         return agree(rank, {"heads": 8})
 
     # A refusal is an answer, so no rank waits for more.
-    outcome = on_all(ranks, one)
+    outcome = on_all(ranks, call)
     assert outcome[0] == outcome[2] == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
     assert on_all(ranks, lambda rank: agree(rank, {"heads": 8})) == [None] * 3
     assert len({rank._chain for rank in ranks}) == 1
@@ -150,8 +165,7 @@ def test_a_refusal_of_a_rank_that_is_gone_is_waited_for(refuses: bool, monkeypat
 
 
 def test_watchdogs_find_a_refusal_after_other_ranks_went_on() -> None:
-    ranks = preflights(3)
-    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
+    ranks = agreed_once(3)
     ranks[2].refuse(ValueError("out of range"))
     assert [agree(rank, {"heads": 8}) for rank in ranks[:2]] == [None] * 2
     answers = [ranks[0].hear({"asked": 2})[0] for _ in range(2)]
@@ -163,27 +177,25 @@ def test_watchdogs_find_a_refusal_after_other_ranks_went_on() -> None:
 
 @pytest.mark.parametrize("changed", [0, 1])
 def test_a_changed_call_of_one_rank_is_reported_on_both(changed: int) -> None:
-    ranks = preflights(2)
-    on_all(ranks, lambda rank: agree(rank, {"heads": 8}, ends=1))
+    ranks = agreed_once(2, ends=1)
 
-    def one(rank: Preflight) -> Verdict | None:
+    def call(rank: Preflight) -> Verdict | None:
         return agree(rank, {"heads": 8}, ends=2) or None if rank is ranks[changed] else follow(rank)
 
     def follow(rank: Preflight) -> Verdict | None:
         assert agree(rank, {"heads": 8}, ends=1) is None
         return heard(rank)
 
-    said = ", ".join(f"rank {rank}: {2 if rank == changed else 1}" for rank in range(2))
-    assert on_all(ranks, one) == [Verdict(f"ends differs between ranks ({said}): {MUST}", True)] * 2
+    values = ", ".join(f"rank {rank}: {2 if rank == changed else 1}" for rank in range(2))
+    assert on_all(ranks, call) == [Verdict(f"ends differs between ranks ({values}): {MUST}", True)] * 2
 
 
 def test_a_rank_far_ahead_answers_about_a_call_it_no_longer_remembers() -> None:
-    ranks = preflights(2)
-    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
+    ranks = agreed_once(2)
 
     answered = threading.Event()
 
-    def one(rank: Preflight) -> Verdict | None:
+    def call(rank: Preflight) -> Verdict | None:
         if rank is ranks[0]:
             try:
                 return agree(rank, {"heads": 4})
@@ -197,7 +209,7 @@ def test_a_rank_far_ahead_answers_about_a_call_it_no_longer_remembers() -> None:
         return None
 
     text = "the ranks did not make the same calls before call 2"
-    assert on_all(ranks, one)[0] == Verdict(text, True)
+    assert on_all(ranks, call)[0] == Verdict(text, True)
 
 
 def test_different_earlier_calls_are_reported() -> None:
@@ -206,7 +218,7 @@ def test_different_earlier_calls_are_reported() -> None:
     def end_patience_after_both_published() -> None:
         """End the patience once both ranks have published call 3."""
         words: list[Any] = [ranks[0]._control.look(f"words/{rank}") for rank in range(2)]
-        if all(said and "3" in said for said in words):
+        if all(calls and "3" in calls for calls in words):
             for rank in ranks:
                 rank._control.patience = 0.0
 
@@ -220,22 +232,20 @@ def test_different_earlier_calls_are_reported() -> None:
 def test_a_rank_that_is_late_is_waited_for() -> None:
     ranks = preflights(2)
 
-    def one(rank: Preflight) -> Verdict | None:
+    def call(rank: Preflight) -> Verdict | None:
         if rank is ranks[1]:
             while rank._control.look("asked") != 1:  # wait until rank 0 asks
                 time.sleep(0.001)
             assert quiet(rank)  # the watchdog reads the question before the call
         return agree(rank, {"heads": 4})
 
-    assert on_all(ranks, one) == [None] * 2
+    assert on_all(ranks, call) == [None] * 2
     assert verdicts(ranks) == [None] * 2
 
 
 @pytest.mark.parametrize(("other", "stays"), [(77, False), (1, False), (2, True)])
 def test_an_overwritten_question_is_asked_again(other: int, stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave a question about an earlier call in place unless all ranks have come to that call."""
-    ranks = preflights(2)
-    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
+    ranks = agreed_once(2)
     assert agree(ranks[0], {"heads": 8}) is None  # call 2, which rank 1 has not made
     for name in ("LATE_SECONDS", "ASK_SECONDS"):
         monkeypatch.setattr(f"ringattn.comm.watchdog.preflight.{name}", 0.0)
@@ -269,7 +279,7 @@ def test_short_waits_send_no_question(late: float, requests: list[int], monkeypa
 
 
 def test_answers_of_many_ranks_are_read_in_rotation() -> None:
-    rank, ranks = preflights(2)[0], [*range(2 * LOOKS + 3)]
+    rank, ranks = preflights(2)[0], [*range(2 * LOOKS + 8)]
     assert rank._some(ranks[:LOOKS]) == ranks[:LOOKS]
     turns = [rank._some(ranks) for _ in range(3)]
     assert [len(turn) for turn in turns] == [LOOKS] * 3
@@ -292,12 +302,12 @@ def test_a_rank_that_publishes_before_it_arrives_is_waited_for(monkeypatch: pyte
 def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
     ranks = preflights(2)
     store = ranks[0]._control._connection.store  # type: ignore[attr-defined]
-    kept = set()
+    key_counts = set()
     for heads in range(20):
         on_all(ranks, lambda rank, heads=heads: agree(rank, {"heads": heads}))  # type: ignore[misc]
         on_all(ranks, lambda rank, heads=heads: agree(rank, {"heads": heads, "rank": ranks.index(rank)}))  # type: ignore[misc]
-        kept.add(store.num_keys())
-    assert max(kept) - min(kept) <= 2
+        key_counts.add(store.num_keys())
+    assert max(key_counts) - min(key_counts) <= 2
     for _ in range(20):
         for rank in ranks:
             rank.refuse(ValueError("k has 6 heads"))
@@ -316,7 +326,7 @@ def test_a_settled_question_is_not_answered_after_its_call_is_forgotten() -> Non
 
     assert on_all(ranks, late) == [None] * 2
     assert verdicts(ranks) == [None] * 2
-    assert all(quiet(each) for _ in range(2) for each in ranks)
+    assert all(quiet(rank) for _ in range(2) for rank in ranks)
     for ahead in (0, 1):
         for _ in range(KEPT_CALLS - ahead):
             assert [agree(rank, {"heads": 8}) for rank in ranks] == [None] * 2
@@ -327,26 +337,25 @@ def test_a_settled_question_is_not_answered_after_its_call_is_forgotten() -> Non
 
 def test_a_rank_that_waits_at_a_later_call_answers_about_an_earlier_one() -> None:
     """Let rank 1 pass call 2 and wait at call 3 when rank 0 makes a different call 2."""
-    ranks = preflights(2)
-    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
-    ended: list[Verdict | None] = []
+    ranks = agreed_once(2)
+    seen_verdicts: list[Verdict | None] = []
 
-    def one(rank: Preflight) -> Verdict | None:
+    def calls(rank: Preflight) -> Verdict | None:
         if rank is ranks[0]:
             time.sleep(0.1)
             return agree(rank, {"heads": 4})
         assert agree(rank, {"heads": 8}) is None
 
         def stop() -> str | None:  # the watchdog ticks between two looks
-            ended.append(tick(rank))
-            return "told" if ended[-1] is not None else None
+            seen_verdicts.append(tick(rank))
+            return "told" if seen_verdicts[-1] is not None else None
 
         with pytest.raises(TransportError, match="told"):
             rank.agree({"heads": 2}, stop=stop)
-        return ended[-1]
+        return seen_verdicts[-1]
 
     text = f"heads differs between ranks (rank 0: 4, rank 1: 8): {MUST}"
-    assert on_all(ranks, one) == [Verdict(text, True)] * 2
+    assert on_all(ranks, calls) == [Verdict(text, True)] * 2
 
 
 def test_newer_watchdog_messages_replace_older_ones() -> None:
@@ -362,10 +371,9 @@ def test_newer_watchdog_messages_replace_older_ones() -> None:
 
 
 def test_a_refusal_is_kept_until_all_ranks_have_read_it() -> None:
-    ranks = preflights(2)
-    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
+    ranks = agreed_once(2)
 
-    def one(rank: Preflight) -> list[Verdict | None]:
+    def calls(rank: Preflight) -> list[Verdict | None]:
         if rank is ranks[0]:
             rank.refuse(ValueError("k has 6 heads"))
             rank.refuse(ValueError("k has 7 heads"))
@@ -380,16 +388,14 @@ def test_a_refusal_is_kept_until_all_ranks_have_read_it() -> None:
             return tick(rank)
 
         rank._control.hopeless = ticked  # type: ignore[method-assign]
-        return one(rank)
+        return calls(rank)
 
     assert on_all(ranks, ticking) == [[None], [*refused, None]]
 
 
 def test_a_second_refusal_ends_the_ring_if_another_rank_went_on() -> None:
     """Let a rank pass the second refused call after all ranks have read the first refusal."""
-    ranks = preflights(3)
-    for refuses in (False, True, False):
-        on_all(ranks, lambda rank, refuses=refuses: rank.refuse(OSError()) if refuses else agree(rank, {"heads": 8}))  # type: ignore[misc]
+    ranks = expecting_a_refusal(3)
     first, refusing, third = ranks
     for heads in (6, 7):
         refusing.refuse(ValueError(f"k has {heads} heads"))
@@ -397,32 +403,30 @@ def test_a_second_refusal_ends_the_ring_if_another_rank_went_on() -> None:
     assert on_all([first, third], lambda rank: agree(rank, {"heads": 2})) == [refused[0]] * 2
     assert tick(refusing) is None
     assert agree(first, {"heads": 8}) is None  # rank expects the call that followed the earlier refusal
-    told = on_all(ranks, lambda rank: agree(rank, {"heads": 4}) if rank is third else heard(rank))
-    assert told == [refused[1]] * 3
+    reported = on_all(ranks, lambda rank: agree(rank, {"heads": 4}) if rank is third else heard(rank))
+    assert reported == [refused[1]] * 3
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_second_refusal_reaches_a_rank_that_went_on(waits: bool) -> None:
     """Go on before the refusing rank's watchdog ticks. With ``waits``, the other rank then waits at a later call."""
-    ranks = preflights(2)
-    for refuses in (False, True, False):
-        on_all(ranks, lambda rank, refuses=refuses: rank.refuse(OSError()) if refuses else agree(rank, {"heads": 8}))  # type: ignore[misc]
+    ranks = expecting_a_refusal(2)
     for heads in (6, 7):
         ranks[0].refuse(ValueError(f"k has {heads} heads"))
     assert agree(ranks[1], {"heads": 2}) == Verdict("rank 0 refused this call: ValueError: k has 6 heads", False)
     assert agree(ranks[1], {"heads": 8}) is None  # rank expects the call that followed the earlier refusal
-    told: list[Verdict | None] = []
+    reported: list[Verdict | None] = []
 
     def stop() -> str | None:  # the watchdogs tick between two looks
-        told[:] = [old or new for old, new in zip(told or [None] * 2, map(tick, ranks), strict=True)]
-        return "told" if all(told) else None
+        reported[:] = [old or new for old, new in zip(reported or [None] * 2, map(tick, ranks), strict=True)]
+        return "told" if all(reported) else None
 
     if waits:
         with pytest.raises(TransportError, match="told"):
             ranks[1].agree({"heads": 4}, stop=stop)
     else:
-        told = verdicts(ranks)
-    assert told == [Verdict("rank 0 refused this call: ValueError: k has 7 heads", True)] * 2
+        reported = verdicts(ranks)
+    assert reported == [Verdict("rank 0 refused this call: ValueError: k has 7 heads", True)] * 2
 
 
 @pytest.mark.parametrize("length", [LONG_TEXT - 1, LONG_TEXT, 100 * LONG_TEXT])
@@ -472,10 +476,3 @@ def test_the_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         remembered = [(rank._expected._next, rank._expected._values) for rank in ranks]
         assert remembered[0] == remembered[1]
         assert all(len(known) <= 8 + 2 for of_rank in remembered for known in of_rank)
-
-
-def test_words_of_many_ranks_are_looked_at_in_turn() -> None:
-    (preflight,), ranks = preflights(1), [*range(2 * LOOKS + 8)]
-    looks = [preflight._some(ranks) for _ in range(3)]
-    assert [len(look) for look in looks] == [LOOKS] * 3
-    assert {rank for look in looks for rank in look} == {*ranks}

@@ -54,7 +54,6 @@ def test_views_are_aligned_disjoint_and_typed() -> None:
 
 
 def test_cached_views_are_dropped_when_slots_grow() -> None:
-    """Drop views of the old memory, and keep at most ``FORMS`` forms."""
     slots = Slots(2, CPU)
     slots.reserve(100)
     slots.kept("a")[0] = slots.tensors(0, [((4,), torch.float32)])
@@ -84,7 +83,6 @@ def test_growing_on_another_stream_does_not_race(monkeypatch: pytest.MonkeyPatch
 
 
 def test_slots_keep_their_high_water_mark() -> None:
-    """Wait for every use when slots grow, forget these uses, and zero the new memory."""
     slots, fences = Slots(3, CPU), [Noted() for _ in range(4)]
     slots.reserve(2000)
     (before,) = slots.tensors(0, [((4,), torch.float32)])

@@ -43,7 +43,6 @@ def test_gossip_reaches_all_ranks_in_2_log2_ticks(size: int) -> None:
 
 
 def test_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return spans in order and reuse their events."""
     device, stopwatch = install_streams(monkeypatch), Stopwatch(torch.device("cuda", 1))
     monkeypatch.setattr(Event, "elapsed_time", lambda start, end: 2e3)
     for kind in ("compute", "wait"):
@@ -99,16 +98,16 @@ def test_slowest_names_a_straggler_only_if_one_rank_stands_out(
 
 def test_one_straggler_warning_per_episode() -> None:
     stragglers, slow, even = Stragglers(), rows([4.0, 4.0, 8.0, 4.0]), rows([4.0] * 4)
-    said = [stragglers.look(slow, float(now)) for now in range(20)]
-    assert [now for now, warning in enumerate(said) if warning] == [LOOKS - 1]
-    assert said[LOOKS - 1] == Straggler(2, 2.0, 0.0)
+    warnings = [stragglers.look(slow, float(now)) for now in range(20)]
+    assert [now for now, warning in enumerate(warnings) if warning] == [LOOKS - 1]
+    assert warnings[LOOKS - 1] == Straggler(2, 2.0, 0.0)
     assert stragglers.look(even, 20.0) is None
     assert stragglers.current is not None  # one balanced sample does not end the episode
     assert not any(stragglers.look(slow, float(now)) for now in range(21, 30))
     assert not any(stragglers.look(even, float(now)) for now in range(30, 40))
     assert stragglers.current is None
-    again = [stragglers.look(slow, float(now)) for now in range(40, 50)]
-    assert [warning.since for warning in again if warning] == [40.0]
+    later_warnings = [stragglers.look(slow, float(now)) for now in range(40, 50)]
+    assert [warning.since for warning in later_warnings if warning] == [40.0]
 
 
 def test_single_slow_samples_give_no_straggler_warning() -> None:
@@ -119,11 +118,6 @@ def test_single_slow_samples_give_no_straggler_warning() -> None:
 
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
 
 
 def test_compute_and_wait_cover_the_last_window(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
@@ -218,7 +212,6 @@ def test_every_rank_gets_the_telemetry_of_all() -> None:
 def test_a_straggler_is_reported_once_by_one_rank(
     age: float, windows: float, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    """Warn only if the rows are recent and several windows agree."""
     ranks, now = Ranks(3), time.time()
     computes, waits = (4.0, 8.0, 4.0), (4.0, 0.1, 4.0)
     table = {
@@ -237,7 +230,6 @@ def test_a_straggler_is_reported_once_by_one_rank(
 
 
 def test_telemetry_is_thread_safe() -> None:
-    """Read rows from several threads while one thread measures."""
     (watch, _), over, interval = Ranks(2).watches, threading.Event(), sys.getswitchinterval()
 
     def ask() -> None:

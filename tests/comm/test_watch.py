@@ -36,9 +36,11 @@ def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ABORT_SECONDS", HANGS)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def agreed_once(size: int, **options: Any) -> Ranks:
+    """Return ranks that have agreed on call 1."""
+    ranks = Ranks(size, **options)
+    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+    return ranks
 
 
 def test_late_transfers_are_propagated_to_all_ranks(clock: Clock) -> None:
@@ -60,9 +62,9 @@ def test_late_transfers_are_propagated_to_all_ranks(clock: Clock) -> None:
     ranks.tick()  # the other ranks read the failure in one tick and make no more requests
     assert ranks.connection(0).asked == requests + 1
     for rank in (0, 1):
-        (heard,) = ranks.transports[rank].reasons
-        assert heard.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 found: rank 2: ")
-        assert text in heard
+        (reason,) = ranks.transports[rank].reasons
+        assert reason.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 found: rank 2: ")
+        assert text in reason
     # A waiting call raises the failure, and later calls raise the same error.
     requests = ranks.connection(2).asked
     raised = ranks.watches[2].failed(TransportError("the local transport of rank 0 was aborted"))
@@ -191,10 +193,10 @@ def test_other_errors_are_kept_and_propagated_to_peers() -> None:
         len(ranks.transports[0].reasons) == 1
     )  # aborted, because the peer still writes to memory that is about to be freed
     ranks.tick()
-    (heard,) = ranks.transports[1].reasons
+    (reason,) = ranks.transports[1].reasons
     edges = "64 bytes rank 0 -> rank 1, 64 bytes rank 1 -> rank 0"
-    assert heard.startswith(f"rank 1: forward hop 1: K/V ({edges}) given up. Rank 0 found: rank 0: ")
-    assert "failed: MemoryError: out of memory" in heard
+    assert reason.startswith(f"rank 1: forward hop 1: K/V ({edges}) given up. Rank 0 found: rank 0: ")
+    assert "failed: MemoryError: out of memory" in reason
 
 
 def test_a_lost_store_is_reported_and_the_deadline_holds(clock: Clock) -> None:
@@ -218,7 +220,6 @@ def test_a_lost_store_is_reported_and_the_deadline_holds(clock: Clock) -> None:
 
 
 def test_a_failure_is_propagated_after_a_short_stall_of_the_store(clock: Clock) -> None:
-    """Let both ranks find the store silent before rank 0 publishes its failure."""
     ranks, fences = running(2)
     for rank, problem in itertools.product(range(2), ("the store of the group has not answered for 1 s", None)):
         ranks.connection(rank).problem = problem
@@ -243,8 +244,7 @@ def test_a_hanging_abort_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyP
 
 
 def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
-    ranks = Ranks(2, deadline=HANGS)
-    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+    ranks = agreed_once(2, deadline=HANGS)
 
     def call(watch: Watch) -> None:
         if watch.rank == 0:
@@ -294,8 +294,8 @@ def test_a_failure_carries_the_rank_of_this_process_in_each_ring() -> None:
     rings = FailTogether()
     here, there = (Ranks(2, rings=rings, place=place) for place in (0, 1))
     here.watches[0].failed(MemoryError("out of memory"))
-    told: Any = [ranks.controls[0].look("failure") for ranks in (here, there)]
-    assert [rank for rank, *_ in told] == [0, 1]
+    failures: Any = [ranks.controls[0].look("failure") for ranks in (here, there)]
+    assert [rank for rank, *_ in failures] == [0, 1]
 
 
 def test_an_error_before_the_first_tick_names_its_transfer() -> None:
@@ -308,10 +308,10 @@ def test_an_error_before_the_first_tick_names_its_transfer() -> None:
 
 def test_the_other_ring_gets_the_failure_before_the_process_ends() -> None:
     here, there = two_rings(fatal=True)
-    told = list[Any]()
-    here.watches[0]._fatal = lambda text: told.append(there.controls[1].look("failure"))
+    failures = list[Any]()
+    here.watches[0]._fatal = lambda text: failures.append(there.controls[1].look("failure"))
     here.watches[0].failed(MemoryError("out of memory"))
-    (failure,) = told
+    (failure,) = failures
     assert failure[:2] == [0, "TransportError"] and "MemoryError: out of memory" in failure[2]
 
 
@@ -326,7 +326,6 @@ def test_only_open_rings_of_the_same_set_fail_together() -> None:
 
 @pytest.mark.parametrize("both", [True, False])
 def test_a_refusal_ends_no_ring(both: bool) -> None:
-    """Refuse a call of both rings or of one ring only, after agreed calls that are over."""
     rings = two_rings()
     called = rings if both else rings[:1]
     for ranks in called:
@@ -342,7 +341,6 @@ def test_a_refusal_ends_no_ring(both: bool) -> None:
 
 @pytest.mark.parametrize("heads", [[8, 4], [8, 8]])
 def test_an_error_known_to_all_ranks_is_not_published_again(heads: list[int]) -> None:
-    """Disagree on the call, or cancel an agreed call because another ring refused it."""
     ranks = Ranks(2)
 
     def call(watch: Watch) -> None:
@@ -360,7 +358,6 @@ def test_an_error_known_to_all_ranks_is_not_published_again(heads: list[int]) ->
 
 @pytest.mark.parametrize(("error", "agreed"), [(TransportError("rank 1 is gone"), False), (MemoryError("of 0"), True)])
 def test_an_error_of_a_lost_or_agreed_ring_is_not_a_refusal(error: Exception, agreed: bool) -> None:
-    """Lose the other ring, or fail after it has agreed on the call."""
     here, there = two_rings()
     for ranks in (here, there):
         ranks.watches[0].enter()
@@ -374,8 +371,7 @@ def test_an_error_of_a_lost_or_agreed_ring_is_not_a_refusal(error: Exception, ag
 
 
 def test_errors_use_the_rank_numbers_of_the_mesh(clock: Clock) -> None:
-    ranks = Ranks(2, names=(1, 3))
-    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+    ranks = agreed_once(2, names=(1, 3))
     for watch in ranks.watches:
         watch.begin("forward")
     ranks.watches[1].posted("forward hop 1: K/V", Transfer(), [DONE], [(0, 64)], [(0, 64)])
@@ -393,8 +389,7 @@ def test_errors_use_the_rank_numbers_of_the_mesh(clock: Clock) -> None:
 @pytest.mark.parametrize("ticks", [0, 1, 2])
 def test_a_connection_broken_by_a_refusing_rank_raises_the_refusal(ticks: int) -> None:
     """Answer the question in one tick and read the reason in the next, unless the connection breaks earlier."""
-    ranks = Ranks(2, deadline=HANGS)
-    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+    ranks = agreed_once(2, deadline=HANGS)
     ranks.watches[1].enter()
     ranks.watches[1].left(ValueError("k has 6 heads"))
     watch = ranks.watches[0]
@@ -416,8 +411,7 @@ def test_a_connection_broken_by_a_refusing_rank_raises_the_refusal(ticks: int) -
 @pytest.mark.parametrize("answered", [False, True])
 def test_an_idle_rank_answers_questions_at_its_next_poll(answered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the last call be long over while another rank waits at a new call. An idle watchdog polls now and then."""
-    ranks = Ranks(2, deadline=HANGS)
-    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+    ranks = agreed_once(2, deadline=HANGS)
     ranks.watches[1].agree({"heads": 8})
     monkeypatch.setattr(module, "GRACE_SECONDS", -NEVER)
     monkeypatch.setattr(module, "IDLE_SECONDS", NEVER if answered else 0.0)
@@ -591,7 +585,6 @@ def test_the_first_failure_stays_and_aborts_once(caplog: pytest.LogCaptureFixtur
 
 
 def test_an_answering_store_resets_the_pause_between_retries(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Reset the pause after an answer, and log the silence once."""
     ranks, pauses = Ranks(2, deadline=HANGS), list[float]()
     watch, connection = ranks.watches[0], ranks.connection(0)
     with caplog.at_level(logging.INFO, "ringattn"):

@@ -225,7 +225,6 @@ def test_two_ranks_refuse_alike_and_continue_from_the_last(finished: Job, tmp_pa
 
 
 def test_a_refused_checkpoint_ends_the_command(finished: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Truncate tensors, which are read while the ranks run."""
     shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
     DAMAGES["truncated tensors"](tmp_path / "runs" / "00000002")
     flags = [f"--{name.replace('_', '-')}={getattr(finished, name)}" for name in OTHERS]
@@ -272,7 +271,6 @@ def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
 
 
 def test_a_run_continues_from_the_last_checkpoint(finished: Job, tmp_path: Path) -> None:
-    """Restore weights, Adam's state and losses."""
     shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
     whole = train_virtual_ranks(replace(TINY, steps=3), read_text(), 1)
     run = train_virtual_ranks(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")), read_text(), 1)
@@ -280,9 +278,8 @@ def test_a_run_continues_from_the_last_checkpoint(finished: Job, tmp_path: Path)
 
 
 def test_entries_other_than_tensors_are_restored(tmp_path: Path) -> None:
-    """Save numbers, text and containers of them, as optimizers have them."""
     state: dict[str, Any] = {"betas": (0.9, 0.95), "name": "Adam", "step": torch.tensor(3.0), "groups": [{"lr": 0.1}]}
     save_state(tmp_path / "a", state, {}, no_dist=True)
-    found: dict[str, Any] = {"betas": (0.0, 0.0), "name": "", "step": torch.zeros(()), "groups": [{"lr": 0.0}]}
-    load_state(tmp_path / "a", found)
-    assert found == state
+    restored: dict[str, Any] = {"betas": (0.0, 0.0), "name": "", "step": torch.zeros(()), "groups": [{"lr": 0.0}]}
+    load_state(tmp_path / "a", restored)
+    assert restored == state

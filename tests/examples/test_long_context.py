@@ -63,10 +63,10 @@ def test_only_rank_0_reports(rank: int, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(long_context, name, lambda *_, answer=answer: answer)
     for name in ("by_ranks", "in_one_process"):
         monkeypatch.setattr(long_context, name, lambda *_, name=name: name)
-    monkeypatch.setattr(long_context, "report", lambda *told: reported.append(told))
+    monkeypatch.setattr(long_context, "report", lambda *arguments: reported.append(arguments))
     group = {"is_torchelastic_launched": True, "get_world_size": 2, "get_rank": rank}
-    for name, said in {**group, "init_process_group": None, "destroy_process_group": None}.items():
-        monkeypatch.setattr(dist, name, lambda said=said: said)
+    for name, value in {**group, "init_process_group": None, "destroy_process_group": None}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
     monkeypatch.setattr(sys, "argv", ["long_context"])
     long_context.main()
     assert reported == [(2, "by_ranks", "in_one_process", "needles")] * (rank == 0)
@@ -108,20 +108,14 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_the_slurm_script(tmp_path: Path) -> None:
-    """Start one torchrun per node with a rendezvous on the first, an existing script and existing flags."""
     bin_folder, script = tmp_path / "bin", EXAMPLES / "slurm.sh"
     bin_folder.mkdir()
     for name, line in (("scontrol", "echo node7; sleep 0.1; echo node8"), ("srun", 'echo "$@"')):
         (bin_folder / name).write_text(f"#!/bin/bash\n{line}\n")
         (bin_folder / name).chmod(0o755)
-    job = {"NODELIST": "node[7-8]", "ID": "12", "NAME": "long"}
-    env = {f"SLURM_JOB_{name}": value for name, value in job.items()}
-    env |= {
-        "SLURM_NNODES": "2",
-        "SLURM_GPUS_PER_NODE": "8",
-        "SLURM_CPUS_PER_TASK": "64",
-        "PATH": f"{bin_folder}:/usr/bin:/bin",
-    }
+    job = {"JOB_NODELIST": "node[7-8]", "JOB_ID": "12", "JOB_NAME": "long", "NNODES": "2", "GPUS_PER_NODE": "8"}
+    env = {f"SLURM_{name}": value for name, value in (job | {"CPUS_PER_TASK": "64"}).items()}
+    env["PATH"] = f"{bin_folder}:/usr/bin:/bin"
     done = subprocess.run(["/bin/bash", script, "--data", "2"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     step, _, launched = done.stdout.partition("torchrun ")

@@ -86,7 +86,6 @@ def test_training_on_a_mesh_equals_one_process(dtype: str, tmp_path: Path) -> No
 
 
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
-    """Compare losses bit for bit, including those of earlier steps."""
     job = replace(TINY, checkpoint=str(tmp_path), every=2)
     whole = train_virtual_ranks(replace(TINY, steps=6), read_text(), 2)
     train_virtual_ranks(replace(job, steps=3), read_text(), 2)
@@ -176,8 +175,6 @@ def test_wrong_command_lines_are_refused(command: str, message: str, capsys: pyt
 
 @pytest.mark.nightly
 def test_under_torchrun(tmp_path: Path) -> None:
-    """Train and write checkpoints in two processes, then continue in one."""
-
     def run(*more: str, ranks: int = 2, code: int = 0) -> str:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += ["-m", "ringattn.examples.train", "--seqlen", "64", "--layers", "1", "--checkpoint", "runs", *more]

@@ -153,9 +153,9 @@ def parallel_config(config: dict[str, Any], rank: int) -> Any:
 
     context = ContextParallelConfig(**config)
     mesh = init_device_mesh("cpu", context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
-    made = ParallelConfig(context_parallel_config=context)
-    made.setup(rank, mesh.size(), torch.device("cpu"), mesh=mesh)
-    return made
+    parallel = ParallelConfig(context_parallel_config=context)
+    parallel.setup(rank, mesh.size(), torch.device("cpu"), mesh=mesh)
+    return parallel
 
 
 def dispatched(attention: Attention, rank: int) -> list[Tensor | None]:
@@ -175,8 +175,8 @@ def dispatched(attention: Attention, rank: int) -> list[Tensor | None]:
     more |= {"learnable_sink": sinks[0] if sinks else None, "return_lse": True}
     out, lse = dispatch_attention_fn(*leaves, **call, attention_kwargs=more, backend="ringattn")
     grads = [taken(case.layout, case.whole["dout"], rank), taken(case.layout, case.whole["dlse"], rank, 2).mT]
-    made = torch.autograd.grad((out, lse), [*leaves, *sinks], grads)
-    return [out.detach(), lse.detach().mT, *made, *[None] * (not sinks)]
+    results_of_backward = torch.autograd.grad((out, lse), [*leaves, *sinks], grads)
+    return [out.detach(), lse.detach().mT, *results_of_backward, *[None] * (not sinks)]
 
 
 def on_rank(world: int, rank: int) -> dict[str, list[Any]]:

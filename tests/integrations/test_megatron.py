@@ -118,10 +118,10 @@ def test_as_exact_as_its_own_attention(name: str) -> None:
     with on_the_cpu() as core:
 
         def module(cls: Any, group: Any) -> Any:
-            made = attention(core, cls, group, layer, **fields)
-            for parameter in made.parameters():
+            core_attention = attention(core, cls, group, layer, **fields)
+            for parameter in core_attention.parameters():
                 parameter.data.copy_(sink)
-            return made
+            return core_attention
 
         own = module(core.DotProductAttention, ALONE)
         theirs = computed(own, whole, None)
@@ -141,7 +141,6 @@ def test_as_exact_as_its_own_attention(name: str) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_packed_documents_of_latent_attention(dynamic: bool) -> None:
-    """Take the group from the micro-batch instead of the layer if ``dynamic``."""
     real, padded, scale, value_dim = [0, 19, 51], [0, 24, 64], 0.3, 8
     whole, layout = draw((TOKENS, 1), 24, value_dim), Layout.zigzag(TOKENS, 2, padded)
     with on_the_cpu() as core:

@@ -411,7 +411,6 @@ def test_megatron_padding_between_documents_is_masked_and_zero() -> None:
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(("own", "size", "group"), [(None, None, "layer"), (None, 1, None), ("own", 2, "own")])
 def test_megatron_takes_the_group_of_the_micro_batch(own: Any, size: int | None, group: Any) -> None:
-    """Use no group if the micro-batch is on one rank, even if the layer has a group."""
     packed = SimpleNamespace(cp_group=own, local_cp_size=size)
     assert import_module("ringattn.integrations.megatron")._group_of(packed, "layer") == group
 
@@ -423,11 +422,11 @@ def test_with_ring_attention_changes_a_copy_of_a_megatron_spec() -> None:
 
     names, integration = ("self_attention", "cross_attention"), import_module("ringattn.integrations.megatron")
     spec = spec_of(layer_specs=[spec_of(**{name: spec_of(core_attention=name) for name in names})])
-    for one, expected in (
+    for checked_spec, expected in (
         (integration.with_ring_attention(spec), [integration.RingCoreAttention] * 2),
         (spec, [*names]),
     ):
-        (layer,) = one.submodules.layer_specs
+        (layer,) = checked_spec.submodules.layer_specs
         assert [getattr(layer.submodules, name).submodules.core_attention for name in names] == expected
 
 
@@ -484,7 +483,6 @@ def test_a_mask_with_an_offset_is_refused(argument: str) -> None:
 
 @pytest.mark.parametrize("items", [None, 5, torch.tensor(7)])
 def test_num_items_in_batch_is_given_or_counted(items: Any) -> None:
-    """Count the labels of all ranks that are not ignored."""
     labels = torch.tensor([[1, 2, -100, 3, 4, 5], [-100, -100, 1, 2, 3, 4]])
     batch = {"input_ids": labels.abs(), "labels": labels, "num_items_in_batch": items}
     right = 6 if items is None else int(items)
@@ -498,7 +496,6 @@ def test_num_items_in_batch_is_given_or_counted(items: Any) -> None:
 
 
 def test_sharded_adds_its_hook_once() -> None:
-    """Add one hook per model, also to a model inside a model, and keep it."""
     from ..support.hf_models import model_of
 
     model = model_of("llama")

@@ -101,7 +101,6 @@ def test_on_a_gpu_a_rank_is_one_bucket() -> None:
 
 
 def test_without_a_ring_and_cross_attention() -> None:
-    """Compute on this rank only, because ``ring_reduce_col`` is False."""
     q, k = torch.randn(1, 12, 4, 16), torch.randn(1, 20, 2, 16)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     keys = k.repeat(1, 1, 2, 1).transpose(1, 2)
@@ -128,7 +127,6 @@ def test_zig_zag() -> None:
 @pytest.mark.parametrize("tokens", [31, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_tree_attn_decode(dtype: torch.dtype, tokens: int) -> None:
-    """Decode with the script's sizes, and with per-rank keys where the last rank has none."""
     q, k, v = (torch.randn(2, 8, n, 64).to(dtype) for n in (1, tokens, tokens))
 
     def of_rank(group: Any) -> tuple[Tensor, Tensor]:
@@ -199,9 +197,11 @@ def test_names_and_arguments_match_the_package() -> None:
         "zig_zag_attn": package.zig_zag_attention,
     }
     for name, home in homes.items():
-        kept = [x for x in inspect.signature(getattr(ours, name)).parameters.values() if x.kind is not x.KEYWORD_ONLY]
-        other = inspect.signature(inspect.unwrap(getattr(home, name))).parameters.values()
-        assert [(x.name, x.default) for x in kept] == [(x.name, x.default) for x in other]
+        ours_positional = [
+            x for x in inspect.signature(getattr(ours, name)).parameters.values() if x.kind is not x.KEYWORD_ONLY
+        ]
+        theirs_positional = inspect.signature(inspect.unwrap(getattr(home, name))).parameters.values()
+        assert [(x.name, x.default) for x in ours_positional] == [(x.name, x.default) for x in theirs_positional]
 
 
 def compare_with_theirs(names: str, mine: list[Tensor], single: list[Tensor], double: list[Tensor]) -> None:
@@ -235,6 +235,13 @@ def repaired(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor, None, None]:
     return total.split(ctx.batch_sizes, dim=ctx.dim)[dist.get_rank()], None, None
 
 
+def theirs_on_ours() -> Any:
+    package = theirs()
+    package.ring_attention.ring_flash_attn = ours.ring_flash_attn
+    package.distributed.AllGatherFunction.backward = staticmethod(repaired)
+    return package
+
+
 MODULES = [*product((True, False), (True, False), (1, 2), (1, 2), (0, 1))]
 """Causal, striped, buckets per rank, batches that share the ranks, and how much longer each rank's batch is."""
 
@@ -252,10 +259,7 @@ def of_module(module: Any, dtype: torch.dtype, x: Tensor, dout: Tensor, ring_siz
 
 def modules(rank: int) -> list[list[list[Tensor]]]:
     """Return results of their module on ringattn, and on their plain attention in fp32 and in float64."""
-    package = theirs()
-    package.ring_attention.ring_flash_attn = ours.ring_flash_attn
-    package.distributed.AllGatherFunction.backward = staticmethod(repaired)
-    made = []
+    package, results_by_case = theirs_on_ours(), list[list[list[Tensor]]]()
     for case, (causal, striped, buckets, shared, more) in enumerate(MODULES):
         if striped and not causal:
             continue
@@ -272,16 +276,15 @@ def modules(rank: int) -> list[list[list[Tensor]]]:
         x, dout = torch.randn(2, 2 + more * rank, 31, 8)
 
         runs = ((ring, torch.float32), (plain, torch.float32), (plain, torch.float64))
-        made.append([of_module(module, dtype, x, dout, 4 // shared) for module, dtype in runs])
-    return made
+        results_by_case.append([of_module(module, dtype, x, dout, 4 // shared) for module, dtype in runs])
+    return results_by_case
 
 
 @pytest.mark.nightly
 def test_assert_attn() -> None:
-    """Use 31 tokens, which their module pads and masks."""
     for rank in results(4, modules, patience=170):
-        for made in rank:
-            compare_with_theirs("out dx dqkv dout", *made)
+        for runs in rank:
+            compare_with_theirs("out dx dqkv dout", *runs)
 
 
 def of_transformer(model: Any, dtype: torch.dtype, ids: Tensor) -> list[Tensor]:
@@ -294,36 +297,28 @@ def of_transformer(model: Any, dtype: torch.dtype, ids: Tensor) -> list[Tensor]:
 
 def transformers(rank: int) -> list[list[list[Tensor]]]:
     """Return results of their transformer on ringattn, and on their plain attention in fp32 and in float64."""
-    package = theirs()
-    package.ring_attention.ring_flash_attn = ours.ring_flash_attn
-    package.distributed.AllGatherFunction.backward = staticmethod(repaired)
-    made = []
+    package, results_by_case = theirs_on_ours(), list[list[list[Tensor]]]()
+    sizes = {"num_tokens": 32, "dim": 8, "dim_head": 8, "depth": 2, "num_grouped_query_heads": 2}
     for case, (causal, striped, more) in enumerate([(False, False, 0), (True, False, 1), (True, True, 1)]):
         torch.manual_seed(case)
-        settings = {"num_tokens": 32, "dim": 8, "dim_head": 8, "depth": 2, "causal": causal, "use_cuda_kernel": False}
+        settings = sizes | {"causal": causal, "use_cuda_kernel": False}
         ring = package.RingTransformer(
-            **settings,
-            num_grouped_query_heads=2,
-            ring_attn=True,
-            striped_ring_attn=striped,
-            ring_seq_size=8,
-            bucket_size=4,
+            **settings, ring_attn=True, striped_ring_attn=striped, ring_seq_size=8, bucket_size=4
         )
-        plain = package.RingTransformer(**settings, num_grouped_query_heads=2, force_regular_attn=True)
+        plain = package.RingTransformer(**settings, force_regular_attn=True)
         plain.load_state_dict(ring.state_dict())
         torch.manual_seed(100 * case + rank)
         ids = torch.randint(0, 32, (2 + more * rank, 31))
         runs = ((ring, torch.float32), (plain, torch.float32), (plain, torch.float64))
-        made.append([of_transformer(model, dtype, ids) for model, dtype in runs])
-    return made
+        results_by_case.append([of_transformer(model, dtype, ids) for model, dtype in runs])
+    return results_by_case
 
 
 @pytest.mark.nightly
 def test_assert() -> None:
-    """Train ``RingTransformer`` in ``DistributedDataParallel``, with a different batch per rank."""
     for rank in results(4, transformers, patience=170):
-        for made in rank:
-            compare_with_theirs("logits gradients", *made)
+        for runs in rank:
+            compare_with_theirs("logits gradients", *runs)
 
 
 def of_zig_zag(module: Any, x: Tensor, dout: Tensor) -> list[Tensor]:
@@ -338,8 +333,7 @@ def of_zig_zag(module: Any, x: Tensor, dout: Tensor) -> list[Tensor]:
 
 
 def zig_zag(rank: int) -> list[list[Tensor]]:
-    package = theirs()
-    package.distributed.AllGatherFunction.backward = staticmethod(repaired)
+    package = theirs_on_ours()
     torch.manual_seed(0)
     module = package.RingAttention(
         dim=8, dim_head=16, num_grouped_query_heads=2, causal=True, force_regular_attn=True, use_cuda_kernel=False

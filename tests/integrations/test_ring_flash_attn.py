@@ -56,8 +56,8 @@ def documents_arguments(family: str, rank: int, world: int, causal: bool) -> tup
     """Return the arguments that follow the tensors."""
     documents = torch.tensor(documents_of(family), dtype=torch.int32)
     if family == "llama3_varlen":
-        made = ours.llama3_flash_attn_prepare_cu_seqlens(documents, causal, rank, world)
-        return *made[:4], 1, made[4]
+        prepared = ours.llama3_flash_attn_prepare_cu_seqlens(documents, causal, rank, world)
+        return *prepared[:4], 1, prepared[4]
     longest = int((documents[1:] - documents[:-1]).max())
     return (documents // world, longest // world) if "varlen" in family else ()
 
@@ -66,19 +66,19 @@ def of_rank(
     name: str, family: str, whole: dict[str, Tensor], group: GroupLike, rank: int, world: int, options: dict[str, Any]
 ) -> list[Tensor]:
     """Return out, lse and the gradients of q, k and v of one rank, as ``[B, S, H, D]``."""
-    own = held(family, rank, world, documents_of(family))
+    positions = held(family, rank, world, documents_of(family))
     packed = "varlen" in family
-    q, k, v, dout = (whole[x][0, own] if packed else whole[x][:, own] for x in ("q", "k", "v", "dout"))
+    q, k, v, dout = (whole[x][0, positions] if packed else whole[x][:, positions] for x in ("q", "k", "v", "dout"))
     pieces = {"kvpacked": [q, torch.stack([k, v], -3)], "qkvpacked": [torch.stack([q, k, v], -3)]}
     leaves = [x.clone().requires_grad_() for x in pieces.get(name.split("_")[-2], [q, k, v])]
     arguments = documents_arguments(family, rank, world, options["causal"])
     out, lse, probabilities = getattr(ours, name)(*leaves, *arguments, return_attn_probs=True, group=group, **options)
     assert probabilities is None
-    dlse = whole["dlse"][0][:, own] if packed else whole["dlse"][:, :, own]
+    dlse = whole["dlse"][0][:, positions] if packed else whole["dlse"][:, :, positions]
     grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     separate = [x for grad in grads for x in (grad.unbind(-3) if grad.dim() > q.dim() else [grad])]
-    made = [out.detach(), lse.detach(), *separate]
-    return [x[None] for x in made] if packed else made
+    results_of_rank = [out.detach(), lse.detach(), *separate]
+    return [x[None] for x in results_of_rank] if packed else results_of_rank
 
 
 def check(name: str, family: str, world: int, parts: list[list[Tensor]] | None = None, **options: Any) -> None:
@@ -139,7 +139,7 @@ def test_documents_that_do_not_divide(world: int) -> None:
     documents = [0, 7, 8, 30, 61]
     layout, whole = Layout.zigzag(61, world, documents), inputs(61, (4, 2), batch=1)
 
-    def of(group: Any) -> list[Any]:
+    def one_rank(group: Any) -> list[Any]:
         q, k, v, dout = (layout.shard(whole[x], group.rank())[0].detach() for x in ("q", "k", "v", "dout"))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out, lse, _ = ours.zigzag_ring_flash_attn_varlen_func(
@@ -149,7 +149,7 @@ def test_documents_that_do_not_divide(world: int) -> None:
         return [*(x[None] for x in (out.detach(), lse.detach(), *grads)), None]
 
     case = Case(layout, whole, {"causal": True, "cu_seqlens": documents})
-    compare(expected(case), *together(case, run_ranks(world, of)))
+    compare(expected(case), *together(case, run_ranks(world, one_rank)))
 
 
 def test_only_the_output_is_returned_without_return_attn_probs() -> None:
@@ -159,7 +159,6 @@ def test_only_the_output_is_returned_without_return_attn_probs() -> None:
 
 
 def test_a_last_stride_that_is_not_1() -> None:
-    """Copy such inputs, as flash-attn's ``maybe_contiguous`` does."""
     q, qkv = torch.randn(1, 8, 2, 16), torch.randn(1, 8, 3, 2, 16)
     turned, packed = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, qkv))
     torch.testing.assert_close(
@@ -171,7 +170,6 @@ def test_a_last_stride_that_is_not_1() -> None:
 
 
 def test_zigzag_lengths_that_do_not_divide_are_refused() -> None:
-    """Refuse lengths that ranks cannot share evenly. One rank takes any length."""
     q = torch.randn(7, 2, 16)
     with pytest.raises(ValueError, match=r"q has 7 tokens.*layout="):
         run_ranks(2, lambda group: ours.zigzag_ring_flash_attn_func(q[None], q[None], q[None], group=group))
@@ -231,11 +229,11 @@ def test_names_and_arguments_match_the_package() -> None:
     assert sorted(offered) == sorted([*NAMES, "llama3_flash_attn_prepare_cu_seqlens"])
     for name in offered:
         parameters = [*inspect.signature(getattr(ours, name)).parameters.values()]
-        mine = [one for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        positional = [argument for argument in parameters if argument.kind is not inspect.Parameter.VAR_KEYWORD]
         arguments, empty = theirs[name].args, inspect.Parameter.empty
-        assert [one.name for one in mine] == [one.arg for one in arguments.args]
-        defaults = [ast.literal_eval(one) for one in arguments.defaults]
-        assert [one.default for one in mine if one.default is not empty] == defaults
+        assert [argument.name for argument in positional] == [argument.arg for argument in arguments.args]
+        defaults = [ast.literal_eval(argument) for argument in arguments.defaults]
+        assert [argument.default for argument in positional if argument.default is not empty] == defaults
         assert getattr(ours, name).__name__ == name
 
 
@@ -249,9 +247,9 @@ def test_names_and_arguments_match_the_package() -> None:
 )
 def test_llama3_arguments(rank: int, causal: bool, q: list[int], k: list[int], keys: slice) -> None:
     """Give a query the keys of its whole document, or with ``causal`` those up to the end of the rank's run."""
-    made = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 4, 12, 16]), causal, rank, 2)
+    prepared = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 4, 12, 16]), causal, rank, 2)
     longest = [max(stop - start for start, stop in pairwise(edges)) for edges in (q, k)]
-    assert [made[0].tolist(), made[1].tolist(), *made[2:]] == [q, k, *longest, keys]
+    assert [prepared[0].tolist(), prepared[1].tolist(), *prepared[2:]] == [q, k, *longest, keys]
 
 
 @pytest.mark.nightly

@@ -57,7 +57,6 @@ def forward(model: Any, group: Any, layout: Layout, **more: Any) -> Any:
     ),
 )
 def test_packed_documents(name: str, world: int, implementation: str) -> None:
-    """Run two forwards, also for a model that was created with flash-attn's attention."""
     models, layout = [model_of(name) for _ in range(world)], Layout.contiguous(TOKENS, world)
 
     def rank(group: Any) -> tuple[Tensor, Tensor]:
@@ -133,5 +132,5 @@ def test_names_and_arguments_match_the_package() -> None:
     }
     assert isinstance(exports, ast.ImportFrom) and exports.module == "hf_adapter"
     for alias in exports.names:
-        arguments = [one.arg for one in functions[alias.name].args.args]
+        arguments = [argument.arg for argument in functions[alias.name].args.args]
         assert [*inspect.signature(getattr(ours, alias.name)).parameters] == arguments

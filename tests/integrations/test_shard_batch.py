@@ -57,14 +57,14 @@ def errors(calls: Callable[[int], list[Callable[[Any], object]]], world: int = 3
     """Return each rank's error texts of its calls in turn, "" for a call without an error."""
 
     def one_rank(group: Any) -> list[str]:
-        found = []
+        texts = []
         for call in calls(group.rank()):
             try:
                 call(group)
-                found.append("")
+                texts.append("")
             except ValueError as error:
-                found.append(str(error))
-        return found
+                texts.append(str(error))
+        return texts
 
     return run_ranks(world, one_rank)
 
@@ -92,17 +92,14 @@ DIFFERENT: dict[str, tuple[str, Batch, Batch]] = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_a_different_batch_is_refused_on_every_rank(name: str) -> None:
-    """Name the entry and the ranks, and go on with the next batch."""
     entry, batch, other = DIFFERENT[name]
-    for found, later in errors(lambda rank: [cut(other if rank == 1 else batch), cut(text())]):
-        assert entry in found and not later, (found, later)
-        values = dict(part.split(": ", 1) for part in found.split("(", 1)[1].split(", rank "))
+    for error, later in errors(lambda rank: [cut(other if rank == 1 else batch), cut(text())]):
+        assert entry in error and not later, (error, later)
+        values = dict(part.split(": ", 1) for part in error.split("(", 1)[1].split(", rank "))
         assert [*values] == ["rank 0", "1", "2"]
 
 
 def test_an_entry_that_one_rank_lacks_is_named_on_every_rank() -> None:
-    """Do so even if only the other ranks have compared this shape before."""
-
     def calls(rank: int) -> list[Callable[[Any], object]]:
         return [cut(text()), cut({"input_ids": ids_of()} if rank == 1 else text())]
 
@@ -112,8 +109,8 @@ def test_an_entry_that_one_rank_lacks_is_named_on_every_rank() -> None:
 
 @pytest.mark.parametrize("batch", [[1], {**text(), "labels": [1]}])
 def test_a_wrong_type_on_one_rank_is_an_error_on_all(batch: Any) -> None:
-    for found, later in errors(lambda rank: [cut(batch if rank == 1 else text()), cut(text())]):
-        assert " is [1]: it must be" in found or "batch is list" in found
+    for error, later in errors(lambda rank: [cut(batch if rank == 1 else text()), cut(text())]):
+        assert " is [1]: it must be" in error or "batch is list" in error
         assert not later
 
 
@@ -192,16 +189,17 @@ def test_a_contradictory_padding_free_batch_is_refused_on_all_ranks(
     """Refuse the batch of one rank on all ranks, and compare the contents of the next batch."""
     monkeypatch.setattr(integration, "CHECK_EVERY", 3)
     bad = {**padding_free(), **wrong}
-    found = errors(lambda rank: [cut(padding_free()), cut(bad if rank == 1 else padding_free()), cut(padding_free())])
-    for before, refused, after in found:
+    errors_by_rank = errors(
+        lambda rank: [cut(padding_free()), cut(bad if rank == 1 else padding_free()), cut(padding_free())]
+    )
+    for before, refused, after in errors_by_rank:
         assert entry in refused and not before and not after, (before, refused, after)
 
 
 def test_a_batch_refused_in_an_expected_call_is_refused_on_all_ranks() -> None:
-    """Make the other ranks wait in this call too, so that none goes on."""
     bad = {**text(), "attention_mask": torch.zeros(2, TOKENS)}
-    for found in errors(lambda rank: [*[cut(text())] * 6, cut(bad if rank == 1 else text()), cut(text())]):
-        assert [("attention_mask" in one) for one in found] == [False] * 6 + [True, False], found
+    for texts in errors(lambda rank: [*[cut(text())] * 6, cut(bad if rank == 1 else text()), cut(text())]):
+        assert ["attention_mask" in error for error in texts] == [False] * 6 + [True, False], texts
 
 
 def test_rows_with_different_documents_are_refused() -> None:
@@ -230,12 +228,11 @@ def test_a_padding_free_batch_is_sharded_by_its_documents(entries: tuple[str, ..
 
 
 def test_one_document_needs_no_boundaries() -> None:
-    made = shard_batch({**text(), "position_ids": torch.arange(TOKENS)[None]}, "contiguous")
-    assert made.cu_seqlens is None and made["position_ids"].equal(torch.arange(TOKENS)[None])
+    batch = shard_batch({**text(), "position_ids": torch.arange(TOKENS)[None]}, "contiguous")
+    assert batch.cu_seqlens is None and batch["position_ids"].equal(torch.arange(TOKENS)[None])
 
 
 def test_a_model_on_a_padding_free_batch() -> None:
-    """Compare with each document alone."""
     model, batch = model_of("llama").eval(), padding_free()
 
     def one_rank(group: Any) -> Tensor:
@@ -253,7 +250,7 @@ def test_the_checksum_depends_on_every_element_and_its_position(monkeypatch: pyt
     x = torch.randint(-100, 50000, (3, 11))
     others = [changed(x, (row, column)) for row in range(3) for column in range(11)]
     others += [~x, x.flip(1), x.flip(0), x[:, :10], x.new_zeros(3, 11), x.new_zeros(3, 12)]
-    sums = [int(checksum(one)) for one in (x, *others)]
+    sums = [int(checksum(tensor)) for tensor in (x, *others)]
     assert len({*sums}) == len(sums) and int(checksum(x.T.contiguous().T)) == sums[0]
     for dtype in (torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.int8):
         values = torch.arange(6).remainder(2).to(dtype)

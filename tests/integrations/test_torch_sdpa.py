@@ -51,19 +51,19 @@ def on_ranks(
     layout: Layout, whole: Sequence[Tensor], attention: Attention, kv_layout: Layout | None = None, **call: Any
 ) -> list[Tensor]:
     """Return out and the gradients of q, k and v, from shards as PyTorch's context parallelism makes them."""
-    of_keys = kv_layout or layout
-    layouts = [layout, of_keys, of_keys]
+    layout_of_keys = kv_layout or layout
+    layouts = [layout, layout_of_keys, layout_of_keys]
 
     def rank(group: Any) -> list[Tensor]:
         pairs = zip(layouts, whole, strict=True)
-        shards = [one.shard(x, group.rank(), 2).requires_grad_() for one, x in pairs]
+        shards = [shard_layout.shard(x, group.rank(), 2).requires_grad_() for shard_layout, x in pairs]
         with ring_sdpa(layout, group, kv_layout=kv_layout):
             out = attention(*shards, **call)
             out.sum().backward()
         return [out.detach(), *(x.grad for x in shards if x.grad is not None)]
 
     parts = zip(*run_ranks(layout.world, rank), strict=True)
-    return [one.unshard(shards, 2) for one, shards in zip([layout, *layouts], parts, strict=True)]
+    return [shard_layout.unshard(shards, 2) for shard_layout, shards in zip([layout, *layouts], parts, strict=True)]
 
 
 def alone(whole: Sequence[Tensor], dtype: torch.dtype, **call: Any) -> list[Tensor]:
@@ -139,7 +139,6 @@ def test_different_numbers_of_queries_and_keys(queries: int, keys: int, causal: 
 
 
 def test_strides_of_any_kind() -> None:
-    """Accept channels before tokens, as after a convolution, and expanded tensors."""
     whole = tensors(16)
 
     def channels_first(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
@@ -202,7 +201,6 @@ def test_checkpointed_layers(reentrant: bool) -> None:
 
 
 def test_checkpointed_layers_in_torch_autograd_functions() -> None:
-    """Enter the mode in ``torch.autograd.grad`` and ``torch.autograd.backward``, as in ``Tensor.backward``."""
     qkv = [x.requires_grad_() for x in tensors(8)]
     with ring_sdpa("contiguous"):
         out = checkpoint(lambda *qkv: SDPA(*(2 * x for x in qkv)), *qkv, use_reentrant=False)

@@ -71,18 +71,18 @@ def trained(ring: bool, world: int, rank: int, **options: Any) -> dict[str, Any]
     from transformers import Trainer, TrainingArguments
 
     environment(rank, world)
-    mine = model("ringattn" if ring else "eager")
+    trained_model = model("ringattn" if ring else "eager")
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, **OPTIONS | options)
         trainer = (ring_trainer(Trainer) if ring else Trainer)(
-            mine, arguments, train_dataset=rows(ROWS, 1), eval_dataset=rows(EVAL_ROWS, 2)
+            trained_model, arguments, train_dataset=rows(ROWS, 1), eval_dataset=rows(EVAL_ROWS, 2)
         )
         trainer.train()
         evaluation = trainer.evaluate()["eval_loss"]
         predicted = trainer.predict(rows(EVAL_ROWS, 3))
-    made = {"evaluation": torch.tensor(evaluation), **outcome(trainer, mine)}
+    losses = {"evaluation": torch.tensor(evaluation), "test": torch.tensor(predicted.metrics["test_loss"])}
     predictions, labels = torch.tensor(predicted.predictions), torch.tensor(predicted.label_ids)
-    return made | {"predictions": predictions, "labels": labels, "test": torch.tensor(predicted.metrics["test_loss"])}
+    return losses | outcome(trainer, trained_model) | {"predictions": predictions, "labels": labels}
 
 
 def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -141,15 +141,15 @@ def fine_tuned(ring: bool, world: int, rank: int, **options: Any) -> dict[str, A
     from trl import SFTConfig, SFTTrainer
 
     environment(rank, world)
-    mine = model("ringattn" if ring else "eager")
+    trained_model = model("ringattn" if ring else "eager")
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(folder, **OPTIONS | {"max_length": TOKENS, "packing": True, "bf16": False} | options)
         trainer = (ring_trainer(SFTTrainer) if ring else SFTTrainer)(
-            mine, arguments, train_dataset=texts(24, 1), eval_dataset=texts(9, 2), processing_class=tokenizer()
+            trained_model, arguments, train_dataset=texts(24, 1), eval_dataset=texts(9, 2), processing_class=tokenizer()
         )
         trainer.train()
         evaluation = trainer.evaluate()["eval_loss"]
-    return {"evaluation": torch.tensor(evaluation), **outcome(trainer, mine)}
+    return {"evaluation": torch.tensor(evaluation), **outcome(trainer, trained_model)}
 
 
 @pytest.mark.parametrize(("strategy", "rows"), [("wrapped", 1), ("bfd", 2)])

@@ -183,13 +183,13 @@ def test_padding_masks_are_copied_to_the_device_once(qkv_format: str) -> None:
     edges = torch.tensor([0, 9])
     padded = torch.tensor([0, 12]) if qkv_format == "thd" else None
     call: dict[str, Any] = {"qkv_format": qkv_format, "boundaries": Boundaries(edges, None, padded, None)}
-    made = formats._shared_padding if qkv_format == "thd" else formats._shared_behind
-    made.cache_clear()
+    cached = formats._shared_padding if qkv_format == "thd" else formats._shared_behind
+    cached.cache_clear()
     with torch.inference_mode():
         attend(q, k, v, group=None, attn_mask_type="padding", **call)
     for _ in range(2):
         attend(q, k, v, group=None, attn_mask_type="padding", **call).sum().backward()
-    assert made.cache_info().misses == 1
+    assert cached.cache_info().misses == 1
 
 
 @pytest.mark.parametrize(("mask_type", "diagonal"), [("no_mask", 16), ("causal", 0), ("causal_bottom_right", 8)])
@@ -228,7 +228,6 @@ def test_windows_that_contradict_the_mask_are_corrected_with_a_warning(
 
 
 def test_strides_and_names_of_masks() -> None:
-    """Accept a last stride that is not 1, and mask names in either order."""
     q, k, v = (x.detach() for x in heads())
     lengths = torch.tensor([0, 6])
     module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd", attn_mask_type="padding,causal")
@@ -254,7 +253,7 @@ def without_a_group(rank: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(rank)
     q, k, v = (x.detach() for x in heads())
     module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd")
-    groups = [dist.new_group([one]) for one in range(2)]
+    groups = [dist.new_group([member]) for member in range(2)]
     return module(q, k, v), ring_attention(q, k, v, causal=True, group=groups[rank]).flatten(2)
 
 

@@ -86,7 +86,6 @@ def cut(kv_heads: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("kind", ["basic", "zigzag", "strip"])
 def test_cases_of_yunchang(kind: str, kv_heads: int, rd: int, ud: int) -> None:
-    """Pack q, k and v if they have equally many heads, and pass grouped heads apart."""
     check(kind, cut(kv_heads), rd, ud, causal=True)
 
 
@@ -115,7 +114,6 @@ def test_async_long_context_attention(kind: str, kv_heads: int) -> None:
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (9, 3), "alibi_slopes": SLOPES}])
 def test_ulysses_without_a_ring(options: dict[str, Any], kv_heads: int, ud: int) -> None:
-    """Use a mesh and a group."""
     whole = cut(kv_heads)
 
     def in_a_group(group: LocalGroup) -> list[Tensor]:
@@ -146,7 +144,6 @@ def test_in_a_graph(kind: str, rd: int, ud: int) -> None:
     "options", [{"causal": True, "window_size": (9, 0), "softcap": 2.0}, {"softmax_scale": 0.5, "alibi_slopes": SLOPES}]
 )
 def test_a_ring_of_packed_tensors(options: dict[str, Any], kind: str) -> None:
-    """Pass arguments by position, in yunchang's order, without Ulysses."""
     whole, defaults = cut(4), {"causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None}
     rule = ours.RULES[kind]
 
@@ -207,12 +204,12 @@ def in_process(rank: int) -> list[Any]:
 @pytest.mark.parametrize(("low", "right"), [(True, [[0, 1], [2, 3], [4, 5]]), (False, [[0, 3], [1, 4], [2, 5]])])
 def test_the_mesh_has_ring_or_ulysses_low(low: bool, right: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Expect ring places as rows and Ulysses places as columns. Ranks 6 to 11 share another sequence."""
-    made = Mock(return_value={("ring", "ulysses"): None})
-    monkeypatch.setattr(ours, "DeviceMesh", made)
+    mesh = Mock(return_value={("ring", "ulysses"): None})
+    monkeypatch.setattr(ours, "DeviceMesh", mesh)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 12)
     ours.set_seq_parallel_pg(2, 3, 0, 12, use_ulysses_low=low)
-    _, ranks = made.call_args.args
+    _, ranks = mesh.call_args.args
     assert ranks.tolist() == [right, (torch.tensor(right) + 6).tolist()]
 
 
@@ -224,7 +221,6 @@ def test_processes() -> None:
 
 
 def test_basic_extraction_without_degrees_and_strided_tensors() -> None:
-    """Omit the degrees, as yunchang's ``basic`` does, and pass strided tensors."""
     x = torch.randn(1, 8, 2, 16)
     turned = x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
@@ -290,8 +286,8 @@ def test_names_and_arguments_match_the_package() -> None:
 
     assert yunchang.__version__ == "0.6.4"
     assert {*yunchang.EXTRACT_FUNC_DICT} == {*ours.EXTRACT_FUNC_DICT}
-    values = [one.value for one in AttnType]
-    assert {*values} - {*ours.EXACT} == {one for one in values if "sage" in one}
+    values = [member.value for member in AttnType]
+    assert {*values} - {*ours.EXACT} == {member for member in values if "sage" in member}
     homes = yunchang, yunchang.hybrid, yunchang.ulysses, yunchang.ring
     public = {name for home in homes for name, x in vars(home).items() if name[0] != "_" and not inspect.ismodule(x)}
     functions = {name for name in public if name.endswith("_func")}
@@ -307,8 +303,8 @@ def test_names_and_arguments_match_the_package() -> None:
     for name in sorted(public - functions - {"RING_IMPL_QKVPACKED_DICT", "EXTRACT_FUNC_DICT"}):
         mine, theirs = getattr(ours, name), getattr(yunchang, name)
         pairs = [(mine, theirs), (mine.forward, theirs.forward)] if "Attention" in name else [(mine, theirs)]
-        for one, other in pairs:
-            kept, named = by_position(one), by_position(other)
+        for member, other in pairs:
+            kept, named = by_position(member), by_position(other)
             if name.endswith("_extract_local"):  # theirs take *args, and one of them ``dim``
                 assert [*kept][: len(named)] == [*named][: len(kept)]
             else:
@@ -335,7 +331,6 @@ def their_tokens(rank: int) -> list[Tensor]:
 
 @pytest.mark.nightly
 def test_layouts_match_the_package() -> None:
-    """Compare with yunchang itself in four processes."""
     for rank, theirs in enumerate(results(4, their_tokens)):
         cases = [(kind, rd, ud) for ud, rd in ((1, 4), (2, 2), (4, 1)) for kind in ours.RULES]
         for (kind, rd, ud), tokens in zip(cases, theirs, strict=True):
