@@ -15,8 +15,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 @pytest.fixture
-def fabric(monkeypatch: pytest.MonkeyPatch, device: Device) -> Fabric:
-    fabric = Fabric(device)
+def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
+    fabric = Fabric(install_streams(monkeypatch))
     install_nccl(monkeypatch, fabric)
     return fabric
 

@@ -173,6 +173,11 @@ def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeyp
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
+@pytest.fixture
+def device(fabric: Fabric) -> Device:
+    return fabric.device
+
+
 def open_alone(timeout: float = 60.0, limits: Limits = NO_LIMITS, device: torch.device = CPU) -> NcclTransport:
     control = control_of(single_rank())
     return NcclTransport(rank=0, size=1, device=device, control=control, timeout=timeout, limits=limits)

@@ -30,6 +30,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
+def device(fabric: Fabric) -> Device:
+    return fabric.device
+
+
+@pytest.fixture
 def windows(monkeypatch: pytest.MonkeyPatch, fabric: Fabric) -> Windows:
     windows = install_one_sided(monkeypatch, fabric)
     monkeypatch.setattr(nccl_one_sided, "BOX_BYTES", 1 << 18)  # so that a LARGE message takes several boxes

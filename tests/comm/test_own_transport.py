@@ -154,9 +154,6 @@ def test_auto_takes_the_transport_with_the_highest_preference(name: str) -> None
     assert (open_transport(device="cpu").name, open_transport(device="cpu").reason) == (name, f"auto takes {name}")
 
 
-# Factories that fail, and registrations that are refused.
-
-
 def fails(mistake: Callable[[], Any], opener: Opener, group: Any, device: torch.device, **opening: Any) -> Any:
     return mistake() if group.rank() == 1 else opener(group, device, **opening)
 
@@ -223,9 +220,6 @@ def test_names_that_cannot_be_registered(name: str) -> None:
     for transport in ("countin", 3):
         with pytest.raises(ValueError, match="auto, local, nccl, process_group, counting, nccl_one_sided, or"):
             Ring(transport=transport)  # type: ignore[arg-type]
-
-
-# Broken transports that the conformance suite must reject.
 
 
 class Broken:

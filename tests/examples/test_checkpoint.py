@@ -234,9 +234,6 @@ def test_a_refused_checkpoint_ends_the_command(finished: Job, tmp_path: Path, mo
         train.main()
 
 
-# Which job may continue, and from which checkpoint.
-
-
 OTHERS: dict[str, Any] = {
     "seqlen": 32, "layers": 2, "heads": 1, "kv_heads": 2, "head_dim": 4, "layout": "contiguous", "dtype": "bfloat16",
     "lr": 2e-3, "seed": 1, "batch": 4,

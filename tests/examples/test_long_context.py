@@ -104,9 +104,6 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("tokens retrieved") == long_context.NEEDLES
 
 
-# Slurm script and Dockerfile.
-
-
 def test_the_slurm_script(tmp_path: Path) -> None:
     bin_folder, script = tmp_path / "bin", EXAMPLES / "slurm.sh"
     bin_folder.mkdir()

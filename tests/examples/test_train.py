@@ -32,9 +32,6 @@ def recorded(rank: int, job: Job, recorder: Recorder) -> Trained:
     return Trained(train_on_mesh(job, read_text(), CPU, recorder), recorder.gradients)
 
 
-# Parts of the model.
-
-
 @pytest.mark.parametrize("block", [1, 7, 300])
 def test_blockwise_losses_and_gradients_equal_the_plain_ones(block: int) -> None:
     tokens, labels = torch.randint(256, (2, 2, 30), generator=torch.Generator().manual_seed(0))
@@ -54,9 +51,6 @@ def test_blockwise_losses_and_gradients_equal_the_plain_ones(block: int) -> None
 def test_the_forward_ring_runs_once(forward_rings: list[object]) -> None:
     train_virtual_ranks(replace(TINY, steps=1), read_text(), 2)
     assert len(forward_rings) == 2 * TINY.layers
-
-
-# One process and many.
 
 
 @pytest.mark.nightly
@@ -80,9 +74,6 @@ def test_training_on_a_mesh_equals_one_process(dtype: str, tmp_path: Path) -> No
         three = (gradients[0][name] for gradients in (runs[0].gradients, *(each.gradients for each in recorders)))
         assert_as_exact_as_pytorch(name, *three)
     assert runs[0].run.losses[3] < runs[0].run.losses[0]
-
-
-# Checkpoints.
 
 
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
@@ -118,8 +109,6 @@ def test_a_mesh_resumes_bit_for_bit_and_as_another_mesh(tmp_path: Path) -> None:
     assert results(4, partial(process, job=job))[0].losses == whole.losses
 
 
-# Memory.
-
 LONG = Job(seqlen=16384, steps=1, layers=8, heads=8, kv_heads=2, head_dim=32)
 
 
@@ -143,9 +132,6 @@ def test_four_ranks_share_the_memory_of_one_process() -> None:
     (single,) = results(1, partial(warm, job=LONG), patience=1200)
     ranks = results(4, partial(warm, job=LONG), patience=1200)
     assert max(ranks) <= 0.30 * single, (ranks, single)
-
-
-# Command line.
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,6 @@ FLASH: list[tuple[Call, Call]] = [
     ({"alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES}),
     ({"dropout_p": 0.3}, {"dropout_p": 0.3}),
     ({"softcap": 3.0}, {"softcap": 3.0}),
-    ({}, {}),
 ]
 """Options with flash-attention's names, as given and as passed on."""
 IN_EVAL = ({"dropout_p": 0.3, "train": False}, {"dropout_p": 0.3})  # yunchang applies dropout in eval mode, too
@@ -220,7 +219,6 @@ MORE: list[tuple[Call, Call]] = [
 ]
 CASES: dict[Driver, list[tuple[Call, Call]]] = {
     transformer_engine: [
-        ({}, {}),
         ({"softmax_scale": 0.5}, {"softmax_scale": 0.5}),
         ({"softcap": 3.0}, {"softcap": 3.0}),
         ({"softcap": 3.0, "call": {"softcap": 2.0}}, {"softcap": 2.0}),
@@ -269,7 +267,6 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ),
     ],
     megatron: [
-        ({}, {}),
         ({"own": {"softmax_scale": 0.5}}, {"softmax_scale": 0.5}),
         ({"kv_channels": 8, "own": {"k_channels": 16, "v_channels": 16}}, {}),
         ({"window_size": (3, 0)}, {"window_size": (3, 0)}),
@@ -285,7 +282,6 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"heads": 12, "tp": group_of(2, 3)}, {"first_head": 8}),
     ],
     attend: [
-        ({}, {}),
         ({"scaling": 0.5}, {"softmax_scale": 0.5}),
         ({"softcap": 3.0}, {"softcap": 3.0}),
         ({"s_aux": SINK}, {"learnable_sink": SINK}),
@@ -310,13 +306,11 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
     ring_varlen: [*FLASH, *MORE],
     ring_packed: [*FLASH, *MORE],
     sdpa: [
-        ({}, {}),
         ({"is_causal": True}, {"causal": True}),
         ({"scale": 0.5}, {"softmax_scale": 0.5}),
         ({"dropout_p": 0.3}, {"dropout_p": 0.3}),
     ],
     diffusers: [
-        ({}, {}),
         ({"is_causal": True}, {"causal": True}),
         ({"scale": 0.5}, {"softmax_scale": 0.5}),
         ({"dropout_p": 0.3}, {"dropout_p": 0.3}),
@@ -326,7 +320,6 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"return_lse": True}, {"return_lse": True}),
     ],
     lucidrains: [
-        ({}, {}),
         ({"causal": True}, {"causal": True}),
         ({"causal": True, "max_lookback_seq_len": 3}, {"causal": True, "window_size": (3, -1)}),
         ({"causal": True, "max_lookback_seq_len": 0}, {"causal": True, "window_size": (0, -1)}),
@@ -336,12 +329,10 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"mask": MASK}, {"key_mask": MASK}),
     ],
     lucidrains_zig_zag: [
-        ({}, {}),
         ({"causal": True}, {"causal": True}),
         ({"dropout": 0.3}, {"dropout_p": 0.3}),
     ],
     lucidrains_tree: [
-        ({}, {}),
         ({"use_triton": True}, {"backend": "triton"}),
         ({"use_triton": False}, {"backend": "aten"}),
     ],
@@ -349,7 +340,7 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
 ROWS = [
     pytest.param(driver, *case, id=f"{driver.__name__}-{index}")
     for driver, cases in CASES.items()
-    for index, case in enumerate(cases)
+    for index, case in enumerate([({}, {}), *cases])
 ]
 
 
