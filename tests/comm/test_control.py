@@ -81,7 +81,7 @@ def host() -> Iterator[StoreHost]:
 def test_rank_0_merges_and_propagates_errors_to_all() -> None:
     def merge(values: list[object]) -> object:
         if None in values:
-            raise ValueError("a rank said nothing")
+            raise ValueError("a rank sent no shape")
         return {"values": tuple(values)}
 
     def ends(control: Control) -> str:
@@ -93,8 +93,8 @@ def test_rank_0_merges_and_propagates_errors_to_all() -> None:
     controls = [opened(store, rank, 3) for rank in range(3)]
     results = on_all(controls, lambda control: control.merged(control.rank, merge, what="shapes"))
     assert results == [{"values": [0, 1, 2]}] * 3
-    message = "TransportError: shapes: rank 0: ValueError: a rank said nothing"
-    assert on_all(controls, ends) == ["ValueError: a rank said nothing", message, message]
+    message = "TransportError: shapes: rank 0: ValueError: a rank sent no shape"
+    assert on_all(controls, ends) == ["ValueError: a rank sent no shape", message, message]
     assert on_all(controls, lambda control: control.gather(control.rank, what="turns")) == [[0, 1, 2]] * 3
 
 
@@ -212,12 +212,12 @@ def test_late_ranks_are_named_and_a_gather_can_be_stopped() -> None:
     for rank in (0, 2):  # rank 2 finds the late ranks itself if rank 0 is silent
         first.publish(f"gather1/{rank}", 0)
     gather(second, 0.3)
-    reasons = iter([None, None, "the watchdog has had enough"])
+    reasons = iter([None, None, "the watchdog stopped the ring"])
     stoppable = opened(HashStore(), 0, 2)
-    with pytest.raises(TransportError, match="shapes: the watchdog has had enough"):
+    with pytest.raises(TransportError, match="shapes: the watchdog stopped the ring"):
         stoppable.gather(0, what="shapes", stop=lambda: next(reasons))
-    stoppable.stop = lambda: "it is over"
-    with pytest.raises(TransportError, match="shapes: it is over"):
+    stoppable.stop = lambda: "the ring was aborted"
+    with pytest.raises(TransportError, match="shapes: the ring was aborted"):
         stoppable.scope("ring").gather(0, what="shapes", timeout=5.0)
 
 

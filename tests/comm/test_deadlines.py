@@ -85,7 +85,7 @@ def test_deadlines_grow_with_long_hops() -> None:
     assert deadlines.limit(Post(*post(Transfer()))) == LONGESTS * 50.0
 
 
-@pytest.mark.parametrize("what", ["the transfer", "what it waits for"])
+@pytest.mark.parametrize("what", ["the transfer", "its dependency"])
 def test_a_failed_device_is_reported_as_the_reason(what: str) -> None:
     deadlines, fences = Deadlines(NEVER, ask_why=False), [Transfer(), Transfer()]
 

@@ -203,14 +203,14 @@ def test_the_thread_of_a_transport_holds_no_reference_to_the_group(tmp_path: Pat
         transport = ProcessGroupTransport(dist.group.WORLD, CPU)  # type: ignore[arg-type]
         message = Message(0, torch.zeros(3))
         transport.post(sends=[message], receives=[Message(0, torch.ones(3))]).wait()
-        held, group = transport._host, weakref.ref(dist.group.WORLD)
+        stream, group = transport._host, weakref.ref(dist.group.WORLD)
         del transport
     finally:
         dist.destroy_process_group()
-    assert held._thread is not None
+    assert stream._thread is not None
     until(lambda: gc.collect() >= 0 and group() is None)  # the thread drops its reference after the last transfer
-    held._thread.join(60)
-    assert not held._thread.is_alive(), "the thread of a transport that nobody holds"
+    stream._thread.join(60)
+    assert not stream._thread.is_alive(), "the thread must end with its transport"
 
 
 def test_warm_ups_time_out_after_half_the_patience(gloo: dist.ProcessGroup) -> None:
@@ -269,7 +269,7 @@ def test_an_abort_on_a_stream_aborts_the_backend_once(gloo: dist.ProcessGroup, m
     monkeypatch.setattr(transport, "_lane", lane)
     monkeypatch.setattr(transport, "_group", SimpleNamespace(_get_backend=lambda device: backend))
     for _ in range(2):
-        transport.abort("enough")
+        transport.abort("hop 3 is late")
     assert ended == [CPU]
 
 

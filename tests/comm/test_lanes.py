@@ -112,7 +112,7 @@ def test_the_fence_of_a_failed_device_raises(device: Device, monkeypatch: pytest
     monkeypatch.setattr(type(fence._event), "query", fail)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         fence.done()
-    assert not passed(fence, 5.0), "it will never get there"
+    assert not passed(fence, 5.0), "a failed device never passes its fence"
 
 
 def test_fence_numbers_follow_the_order_of_event_records(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

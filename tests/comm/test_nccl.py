@@ -299,7 +299,7 @@ def test_an_unclosed_transport_at_exit_is_aborted_by_its_own_process(
     assert ends(device) == ([] if forked else ["abort"])
 
 
-@pytest.mark.parametrize("end", [NcclTransport.close, lambda transport: transport.abort("enough")])
+@pytest.mark.parametrize("end", [NcclTransport.close, lambda transport: transport.abort("hop 3 is late")])
 def test_threads_of_a_transport_use_its_device(end: Callable[[NcclTransport], None], fabric: Fabric) -> None:
     fabric.index = CUDA.index
     transport = open_alone(device=CUDA)
@@ -326,7 +326,7 @@ def test_nccl_async_errors_abort_the_ring(fabric: Fabric, device: Device) -> Non
     where = "rank 0: forward hop 1: K/V (32 bytes rank 1 -> rank 0, 64 bytes rank 0 -> rank 1)"
     assert str(watch.stopped()).startswith(f"{where} failed: the nccl transport of rank 0: {fabric.async_error}.")
     assert "abort" in kinds(device.log)
-    assert transport.check() is None, "what has ended has nothing more to tell"
+    assert transport.check() is None, "an aborted transport reports no further problem"
 
 
 def test_missing_peers_time_out(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +340,7 @@ def test_missing_peers_time_out(fabric: Fabric, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(TransportError, match=r"rank 0: ranks \[0\] did not join in 0\.05 s"):
         open_alone(timeout=0.05)
     given_up.set()
-    assert fabric.abort_called.wait(60), "a communicator that comes too late is given back"
+    assert fabric.abort_called.wait(60), "a communicator that is created too late must be aborted"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_slots_in_windows_are_written_in_place(windows: Windows, device: Device)
             transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
             assert there.tolist() == [back] * 50
             transport.gather(None)
-        assert len(transport._comm.windows) == 2, "the boxes, and the newest slots"
+        assert len(transport._comm.windows) == 2, "one window for the boxes and one for the newest slots"
         transport.close()
 
     on_ranks(3, fn)
@@ -160,7 +160,7 @@ def test_an_abort_returns_although_a_signal_never_arrives(
             transport.close()
             assert time.monotonic() - begun < 10 and not fence.done()
             assert "rank 0: a signal never came" in caplog.text
-            assert not transport._dropped.alive, "given up once"
+            assert not transport._dropped.alive, "abort and close must end the communicator once"
             with pytest.raises(TransportError, match="of rank 0 was aborted: hop 3 is 20 s late"):
                 transport.post(sends=[], receives=[])
         transport.gather(None)

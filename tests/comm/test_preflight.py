@@ -254,9 +254,9 @@ def test_an_overwritten_question_is_asked_again(other: int, stays: bool, monkeyp
     def stop() -> str | None:
         questions.append(ranks[1]._control.look("asked"))
         ranks[1]._control.publish("asked", other)
-        return "enough" if len(questions) == 4 else None
+        return "stopped by the test" if len(questions) == 4 else None
 
-    with pytest.raises(TransportError, match="enough"):
+    with pytest.raises(TransportError, match="stopped by the test"):
         ranks[0].agree({"heads": 4}, stop=stop)
     assert questions[1:] == [other if stays else 3] * 3
 
@@ -271,9 +271,9 @@ def test_short_waits_send_no_question(late: float, requests: list[int], monkeypa
 
     def stop() -> str | None:
         looks.append(traffic(rank))
-        return "enough" if len(looks) == 3 else None
+        return "stopped by the test" if len(looks) == 3 else None
 
-    with pytest.raises(TransportError, match="enough"):
+    with pytest.raises(TransportError, match="stopped by the test"):
         rank.agree({"heads": 8}, stop=stop)
     assert looks == requests
 
@@ -348,9 +348,9 @@ def test_a_rank_that_waits_at_a_later_call_answers_about_an_earlier_one() -> Non
 
         def stop() -> str | None:  # the watchdog ticks between two looks
             seen_verdicts.append(tick(rank))
-            return "told" if seen_verdicts[-1] is not None else None
+            return "verdict seen" if seen_verdicts[-1] is not None else None
 
-        with pytest.raises(TransportError, match="told"):
+        with pytest.raises(TransportError, match="verdict seen"):
             rank.agree({"heads": 2}, stop=stop)
         return seen_verdicts[-1]
 
@@ -419,10 +419,10 @@ def test_a_second_refusal_reaches_a_rank_that_went_on(waits: bool) -> None:
 
     def stop() -> str | None:  # the watchdogs tick between two looks
         reported[:] = [old or new for old, new in zip(reported or [None] * 2, map(tick, ranks), strict=True)]
-        return "told" if all(reported) else None
+        return "verdict seen" if all(reported) else None
 
     if waits:
-        with pytest.raises(TransportError, match="told"):
+        with pytest.raises(TransportError, match="verdict seen"):
             ranks[1].agree({"heads": 4}, stop=stop)
     else:
         reported = verdicts(ranks)
@@ -463,8 +463,8 @@ def test_a_call_without_transfers_waits_for_the_others_each_time() -> None:
     ranks = preflights(2)
     for _ in range(3):
         assert on_all(ranks, lambda rank: rank.agree({"call": "shard"}, always=True, stop=lambda: None)) == [None] * 2
-    with pytest.raises(TransportError, match="enough"):
-        ranks[0].agree({"call": "shard"}, always=True, stop=lambda: "enough")
+    with pytest.raises(TransportError, match="stopped by the test"):
+        ranks[0].agree({"call": "shard"}, always=True, stop=lambda: "stopped by the test")
 
 
 def test_the_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,27 +73,27 @@ def rows(computes: list[float], waits: list[float] | None = None, elsewhere: flo
 
 
 @pytest.mark.parametrize(
-    ("what", "table", "rank", "factor"),
+    ("name", "table", "rank", "factor"),
     [
-        ("one computes twice as long", rows([4.0, 4.1, 8.0, 3.9]), 2, 2.0),
-        ("one of two", rows([2.0, 3.0]), 1, 1.5),
-        ("late from elsewhere, and alike in the ring", rows([4.0, 4.0, 4.0], [4.0, 0.0, 4.0]), 1, 2.0),
-        ("nobody has computed", rows([0.0, 0.0]), None, None),
-        ("one rank alone", rows([4.0]), None, None),
-        ("one waits less, and all for the links", rows([4.0, 4.0, 4.6, 4.0], [4.0, 4.0, 3.4, 4.0]), None, None),
-        ("nobody waits to speak of", rows([9.8, 9.9, 10.0, 9.7]), None, None),
-        ("one is busy a little longer than all wait", rows([9.05, 9.05, 10.0, 9.05]), None, None),
-        ("one is busy a twentieth longer", rows([8.8, 8.8, 9.6, 8.8], [1.2, 1.2, 0.4, 1.2]), None, None),
-        ("one that has not computed is no part of it", rows([4.0, 4.0, 0.0], [4.0, 4.0, 0.0]), None, None),
-        ("the ring is a small part of what the ranks do", rows([0.4, 0.4, 0.8], elsewhere=9.2), None, None),
-        ("two of four are slow: no rank stands out", rows([4.0, 8.0, 8.0, 7.9]), None, None),
+        ("one rank computes twice as long", rows([4.0, 4.1, 8.0, 3.9]), 2, 2.0),
+        ("one of two ranks is slower", rows([2.0, 3.0]), 1, 1.5),
+        ("one rank enters late and computes as long as the others", rows([4.0, 4.0, 4.0], [4.0, 0.0, 4.0]), 1, 2.0),
+        ("no rank has computed", rows([0.0, 0.0]), None, None),
+        ("a ring of one rank", rows([4.0]), None, None),
+        ("all ranks wait for links, one of them less", rows([4.0, 4.0, 4.6, 4.0], [4.0, 4.0, 3.4, 4.0]), None, None),
+        ("waits are negligible", rows([9.8, 9.9, 10.0, 9.7]), None, None),
+        ("one rank is busy slightly longer than the others", rows([9.05, 9.05, 10.0, 9.05]), None, None),
+        ("one rank is busy 5% longer", rows([8.8, 8.8, 9.6, 8.8], [1.2, 1.2, 0.4, 1.2]), None, None),
+        ("a rank without compute is ignored", rows([4.0, 4.0, 0.0], [4.0, 4.0, 0.0]), None, None),
+        ("the ring is a small part of the step", rows([0.4, 0.4, 0.8], elsewhere=9.2), None, None),
+        ("two of four ranks are slow, so none stands out", rows([4.0, 8.0, 8.0, 7.9]), None, None),
     ],
 )
 def test_slowest_names_a_straggler_only_if_one_rank_stands_out(
-    what: str, table: dict[int, RankRow], rank: int | None, factor: float | None
+    name: str, table: dict[int, RankRow], rank: int | None, factor: float | None
 ) -> None:
     expected: object = None if rank is None else (rank, pytest.approx(factor))
-    assert slowest(table) == expected, what
+    assert slowest(table) == expected, name
 
 
 def test_one_straggler_warning_per_episode() -> None:
@@ -200,7 +200,7 @@ def test_every_rank_gets_the_telemetry_of_all() -> None:
         ranks.tick()
         return all([known.row.window > 0 for known in watch.telemetry()] == [True] * 3 for watch in ranks.watches)
 
-    until(spread_out, "a rank does not hear of another")
+    until(spread_out, "a rank has no row of another")
     for watch in ranks.watches:
         for rank, (of, age, row) in enumerate(watch.telemetry()):
             assert of == rank and 0 <= age < 20

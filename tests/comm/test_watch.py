@@ -535,7 +535,7 @@ def test_stop_waits_for_a_running_tick(fast: Watchdog) -> None:
     fast.add(watch)
     assert begun.wait(HANGS)
     fast.stop()
-    assert over, "the process would end under the thread"
+    assert over, "stop must wait for the tick"
 
 
 def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:

@@ -266,11 +266,11 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         ValueError, "position_ids do not match.*cu_seqlens", lambda: llama(position_ids=RESTARTING, use_cache=False)
     ),
     "packed positions, cache": (ValueError, "cu_seqlens", lambda: llama(position_ids=RESTARTING)),
-    "own mask": (
+    "custom and_mask_function": (
         NotImplementedError, "mask function .*lambda", lambda: mask(and_mask_function=lambda *_: ONES[0, 0] > 0)
     ),
-    "union": (NotImplementedError, "or_masks", lambda: mask(or_mask_function=masking.causal_mask_function)),
-    "blocks": (NotImplementedError, "or_masks", lambda: mask(block_sequence_ids=torch.zeros(1, TOKENS))),
+    "or_mask_function": (NotImplementedError, "or_masks", lambda: mask(or_mask_function=masking.causal_mask_function)),
+    "block_sequence_ids": (NotImplementedError, "or_masks", lambda: mask(block_sequence_ids=torch.zeros(1, TOKENS))),
     "two windows": (
         NotImplementedError, "two values of .*window_size",
         lambda: mask(create="window", and_mask_function=masking.sliding_window_overlay(3)),
@@ -290,10 +290,10 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         NotImplementedError, "loss without shift_labels of LlamaForCausalLM",
         lambda: on_two_shards(given={"labels": ids_of()[:, :20]}),
     ),
-    "a class of the sequence": (
+    "sequence classification": (
         NotImplementedError, "logits .2, 2. of Gemma2", lambda: on_two_shards("Gemma2ForSequenceClassification")
     ),
-    "the first token": (
+    "pooling of the first token": (
         NotImplementedError, "pooler_output of NomicBertModel",
         lambda: on_two_shards("NomicBertForSequenceClassification"),
     ),
@@ -301,14 +301,14 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         NotImplementedError, "does not pass position_ids .B, S.",
         lambda: attention_without_a_mask(transformers.LlamaConfig(), position_ids=torch.zeros(3, 1, 10)),
     ),
-    "no names": (
+    "no return_dict": (
         NotImplementedError, "return_dict=False of Llama", lambda: on_two_shards(given={"return_dict": False})
     ),
     "generation": (ValueError, "position_ids from token", generate),
     "no layout": (ValueError, "2 ranks and no layout.*sharded", lambda: on_two_ranks(None)),
     "positions of another shard": (ValueError, "position_ids from token 0 are .0, 1, 2, 3.*20, 21", on_two_ranks),
-    "another length": (ValueError, "gives rank . 15 tokens, got 20", lambda: on_two_ranks(Layout.zigzag(30, 2))),
-    "another attention": (RuntimeError, "attn_implementation", lambda: on_two_ranks(attention="sdpa")),
+    "wrong shard length": (ValueError, "gives rank . 15 tokens, got 20", lambda: on_two_ranks(Layout.zigzag(30, 2))),
+    "different attn_implementation": (RuntimeError, "attn_implementation", lambda: on_two_ranks(attention="sdpa")),
     "recurrent layers": (
         NotImplementedError, "qwen3_next .*linear_attention",
         lambda: attention_without_a_mask(transformers.Qwen3NextConfig()),
@@ -321,7 +321,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         NotImplementedError, "attn_temperature_tuning",
         lambda: attention_without_a_mask(transformers.Llama4TextConfig()),
     ),
-    "positions after the padding's": (
+    "positions offset by padding": (
         NotImplementedError, "roberta .*, positions", lambda: on_two_shards("RobertaModel")
     ),
     "positions from 0 on every rank": (
@@ -332,14 +332,14 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         NotImplementedError, "clip_vision_model .*, positions",
         lambda: attention_without_a_mask(transformers.CLIPVisionConfig(hidden_size=32, num_attention_heads=4)),
     ),
-    "positions that attention is not told": (
+    "attention without position_ids": (
         NotImplementedError, "PersimmonAttention does not pass position_ids",
         lambda: on_two_shards("PersimmonForCausalLM"),
     ),
-    "a mask of its own making": (
+    "arithmetic on the mask": (
         NotImplementedError, "ringattn does not build mask tensors.*scores", lambda: torch.zeros(1, 1, 2, 2) + mask()
     ),
-    "a mask that is looked into": (AttributeError, "ringattn does not build mask tensors.*dtype", lambda: mask().dtype),
+    "attributes of the mask": (AttributeError, "ringattn does not build mask tensors.*dtype", lambda: mask().dtype),
     "batch: padding": (ValueError, "cu_seqlens", lambda: shard_batch({**IDS, "attention_mask": PADDING}, "zigzag")),
     "batch: unknown": (ValueError, "token_type_ids", lambda: shard_batch({**IDS, "token_type_ids": ONES}, "zigzag")),
     "batch: empty": (ValueError, "must have input_ids", lambda: shard_batch({}, "zigzag")),
