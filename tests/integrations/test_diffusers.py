@@ -114,7 +114,7 @@ def run(case: ModelCase, *, dtype: torch.dtype = torch.float32, parallel: bool =
 
 
 class Attention(NamedTuple):
-    """One call of ``dispatch_attention_fn``: its parallel config, the token layout, and ringattn's arguments."""
+    """Arguments of ``dispatch_attention_fn``: parallel config, token layouts, and ringattn's own arguments."""
 
     config: dict[str, Any]
     layout: Layout
