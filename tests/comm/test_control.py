@@ -1,4 +1,4 @@
-"""What ranks tell each other through a store: every kind of store, ranks that are late, and stores that die."""
+"""Messages between ranks through a store: every kind of store, late ranks, and stores that die."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 from ringattn.comm import LocalGroup, LocalWorld, TransportError, processes
 from ringattn.comm import control as control_module
-from ringattn.comm.control import (
-    Control,
-    LocalConnection,
-    StoreConnection,
-    connect,
-    control_of,
-)
+from ringattn.comm.control import Control, LocalConnection, StoreConnection, connect, control_of
 from ringattn.comm.processes import has_ended, own_process
 from ringattn.comm.world import Hub
 
@@ -71,7 +65,7 @@ class StoreHost(Ranks):
         os.kill(self.process.pid, number)
 
     def stop(self) -> None:
-        """Stopped in truth: a thread that still runs when the signal is sent may yet answer."""
+        """Stop the process and wait until all its threads have stopped, because a running thread may still answer."""
         self.signal(signal.SIGSTOP)
         threads = list(Path(f"/proc/{self.process.pid}/task").iterdir())
         while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
@@ -87,7 +81,7 @@ def host() -> Iterator[StoreHost]:
 def test_rank_0_merges_and_propagates_errors_to_all() -> None:
     def merge(values: list[object]) -> object:
         if None in values:
-            raise ValueError("a rank said nothing")
+            raise ValueError("a rank sent no shape")
         return {"values": tuple(values)}
 
     def ends(control: Control) -> str:
@@ -99,12 +93,12 @@ def test_rank_0_merges_and_propagates_errors_to_all() -> None:
     controls = [opened(store, rank, 3) for rank in range(3)]
     results = on_all(controls, lambda control: control.merged(control.rank, merge, what="shapes"))
     assert results == [{"values": [0, 1, 2]}] * 3
-    message = "TransportError: shapes: rank 0: ValueError: a rank said nothing"
-    assert on_all(controls, ends) == ["ValueError: a rank said nothing", message, message]
+    message = "TransportError: shapes: rank 0: ValueError: a rank sent no shape"
+    assert on_all(controls, ends) == ["ValueError: a rank sent no shape", message, message]
     assert on_all(controls, lambda control: control.gather(control.rank, what="turns")) == [[0, 1, 2]] * 3
 
 
-def test_one_connection_per_group_and_nothing_read_of_an_earlier_group() -> None:
+def test_one_connection_per_group_and_no_values_of_an_earlier_group() -> None:
     store = serve()
     for turn in range(2):
         dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=0, world_size=1)
@@ -125,7 +119,7 @@ def test_one_connection_per_group_and_nothing_read_of_an_earlier_group() -> None
     ("ends", "match"),
     [(str, "rank 1, which has already returned"), (lambda group: 1 / 0, "another rank raised ZeroDivision")],
 )
-def test_virtual_ranks_do_not_wait_for_one_that_is_gone(ends: Callable[[LocalGroup], object], match: str) -> None:
+def test_virtual_ranks_do_not_wait_for_a_rank_that_is_gone(ends: Callable[[LocalGroup], object], match: str) -> None:
     messages: list[str] = []
 
     def fn(group: LocalGroup) -> None:
@@ -144,32 +138,33 @@ def test_virtual_ranks_do_not_wait_for_one_that_is_gone(ends: Callable[[LocalGro
 def test_the_last_rank_to_close_a_scope_empties_it() -> None:
     store = HashStore()
     rings = [opened(store, rank, 2).fresh_scope("ring") for rank in range(2)]
-    for _ in range(3):  # what all have read goes while the scope is open
+    for _ in range(3):  # values that all ranks have read are deleted while the scope is open
         on_all(rings, lambda ring: ring.gather(ring.rank, what="ranks"))
-    until(lambda: store.num_keys() == 1)  # the last answer
+    until(lambda: store.num_keys() == 1)  # only the last answer is left
     rings[0].publish("news", 1)
     rings[1].scope("inner").count("came", 1)
     rings[0].close()
     assert rings[1].look("news") == 1
-    rings[0].publish("late", 1)  # the watchdog may be about to speak
+    rings[0].publish("late", 1)  # the watchdog may still publish
     rings[0].close()
     rings[1].close()
     assert store.num_keys() == 0
     assert not any(prefix.startswith("test/ring") for ring in rings for prefix in ring._connection.scopes)
 
 
-def test_looks_become_rarer_while_a_wait_lasts() -> None:
+def test_the_interval_between_liveness_checks_grows_during_a_wait() -> None:
     looks = control_module.Looks()
     assert [now / 4 for now in range(160) if looks.due(now / 4)] == [1, 2, 4, 8, 16, 26, 36]
-    assert [now for now in range(100, 104) if looks.due(now)] == [101, 102]  # another wait
+    assert [now for now in range(100, 104) if looks.due(now)] == [101, 102]  # a new wait starts with the short interval
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
-def test_a_process_that_has_ended(asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also before its parent has asked for its exit code."""
+def test_has_ended_is_true_only_for_a_process_known_to_be_over(
+    asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine, number, start = own_process()
     assert not has_ended([machine, number, start])
-    assert has_ended([machine, number, "1"])  # its number was given to another
+    assert has_ended([machine, number, "1"])  # the number now belongs to another process
     child = subprocess.Popen(["sleep", "60"])
     who = [machine, str(child.pid), processes._stat(str(child.pid))[processes.START]]
     assert not has_ended(who)
@@ -180,12 +175,12 @@ def test_a_process_that_has_ended(asked_for: bool, tmp_path: Path, monkeypatch: 
     child.wait()
     for unknown in (["another machine", *who[1:]], ["", *who[1:]], [*who, 1], "1", None):
         assert not has_ended(unknown)
-    monkeypatch.setattr(processes, "PROC", tmp_path)  # a system that tells nothing
+    monkeypatch.setattr(processes, "PROC", tmp_path)  # a system without /proc
     assert not has_ended(own_process())
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_every_store(kind: str, tmp_path: Path) -> None:
+def test_gather_publish_and_exchange_through_every_store(kind: str, tmp_path: Path) -> None:
     served: Any = HashStore() if kind == "hash" else serve()
     stores = [FileStore(str(tmp_path / "store"), 3) if kind == "file" else PrefixStore("group", served)] * 3
     controls = [opened(store, rank, 3) for rank, store in enumerate(stores)]
@@ -196,7 +191,7 @@ def test_every_store(kind: str, tmp_path: Path) -> None:
     assert first.look("news") is None
     for news in ({"b": "\x00\udc80"}, 2):
         second.publish("news", news)
-        # a TCP store confirms nothing: another connection may for a moment still see what was there before
+        # A TCP store does not confirm writes, so another connection may briefly see the old value.
         until(lambda news=news: first.look("news") == news)  # type: ignore[misc]
     assert first.exchange({"x": 1, "y": None}, ["x", "y", "z", "news"]) == {"x": 1, "y": None, "news": 2}
 
@@ -211,20 +206,20 @@ def test_late_ranks_are_named_and_a_gather_can_be_stopped() -> None:
             control.gather(0, what="rank 0 asks what the others take", timeout=seconds)
 
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(gather, second, HANGS)  # by rank 0
+        waiting_rank = pool.submit(gather, second, HANGS)  # rank 0 publishes the error
         until(lambda: second.look("gather0/2") is not None)
         gather(first, 0.3)
-        told.result()
-    for rank in (0, 2):  # and by itself, where rank 0 is silent
+        waiting_rank.result()
+    for rank in (0, 2):  # rank 2 finds the late ranks itself if rank 0 is silent
         first.publish(f"gather1/{rank}", 0)
     gather(second, 0.3)
-    reasons = iter([None, None, "the watchdog has had enough"])
-    waiting = opened(HashStore(), 0, 2)
-    with pytest.raises(TransportError, match="shapes: the watchdog has had enough"):
-        waiting.gather(0, what="shapes", stop=lambda: next(reasons))
-    waiting.stop = lambda: "it is over"
-    with pytest.raises(TransportError, match="shapes: it is over"):
-        waiting.scope("ring").gather(0, what="shapes", timeout=5.0)
+    reasons = iter([None, None, "the watchdog stopped the ring"])
+    stoppable = opened(HashStore(), 0, 2)
+    with pytest.raises(TransportError, match="shapes: the watchdog stopped the ring"):
+        stoppable.gather(0, what="shapes", stop=lambda: next(reasons))
+    stoppable.stop = lambda: "the ring was aborted"
+    with pytest.raises(TransportError, match="shapes: the ring was aborted"):
+        stoppable.scope("ring").gather(0, what="shapes", timeout=5.0)
 
 
 def test_a_closed_connection_gives_its_socket_back(host: StoreHost) -> None:
@@ -234,20 +229,20 @@ def test_a_closed_connection_gives_its_socket_back(host: StoreHost) -> None:
     until(lambda: len(os.listdir("/proc/self/fd")) < files)
 
 
-def test_a_killed_store_is_an_error_at_once(host: StoreHost, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_store_raises_at_once(host: StoreHost, capfd: pytest.CaptureFixture[str]) -> None:
     control, client, others = opened(host.client(), 0, 2), host.client(), {*threading.enumerate()}
     control.publish("x", 1)
     host.close()
     begun = time.monotonic()
     calls: list[Callable[[], object]] = [
-        lambda: control.exchange({"x": 1}, ["x"]),  # a TCPStore confirms only what it is asked
+        lambda: control.exchange({"x": 1}, ["x"]),  # a TCPStore confirms reads only
         lambda: control.look("x"),
         lambda: control.gather(1, what="shapes"),
     ]
     for call in calls:
         with pytest.raises(TransportError, match="the store of the group is gone: "):
             call()
-    assert capfd.readouterr().err.count("Exception raised from") <= 1  # torch's: it was asked once
+    assert capfd.readouterr().err.count("Exception raised from") <= 1  # torch logs this once per request
     with pytest.raises(TransportError, match="the store of the group"):
         StoreConnection(client, 1.0)
     for thread in {*threading.enumerate()} - others:
@@ -269,17 +264,19 @@ def test_an_unresponsive_store_blocks_no_rank(host: StoreHost) -> None:
         StoreConnection(client, 0.5)
     host.signal(signal.SIGCONT)
     control.patience = HANGS
-    assert control.look("x") == 1  # it was only slow: asked again, it answers
+    assert control.look("x") == 1  # the store was only slow and answers the next request
 
 
-def test_a_look_for_gone_ranks_takes_no_longer_than_the_wait(host: StoreHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_for_gone_ranks_takes_no_longer_than_the_wait(
+    host: StoreHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(control_module, "ANSWER_SECONDS", HANGS)
     monkeypatch.setattr(control_module, "connection_closed", lambda group, peer: False)
     connection = of_a_group(host.client())
     host.stop()
     with pytest.raises(TransportError, match=r"has not answered for 0\.3 s"):
         Control(connection, 0, 2, "test/", 0.3).hopeless([1])
-    for rank in range(2):  # rank 0 waits for rank 1, rank 1 for what rank 0 answers
+    for rank in range(2):  # rank 0 waits for rank 1; rank 1 waits for rank 0's answer
         looks: list[tuple[int, float]] = []
         memory = MemoryConnection(HashStore())
         monkeypatch.setattr(memory, "hopeless", lambda gone, _, timeout, looks=looks: looks.append((gone[0], timeout)))
@@ -290,7 +287,7 @@ def test_a_look_for_gone_ranks_takes_no_longer_than_the_wait(host: StoreHost, mo
 
 
 def of_a_group(store: Store) -> StoreConnection:
-    """A connection that looks for gone ranks whenever it is asked."""
+    """Return a connection that checks for gone ranks at every request."""
     group = Mock(rank=Mock(return_value=0))
     connection = StoreConnection(store, group=group)
     connection._group = lambda: group  # type: ignore[assignment]  # a weak reference would let go of it
@@ -307,13 +304,12 @@ def test_a_rank_whose_process_has_ended_is_named(monkeypatch: pytest.MonkeyPatch
     child.wait()
     connection = of_a_group(HashStore())
     control = Control(connection, 0, 4, "", HANGS)
-    control.exchange({"process/1": own, "process/2": ended})  # rank 3 has told nothing
+    control.exchange({"process/1": own, "process/2": ended})  # rank 3 has not published its process
     assert control.hopeless([1, 3]) is None
     assert str(control.hopeless([1, 2, 3])) == "rank 2 is gone: its process has ended"
 
 
 def test_every_store_thread_is_joined_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those behind one that no shutdown frees, because the system does not tell its socket."""
     serving: dict[threading.Thread, queue.SimpleQueue[Any]] = {}
     answers = {}
     for _ in range(2):
@@ -335,7 +331,7 @@ def test_every_store_thread_is_joined_at_exit(monkeypatch: pytest.MonkeyPatch) -
     assert not first.is_alive() and not second.is_alive()
 
 
-def test_what_nobody_waits_for_any_more_is_not_done() -> None:
+def test_an_abandoned_request_is_not_sent_to_the_store() -> None:
     connection, gate, done = StoreConnection(HashStore()), threading.Event(), list[Store]()
     connection.tell(lambda store: gate.wait(HANGS))
     with pytest.raises(TransportError, match=r"has not answered for 0\.05 s"):
@@ -345,7 +341,7 @@ def test_what_nobody_waits_for_any_more_is_not_done() -> None:
     assert not done
 
 
-def test_what_nobody_waits_for_may_fail() -> None:
+def test_a_failure_of_a_request_without_a_waiter_is_ignored() -> None:
     connection = StoreConnection(HashStore())
 
     def fail(store: Store) -> None:
@@ -385,7 +381,7 @@ def test_no_wait_is_longer_than_the_patience_of_a_control() -> None:
 
 
 @pytest.mark.parametrize("value", [b"[" * 100_000, b"\xff", b"x", b""])
-def test_invalid_store_values_are_an_error(value: bytes) -> None:
+def test_invalid_store_values_are_refused(value: bytes) -> None:
     store = HashStore()
     control = opened(store, 0, 2)
     for key in ("news", "gather0/1"):
@@ -397,7 +393,7 @@ def test_invalid_store_values_are_an_error(value: bytes) -> None:
 
 
 def test_answers_of_ranks_that_returned_early_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that answer and return right after a look that found something missing (the 3rd, and the 4th)."""
+    """Let rank 2 answer and return after rank 0's 3rd look at the store, and rank 1 after the 4th."""
     hub, looks, moments = Hub(3, timeout=5.0), itertools.count(1), {3: 2, 4: 1}
     connection = LocalConnection(LocalGroup(hub, 0))
     ask = connection.ask
@@ -417,7 +413,7 @@ def test_answers_of_ranks_that_returned_early_are_read(monkeypatch: pytest.Monke
 
 
 def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's store outlives an attempt; rank 1 died in the first one before it had used a ring."""
+    """Share torchrun's store between two attempts. In the first one, rank 1 died before it used a ring."""
     served = serve()
     prefixes = []
     for attempt, ranks in enumerate([[0], [0, 1]]):

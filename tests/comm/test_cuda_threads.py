@@ -1,4 +1,4 @@
-"""CUDA from threads of ours: the device, and the capture mode."""
+"""Device and stream-capture mode of the threads that ringattn starts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,17 @@ from ringattn.comm.cuda_threads import exchange_capture_mode, on_device, start, 
 from ringattn.comm.transports.lanes import StreamLane
 from ringattn.comm.watchdog.watch import Watch, _tick
 
-from ..support.cuda.device import GLOBAL, THREAD_LOCAL, Device, install_streams
+from ..support.cuda.device import GLOBAL, THREAD_LOCAL, Device
 from ..support.watch_cases import controls
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    return install_streams(monkeypatch)
 
 
 def place(device: Device) -> tuple[int, int]:
     return device.thread.index, device.thread.capture_mode
 
 
-def test_device_and_capture_mode_come_and_go(device: Device) -> None:
+def test_device_and_capture_mode_are_set_and_restored(device: Device) -> None:
     with pytest.raises(KeyError), on_device(CUDA):
         assert place(device) == (1, THREAD_LOCAL)
         raise KeyError
@@ -50,8 +45,7 @@ def test_no_cuda_context_is_created(where: torch.device, initialized: bool, monk
         pass
 
 
-def test_a_tick_beside_a_capture_and_on_another_device(device: Device) -> None:
-    """Transfers and spans are polled, and found to be over."""
+def test_a_tick_polls_transfers_and_spans_during_a_capture_on_another_device(device: Device) -> None:
     lane = StreamLane(CUDA)
     watch = Watch(controls(2)[0], deadline=None, device=CUDA, transports=list)
     watch.begin("forward")
@@ -63,9 +57,7 @@ def test_a_tick_beside_a_capture_and_on_another_device(device: Device) -> None:
     assert watch.stopped() is None and not watch._posts.busy and not watch._telemetry.stopwatch._running
 
 
-def test_what_the_watchdog_frees_is_freed_on_its_device(device: Device) -> None:
-    """A ring that goes while it is looked at."""
-
+def test_a_ring_that_dies_during_a_tick_is_freed_on_its_device(device: Device) -> None:
     class Watched:
         rank, device, tick = 0, CUDA, staticmethod(lambda: None)
 
@@ -88,7 +80,7 @@ def test_a_ring_whose_group_is_gone_is_closed_on_its_device(device: Device) -> N
     assert closed == [(0, GLOBAL), (1, THREAD_LOCAL)]
 
 
-def test_the_mode_is_exchanged_in_torch_s_runtime(
+def test_the_capture_mode_is_exchanged_in_the_cuda_runtime_of_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     modes, loaded = [GLOBAL], list[str]()
@@ -109,6 +101,6 @@ def test_the_mode_is_exchanged_in_torch_s_runtime(
     assert loaded == [str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so")]
     cuda_threads._exchange.cache_clear()
     assert exchange_capture_mode(THREAD_LOCAL) == exchange_capture_mode(THREAD_LOCAL) == THREAD_LOCAL
-    (record,) = caplog.records  # a runtime without it is told once
+    (record,) = caplog.records  # a runtime without the function is logged once
     assert "graph capture in another thread may fail" in record.message
     cuda_threads._exchange.cache_clear()

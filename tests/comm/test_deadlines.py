@@ -1,11 +1,10 @@
-"""When a transfer is late, which one is named, and why one failed."""
+"""Deadlines of transfers: when one is late, which one is named, and why one failed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 
 from ringattn.comm.watchdog.deadlines import (
     FIRST_SECONDS,
@@ -20,46 +19,44 @@ from ringattn.comm.watchdog.deadlines import (
 
 from ..support.watch_cases import Transfer
 
-CPU = torch.device("cpu")
-
 
 def post(
     fence: Transfer, *, after: tuple[Transfer, ...] = (), now: float = 0.0, call: int = 1, label: str = "hop 1"
 ) -> tuple[Any, ...]:
-    """The arguments of a Post."""
+    """Return the arguments of a ``Post``."""
     return (label, fence, after, [(1, 64)], [(2, 32)], now, call)
 
 
-def test_without_a_deadline_it_is_many_times_the_median() -> None:
+def finished() -> Transfer:
+    fence = Transfer()
+    fence.finish()
+    return fence
+
+
+def test_the_default_deadline_is_a_multiple_of_the_median() -> None:
     deadlines = Deadlines(None, ask_why=True)
     assert deadlines.limit(Post(*post(Transfer()))) == FIRST_SECONDS
     for _ in range(9):
-        fence = Transfer()
-        fence.finish()
-        deadlines.add(*post(fence, now=10.0))
-    deadlines.poll(12.0)  # 2 s each
+        deadlines.add(*post(finished(), now=10.0))
+    deadlines.poll(12.0)  # each took 2 s
     assert deadlines.limit(Post(*post(Transfer()))) == MEDIANS * 2.0
     assert deadlines.limit(Post(*post(Transfer(), call=2))) == FIRST_SECONDS  # ranks may enter a call late
-    fence = Transfer()
-    fence.finish()
-    deadlines.add(*post(fence, now=12.0, call=2))
+    deadlines.add(*post(finished(), now=12.0, call=2))
     deadlines.poll(12.1)
     assert deadlines.limit(Post(*post(Transfer(), call=2))) == MEDIANS * 2.0
 
 
 def after_many(durations: float) -> Deadlines:
-    """Deadlines of a ring whose first call is over."""
+    """Return the deadlines of a ring whose first call is over."""
     deadlines = Deadlines(None, ask_why=True)
     for _ in range(20):
-        fence = Transfer()
-        fence.finish()
-        deadlines.add(*post(fence, now=0.0))
-        deadlines.add(*post(fence, now=0.0, label="hop 2"))
+        deadlines.add(*post(finished()))
+        deadlines.add(*post(finished(), label="hop 2"))
     deadlines.poll(durations)
     return deadlines
 
 
-def test_a_transfer_that_never_was_over_waits_for_ranks_that_compile() -> None:
+def test_the_first_transfer_of_a_label_waits_for_ranks_that_compile() -> None:
     deadlines, first, second = Deadlines(None, ask_why=True), Transfer(), Transfer()
     deadlines.add(*post(first))
     deadlines.add(*post(second, label="hop 2"))
@@ -88,9 +85,8 @@ def test_deadlines_grow_with_long_hops() -> None:
     assert deadlines.limit(Post(*post(Transfer()))) == LONGESTS * 50.0
 
 
-@pytest.mark.parametrize("what", ["the transfer", "what it waits for"])
-def test_a_device_that_failed_is_the_reason(what: str) -> None:
-    """Its transfers are not over, and no deadline has to pass."""
+@pytest.mark.parametrize("what", ["the transfer", "its dependency"])
+def test_a_failed_device_is_reported_as_the_reason(what: str) -> None:
     deadlines, fences = Deadlines(NEVER, ask_why=False), [Transfer(), Transfer()]
 
     def fail() -> bool:
@@ -107,7 +103,7 @@ def test_a_device_that_failed_is_the_reason(what: str) -> None:
 def test_deadlines_start_when_dependencies_complete() -> None:
     deadlines, before, fence = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
     deadlines.add(*post(fence, after=(before,), now=0.0))
-    assert deadlines.poll(100.0) is None  # however long that takes
+    assert deadlines.poll(100.0) is None  # the dependency is not over, so the clock has not started
     before.finish()
     assert deadlines.poll(101.0) is None
     assert deadlines.poll(103.9) is None
@@ -118,8 +114,7 @@ def test_deadlines_start_when_dependencies_complete() -> None:
     assert not deadlines.busy
 
 
-def test_the_oldest_that_is_late_is_named() -> None:
-    """Of those with nothing to wait for, whose clocks start at once: the first look comes long after the post."""
+def test_the_oldest_late_transfer_is_named() -> None:
     deadlines = Deadlines(3.0, ask_why=True)
     for number in range(3):
         deadlines.add(*post(Transfer(), now=10.0 + number, label=f"hop {number}"))
@@ -131,8 +126,8 @@ def test_the_oldest_that_is_late_is_named() -> None:
 
 
 @pytest.mark.parametrize("ask_why", [True, False])
-def test_a_transfer_that_failed_is_kept_with_its_reason(ask_why: bool) -> None:
-    """Where a host may ask: a fence of a stream is never waited for."""
+def test_a_failed_transfer_is_recorded_with_its_reason(ask_why: bool) -> None:
+    """Ask a fence why it failed only on the host, because that means waiting for the fence."""
     deadlines, good, bad = Deadlines(3.0, ask_why=ask_why), Transfer(), Transfer()
     deadlines.add(*post(good))
     deadlines.add(*post(bad))
@@ -146,8 +141,7 @@ def test_a_transfer_that_failed_is_kept_with_its_reason(ask_why: bool) -> None:
     assert deadlines.nbytes == 2 * 96
 
 
-def test_a_long_ring_s_posts_are_looked_at_in_turn() -> None:
-    """A poll does not ask a thousand events."""
+def test_a_poll_queries_a_bounded_number_of_fences() -> None:
     queries = [0]
 
     class Asked(Transfer):
@@ -168,7 +162,7 @@ def test_a_long_ring_s_posts_are_looked_at_in_turn() -> None:
     assert late is not None and late is deadlines.first and late.fence is fences[500]
 
 
-def test_messages_of_one_edge_are_told_together() -> None:
+def test_messages_of_one_edge_are_summed() -> None:
     whole = Post("hop 1", Transfer(), (), [(1, 64), (2, 8), (1, 4)], [(2, 32), (2, 2)], 0.0, 1)
     assert whole.edges(0, range(3)) == "34 bytes rank 2 -> rank 0, 68 bytes rank 0 -> rank 1, 8 bytes rank 0 -> rank 2"
     assert whole.nbytes == 110

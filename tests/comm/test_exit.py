@@ -1,4 +1,4 @@
-"""The end of a process: threads of ours that are inside torch end before the interpreter does."""
+"""Process exit: threads inside torch end before the interpreter does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL = tuple(exit_cases.KINDS)
 
 @pytest.mark.parametrize("kinds", rest_nightly([" ".join(ALL), *ALL], " ".join(ALL)))
 def test_threads_inside_torch_end_before_the_interpreter(kinds: str) -> None:
-    """A thread that returns from C++ into an interpreter that is being taken down would abort the process."""
+    """Exit without the abort that a thread causes when it returns from C++ into a dying interpreter."""
     command = [sys.executable, "-m", exit_cases.__name__, "3", *kinds.split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=4 * HANGS)
     assert ended.returncode == 3, ended.stderr

@@ -1,4 +1,4 @@
-"""What `group=` and `transport=` take, and that wrong ones are refused with what would be right."""
+"""Values that ``group=`` and ``transport=`` take, and errors that say what would be right."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def gloo(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 
 class Peers:
-    """A process group and its control, told what its other ranks bring."""
+    """A process group whose other ranks send this rank's request, except for the fields in ``change``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str, size: int = 2) -> None:
         self.names, self.others = range(size), size - 1
-        self.change: dict[str, object] = {}  # field of the peers' request, or name of a transport -> its value there
+        self.change: dict[str, object] = {}  # fields of the peers' request, or problems by transport name
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
 
     def size(self) -> int:
@@ -87,7 +87,7 @@ class Peers:
         return choose(self, request, levels)[0]  # type: ignore[arg-type]
 
 
-def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
+def test_resolve_group_takes_process_groups_and_1d_meshes(gloo: dist.ProcessGroup) -> None:
     assert resolve_group(None) is resolve_group(gloo) is gloo
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ring",))
     assert group_rank_size(mesh) == (0, 1)
@@ -105,15 +105,17 @@ def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
         resolve_group(outside)
 
 
-def test_none_is_one_device_alone() -> None:
+def test_group_none_is_a_single_rank() -> None:
     assert group_rank_size(None) == (0, 1)
-    assert resolve_group(None) is resolve_group(None)  # a ring kept per group is found again
+    assert resolve_group(None) is resolve_group(None)  # so that the ring cached for the group is found again
     transport = open_transport(device="cpu")
     assert isinstance(transport, LocalTransport)
     assert (transport.rank, transport.size) == (0, 1)
 
 
-def test_transports_of_processes_and_of_virtual_ranks(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_and_virtual_rank_transports_are_not_interchangeable(
+    gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fn(group: LocalGroup) -> None:
         with pytest.raises(ValueError, match='the ranks of a LocalWorld share one process: use "local"'):
             open_transport(group, transport="process_group", device="cpu")
@@ -137,14 +139,10 @@ def test_transports_of_processes_and_of_virtual_ranks(gloo: dist.ProcessGroup, m
         ("process_group", CPU, "torch.distributed is not initialised"),
         ("nccl", CPU, "it moves CUDA tensors and device is cpu"),
         ("nccl_one_sided", CPU, '"nccl_one_sided", and on rank 0 it moves CUDA tensors and device is cpu'),
-        (
-            "nccl",
-            torch.device("cuda"),
-            "CUDA device",
-        ),
+        ("nccl", torch.device("cuda"), "CUDA device"),
     ],
 )
-def test_what_one_device_alone_cannot_open(
+def test_transports_refused_for_a_single_rank(
     transport: str, device: torch.device, match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -168,7 +166,7 @@ def test_what_one_device_alone_cannot_open(
         ),
     ],
 )
-def test_what_processes_cannot_open(
+def test_transports_refused_for_processes(
     transport: str, backend: str, device: torch.device, match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_nccl(monkeypatch, None)
@@ -184,7 +182,7 @@ def test_disagreements_name_the_value_of_every_rank(field: str, monkeypatch: pyt
         peers.choose("auto", CPU)
 
 
-def test_levels_of_a_topology() -> None:
+def test_each_topology_level_maps_its_own_edges() -> None:
     topology = Topology(((0, 2), (3, 1)))
     inside, between = choice._levels(3, topology)
     assert (inside.members, set(inside.edges)) == ((3, 1), {(0, 2), (2, 0), (3, 1), (1, 3)})
@@ -195,28 +193,28 @@ def test_levels_of_a_topology() -> None:
     (flat,) = choice._levels(3, topology, flat=True)
     assert (flat.members, flat.nodes) == ((0, 2, 3, 1), topology.nodes)
     for nodes in (((0, 1, 2),), ((0,), (1,))):
-        assert choice._levels(0, Topology(nodes))[0].nodes == ()  # every edge is of one kind
+        assert choice._levels(0, Topology(nodes))[0].nodes == ()  # all edges are inside nodes, or all are between them
 
 
-def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Path) -> None:
-    """Its destructor would run in that thread, perhaps while the interpreter is taken down: the process then aborts."""
+def test_the_thread_of_a_transport_holds_no_reference_to_the_group(tmp_path: Path) -> None:
+    """Drop the group before exit. In the transport's thread its destructor would abort the process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         transport = ProcessGroupTransport(dist.group.WORLD, CPU)  # type: ignore[arg-type]
         message = Message(0, torch.zeros(3))
         transport.post(sends=[message], receives=[Message(0, torch.ones(3))]).wait()
-        held, group = transport._host, weakref.ref(dist.group.WORLD)
+        stream, group = transport._host, weakref.ref(dist.group.WORLD)
         del transport
     finally:
         dist.destroy_process_group()
-    assert held._thread is not None
-    until(lambda: gc.collect() >= 0 and group() is None)  # its thread lets go once it has ended the last transfer
-    held._thread.join(60)
-    assert not held._thread.is_alive(), "the thread of a transport that nobody holds"
+    assert stream._thread is not None
+    until(lambda: gc.collect() >= 0 and group() is None)  # the thread drops its reference after the last transfer
+    stream._thread.join(60)
+    assert not stream._thread.is_alive(), "the thread must end with its transport"
 
 
-def test_warm_ups_end_while_others_still_wait_for_them(gloo: dist.ProcessGroup) -> None:
-    """Half of the patience: who waits for what the others say of a warm-up has had one of its own."""
+def test_warm_ups_time_out_after_half_the_patience(gloo: dist.ProcessGroup) -> None:
+    """Give a warm-up half the patience, because ranks that wait for its outcome have warmed up themselves."""
     timeouts = list[float]()
 
     def factory(group: dist.ProcessGroup, device: torch.device, *, timeout: float, **_: object) -> Transport:
@@ -232,7 +230,6 @@ def test_warm_ups_end_while_others_still_wait_for_them(gloo: dist.ProcessGroup) 
 def test_a_throttled_link_moves_both_directions_at_once(
     sent: int, received: int, gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes the time of the busier one, not of both after each other."""
     transport = ProcessGroupTransport(gloo, CPU, limits=Limits(bytes_per_second=100.0))
     waits: list[float] = []
     monkeypatch.setattr(time, "monotonic", lambda: 7.0)
@@ -244,8 +241,7 @@ def test_a_throttled_link_moves_both_directions_at_once(
     assert waits == [4.0]
 
 
-def test_transports_of_one_group_take_tags_in_turn(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank has counted three more: here they could not be opened."""
+def test_transports_of_one_group_take_successive_tags(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Control, "gather", lambda control, value, **_: [value, 3])
     for tag in (3, 4):
         transport = ProcessGroupTransport(gloo, CPU)
@@ -254,30 +250,30 @@ def test_transports_of_one_group_take_tags_in_turn(gloo: dist.ProcessGroup, monk
 
 
 @pytest.mark.parametrize(("patience", "waits"), [(2.0, 2.0), (1e6, DEFAULT_TIMEOUT), (None, DEFAULT_TIMEOUT)])
-def test_virtual_ranks_wait_as_long_as_their_control_does(patience: float | None, waits: float) -> None:
-    """And no longer than their world."""
+def test_virtual_ranks_wait_as_long_as_their_control_but_no_longer_than_their_world(
+    patience: float | None, waits: float
+) -> None:
     transport = open_transport(device="cpu", control=control_of(single_rank(), patience))
     assert isinstance(transport, LocalTransport) and transport._patience == waits
 
 
-def test_the_first_wait_of_a_ring_is_for_ranks_that_compile(gloo: dist.ProcessGroup) -> None:
+def test_the_first_wait_of_a_ring_allows_for_compilation(gloo: dist.ProcessGroup) -> None:
     given: list[tuple[Any, float | None]] = [(gloo, None), (gloo, 4.0), (single_rank(), None), (single_rank(), 4.0)]
     waits = [ring_control(group, deadline).patience for group, deadline in given]
     assert waits == [FIRST_SECONDS, 4.0, DEFAULT_TIMEOUT, 4.0]
 
 
-def test_an_abort_ends_the_transfers_of_a_stream(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_on_a_stream_aborts_the_backend_once(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     transport, ended, lane = ProcessGroupTransport(gloo, CPU), list[torch.device](), HostLane()
     backend = SimpleNamespace(abort=lambda: ended.append(CPU))
     monkeypatch.setattr(transport, "_lane", lane)
     monkeypatch.setattr(transport, "_group", SimpleNamespace(_get_backend=lambda device: backend))
     for _ in range(2):
-        transport.abort("enough")
+        transport.abort("hop 3 is late")
     assert ended == [CPU]
 
 
-def test_what_is_kept_ends_on_its_device_and_the_connection_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rings are kept by device, and by device and deadline."""
+def test_cached_rings_close_on_their_device_after_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     entered, cuda = list[torch.device](), torch.device("cuda", 1)
 
     def on_device(device: torch.device) -> Any:
@@ -289,17 +285,17 @@ def test_what_is_kept_ends_on_its_device_and_the_connection_first(monkeypatch: p
     assert entered == [CPU, cuda, cuda]
 
 
-def test_what_is_kept_for_a_destroyed_group_ends_when_another_one_is_used(gloo: dist.ProcessGroup) -> None:
+def test_the_cache_of_a_destroyed_group_closes_when_another_group_is_used(gloo: dist.ProcessGroup) -> None:
     destroyed, closed = Mock(spec=dist.ProcessGroup), threading.Event()
     kept._KEPT[destroyed] = {kept.CONNECTION: SimpleNamespace(close=closed.set)}
     kept.kept_of(gloo)
     assert closed.wait(HANGS)
 
 
-def test_what_is_left_of_a_failed_group_of_transfers_is_ended(
+def test_a_failed_batch_interrupts_its_other_transfers(
     gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would write to memory that is free by then."""
+    """Interrupt the other transfers, which would write to freed memory."""
 
     def fail() -> None:
         raise RuntimeError("closed by peer")
@@ -316,8 +312,6 @@ def test_what_is_left_of_a_failed_group_of_transfers_is_ended(
 
 
 def test_a_failure_before_the_choice_is_propagated_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason is part of what the rank contributes to the choice, for which the others wait."""
-
     def fails(*limits: object) -> str:
         raise OSError("/proc is not mounted")
 
@@ -328,7 +322,7 @@ def test_a_failure_before_the_choice_is_propagated_with_its_reason(monkeypatch: 
 
 @pytest.fixture
 def able(monkeypatch: pytest.MonkeyPatch) -> Peers:
-    """Two ranks that have everything."""
+    """Return two ranks on which every transport works."""
     install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
     return Peers(monkeypatch, "cpu:gloo,cuda:nccl")
 
@@ -336,13 +330,13 @@ def able(monkeypatch: pytest.MonkeyPatch) -> Peers:
 def test_auto_chooses_a_transport_of_all_ranks(able: Peers) -> None:
     assert able.choose("auto", CUDA) == [("nccl",), ("process_group",)]
     assert able.choose("auto", CPU) == [("process_group",)]
-    able.change = {"nccl": "CuPy could not be imported"}  # on the other rank; here it does
+    able.change = {"nccl": "CuPy could not be imported"}  # on the other rank only
     assert able.choose("auto", CUDA) == [("process_group",)]
     with pytest.raises(ValueError, match='transport is "nccl", and on rank 1 CuPy could not be imported'):
         able.choose("nccl", CUDA)
 
 
-def test_a_transport_of_one_node_leaves_the_level_between_nodes_to_another(able: Peers) -> None:
+def test_a_single_node_transport_gets_another_one_between_nodes(able: Peers) -> None:
     register_transport("of_a_node", LocalTransport, devices=("cuda",), across_nodes=False)
     try:
         assert able.choose("nccl", CUDA, levels=2) == [("nccl", "nccl")]

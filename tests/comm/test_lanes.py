@@ -1,4 +1,4 @@
-"""The CUDA paths of `local` and `process_group`, on a stand-in for streams and events: what must run before what."""
+"""CUDA paths of ``local`` and ``process_group`` on fake streams and events: which work must precede which."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,16 +21,11 @@ from ringattn.comm.transport import DONE, TransportError
 from ringattn.comm.transports.lanes import StreamLane, passed
 from ringattn.comm.world import single_rank
 
-from ..support.cuda.device import Device, Event, Stream, install_streams
+from ..support.cuda.device import Device, Event, Stream
 from ..support.cuda.nccl import check_held
 from ..support.transport_cases import CASES, filled, on_ranks
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    return install_streams(monkeypatch)
 
 
 def streamed(group: LocalGroup) -> LocalTransport:
@@ -42,19 +38,18 @@ def test_local_conformance(name: str, world_size: int, device: Device) -> None:
     on_ranks(world_size, lambda group: CASES[name](streamed(group), CPU))
 
 
-def test_local_holds_tensors_until_compute_has_waited(device: Device) -> None:
-    """Also for the copy of the rank that they go to."""
+def test_local_holds_tensors_until_compute_waits(device: Device) -> None:
     on_ranks(2, lambda group: check_held(device, streamed(group), 1 - group.rank()))
 
 
-def test_transfers_have_a_high_priority(device: Device) -> None:
+def test_copy_streams_have_high_priority(device: Device) -> None:
     stream: Any = StreamLane(torch.device("cuda", 0)).stream
     assert stream.priority < 0
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: bool, device: Device) -> None:
-    """Each rank on a stream of its own, after what the caller had enqueued; over when `run` returns, or raises."""
+    """Run each rank on its own stream after the caller's work, and synchronize before ``run`` returns or raises."""
 
     def fn(group: LocalGroup) -> None:
         device.add("compute", device.current())
@@ -62,39 +57,23 @@ def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: b
             raise ValueError(f"rank {group.rank()}")
 
     with LocalWorld(3, device="cuda:0") as world:
-        made = device.add("compute", device.current())
+        earlier = device.add("compute", device.current())
         with pytest.raises(ValueError, match="rank") if fails else nullcontext():
             world.run(fn)
-    computed = [op for op in device.log if op.kind == "compute" and op is not made]
-    assert len({op.stream for op in (made, *computed)}) == 4
+    computed = [op for op in device.log if op.kind == "compute" and op is not earlier]
+    assert len({op.stream for op in (earlier, *computed)}) == 4
     for op in computed:
-        assert device.happens_before(made, op)
+        assert device.happens_before(earlier, op)
         assert any(device.happens_before(op, end) for end in device.log if end.kind == "synchronize")
 
 
-class FakeGroup:
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def _get_backend(self, device: torch.device) -> FakeGroup:
-        return self
-
-    def abort(self) -> None:
-        self._device.add("abort")
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-
 def on_streams(device: Device) -> ProcessGroupTransport:
-    control, group = control_of(single_rank()), FakeGroup(device)
-    return ProcessGroupTransport(group, CPU, control=control, lane=StreamLane(CPU))  # type: ignore[arg-type]
+    group = Mock(rank=lambda: 0, size=lambda: 2, abort=lambda: device.add("abort"))
+    group._get_backend.return_value = group
+    return ProcessGroupTransport(group, CPU, control=control_of(single_rank()), lane=StreamLane(CPU))
 
 
-def test_process_group_ends_its_backend_once(device: Device) -> None:
+def test_process_group_aborts_its_backend_once(device: Device) -> None:
     transport = on_streams(device)
     transport.abort("hop 3 is 20 s late")
     transport.abort("for the second time")
@@ -104,10 +83,10 @@ def test_process_group_ends_its_backend_once(device: Device) -> None:
         transport.post(sends=[], receives=[])
 
 
-def test_what_is_posted_on_a_stream_is_held_until_its_fence_is_passed(
+def test_posted_tensors_are_held_until_their_fence_is_waited_for(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory would be given to others while the stream still reads or writes it."""
+    """Hold the tensors, because the allocator would reuse their memory while the stream still uses it."""
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: [])
     monkeypatch.setattr(ProcessGroupTransport, "_operation", lambda *_: None)
     transport, held = on_streams(device), [torch.zeros(2) for _ in range(4)]
@@ -115,13 +94,13 @@ def test_what_is_posted_on_a_stream_is_held_until_its_fence_is_passed(
     fence = transport.post(sends=sends, receives=receives)
     gone = [weakref.ref(x) for x in held]
     del sends, receives, held
-    device.log.clear()  # it holds what was copied
+    device.log.clear()  # the log holds references to the copied tensors
     assert all(x() is not None for x in gone)
     fence.wait()
     assert all(x() is None for x in gone)
 
 
-def test_a_fence_of_a_device_that_failed_says_so(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fence_of_a_failed_device_raises(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     fence = StreamLane(CPU).mark()
     assert fence.done()
     device.pending.add(fence._event)  # type: ignore[arg-type]
@@ -133,11 +112,11 @@ def test_a_fence_of_a_device_that_failed_says_so(device: Device, monkeypatch: py
     monkeypatch.setattr(type(fence._event), "query", fail)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         fence.done()
-    assert not passed(fence, 5.0), "it will never get there"
+    assert not passed(fence, 5.0), "a failed device never passes its fence"
 
 
-def test_numbers_have_the_order_of_the_records(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A larger one is taken for the later point of its stream."""
+def test_fence_numbers_follow_the_order_of_event_records(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number fences in the order of their records, because a larger number means a later point of the stream."""
     lane, record, pause = StreamLane(CPU), Event.record, random.Random(0)
 
     def slow(event: Event, stream: Stream) -> None:
@@ -146,14 +125,16 @@ def test_numbers_have_the_order_of_the_records(device: Device, monkeypatch: pyte
 
     monkeypatch.setattr(Event, "record", slow)
     with ThreadPoolExecutor(4) as pool:
-        fences = [fence for some in pool.map(lambda _: [lane.point() for _ in range(10)], range(4)) for fence in some]
+        fences = [
+            fence for points in pool.map(lambda _: [lane.point() for _ in range(10)], range(4)) for fence in points
+        ]
     numbers = {fence._event: fence._number for fence in fences}
     recorded = [numbers[op.event] for op in device.log if op.kind == "record"]  # type: ignore[index]
     assert recorded == sorted(recorded)
 
 
 def test_process_group_runs_beside_compute(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend must see our stream as the current one, when it starts and when it is waited for."""
+    """Make the copy stream current both when the backend starts and when it is waited for."""
 
     class Work:
         def wait(self) -> None:

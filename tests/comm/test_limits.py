@@ -1,4 +1,4 @@
-"""Limits that could be kept, and which transport keeps which."""
+"""Limits on communication: how many blocks and multiprocessors transfers take."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ringattn.kernels.order import MARGIN
         (Limits(), {}, 8, 8),
         (Limits(channels=4, ctas=16), {}, 4, 4),
         (Limits(channels=4, ctas=4), {}, 4, 4),
-        (Limits(ctas=32), {"NCCL_MAX_CTAS": "16"}, 32, 32),  # refused beside it
-        (Limits(cga_cluster_size=4), {}, 8, 8 + 8 * 3),  # three of each of eight GPCs may be left over
+        (Limits(ctas=32), {"NCCL_MAX_CTAS": "16"}, 32, 32),  # opening refuses this combination
+        (Limits(cga_cluster_size=4), {}, 8, 8 + 8 * 3),  # each of the 8 GPCs may have 3 multiprocessors left over
         (Limits(), {"NCCL_MAX_CTAS": "16", "NCCL_MAX_P2P_NCHANNELS": "4"}, 4, 4),
         (Limits(), {"NCCL_MIN_CTAS": "2"}, 32, 32),
         (Limits(), {"NCCL_CGA_CLUSTER_SIZE": "4"}, 8, 8 + 8 * 3),
         (Limits(), {"NCCL_MAX_CTAS": "0", "NCCL_MIN_CTAS": "many", "NCCL_CGA_CLUSTER_SIZE": "0"}, 8, 8),
     ],
 )
-def test_what_transfers_take_of_the_gpu(
+def test_blocks_and_multiprocessors_of_transfers(
     limits: Limits, environment: dict[str, str], blocks: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
@@ -37,7 +37,6 @@ def test_what_transfers_take_of_the_gpu(
 
 
 def test_the_margin_of_persistent_kernels_is_room_for_two_communicators() -> None:
-    """Those inside the nodes and between them, of a two-level ring."""
     assert 2 * Limits().multiprocessors == MARGIN
 
 
@@ -47,7 +46,7 @@ def test_the_margin_of_persistent_kernels_is_room_for_two_communicators() -> Non
         ((4,), {"persistent": True}, 4),
         ((0, 4), {"persistent": True}, 4),
         ((4, 4), {"persistent": True}, 8),
-        ((64,), {"persistent": True}, 10),  # half of what the interpreter is taken to have
+        ((64,), {"persistent": True}, 10),  # half of the multiprocessors assumed for the interpreter
         ((8,), {"persistent": True, "sm_margin": 3}, 3),
         ((4, None), {"persistent": True}, None),
     ],

@@ -1,4 +1,4 @@
-"""Virtual ranks: results, errors that reach the caller, and no wait that never ends."""
+"""Virtual ranks: results, errors that reach the caller, and waits that always end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def exchange(group: LocalGroup, value: float = 0.0) -> torch.Tensor:
     return arrived
 
 
-def test_what_a_failed_run_has_kept_is_closed() -> None:
+def test_a_failed_run_closes_cached_rings() -> None:
     closed: list[int] = []
 
     def fn(group: LocalGroup) -> None:
@@ -47,7 +47,7 @@ def test_what_a_failed_run_has_kept_is_closed() -> None:
 
 
 def test_autograd_stays_in_the_rank_s_thread() -> None:
-    """On CUDA the engine would run all ranks' backward in one device thread: the switch is what prevents it."""
+    """Check the switch that stops CUDA's engine from running every rank's backward in one device thread."""
 
     def fn(group: LocalGroup) -> bool:
         threads: list[int] = []
@@ -63,9 +63,7 @@ def test_autograd_stays_in_the_rank_s_thread() -> None:
     assert torch._C._is_multithreading_enabled()  # the caller's thread keeps its setting
 
 
-def test_a_rank_is_used_from_its_own_thread_alone() -> None:
-    """As in a backward outside of fn, or in PyTorch's thread for all backwards of a device."""
-
+def test_a_rank_is_refused_outside_its_own_thread() -> None:
     def posts(group: LocalGroup) -> None:
         LocalTransport(group, CPU).post(sends=[], receives=[])
 
@@ -77,7 +75,7 @@ def test_a_rank_is_used_from_its_own_thread_alone() -> None:
             posts(groups[0])
         with pytest.raises(RuntimeError, match=r"rank 0 of LocalWorld\(2\) was used from thread 'ringattn-rank1"):
             world.run(lambda group: posts(groups[0]) if group.rank() == 1 else None)
-    with world_of(1) as world:  # nobody waits for one rank alone
+    with world_of(1) as world:  # with one rank no other rank can block
         posts(world.run(lambda group: group)[0])
 
 
@@ -105,20 +103,19 @@ def test_the_first_error_unblocks_peers_and_is_raised_by_run(size: int) -> None:
 def test_run_works_after_a_failed_run() -> None:
     def fails(group: LocalGroup) -> None:
         transport = LocalTransport(group, CPU)
-        transport.post(sends=[Message(1 - group.rank(), torch.zeros(3))], receives=[])  # nobody fetches these
+        transport.post(sends=[Message(1 - group.rank(), torch.zeros(3))], receives=[])  # no rank receives this message
         raise ValueError("no")
 
     with world_of(2) as world:
         for _ in range(2):
             with pytest.raises(ValueError, match="no"):
                 world.run(fails)
-            with torch.no_grad():  # grad mode is the caller's
+            with torch.no_grad():  # ranks use the caller's grad mode
                 outs = world.run(lambda group: exchange(group, 0.5 + torch.is_grad_enabled()))
             assert [out.tolist() for out in outs] == [[1.5] * 3, [0.5] * 3]
 
 
 def test_keyboard_interrupt_unblocks_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C reaches the main thread alone, which waits for the ranks."""
     waiting = threading.Event()
 
     def interrupted(futures: object) -> None:
@@ -153,11 +150,7 @@ Body = Callable[[LocalGroup], object]
         (exchange, str, "rank 1 has already returned"),
         (send, str, "rank 0 waits until rank 1 takes 12 bytes: rank 1 has already returned"),
         (send, lambda group: receive(group, 4), "expects 16 bytes from rank 0, which sent 12"),
-        (
-            receive,
-            receive,
-            r"rank \d waits for bytes from rank \d: nothing happened for 0\.5 s; do all ranks post",
-        ),
+        (receive, receive, r"rank \d waits for bytes from rank \d: nothing happened for 0\.5 s; do all ranks post"),
     ],
 )
 def test_deadlocked_waits_raise(first: Body, second: Body, match: str) -> None:
@@ -170,7 +163,7 @@ def refused(call: Callable[[], object], match: str) -> None:
         call()
 
 
-def test_misuse_is_refused() -> None:
+def test_wrong_uses_of_a_local_world_are_refused() -> None:
     refused(lambda: LocalWorld(0), "world_size is 0")
     world = world_of(2)
     refused(lambda: world.run(lambda group: world.run(exchange)), "never inside fn")
@@ -182,8 +175,8 @@ def test_misuse_is_refused() -> None:
     refused(lambda: left.run(exchange), "this LocalWorld is closed")
 
 
-def test_a_line_of_a_world_that_has_failed_has_failed_too() -> None:
-    """A mesh that is made after another rank has raised: nobody will come to it."""
+def test_a_line_of_a_failed_world_is_failed() -> None:
+    """Fail a mesh that is created after another rank has raised, because nobody else will join it."""
     hub = Hub(4, 60.0)
     before = hub.line("ring", (0, 2))
     hub.end(3)
@@ -195,7 +188,7 @@ def test_a_line_of_a_world_that_has_failed_has_failed_too() -> None:
         after.take("box", 0, "rank 1 waits", 0, 60.0)
 
 
-def test_a_wait_that_other_ranks_interrupt_is_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wake_ups_by_other_ranks_do_not_extend_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     hub, clock, waits = Hub(2, 60.0), Clock(monkeypatch), list[float]()
 
     def interrupted(seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""The NCCL transport as it is, on a stand-in for CuPy's NCCL and for torch's streams; and what NCCL itself is asked."""
+"""The NCCL transport on a fake of CuPy's NCCL and torch's streams, and the calls that reach libnccl."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from ringattn.comm.transports.nccl import (
 from ringattn.comm.watchdog.watch import Watch, _tick
 from ringattn.comm.world import single_rank
 
-from ..support.cuda.device import Device, Op, install_streams
-from ..support.cuda.nccl import Fabric, check_held, install_nccl
+from ..support.cuda.device import Device, Op
+from ..support.cuda.nccl import Fabric, check_held
 from ..support.transport_cases import CASES, filled, on_ranks, until
 from ..support.watch_cases import controls
 
@@ -43,7 +43,7 @@ UNIQUE_ID = bytes(range(128, 256))
 
 
 class Library:
-    """libnccl: notes its calls, and answers with `status`."""
+    """A libnccl that records its calls and returns ``status``."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -88,8 +88,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
         (Limits(), {"NCCL_MAX_CTAS": "", "NCCL_COMM_BLOCKING": "1"}, (UNDEFINED, 8), None),
         (Limits(cga_cluster_size=4), {"NCCL_DEBUG": "INFO"}, (UNDEFINED, 8), None),
         (Limits(ctas=16), {"NCCL_CGA_CLUSTER_SIZE": "4"}, (UNDEFINED, 16), None),
-        (Limits(channels=4, ctas=8), {}, (4, 4), None),  # no more and no fewer than four, which are at most eight
-        # refused beside an explicit limit alone; a default would cut the fewest that a user asks for
+        (Limits(channels=4, ctas=8), {}, (4, 4), None),  # exactly four channels, and at most eight CTAs
+        # Opening refuses these beside an explicit limit only. The default limit must not cut the user's minimum.
         (Limits(), {"NCCL_MIN_CTAS": "16"}, (UNDEFINED, UNDEFINED), None),
         (Limits(cga_cluster_size=1), {"NCCL_MAX_P2P_NCHANNELS": "16"}, (UNDEFINED, UNDEFINED), None),
         (Limits(), {"NCCL_COMM_BLOCKING": "0"}, (UNDEFINED, 8), "NCCL_COMM_BLOCKING=0 in the environment"),
@@ -102,7 +102,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
         ),
     ],
 )
-def test_limits_and_the_environment(
+def test_cta_bounds_with_limits_and_environment_variables(
     limits: Limits, environment: dict[str, str], bounds: tuple[int, int], refused: str | None
 ) -> None:
     assert cta_bounds(limits, environment) == bounds
@@ -110,10 +110,9 @@ def test_limits_and_the_environment(
     assert overrides is None if refused is None else refused in str(overrides)
 
 
-def test_a_communicator_of_the_library(library: Library) -> None:
-    """The configuration is that of nccl.h; each call goes to the library, and it is given back once."""
+def test_a_configured_communicator_calls_libnccl(library: Library) -> None:
     communicator = ConfiguredCommunicator(3, [byte - 256 for byte in UNIQUE_ID], 2, Limits(ctas=4, cga_cluster_size=2))
-    assert library.unique_id == UNIQUE_ID  # CuPy 13 gives signed characters
+    assert library.unique_id == UNIQUE_ID  # CuPy 13 returns signed characters
     assert library.config == {
         "size": 48,
         "magic": 0xCAFEBEEF,
@@ -154,7 +153,7 @@ def test_a_communicator_of_the_library(library: Library) -> None:
 def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     none = "7f0 r-xp 0 08:01 7 /usr/lib/libm.so.6\n7f3 rw-p 0 00:00 0\n"
     single = none + "".join(f"7f{at} r-xp 0 08:01 8             /opt/a b/nccl/lib/libnccl.so.2\n" for at in (1, 2))
-    linked = f"{single}7f3 r-xp 0 08:01 8 /usr/lib/libnccl.so.2\n"  # another name of the same file
+    linked = f"{single}7f3 r-xp 0 08:01 8 /usr/lib/libnccl.so.2\n"  # same inode, another path
     assert loaded_libraries(linked) == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
     two = f"{single}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
     monkeypatch.setattr(Path, "read_text", lambda path: single)
@@ -172,13 +171,6 @@ def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeyp
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
-
-
-@pytest.fixture
-def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
-    fabric = Fabric(install_streams(monkeypatch))
-    install_nccl(monkeypatch, fabric)
-    return fabric
 
 
 @pytest.fixture
@@ -200,7 +192,7 @@ def kinds(ops: list[Op]) -> list[str]:
 
 
 def ends(device: Device) -> list[str]:
-    """What became of communicators, in order."""
+    """Return how communicators ended, in order."""
     return [kind for kind in kinds(device.log) if kind in ("abort", "left", "free", "destroy")]
 
 
@@ -222,7 +214,7 @@ def test_conformance_through_nodes(name: str, nodes: tuple[tuple[int, ...], ...]
 
 
 @pytest.mark.parametrize("kind", ["send", "recv"])
-def test_the_group_is_closed_when_an_operation_raises(kind: str, fabric: Fabric, device: Device) -> None:
+def test_group_end_is_called_when_an_operation_raises(kind: str, fabric: Fabric, device: Device) -> None:
     transport = open_alone()
     device.log.clear()
     fabric.fail_on = kind
@@ -239,10 +231,10 @@ def test_tensors_are_held_until_compute_has_waited(device: Device) -> None:
 
 
 @pytest.mark.parametrize("returns", [True, False])
-def test_an_abort_ends_a_call_that_blocks_and_frees_behind_it(
+def test_an_abort_unblocks_a_call_and_frees_the_communicator_after_it(
     returns: bool, fabric: Fabric, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first transfer blocks while it connects: a flag ends it, and on its way out it uses the communicator."""
+    """Abort a first transfer that blocks while it connects, and free the communicator after the call has left it."""
     monkeypatch.setattr(nccl, "CALL_SECONDS", 60.0 if returns else 0.05)
     transport, messages = open_alone(), [Message(0, filled(1, 4, CPU))]
     aborting = threading.Thread(target=transport.abort, args=["hop 3 is 20 s late"])
@@ -253,7 +245,7 @@ def test_an_abort_ends_a_call_that_blocks_and_frees_behind_it(
         if returns:
             time.sleep(0.02)
         else:
-            aborting.join(60)  # it has given up, and the call is still there
+            aborting.join(60)  # abort has given up while the call still blocks
         device.add("left")
         raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
 
@@ -264,8 +256,7 @@ def test_an_abort_ends_a_call_that_blocks_and_frees_behind_it(
     assert ends(device) == ["abort", "left", *(["free"] if returns else [])]
 
 
-def test_a_communicator_is_not_given_back_under_a_call(fabric: Fabric, device: Device) -> None:
-    """Another thread closes, as the end of a process group does."""
+def test_close_waits_for_a_running_call(fabric: Fabric, device: Device) -> None:
     transport, messages = open_alone(), [Message(0, filled(1, 4, CPU))]
     closing = threading.Thread(target=transport.close)
 
@@ -280,8 +271,8 @@ def test_a_communicator_is_not_given_back_under_a_call(fabric: Fabric, device: D
     assert ends(device) == ["left", "destroy"]
 
 
-def test_a_transport_that_nobody_closed_is_aborted(device: Device) -> None:
-    """Destroying it would wait for the other ranks of the node to collect theirs."""
+def test_an_unclosed_transport_is_aborted(device: Device) -> None:
+    """Abort instead of destroy, which would wait for the other ranks of the node."""
     transport = open_alone()
     del transport
     gc.collect()
@@ -290,8 +281,10 @@ def test_a_transport_that_nobody_closed_is_aborted(device: Device) -> None:
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_a_transport_that_nobody_closed_at_exit(forked: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread can be started, as from Python 3.12 on, and nothing may block; in a fork it is the parent's."""
+def test_an_unclosed_transport_at_exit_is_aborted_by_its_own_process(
+    forked: bool, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Abort without a thread, which Python 3.12 refuses at exit, and never the transport of a forked child's parent."""
 
     def refuse(*args: object) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -306,8 +299,8 @@ def test_a_transport_that_nobody_closed_at_exit(forked: bool, device: Device, mo
     assert ends(device) == ([] if forked else ["abort"])
 
 
-@pytest.mark.parametrize("end", [NcclTransport.close, lambda transport: transport.abort("enough")])
-def test_threads_are_on_the_transport_s_device(end: Callable[[NcclTransport], None], fabric: Fabric) -> None:
+@pytest.mark.parametrize("end", [NcclTransport.close, lambda transport: transport.abort("hop 3 is late")])
+def test_threads_of_a_transport_use_its_device(end: Callable[[NcclTransport], None], fabric: Fabric) -> None:
     fabric.index = CUDA.index
     transport = open_alone(device=CUDA)
     transport.post(sends=[], receives=[])
@@ -319,7 +312,6 @@ def test_threads_are_on_the_transport_s_device(end: Callable[[NcclTransport], No
 
 
 def test_nccl_async_errors_abort_the_ring(fabric: Fabric, device: Device) -> None:
-    """At the next tick, on the ring's device."""
     fabric.index = CUDA.index
     transport = open_alone(device=CUDA)
     fence = transport.post(sends=[], receives=[])
@@ -334,7 +326,7 @@ def test_nccl_async_errors_abort_the_ring(fabric: Fabric, device: Device) -> Non
     where = "rank 0: forward hop 1: K/V (32 bytes rank 1 -> rank 0, 64 bytes rank 0 -> rank 1)"
     assert str(watch.stopped()).startswith(f"{where} failed: the nccl transport of rank 0: {fabric.async_error}.")
     assert "abort" in kinds(device.log)
-    assert transport.check() is None, "what has ended has nothing more to tell"
+    assert transport.check() is None, "an aborted transport reports no further problem"
 
 
 def test_missing_peers_time_out(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +340,7 @@ def test_missing_peers_time_out(fabric: Fabric, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(TransportError, match=r"rank 0: ranks \[0\] did not join in 0\.05 s"):
         open_alone(timeout=0.05)
     given_up.set()
-    assert fabric.abort_called.wait(60), "a communicator that comes too late is given back"
+    assert fabric.abort_called.wait(60), "a communicator that is created too late must be aborted"
 
 
 @pytest.mark.parametrize(
@@ -357,7 +349,7 @@ def test_missing_peers_time_out(fabric: Fabric, monkeypatch: pytest.MonkeyPatch)
 def test_cupy_import_warnings_are_the_reason(
     available: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where warnings are errors, as here: CuPy's import would end in the middle."""
+    """Import CuPy with its warnings recorded, because with warnings as errors the import would stop half way."""
     (tmp_path / "cupy" / "cuda").mkdir(parents=True)
     told_by_cupy = "nccl library could not be loaded.\n\nReason: ImportError"
     code = f"import warnings\nwarnings.warn({told_by_cupy!r})\navailable = {available}"
@@ -383,20 +375,18 @@ def test_cupy_import_warnings_are_the_reason(
         ({"limits": Limits(ctas=4)}, "NCCL_MAX_CTAS=8 in the environment overrides it for the whole process"),
     ],
 )
-def test_arguments_that_are_refused(arguments: Any, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_arguments(arguments: Any, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
     with pytest.raises(ValueError, match=match):
         NcclTransport(**{"rank": 0, "size": 3, "device": CPU, "control": control_of(single_rank()), **arguments})
 
 
-def test_a_hop_between_two_communicators(device: Device) -> None:
-    """Rank 0 receives from another node and sends inside its own: one stream, the node's part first."""
-
+def test_one_hop_may_use_two_communicators(device: Device) -> None:
     def fn(group: LocalGroup) -> None:
         transport, rank = through(((0, 1), (2,)), group), group.rank()
-        sent, came = torch.full((5,), rank), torch.zeros(5, dtype=torch.int64)
+        sent, arrived = torch.full((5,), rank), torch.zeros(5, dtype=torch.int64)
         following, previous = (rank + 1) % 3, (rank - 1) % 3
-        fence = transport.post(sends=[Message(following, sent)], receives=[Message(previous, came)])
+        fence = transport.post(sends=[Message(following, sent)], receives=[Message(previous, arrived)])
         alive = weakref.ref(sent)
         del sent
         gc.collect()
@@ -405,7 +395,7 @@ def test_a_hop_between_two_communicators(device: Device) -> None:
         assert alive() is None
         assert transport.lane.stream is transport._inside.lane.stream
         with pytest.raises(ValueError, match=r"receives\[0\]: peer is 3; the ranks of this group are 0 to 2"):
-            transport.post(sends=[Message(following, came)], receives=[Message(3, came)])
+            transport.post(sends=[Message(following, arrived)], receives=[Message(3, arrived)])
         assert transport.check() is None
         transport._inside.check = lambda: "a network error"  # type: ignore[method-assign]
         assert transport.check() == "a network error"
@@ -415,10 +405,10 @@ def test_a_hop_between_two_communicators(device: Device) -> None:
 
     on_ranks(3, fn)
     assert kinds(device.log).count("destroy") == 6
-    assert kinds(device.log).count("groupStart") == 2 + 2 + 1  # none of nothing
+    assert kinds(device.log).count("groupStart") == 2 + 2 + 1  # ranks without messages at a level start no group
 
 
-def test_both_communicators_end_where_one_edge_fails(fabric: Fabric, device: Device) -> None:
+def test_both_communicators_are_aborted_when_one_edge_fails(fabric: Fabric, device: Device) -> None:
     def fn(group: LocalGroup) -> None:
         transport = through(((0, 1), (2,)), group)
         fabric.spoil = lambda data: data[::-1]
@@ -431,7 +421,9 @@ def test_both_communicators_end_where_one_edge_fails(fabric: Fabric, device: Dev
     on_ranks(3, fn)
 
 
-def test_no_communicator_is_left_where_the_other_fails(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_communicator_is_aborted_when_the_second_fails(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     join, joined = NcclTransport._join, list[object]()
 
     def once(transport: NcclTransport, limits: Limits) -> object:
@@ -443,13 +435,13 @@ def test_no_communicator_is_left_where_the_other_fails(device: Device, monkeypat
     monkeypatch.setattr(NcclTransport, "_join", once)
     with pytest.raises(TransportError, match="did not join") as raised:
         through(((0,),), single_rank())
-    assert "abort" in ends(device), raised  # which holds it: that nobody does is not waited for
+    assert "abort" in ends(device), (
+        raised
+    )  # `raised` keeps the communicator alive, so garbage collection did not abort it
 
 
-def test_a_communicator_for_each_ring_inside_and_between_the_nodes(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two nodes of three: peers stay ranks of the group, NCCL takes ranks of the communicator."""
+def test_one_communicator_per_ring_inside_and_between_nodes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open two nodes of three. Peers stay ranks of the group, but NCCL gets ranks of the communicator."""
     limits, make = list[Limits](), nccl.ConfiguredCommunicator
 
     def noted(*args: Any) -> Any:
@@ -498,7 +490,7 @@ def test_nccl_init_errors_are_raised_on_all_ranks(
     on_ranks(3, fn)
 
 
-def test_the_communicator_is_given_back_once(fabric: Fabric, device: Device) -> None:
+def test_a_communicator_is_destroyed_or_aborted_once(fabric: Fabric, device: Device) -> None:
     transport = open_alone()
     device.log.clear()
     transport.close()
@@ -508,7 +500,7 @@ def test_the_communicator_is_given_back_once(fabric: Fabric, device: Device) -> 
     with pytest.raises(TransportError, match="is closed"):
         transport.post(sends=[], receives=[])
 
-    transport = open_alone()  # transfers that do not end are aborted
+    transport = open_alone()  # pending transfers lead to an abort
     transport._timeout = 0.05
     device.pending.add(transport.post(sends=[], receives=[])._event)  # type: ignore[arg-type]
     device.log.clear()
@@ -516,7 +508,7 @@ def test_the_communicator_is_given_back_once(fabric: Fabric, device: Device) -> 
     transport.close()
     assert ends(device) == ["abort", "free"]
 
-    # NCCL's destroy blocks while a dead peer is silent
+    # ncclCommDestroy blocks while a dead peer is silent.
     transport, peer, over = open_alone(), threading.Event(), list[bool]()
     transport._timeout = 0.05
     fabric.on_destroy = lambda: over.append(peer.wait(60))
@@ -527,8 +519,6 @@ def test_the_communicator_is_given_back_once(fabric: Fabric, device: Device) -> 
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_warm_up_has_a_deadline(hangs: bool, fabric: Fabric, device: Device) -> None:
-    """A first transfer that cannot connect blocks the host until another thread aborts; or it ends, too late."""
-
     def blocked() -> None:
         assert fabric.abort_called.wait(60)
         if hangs:
@@ -536,7 +526,7 @@ def test_a_warm_up_has_a_deadline(hangs: bool, fabric: Fabric, device: Device) -
 
     fabric.before_end = blocked
     transport = open_alone()
-    transport._timeout = 0.05  # of the warm-up alone
+    transport._timeout = 0.05  # applies to the warm-up only
     with pytest.raises(TransportError, match=r"its warm-up took more than 0\.05 s"):
         transport.warm_up([(0, 0)])
     until(lambda: kinds(device.log).count("abort") == 1)

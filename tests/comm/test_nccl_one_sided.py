@@ -1,4 +1,4 @@
-"""The one-sided transport as it is, on a stand-in for NCCL's calls and rules; and what the library is asked."""
+"""The one-sided NCCL transport on a fake of NCCL's calls and rules, and the calls that reach libnccl."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ringattn.comm.transports import nccl_one_sided
 from ringattn.comm.transports.nccl_one_sided import OneSidedCommunicator, one_sided_missing
 
 from ..support.cuda.cases import CASES as RINGS
-from ..support.cuda.device import Device, install_streams
-from ..support.cuda.nccl import Fabric, install_nccl
+from ..support.cuda.device import Device
+from ..support.cuda.nccl import Fabric
 from ..support.cuda.one_sided import OneSided, Windows, install_one_sided, opened
 from ..support.cuda.recorder import Recorder
 from ..support.cuda.ring import record
@@ -30,21 +30,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    return install_streams(monkeypatch)
-
-
-@pytest.fixture
-def fabric(monkeypatch: pytest.MonkeyPatch, device: Device) -> Fabric:
-    fabric = Fabric(device)
-    install_nccl(monkeypatch, fabric)
-    return fabric
+def device(fabric: Fabric) -> Device:
+    return fabric.device
 
 
 @pytest.fixture
 def windows(monkeypatch: pytest.MonkeyPatch, fabric: Fabric) -> Windows:
     windows = install_one_sided(monkeypatch, fabric)
-    monkeypatch.setattr(nccl_one_sided, "BOX_BYTES", 1 << 18)  # LARGE is several of them
+    monkeypatch.setattr(nccl_one_sided, "BOX_BYTES", 1 << 18)  # so that a LARGE message takes several boxes
     return windows
 
 
@@ -55,13 +48,12 @@ def test_conformance(name: str, world_size: int, windows: Windows) -> None:
         transport = opened(group)
         CASES[name](transport, CPU)
         transport.close()
-        return "aborted" in transport._ended  # then peers may still write there
+        return "aborted" in transport._ended  # after an abort peers may still write to the windows
 
     assert any(on_ranks(world_size, fn)) or windows.left == (0, 0)
 
 
-def test_slots_in_windows_are_put_in_place(windows: Windows, device: Device) -> None:
-    """By copies that are no operators of torch; they grow together, and what they held is given back."""
+def test_slots_in_windows_are_written_in_place(windows: Windows, device: Device) -> None:
     spec = [((50,), torch.float32)]
 
     def fn(group: LocalGroup) -> None:
@@ -76,7 +68,7 @@ def test_slots_in_windows_are_put_in_place(windows: Windows, device: Device) -> 
             transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
             assert there.tolist() == [back] * 50
             transport.gather(None)
-        assert len(transport._comm.windows) == 2, "the boxes, and the newest slots"
+        assert len(transport._comm.windows) == 2, "one window for the boxes and one for the newest slots"
         transport.close()
 
     on_ranks(3, fn)
@@ -86,10 +78,10 @@ def test_slots_in_windows_are_put_in_place(windows: Windows, device: Device) -> 
 
 
 @pytest.mark.parametrize("mistaken", [False, True])
-def test_free_memory_is_not_mistaken_for_bytes(
+def test_free_signals_and_data_signals_are_counted_apart(
     mistaken: bool, windows: Windows, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank sends and receives in one post, the other in two; so one counter for both kinds of signals is wrong."""
+    """Post send and receive together on one rank only. With one counter for both signals, the data is wrong."""
     put = OneSided.put
 
     def late(self: OneSided, *arguments: int) -> None:
@@ -109,13 +101,11 @@ def test_free_memory_is_not_mistaken_for_bytes(
         return int(receives[0].tensor[0])
 
     assert on_ranks(2, fn) == [0 if mistaken else 7, 7]
-    device.blocks = False  # whatever is still waited for
+    device.blocks = False  # release the remaining waits
 
 
 @pytest.mark.parametrize("call", ["allocate", "register", "no symmetric memory"])
-def test_a_window_that_cannot_be_made_is_named_on_every_rank(call: str, windows: Windows) -> None:
-    """While it opens, and when slots grow."""
-
+def test_a_window_that_cannot_be_created_is_an_error_on_every_rank(call: str, windows: Windows) -> None:
     def refused(group: LocalGroup, make: Callable[[LocalGroup], object]) -> None:
         who = "rank 0" if call.startswith("no") else "rank 1"
         with pytest.raises(TransportError, match=rf"{who} cannot \w+ a window of \d+ bytes: (unhandled|no symmetric)"):
@@ -150,10 +140,10 @@ def test_windows_of_different_sizes_are_refused(windows: Windows) -> None:
     on_ranks(2, fn)
 
 
-def test_an_abort_returns_while_a_signal_never_comes(
+def test_an_abort_returns_although_a_signal_never_arrives(
     windows: Windows, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """NCCL's own abort waits for that stream, which nothing frees: neither `abort` nor `close` waits with it."""
+    """Return from ``abort`` and ``close`` although NCCL's own abort blocks on a stream that waits for a signal."""
     monkeypatch.setattr(nccl_one_sided, "ABORT_SECONDS", 0.2)
     caplog.set_level(logging.WARNING)
 
@@ -161,7 +151,7 @@ def test_an_abort_returns_while_a_signal_never_comes(
         transport = opened(group)
         transport.gather(None)
         if group.rank() == 0:
-            device.blocks = False  # the stream waits, and the host goes on
+            device.blocks = False  # the stream waits while the host continues
             fence: Any = transport.post(sends=[], receives=[Message(1, filled(0, 4, CPU))])
             device.pending.add(fence._event)
             device.blocks = True
@@ -170,7 +160,7 @@ def test_an_abort_returns_while_a_signal_never_comes(
             transport.close()
             assert time.monotonic() - begun < 10 and not fence.done()
             assert "rank 0: a signal never arrived" in caplog.text
-            assert not transport._dropped.alive, "given up once"
+            assert not transport._dropped.alive, "abort and close must end the communicator once"
             with pytest.raises(TransportError, match="of rank 0 was aborted: hop 3 is 20 s late"):
                 transport.post(sends=[], receives=[])
         transport.gather(None)
@@ -196,7 +186,7 @@ def test_a_post_that_fails_half_way_is_waited_for(windows: Windows, fabric: Fabr
     on_ranks(2, fn)
 
 
-def test_no_graph_captures_it(windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_into_a_cuda_graph_is_refused(windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
     def fn(group: LocalGroup) -> None:
         transport = opened(group)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -218,7 +208,7 @@ def test_no_graph_captures_it(windows: Windows, monkeypatch: pytest.MonkeyPatch)
         (22907, 13000, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, "lets ranks share a GPU"),
     ],
 )
-def test_where_it_cannot_be_used(
+def test_reasons_why_one_sided_calls_are_unavailable(
     version: int, driver: int, environment: Any, match: str | None, fabric: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fabric.version = version
@@ -227,8 +217,7 @@ def test_where_it_cannot_be_used(
     assert missing is None if match is None else match in str(missing)
 
 
-def test_what_the_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of nccl.h; a call that makes no window is an error."""
+def test_calls_into_libnccl(monkeypatch: pytest.MonkeyPatch) -> None:
     library: Any = Library()
     monkeypatch.setattr("ringattn.comm.transports.nccl._library", lambda: library)
     monkeypatch.setattr(nccl_one_sided, "_declare", lambda library: None)
@@ -242,7 +231,7 @@ def test_what_the_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert put == ("ncclPutSignal", (1000, 24, 1, 1, 55, 512, 0, 0, 0, 77, 9))
     assert signal == ("ncclSignal", (1, 0, 0, 0, 77, 9))
     assert (wait[0], wait[1][0], wait[1][2:]) == ("ncclWaitSignal", 2, (77, 9))
-    assert [(one.opCnt, one.peer, one.sigIdx, one.ctx) for one in wait[1][1]] == [(2, 0, 0, 0), (1, 1, 0, 0)]
+    assert [(desc.opCnt, desc.peer, desc.sigIdx, desc.ctx) for desc in wait[1][1]] == [(2, 0, 0, 0), (1, 1, 0, 0)]
     assert rest == [("ncclCommWindowDeregister", (77, 55)), ("ncclMemFree", (1000,))]
     with pytest.raises(TransportError, match="NCCL has no symmetric memory between these GPUs"):
         communicator.register(1000, 4096)
@@ -253,15 +242,15 @@ def test_what_the_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ctypes.sizeof(nccl_one_sided._WaitSignalDesc) == 16
 
 
-# what the proof of the waits says of mistakes
+# The race checker must report these mistakes.
 
 
 def forgotten(self: OneSided, peer: int, stream: int) -> None:
-    """No signal that memory is free."""
+    pass
 
 
 def early(self: NcclOneSidedTransport, outgoing: Any, incoming: Any, stream: int, make_room: Any) -> None:
-    """Memory is said to be free before what still uses it is over."""
+    """Signal free memory before its last use is over."""
     for peer, pieces in incoming.items():
         for _ in pieces:
             self._comm.free.signal(peer, torch.cuda.Stream(self._device).cuda_stream)  # type: ignore[no-untyped-call]
@@ -269,14 +258,14 @@ def early(self: NcclOneSidedTransport, outgoing: Any, incoming: Any, stream: int
 
 
 def one_more(self: NcclOneSidedTransport, outgoing: Any, incoming: Any, stream: int, put: Any) -> None:
-    """The signal of the bytes comes before them."""
+    """Signal the data before writing it."""
     for peer in outgoing:
         self._comm.data.signal(peer, stream)
     put(self, outgoing, incoming, stream)
 
 
 def unwaited(self: NcclOneSidedTransport, outgoing: Any, incoming: Any, stream: int, put: Any) -> None:
-    """Nobody waits for what arrives."""
+    """Do not wait for arriving data."""
     put(self, outgoing, {}, stream)
 
 
@@ -293,14 +282,13 @@ MISTAKES: list[tuple[Any, str, Any, str, tuple[str, ...]]] = [
 
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize(("owner", "name", "value", "case", "words"), MISTAKES)
-def test_a_mistake_is_named(
+def test_the_race_checker_reports_a_planted_mistake(
     owner: Any, name: str, value: Any, case: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal forgotten, one too early, one that nobody waits for, a window freed."""
     begin = Recorder.begin
 
     def begin_with_it(self: Recorder) -> None:
-        """Everything is warmed up by now."""
+        """Plant the mistake after the warm-up."""
         begin(self)
         monkeypatch.setattr(owner, name, lambda *given: value(*given))
 

@@ -1,4 +1,4 @@
-"""What joins two ranks, and what NVML and /sys say: on a stand-in of `pynvml`, and folders as the kernel has them."""
+"""Links between two ranks, and the facts from NVML and /sys, on a fake ``pynvml`` and a fake /sys."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def linked(device: DeviceInfo, **change: Any) -> DeviceInfo:
         (replace(A, fabric="f"), replace(hgx("b")[0], fabric="g"), "network", "network", None),
     ],
 )
-def test_links(a: DeviceInfo, b: DeviceInfo, kind: str, text: str, rate: float | None) -> None:
+def test_link_between_two_devices(a: DeviceInfo, b: DeviceInfo, kind: str, text: str, rate: float | None) -> None:
     link = link_between(a, b)
     assert link == link_between(b, a)
     assert (link.kind, link.text) == (kind, text)
@@ -69,24 +69,23 @@ def test_links(a: DeviceInfo, b: DeviceInfo, kind: str, text: str, rate: float |
 
 
 def test_pairs_by_link() -> None:
-    """Of two hosts, ranks of one GPU counted once, those of a CPU not at all."""
     devices = [*hgx("a"), *meshed("b", {(0, 1): 2}, 3)]
     pairs = pairs_by_link([*devices, devices[0], *cpus("c", 2)])
     assert pairs.pop("NVLink 4 x18 switch") == 28 and pairs.pop("NVLink 2 x2") == 1
     assert sum(pairs.values()) == 2 and all(text.startswith("PCIe") for text in pairs)
 
 
-def test_nearest_nics() -> None:
+def test_nearest_nic_of_each_gpu() -> None:
     devices = hgx("a")
     assert [nic and nic.name for nic in nearest_nics(devices)] == [f"mlx5_{i}" for i in range(8)]
-    blind = [replace(device, pcie=()) for device in devices]  # dealt out, where nothing is known
+    blind = [replace(device, pcie=()) for device in devices]  # assigned round robin if the paths are unknown
     assert len({nic for nic in nearest_nics(blind)}) == 8
     assert nearest_nics([replace(A, nics=())]) == [None]
     beside, far = Nic("eno1", 25, A.pcie), Nic("mlx5_9", 400)
     assert nearest_nics([replace(A, nics=(beside, far))]) == [far]
 
 
-def test_rate_of_a_network() -> None:
+def test_network_bandwidth_is_that_of_the_slower_or_shared_nic() -> None:
     fast, slow = Nic("mlx5_0", 400), Nic("mlx5_1", 200)
     assert network([(fast, 1), (fast, 1)]).gigabytes_per_second == 47
     assert network([(fast, 1), (slow, 1)])[:3] == ("network", "mlx5_0 - mlx5_1", 23.5)
@@ -104,9 +103,9 @@ class NVMLError(Exception):
 
 
 class StandIn(ModuleType):
-    """`pynvml` of a machine with one GPU: four links to a switch, two to a neighbour, the rest down.
+    """A ``pynvml`` with one GPU: four links to a switch, two to a neighbour, the rest down.
 
-    `answers` has what its functions return, by name; one that is not there is not supported.
+    ``answers`` maps function names to functions. A name that is missing is not supported.
     """
 
     NVMLError = NVMLError
@@ -158,7 +157,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A /sys with a GPU and an adapter under one switch, two cards of Ethernet, and a loopback."""
+    """Create a /sys with a GPU and an InfiniBand adapter under one switch, two Ethernet cards, and a loopback."""
     adapter, virtual = f"{ROOT}/0000:18:01.0/0000:1a:00.0", "devices/pci0000:00/0000:00:03.0"
     files = {
         f"{ROOT}/0000:18:00.0/{BUS}/numa_node": "1",
@@ -187,7 +186,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_info_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
+def test_device_info_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
     assert nvml.device_info(GPU, sys=tree) == DeviceInfo(
         host=nvml.host_name(),
         gpu=f"GPU-{UUID}",
@@ -207,7 +206,6 @@ def test_info_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
 
 
 def test_missing_nvml_data_is_left_out(stand_in: StandIn, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other data are kept: an old driver, no NVLink, a link whose peer is hidden, no driver."""
     device = nvml.device_info(CPU, sys=tree)
     assert (device.gpu, device.nvlinks, device.pcie, device.unknown) == (None, (), (), "cpu is not a GPU")
     assert [nic.name for nic in device.nics] == ["mlx5_0", "eth0", "eth1"]
@@ -229,7 +227,7 @@ def test_missing_nvml_data_is_left_out(stand_in: StandIn, tree: Path, monkeypatc
     assert nvml.device_info(GPU, sys=tree).unknown == "pynvml is not installed; run pip install nvidia-ml-py"
 
 
-def test_a_fabric_of_many_hosts(stand_in: StandIn, tree: Path) -> None:
+def test_nvlink_fabric_across_hosts(stand_in: StandIn, tree: Path) -> None:
     class Info(ctypes.Structure):
         _fields_ = (
             ("clusterUuid", ctypes.c_uint8 * 16), ("status", ctypes.c_uint), ("cliqueId", ctypes.c_uint32),
@@ -243,15 +241,15 @@ def test_a_fabric_of_many_hosts(stand_in: StandIn, tree: Path) -> None:
         pointer._obj.status = status[0]
 
     vars(stand_in).update(c_nvmlGpuFabricInfoV_t=Info, nvmlDeviceGetGpuFabricInfoV=fill)
-    assert nvml.device_info(GPU, sys=tree).fabric is None  # the switches of one host: no cluster
+    assert nvml.device_info(GPU, sys=tree).fabric is None  # the switches of a single host have no cluster id
     cluster[0] = 0xAB
     assert nvml.device_info(GPU, sys=tree).fabric == "ab" + "00" * 15 + "/3"
-    status[0] = 1  # registered with an error: its switches reach nobody
+    status[0] = 1  # registration failed, so the fabric is unusable
     assert nvml.device_info(GPU, sys=tree).fabric is None
 
 
-def test_the_nearest_of_the_fast_nics() -> None:
-    """Half as fast as the fastest is fast enough; what is slower is for management or storage."""
+def test_slow_nics_are_not_used() -> None:
+    """Use a NIC with at least half the highest speed. Slower NICs are for management or storage."""
     gpus = [replace(A, pcie=("numa0", f"pci{number}", f"gpu{number}")) for number in range(3)]
     speeds = {"fast": 400.0, "half": 200.0, "slow": 199.0}
     adapters = tuple(
@@ -261,14 +259,14 @@ def test_the_nearest_of_the_fast_nics() -> None:
     assert [nic and nic.name for nic in chosen] == ["fast", "half", "fast"]
 
 
-def test_reader(stand_in: StandIn) -> None:
+def test_reader_of_clocks_and_power(stand_in: StandIn) -> None:
     read = nvml.Reader(GPU)
     expected = {
         "sm_mhz": 1500, "memory_mhz": 3000, "watts": 650.5, "throttled": ("power cap", "hardware thermal slowdown"),
     }  # fmt: skip
     assert read.reason is None
     assert read() == read() == expected
-    assert stand_in.asked.count("nvmlDeviceGetTemperature") == 1  # what a device does not tell is asked for once
+    assert stand_in.asked.count("nvmlDeviceGetTemperature") == 1  # unsupported values are queried once
     assert provenance.clocks(GPU) == expected
     assert provenance._or_unknown(nvml.driver_version) == "580.1"
     assert (nvml.Reader(CPU)(), nvml.Reader(CPU).reason) == ({}, "cpu is not a GPU")
@@ -279,9 +277,7 @@ def test_reader(stand_in: StandIn) -> None:
     assert provenance._or_unknown(nvml.driver_version) == "unknown: NoNvml"
 
 
-def test_discover() -> None:
-    """Rank 0 knows the devices, the others the order that it has found."""
-
+def test_discover_returns_devices_on_rank_0_only() -> None:
     def fn(group: LocalGroup) -> Topology:
         return discover(control_of(group), CPU)
 

@@ -1,4 +1,4 @@
-"""Transports from outside of the package: this file imports nothing but public names and torch."""
+"""Transports from outside the package, written with public names and torch only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IMPORTS = "from ringattn.comm import LocalGroup, open_transport, register_transp
 
 
 class Counting:
-    """Counts the bytes that another transport sends."""
+    """A wrapper that counts the bytes that another transport sends."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner, self.sent_bytes = inner, 0
@@ -54,7 +54,7 @@ class Counting:
 
 
 class Opener:
-    """A factory that keeps what it opened; it may wait for the other ranks while it opens."""
+    """A factory that records the transports it opens. With ``waits`` it waits for the other ranks while it opens."""
 
     def __init__(self, waits: bool = True) -> None:
         self.opened, self.waits = list[Any](), waits
@@ -62,15 +62,15 @@ class Opener:
     def __call__(self, group: Any, device: torch.device, *, control: Any, limits: Any, **_: object) -> Any:
         inner = "local" if isinstance(group, LocalGroup) else "process_group"
         if self.waits:
-            made = open_transport(group, transport=inner, device=device, control=control, limits=limits)
+            transport = open_transport(group, transport=inner, device=device, control=control, limits=limits)
         else:
-            made = LocalTransport(group, device)
-        self.opened.append(Counting(made))
+            transport = LocalTransport(group, device)
+        self.opened.append(Counting(transport))
         return self.opened[-1]
 
 
 def train_step(group: Any, transport: str | Opener, opener: Opener | None = None) -> list[torch.Tensor]:
-    """The output and the gradients of one zigzag step; the bytes of the forward are checked."""
+    """Return the output and gradients of one zigzag step, and check the bytes that the forward sends."""
     generator, rank = torch.Generator().manual_seed(7), group.rank()
     layout = Layout.zigzag(TOKENS, WORLD)
     q, k, v, dout = (
@@ -80,9 +80,9 @@ def train_step(group: Any, transport: str | Opener, opener: Opener | None = None
     with Ring(group, transport=transport) as ring:
         out: Any = ring_attention(q, k, v, ring=ring, layout=layout, causal=True)
         if opener is not None:
-            (mine,) = [one for one in opener.opened if one.rank == rank]
-            assert mine.sent_bytes == (WORLD - 1) * KV_BYTES
-            assert ring.transport == (transport if isinstance(transport, str) else mine.inner.name)
+            (own,) = [opened for opened in opener.opened if opened.rank == rank]
+            assert own.sent_bytes == (WORLD - 1) * KV_BYTES
+            assert ring.transport == (transport if isinstance(transport, str) else own.inner.name)
         out.backward(dout)
     return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
@@ -144,7 +144,7 @@ def test_example_as_an_entry_point_of_a_package(tmp_path: Path) -> None:
     assert "could not load the entry point broken = no_such_module" in ran.stderr
 
 
-def test_auto_takes_the_most_preferred(name: str) -> None:
+def test_auto_takes_the_transport_with_the_highest_preference(name: str) -> None:
     register_transport(name, Opener(), preference=1000, unavailable=lambda group, device, limits: "on strike")
     refused = open_transport(device="cpu")
     assert refused.reason == "auto selected local; not counting: on rank 0 on strike"
@@ -152,9 +152,6 @@ def test_auto_takes_the_most_preferred(name: str) -> None:
     register_transport(name, Opener(), preference=1000)
     assert transport_names()[0] == name
     assert (open_transport(device="cpu").name, open_transport(device="cpu").reason) == (name, f"auto selected {name}")
-
-
-# mistakes
 
 
 def fails(mistake: Callable[[], Any], opener: Opener, group: Any, device: torch.device, **opening: Any) -> Any:
@@ -175,7 +172,7 @@ def no_room() -> Transport:
     ],
 )
 @pytest.mark.parametrize("waits", [False, True])
-def test_factories_that_fail_on_one_rank(
+def test_a_factory_that_fails_on_one_rank_fails_on_all(
     mistake: Callable[[], Any], match: str, topology: Topology | None, waits: bool
 ) -> None:
     opener = Opener(waits)
@@ -192,7 +189,7 @@ def test_factories_that_fail_on_one_rank(
             transport.post(sends=[], receives=[])
 
 
-def test_factories_that_differ_between_ranks() -> None:
+def test_factories_that_differ_between_ranks_are_refused() -> None:
     openers = Opener(), lambda group, device, **_: LocalTransport(group, device)
 
     def fn(group: LocalGroup) -> None:
@@ -215,9 +212,9 @@ def test_names_that_cannot_be_registered(name: str) -> None:
         (3, Opener(), "name is 3"),
         ("other", "counting", "factory is 'counting'; it must be a function"),
     ]
-    for taken, factory, match in wrong:
+    for wrong_name, factory, match in wrong:
         with pytest.raises(ValueError, match=match):
-            register_transport(taken, factory)
+            register_transport(wrong_name, factory)
     with pytest.raises(TypeError, match=r"^register_transport\(\) got an unexpected keyword argument 'prefer'"):
         register_transport("other", Opener(), prefer=3)  # type: ignore[call-arg]
     for transport in ("countin", 3):
@@ -225,11 +222,8 @@ def test_names_that_cannot_be_registered(name: str) -> None:
             Ring(transport=transport)  # type: ignore[arg-type]
 
 
-# the suite finds mistakes
-
-
 class Broken:
-    """A local transport with a mistake."""
+    """A local transport with one mistake."""
 
     def __init__(self, group: LocalGroup, device: torch.device, mistake: str, **_: object) -> None:
         self.inner, self.mistake, self.posts = LocalTransport(group, device), mistake, 0
@@ -277,7 +271,7 @@ class Broken:
         ("abort", "an_aborted_transport_refuses_posts"),
     ],
 )
-def test_conformance_suite_finds(mistake: str, case: str) -> None:
+def test_the_conformance_suite_finds_a_mistake(mistake: str, case: str) -> None:
     broken: Any = partial(Broken, mistake=mistake)
     with LocalWorld(2, device="cpu", timeout=60) as world, pytest.raises(AssertionError, match=case):
         world.run(partial(check_transport, broken))

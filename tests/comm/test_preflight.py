@@ -1,4 +1,4 @@
-"""Ranks that pass different things: who is told what, when everyone stops, when only some do, and when nobody does."""
+"""Ranks that pass different arguments: what each rank is told, and whether all, some or none of them stop."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ def preflights(size: int) -> list[Preflight]:
     return [Preflight(control) for control in controls(size)]
 
 
+def agreed_once(size: int, **ends: Any) -> list[Preflight]:
+    """Return ranks that have agreed on call 1."""
+    ranks = preflights(size)
+    on_all(ranks, lambda rank: agree(rank, {"heads": 8}, **ends))
+    return ranks
+
+
+def expecting_a_refusal(size: int) -> list[Preflight]:
+    """Return ranks that agreed, refused, and agreed again, so that they expect the same calls again."""
+    ranks = agreed_once(size)
+    on_all(ranks, lambda rank: rank.refuse(OSError()))
+    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
+    return ranks
+
+
 def agree(preflight: Preflight, fields: dict[str, Any], **changing: Any) -> Verdict | None:
     return preflight.agree(fields, changing, stop=lambda: None)
 
@@ -38,7 +53,7 @@ def traffic(preflight: Preflight) -> int:
 
 
 def tick(preflight: Preflight) -> Verdict | None:
-    """What the watchdog does."""
+    """Do what one tick of the watchdog does."""
     exchanged = preflight._control.exchange(look=preflight.wanted())
     publish, verdict = preflight.hear(exchanged)
     preflight._control.exchange(publish)
@@ -46,12 +61,12 @@ def tick(preflight: Preflight) -> Verdict | None:
 
 
 def quiet(preflight: Preflight) -> bool:
-    """Whether the watchdog has nothing to say."""
+    """Return True if the watchdog would publish nothing and report nothing."""
     return preflight.hear(preflight._control.exchange(look=preflight.wanted())) == ({}, None)
 
 
 def heard(preflight: Preflight) -> Verdict | None:
-    """What the watchdog of a rank that went on is told within a while."""
+    """Tick until the watchdog of a rank that went on reports a verdict, or time is up."""
     deadline = time.monotonic() + HANGS
     while time.monotonic() < deadline:
         verdict = tick(preflight)
@@ -73,10 +88,10 @@ def test_agreeing_ranks_exchange_nothing_for_repeated_calls() -> None:
     for fields in ({"heads": 8}, {"heads": 16}, {"heads": 8}):
         assert on_all(ranks, lambda rank, fields=fields: agree(rank, fields)) == [None] * 3  # type: ignore[misc]
         before = before or [traffic(rank) for rank in ranks]
-    assert before.count(1) == 1  # the last to come asks for nothing more
+    assert before.count(1) == 1  # the last rank finds all others present
     before = [traffic(rank) for rank in ranks]
     for fields in ({"heads": 16}, {"heads": 8}, {"heads": 16}):
-        assert [agree(rank, fields) for rank in ranks] == [None] * 3  # one after the other: nobody waits
+        assert [agree(rank, fields) for rank in ranks] == [None] * 3  # one after the other, so no rank waits
     assert [traffic(rank) for rank in ranks] == before
     assert [rank.number for rank in ranks] == [6] * 3
 
@@ -87,13 +102,13 @@ def test_every_rank_gets_the_first_differing_field_and_all_values() -> None:
     mine.append({"dtype": "fp16", "heads": 8, "mask": 2})
     verdict = on_all(ranks, lambda rank: agree(rank, mine[ranks.index(rank)]))
     assert verdict == [Verdict(f"heads differs between ranks (rank 0: 8, rank 1: 4, rank 2: 8): {MUST}", False)] * 3
-    assert [[*rank._own_words()] for rank in ranks] == [["1"]] * 3  # for a rank that has yet to look
-    # nothing has moved: with the same fields they go on, and have nothing to reproach each other with
+    assert [[*rank._own_words()] for rank in ranks] == [["1"]] * 3  # kept for a rank that has not looked yet
+    # No data has moved, so the ranks go on with equal fields and equal histories.
     assert on_all(ranks, lambda rank: agree(rank, mine[0])) == [None] * 3
     assert len({rank._chain for rank in ranks}) == 1
 
 
-def test_a_field_that_one_rank_does_not_know() -> None:
+def test_difference_names_fields_that_a_rank_lacks() -> None:
     assert difference({0: {"heads": "8"}, 1: {"heads": "8", "sink": "1"}}) == (
         f"sink differs between ranks (rank 0: not given, rank 1: 1): {MUST}"
     )
@@ -120,24 +135,24 @@ def test_layers_that_alternate_are_expected_from_the_second_step_on() -> None:
 def test_a_refusing_rank_is_named_to_waiting_ranks() -> None:
     ranks = preflights(3)
 
-    def one(rank: Preflight) -> Verdict | None:
+    def call(rank: Preflight) -> Verdict | None:
         if rank is ranks[1]:
             rank.refuse(ValueError("k has 6 heads"))
             return None
         return agree(rank, {"heads": 8})
 
-    # the refusal alone is an answer; nobody waits for more of that rank
-    outcome = on_all(ranks, one)
+    # A refusal is an answer, so no rank waits for more.
+    outcome = on_all(ranks, call)
     assert outcome[0] == outcome[2] == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
     assert on_all(ranks, lambda rank: agree(rank, {"heads": 8})) == [None] * 3
     assert len({rank._chain for rank in ranks}) == 1
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_last_words_of_a_rank_that_is_gone_are_waited_for(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_a_rank_that_is_gone_is_waited_for(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, gone = preflights(2), TransportError("rank 1 is gone")
     monkeypatch.setattr(ranks[0]._control._connection, "hopeless", lambda missing, names, timeout: gone)
-    if not refuses:  # gone for good: long before the patience ends
+    if not refuses:  # gone for good, noticed long before the patience ends
         with pytest.raises(TransportError, match="rank 1 is gone"):
             agree(ranks[0], {"heads": 8})
         return
@@ -149,41 +164,38 @@ def test_last_words_of_a_rank_that_is_gone_are_waited_for(refuses: bool, monkeyp
     assert verdict == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
 
 
-def test_a_rank_that_refuses_while_others_go_on_is_found_by_their_watchdogs() -> None:
-    ranks = preflights(3)
-    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
+def test_watchdogs_find_a_refusal_after_other_ranks_went_on() -> None:
+    ranks = agreed_once(3)
     ranks[2].refuse(ValueError("out of range"))
     assert [agree(rank, {"heads": 8}) for rank in ranks[:2]] == [None] * 2
     answers = [ranks[0].hear({"asked": 2})[0] for _ in range(2)]
-    assert answers == [{"words/0": {"2": [{"heads": "8"}, None, True]}}, {}]  # once
+    assert answers == [{"words/0": {"2": [{"heads": "8"}, None, True]}}, {}]  # answered once
     ranks[0]._control.exchange(answers[0])
     outcome = verdicts(ranks)
     assert outcome == [Verdict("rank 2 refused this call: ValueError: out of range", True)] * 3
 
 
 @pytest.mark.parametrize("changed", [0, 1])
-def test_a_changed_call_of_one_rank_is_an_error_on_both(changed: int) -> None:
-    ranks = preflights(2)
-    on_all(ranks, lambda rank: agree(rank, {"heads": 8}, ends=1))
+def test_a_changed_call_of_one_rank_is_reported_on_both(changed: int) -> None:
+    ranks = agreed_once(2, ends=1)
 
-    def one(rank: Preflight) -> Verdict | None:
+    def call(rank: Preflight) -> Verdict | None:
         return agree(rank, {"heads": 8}, ends=2) or None if rank is ranks[changed] else follow(rank)
 
     def follow(rank: Preflight) -> Verdict | None:
         assert agree(rank, {"heads": 8}, ends=1) is None
         return heard(rank)
 
-    said = ", ".join(f"rank {rank}: {2 if rank == changed else 1}" for rank in range(2))
-    assert on_all(ranks, one) == [Verdict(f"ends differs between ranks ({said}): {MUST}", True)] * 2
+    values = ", ".join(f"rank {rank}: {2 if rank == changed else 1}" for rank in range(2))
+    assert on_all(ranks, call) == [Verdict(f"ends differs between ranks ({values}): {MUST}", True)] * 2
 
 
-def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
-    ranks = preflights(2)
-    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
+def test_a_rank_far_ahead_answers_about_a_call_it_no_longer_remembers() -> None:
+    ranks = agreed_once(2)
 
     answered = threading.Event()
 
-    def one(rank: Preflight) -> Verdict | None:
+    def call(rank: Preflight) -> Verdict | None:
         if rank is ranks[0]:
             try:
                 return agree(rank, {"heads": 4})
@@ -197,48 +209,44 @@ def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
         return None
 
     text = "the ranks did not make the same calls before call 2"
-    assert on_all(ranks, one)[0] == Verdict(text, True)
+    assert on_all(ranks, call)[0] == Verdict(text, True)
 
 
-def test_differing_earlier_calls_are_an_error() -> None:
+def test_different_earlier_calls_are_reported() -> None:
     ranks = preflights(2)
 
-    def when_both_have_said() -> None:
-        """They wait for no longer than that."""
+    def end_patience_after_both_published() -> None:
+        """End the patience once both ranks have published call 3."""
         words: list[Any] = [ranks[0]._control.look(f"words/{rank}") for rank in range(2)]
-        if all(said and "3" in said for said in words):
+        if all(calls and "3" in calls for calls in words):
             for rank in ranks:
                 rank._control.patience = 0.0
 
     on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
     ranks[0]._count({"heads": "16"}, ("16", ""))
     ranks[1]._count({"heads": "4"}, ("4", ""))
-    outcome = on_all(ranks, lambda rank: rank.agree({"heads": 2}, stop=when_both_have_said))
+    outcome = on_all(ranks, lambda rank: rank.agree({"heads": 2}, stop=end_patience_after_both_published))
     assert outcome == [Verdict("the ranks did not make the same calls before call 3", True)] * 2
 
 
 def test_a_rank_that_is_late_is_waited_for() -> None:
     ranks = preflights(2)
 
-    def one(rank: Preflight) -> Verdict | None:
+    def call(rank: Preflight) -> Verdict | None:
         if rank is ranks[1]:
-            while rank._control.look("asked") != 1:  # the other one asks by now
+            while rank._control.look("asked") != 1:  # wait until rank 0 asks
                 time.sleep(0.001)
-            assert quiet(rank)  # it hears the question before its call
+            assert quiet(rank)  # the watchdog reads the question before the call
         return agree(rank, {"heads": 4})
 
-    assert on_all(ranks, one) == [None] * 2
+    assert on_all(ranks, call) == [None] * 2
     assert verdicts(ranks) == [None] * 2
 
 
 @pytest.mark.parametrize(("other", "stays"), [(77, False), (1, False), (2, True)])
-def test_a_question_is_repeated_when_another_one_took_its_place(
-    other: int, stays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not in the place of one about a call before, unless all ranks have come to that."""
-    ranks = preflights(2)
-    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
-    assert agree(ranks[0], {"heads": 8}) is None  # the second call, to which the other rank has not come
+def test_an_overwritten_question_is_asked_again(other: int, stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = agreed_once(2)
+    assert agree(ranks[0], {"heads": 8}) is None  # call 2, which rank 1 has not made
     for name in ("LATE_SECONDS", "ASK_SECONDS"):
         monkeypatch.setattr(f"ringattn.comm.watchdog.preflight.{name}", 0.0)
     questions: list[object] = []
@@ -246,16 +254,16 @@ def test_a_question_is_repeated_when_another_one_took_its_place(
     def stop() -> str | None:
         questions.append(ranks[1]._control.look("asked"))
         ranks[1]._control.publish("asked", other)
-        return "enough" if len(questions) == 4 else None
+        return "stopped by the test" if len(questions) == 4 else None
 
-    with pytest.raises(TransportError, match="enough"):
+    with pytest.raises(TransportError, match="stopped by the test"):
         ranks[0].agree({"heads": 4}, stop=stop)
     assert questions[1:] == [other if stays else 3] * 3
 
 
 @pytest.mark.parametrize(("late", "requests"), [(60.0, [1, 2, 3]), (0.0, [1, 5, 7])])
 def test_short_waits_send_no_question(late: float, requests: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer ones send one, and look at the others' words from then on; each asks whether all have come."""
+    """Ask one question in a longer wait, then read the answers. Every look checks whether all ranks have come."""
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.LATE_SECONDS", late)
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.ASK_SECONDS", 60.0)
     rank, _ = preflights(2)
@@ -263,22 +271,22 @@ def test_short_waits_send_no_question(late: float, requests: list[int], monkeypa
 
     def stop() -> str | None:
         looks.append(traffic(rank))
-        return "enough" if len(looks) == 3 else None
+        return "stopped by the test" if len(looks) == 3 else None
 
-    with pytest.raises(TransportError, match="enough"):
+    with pytest.raises(TransportError, match="stopped by the test"):
         rank.agree({"heads": 8}, stop=stop)
     assert looks == requests
 
 
-def test_words_of_many_ranks_are_read_in_turn() -> None:
-    rank, ranks = preflights(2)[0], [*range(2 * LOOKS + 3)]
+def test_answers_of_many_ranks_are_read_in_rotation() -> None:
+    rank, ranks = preflights(2)[0], [*range(2 * LOOKS + 8)]
     assert rank._some(ranks[:LOOKS]) == ranks[:LOOKS]
     turns = [rank._some(ranks) for _ in range(3)]
     assert [len(turn) for turn in turns] == [LOOKS] * 3
     assert sorted({rank for turn in turns for rank in turn}) == ranks
 
 
-def test_a_rank_that_speaks_before_it_arrives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_publishes_before_it_arrives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.LATE_SECONDS", 0.0)
     ranks, looks = preflights(2), itertools.count()
     ranks[1]._say(1, Said({"heads": "8"}, None, False))
@@ -294,61 +302,60 @@ def test_a_rank_that_speaks_before_it_arrives_is_waited_for(monkeypatch: pytest.
 def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
     ranks = preflights(2)
     store = ranks[0]._control._connection.store  # type: ignore[attr-defined]
-    kept = set()
+    key_counts = set()
     for heads in range(20):
         on_all(ranks, lambda rank, heads=heads: agree(rank, {"heads": heads}))  # type: ignore[misc]
         on_all(ranks, lambda rank, heads=heads: agree(rank, {"heads": heads, "rank": ranks.index(rank)}))  # type: ignore[misc]
-        kept.add(store.num_keys())
-    assert max(kept) - min(kept) <= 2
+        key_counts.add(store.num_keys())
+    assert max(key_counts) - min(key_counts) <= 2
     for _ in range(20):
         for rank in ranks:
             rank.refuse(ValueError("k has 6 heads"))
-        assert verdicts(ranks) == [None] * 2  # nobody went on
+        assert verdicts(ranks) == [None] * 2  # no rank went on
         assert not any(rank._heard for rank in ranks)
         assert [[*rank._own_words()] for rank in ranks] == [[str(rank.number)] for rank in ranks]
 
 
-def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten() -> None:
+def test_a_settled_question_is_not_answered_after_its_call_is_forgotten() -> None:
     ranks = preflights(2)
 
     def late(rank: Preflight) -> Verdict | None:
         if rank is ranks[1]:
-            time.sleep(0.1)  # the other one asks about the first call
+            time.sleep(0.1)  # rank 0 asks about call 1 meanwhile
         return agree(rank, {"heads": 8})
 
     assert on_all(ranks, late) == [None] * 2
     assert verdicts(ranks) == [None] * 2
-    assert all(quiet(each) for _ in range(2) for each in ranks)
+    assert all(quiet(rank) for _ in range(2) for rank in ranks)
     for ahead in (0, 1):
         for _ in range(KEPT_CALLS - ahead):
             assert [agree(rank, {"heads": 8}) for rank in ranks] == [None] * 2
-        assert agree(ranks[0], {"heads": 8}) is None  # one is a call ahead
+        assert agree(ranks[0], {"heads": 8}) is None  # rank 0 is one call ahead
         assert verdicts(ranks) == [None] * 2
         assert agree(ranks[1], {"heads": 8}) is None
 
 
 def test_a_rank_that_waits_at_a_later_call_answers_about_an_earlier_one() -> None:
-    """Rank 1 goes on past call 2 and waits at call 3, when rank 0 comes to another call 2."""
-    ranks = preflights(2)
-    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
-    ended: list[Verdict | None] = []
+    """Let rank 1 pass call 2 and wait at call 3 when rank 0 makes a different call 2."""
+    ranks = agreed_once(2)
+    seen_verdicts: list[Verdict | None] = []
 
-    def one(rank: Preflight) -> Verdict | None:
+    def calls(rank: Preflight) -> Verdict | None:
         if rank is ranks[0]:
             time.sleep(0.1)
             return agree(rank, {"heads": 4})
         assert agree(rank, {"heads": 8}) is None
 
-        def stop() -> str | None:  # between its looks the watchdog ticks
-            ended.append(tick(rank))
-            return "told" if ended[-1] is not None else None
+        def stop() -> str | None:  # the watchdog ticks between two looks
+            seen_verdicts.append(tick(rank))
+            return "verdict seen" if seen_verdicts[-1] is not None else None
 
-        with pytest.raises(TransportError, match="told"):
+        with pytest.raises(TransportError, match="verdict seen"):
             rank.agree({"heads": 2}, stop=stop)
-        return ended[-1]
+        return seen_verdicts[-1]
 
     text = f"heads differs between ranks (rank 0: 4, rank 1: 8): {MUST}"
-    assert on_all(ranks, one) == [Verdict(text, True)] * 2
+    assert on_all(ranks, calls) == [Verdict(text, True)] * 2
 
 
 def test_newer_watchdog_messages_replace_older_ones() -> None:
@@ -364,10 +371,9 @@ def test_newer_watchdog_messages_replace_older_ones() -> None:
 
 
 def test_a_refusal_is_kept_until_all_ranks_have_read_it() -> None:
-    ranks = preflights(2)
-    on_all(ranks, lambda rank: agree(rank, {"heads": 8}))
+    ranks = agreed_once(2)
 
-    def one(rank: Preflight) -> list[Verdict | None]:
+    def calls(rank: Preflight) -> list[Verdict | None]:
         if rank is ranks[0]:
             rank.refuse(ValueError("k has 6 heads"))
             rank.refuse(ValueError("k has 7 heads"))
@@ -382,63 +388,59 @@ def test_a_refusal_is_kept_until_all_ranks_have_read_it() -> None:
             return tick(rank)
 
         rank._control.hopeless = ticked  # type: ignore[method-assign]
-        return one(rank)
+        return calls(rank)
 
     assert on_all(ranks, ticking) == [[None], [*refused, None]]
 
 
-def test_a_rank_that_refuses_twice_is_told_of_one_that_goes_on() -> None:
-    """Past the second call, after all have read the first refusal."""
-    ranks = preflights(3)
-    for refuses in (False, True, False):
-        on_all(ranks, lambda rank, refuses=refuses: rank.refuse(OSError()) if refuses else agree(rank, {"heads": 8}))  # type: ignore[misc]
+def test_a_second_refusal_ends_the_ring_if_another_rank_went_on() -> None:
+    """Let a rank pass the second refused call after all ranks have read the first refusal."""
+    ranks = expecting_a_refusal(3)
     first, refusing, third = ranks
     for heads in (6, 7):
         refusing.refuse(ValueError(f"k has {heads} heads"))
     refused = [Verdict(f"rank 1 refused this call: ValueError: k has {heads} heads", heads == 7) for heads in (6, 7)]
     assert on_all([first, third], lambda rank: agree(rank, {"heads": 2})) == [refused[0]] * 2
     assert tick(refusing) is None
-    assert agree(first, {"heads": 8}) is None  # it expects the call that came after a refusal before
-    told = on_all(ranks, lambda rank: agree(rank, {"heads": 4}) if rank is third else heard(rank))
-    assert told == [refused[1]] * 3
+    assert agree(first, {"heads": 8}) is None  # rank expects the call that followed the earlier refusal
+    reported = on_all(ranks, lambda rank: agree(rank, {"heads": 4}) if rank is third else heard(rank))
+    assert reported == [refused[1]] * 3
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_second_refusal_reaches_a_rank_that_goes_on_past_it(waits: bool) -> None:
-    """Before the watchdog of the rank that refuses has ticked; ``waits``: the other rank then waits at a later call."""
-    ranks = preflights(2)
-    for refuses in (False, True, False):
-        on_all(ranks, lambda rank, refuses=refuses: rank.refuse(OSError()) if refuses else agree(rank, {"heads": 8}))  # type: ignore[misc]
+def test_a_second_refusal_reaches_a_rank_that_went_on(waits: bool) -> None:
+    """Go on before the refusing rank's watchdog ticks. With ``waits``, the other rank then waits at a later call."""
+    ranks = expecting_a_refusal(2)
     for heads in (6, 7):
         ranks[0].refuse(ValueError(f"k has {heads} heads"))
     assert agree(ranks[1], {"heads": 2}) == Verdict("rank 0 refused this call: ValueError: k has 6 heads", False)
-    assert agree(ranks[1], {"heads": 8}) is None  # it expects the call that came after a refusal before
-    told: list[Verdict | None] = []
+    assert agree(ranks[1], {"heads": 8}) is None  # rank expects the call that followed the earlier refusal
+    reported: list[Verdict | None] = []
 
-    def stop() -> str | None:  # between its looks the watchdogs tick
-        told[:] = [old or new for old, new in zip(told or [None] * 2, map(tick, ranks), strict=True)]
-        return "told" if all(told) else None
+    def stop() -> str | None:  # the watchdogs tick between two looks
+        reported[:] = [old or new for old, new in zip(reported or [None] * 2, map(tick, ranks), strict=True)]
+        return "verdict seen" if all(reported) else None
 
     if waits:
-        with pytest.raises(TransportError, match="told"):
+        with pytest.raises(TransportError, match="verdict seen"):
             ranks[1].agree({"heads": 4}, stop=stop)
     else:
-        told = verdicts(ranks)
-    assert told == [Verdict("rank 0 refused this call: ValueError: k has 7 heads", True)] * 2
+        reported = verdicts(ranks)
+    assert reported == [Verdict("rank 0 refused this call: ValueError: k has 7 heads", True)] * 2
 
 
 @pytest.mark.parametrize("length", [LONG_TEXT - 1, LONG_TEXT, 100 * LONG_TEXT])
-def test_long_values_that_differ_at_their_end_are_told_apart(length: int) -> None:
+def test_long_values_that_differ_at_their_end_are_reported(length: int) -> None:
     ranks, texts = preflights(2), ["x" * (length - 3) + end for end in "ab"]
     verdict = on_all(ranks, lambda rank: agree(rank, {}, documents=texts[ranks.index(rank)]))
     assert verdict[0] == verdict[1] and verdict[0].text.startswith("documents differs between ranks")
-    assert len(verdict[0].text) < 4 * LONG_TEXT  # every rank reads every other's
+    assert len(verdict[0].text) < 4 * LONG_TEXT  # short, because every rank reads every other rank's values
     same = on_all(ranks, lambda rank: agree(rank, {}, documents=texts[0]))
     assert same == [None, None]
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_backwards_in_another_order_are_an_error(known: bool) -> None:
+def test_backwards_in_different_orders_are_reported(known: bool) -> None:
     ranks = preflights(2)
 
     def forwards(rank: Preflight) -> list[int]:
@@ -457,16 +459,16 @@ def test_backwards_in_another_order_are_an_error(known: bool) -> None:
     assert on_all(ranks, step) == [Verdict(text, known)] * 2
 
 
-def test_a_call_of_which_nothing_moves_waits_for_the_others_each_time() -> None:
+def test_a_call_without_transfers_waits_for_the_others_each_time() -> None:
     ranks = preflights(2)
     for _ in range(3):
         assert on_all(ranks, lambda rank: rank.agree({"call": "shard"}, always=True, stop=lambda: None)) == [None] * 2
-    with pytest.raises(TransportError, match="enough"):
-        ranks[0].agree({"call": "shard"}, always=True, stop=lambda: "enough")
+    with pytest.raises(TransportError, match="stopped by the test"):
+        ranks[0].agree({"call": "shard"}, always=True, stop=lambda: "stopped by the test")
 
 
-def test_what_is_remembered_of_calls_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all ranks forget at the same call, so that they still expect the same."""
+def test_the_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget at the same call on all ranks, so that they still expect the same calls."""
     monkeypatch.setattr("ringattn.comm.watchdog.preflight.MOST", 8)
     ranks = preflights(2)
     for heads in range(40):
@@ -474,10 +476,3 @@ def test_what_is_remembered_of_calls_has_an_end(monkeypatch: pytest.MonkeyPatch)
         remembered = [(rank._expected._next, rank._expected._values) for rank in ranks]
         assert remembered[0] == remembered[1]
         assert all(len(known) <= 8 + 2 for of_rank in remembered for known in of_rank)
-
-
-def test_words_of_many_ranks_are_looked_at_in_turn() -> None:
-    (preflight,), ranks = preflights(1), [*range(2 * LOOKS + 8)]
-    looks = [preflight._some(ranks) for _ in range(3)]
-    assert [len(look) for look in looks] == [LOOKS] * 3
-    assert {rank for look in looks for rank in look} == {*ranks}

@@ -1,4 +1,4 @@
-"""The transfer stream of the host: in order, never blocking its caller, and over when it is told so."""
+"""The host's transfer stream: ordered, never blocking its caller, and ended by an abort."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringattn.comm.transports.process_group import HostStream, Work
 from ..support.transport_cases import until
 
 
-def test_work_runs_in_order_and_behind_its_caller() -> None:
+def test_work_runs_in_order_without_blocking_the_caller() -> None:
     stream, gate, order = HostStream("test", lambda: True), threading.Event(), []
     fences = [stream.submit(gate.wait)]  # type: ignore[arg-type]
     fences += [stream.submit(lambda number=number: order.append(number)) for number in range(20)]  # type: ignore[misc]
@@ -32,7 +32,7 @@ def test_work_runs_in_order_and_behind_its_caller() -> None:
     stream.close()
 
 
-def test_failed_work_stays_failed() -> None:
+def test_a_failure_fails_all_later_work() -> None:
     stream, gate = HostStream("test", lambda: True), threading.Event()
 
     def fail() -> None:
@@ -84,7 +84,7 @@ def test_process_exit_waits_for_running_work(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(TransportError, match="the process ends"):
             fence.wait()
     finally:
-        process_group._streams.cache_clear()  # those that are made from here on end with this process again
+        process_group._streams.cache_clear()  # streams made from here on register with the real atexit
 
 
 def test_work_that_ends_after_an_abort_does_not_undo_it() -> None:
@@ -106,7 +106,7 @@ def test_work_that_ends_after_an_abort_does_not_undo_it() -> None:
     stream.abort("rank 3 is gone")
     assert stream._thread is not None
     stream.close()
-    stream._thread.join(60)  # past the end of what ran, and of what was queued
+    stream._thread.join(60)  # running and queued work are over
     for fence in (running, ended):
         with pytest.raises(TransportError, match=r"^rank 3 is gone$"):
             fence.wait()
@@ -115,7 +115,7 @@ def test_work_that_ends_after_an_abort_does_not_undo_it() -> None:
     assert not over.is_set()
 
 
-def test_an_interrupt_goes_on_behind_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_continues_after_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def receive(group: object, peer: int) -> Mock:

@@ -1,4 +1,4 @@
-"""Slots: where the views lie, and that no use of a slot is forgotten before it is over."""
+"""Receive slots: alignment of the views, and waits for every use before memory is reused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECS: list[TensorSpec] = [
 
 
 class Noted:
-    """A fence that notes its waits."""
+    """A fence that counts its waits."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -54,7 +54,6 @@ def test_views_are_aligned_disjoint_and_typed() -> None:
 
 
 def test_cached_views_are_dropped_when_slots_grow() -> None:
-    """Or views would hold the old arena; and of many forms only some stay."""
     slots = Slots(2, CPU)
     slots.reserve(100)
     slots.kept("a")[0] = slots.tensors(0, [((4,), torch.float32)])
@@ -66,8 +65,8 @@ def test_cached_views_are_dropped_when_slots_grow() -> None:
         assert slots.kept(form) is slots.kept(form) and len(slots._kept) <= FORMS
 
 
-def test_growing_on_another_stream_than_the_arena_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory goes back to the stream that it was made on, which has not waited for its last use."""
+def test_growing_on_another_stream_does_not_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the last use before freeing, because the memory returns to the stream that allocated it."""
     recorder, _ = install(monkeypatch)
     with acting(recorder, 0):
         slots, lane = Slots(1, GPU), StreamLane(GPU)
@@ -84,7 +83,6 @@ def test_growing_on_another_stream_than_the_arena_s(monkeypatch: pytest.MonkeyPa
 
 
 def test_slots_keep_their_high_water_mark() -> None:
-    """Growing waits for every use, forgets it, and starts at zero."""
     slots, fences = Slots(3, CPU), [Noted() for _ in range(4)]
     slots.reserve(2000)
     (before,) = slots.tensors(0, [((4,), torch.float32)])
@@ -103,7 +101,7 @@ def test_slots_keep_their_high_water_mark() -> None:
 
 
 @pytest.mark.parametrize("slot", [-1, 2])
-def test_what_slots_refuse(slot: int) -> None:
+def test_slots_refuse_wrong_counts_indices_and_sizes(slot: int) -> None:
     with pytest.raises(ValueError, match="count is 0; a ring needs at least one slot"):
         Slots(0, CPU)
     slots = Slots(2, CPU)

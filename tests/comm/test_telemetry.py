@@ -1,4 +1,4 @@
-"""How long work takes, how rows spread and at what cost, and who is called a straggler."""
+"""Telemetry: measured times, the gossip of rows between ranks, and the rank that is called a straggler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..support.watch_cases import Clock, Ranks, running
 
 @pytest.mark.parametrize("size", [2, 3, 5, 100, 1024])
 def test_gossip_reaches_all_ranks_in_2_log2_ticks(size: int) -> None:
-    """Of ranks whose clocks are up to a tick apart, each of which leaves what it knew a tick ago."""
+    """Simulate clocks up to one tick apart, where each rank publishes what it knew one tick ago."""
     skews, known, ticks = [rank % 2 for rank in range(size)], [1 << rank for rank in range(size)], 0
     while any(mask != (1 << size) - 1 for mask in known):
         known = [mask | known[peer_at(rank, size, ticks + skews[rank])] for rank, mask in enumerate(known)]
@@ -42,8 +42,7 @@ def test_gossip_reaches_all_ranks_in_2_log2_ticks(size: int) -> None:
     assert ticks <= 2 * (size - 1).bit_length()
 
 
-def test_a_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is over comes out in order, and its events are used again."""
+def test_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     device, stopwatch = install_streams(monkeypatch), Stopwatch(torch.device("cuda", 1))
     monkeypatch.setattr(Event, "elapsed_time", lambda start, end: 2e3)
     for kind in ("compute", "wait"):
@@ -53,7 +52,7 @@ def test_a_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError
     events: list[Any] = [event for _, *both in stopwatch._running for event in both]
     device.pending.add(events[1])
-    assert list(stopwatch.finished()) == []  # the second one is over, and the stream has not reached the first
+    assert list(stopwatch.finished()) == []  # the second span is over, but the stream has not reached the first
     device.pending.clear()
     assert list(stopwatch.finished()) == [("compute", 2.0), ("wait", 2.0)]
     with stopwatch.measure("compute"):
@@ -63,7 +62,7 @@ def test_a_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(computes: list[float], waits: list[float] | None = None, elsewhere: float = 0.0) -> dict[int, RankRow]:
-    """A ring at the pace of its slowest rank, or one with the given waits."""
+    """Return the rows of a ring, by default at the pace of its slowest rank."""
     slow = max(computes)
     waits = [slow - compute for compute in computes] if waits is None else waits
     window = max(map(sum, zip(computes, waits, strict=True))) + elsewhere
@@ -74,42 +73,44 @@ def rows(computes: list[float], waits: list[float] | None = None, elsewhere: flo
 
 
 @pytest.mark.parametrize(
-    ("what", "table", "rank", "factor"),
+    ("name", "table", "rank", "factor"),
     [
-        ("one computes twice as long", rows([4.0, 4.1, 8.0, 3.9]), 2, 2.0),
-        ("one of two", rows([2.0, 3.0]), 1, 1.5),
-        ("late from elsewhere, and alike in the ring", rows([4.0, 4.0, 4.0], [4.0, 0.0, 4.0]), 1, 2.0),
-        ("nobody has computed", rows([0.0, 0.0]), None, None),
-        ("one rank alone", rows([4.0]), None, None),
-        ("one waits less, and all for the links", rows([4.0, 4.0, 4.6, 4.0], [4.0, 4.0, 3.4, 4.0]), None, None),
-        ("nobody waits to speak of", rows([9.8, 9.9, 10.0, 9.7]), None, None),
-        ("one is busy a little longer than all wait", rows([9.05, 9.05, 10.0, 9.05]), None, None),
-        ("one is busy a twentieth longer", rows([8.8, 8.8, 9.6, 8.8], [1.2, 1.2, 0.4, 1.2]), None, None),
-        ("one that has not computed is no part of it", rows([4.0, 4.0, 0.0], [4.0, 4.0, 0.0]), None, None),
-        ("the ring is a small part of what the ranks do", rows([0.4, 0.4, 0.8], elsewhere=9.2), None, None),
-        ("two of four are slow: no rank stands out", rows([4.0, 8.0, 8.0, 7.9]), None, None),
+        ("one rank computes twice as long", rows([4.0, 4.1, 8.0, 3.9]), 2, 2.0),
+        ("one of two ranks is slower", rows([2.0, 3.0]), 1, 1.5),
+        ("one rank enters late and computes as long as the others", rows([4.0, 4.0, 4.0], [4.0, 0.0, 4.0]), 1, 2.0),
+        ("no rank has computed", rows([0.0, 0.0]), None, None),
+        ("a ring of one rank", rows([4.0]), None, None),
+        ("all ranks wait for links, one of them less", rows([4.0, 4.0, 4.6, 4.0], [4.0, 4.0, 3.4, 4.0]), None, None),
+        ("waits are negligible", rows([9.8, 9.9, 10.0, 9.7]), None, None),
+        ("one rank is busy slightly longer than the others", rows([9.05, 9.05, 10.0, 9.05]), None, None),
+        ("one rank is busy 5% longer", rows([8.8, 8.8, 9.6, 8.8], [1.2, 1.2, 0.4, 1.2]), None, None),
+        ("a rank without compute is ignored", rows([4.0, 4.0, 0.0], [4.0, 4.0, 0.0]), None, None),
+        ("the ring is a small part of the step", rows([0.4, 0.4, 0.8], elsewhere=9.2), None, None),
+        ("two of four ranks are slow, so none stands out", rows([4.0, 8.0, 8.0, 7.9]), None, None),
     ],
 )
-def test_who_is_a_straggler(what: str, table: dict[int, RankRow], rank: int | None, factor: float | None) -> None:
+def test_slowest_names_a_straggler_only_if_one_rank_stands_out(
+    name: str, table: dict[int, RankRow], rank: int | None, factor: float | None
+) -> None:
     expected: object = None if rank is None else (rank, pytest.approx(factor))
-    assert slowest(table) == expected, what
+    assert slowest(table) == expected, name
 
 
-def test_one_warning_per_episode() -> None:
+def test_one_straggler_warning_per_episode() -> None:
     stragglers, slow, even = Stragglers(), rows([4.0, 4.0, 8.0, 4.0]), rows([4.0] * 4)
-    said = [stragglers.look(slow, float(now)) for now in range(20)]
-    assert [now for now, warning in enumerate(said) if warning] == [LOOKS - 1]
-    assert said[LOOKS - 1] == Straggler(2, 2.0, 0.0)
+    warnings = [stragglers.look(slow, float(now)) for now in range(20)]
+    assert [now for now, warning in enumerate(warnings) if warning] == [LOOKS - 1]
+    assert warnings[LOOKS - 1] == Straggler(2, 2.0, 0.0)
     assert stragglers.look(even, 20.0) is None
-    assert stragglers.current is not None  # one even look does not end it
+    assert stragglers.current is not None  # one balanced sample does not end the episode
     assert not any(stragglers.look(slow, float(now)) for now in range(21, 30))
     assert not any(stragglers.look(even, float(now)) for now in range(30, 40))
     assert stragglers.current is None
-    again = [stragglers.look(slow, float(now)) for now in range(40, 50)]
-    assert [warning.since for warning in again if warning] == [40.0]
+    later_warnings = [stragglers.look(slow, float(now)) for now in range(40, 50)]
+    assert [warning.since for warning in later_warnings if warning] == [40.0]
 
 
-def test_single_slow_samples_are_no_straggler() -> None:
+def test_single_slow_samples_give_no_straggler_warning() -> None:
     stragglers = Stragglers()
     for now in range(100):
         table = rows([4.0, 12.0 if now % 10 < LOOKS - 1 else 4.0, 4.0])
@@ -119,12 +120,7 @@ def test_single_slow_samples_are_no_straggler() -> None:
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
-def test_compute_and_wait_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_compute_and_wait_cover_the_last_window(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     telemetry = Telemetry(0, 2, CPU, None)
     for second in range(40):
         clock.now += 1
@@ -144,7 +140,7 @@ def test_a_large_world_pulls_a_table_less_often_than_it_ticks(monkeypatch: pytes
     assert [telemetry.next_peer() for _ in range(4)] == [peer_at(0, 64, 200), None, peer_at(0, 64, 201), None]
 
 
-def test_gauges_are_read_now_and_then(clock: Clock) -> None:
+def test_gauges_are_read_less_often_than_rows(clock: Clock) -> None:
     reads: list[int] = []
 
     def gauges() -> dict[str, object]:
@@ -174,7 +170,7 @@ def test_idle_rings_only_poll_for_questions(clock: Clock) -> None:
         assert ranks.connection(0).asked == requests + more
     ranks.connection(0).problem = "the store is silent"
     ranks.watches[0].enter()
-    ranks.watches[0].left(ValueError("k has 6 heads"))  # told once the store answers
+    ranks.watches[0].left(ValueError("k has 6 heads"))  # published once the store answers
     for problem, message in (("the store is silent", None), (None, {"1": [None, "ValueError: k has 6 heads", False]})):
         clock.now += 20
         ranks.connection(0).problem = problem
@@ -187,10 +183,10 @@ def test_newer_rows_replace_older_ones() -> None:
     table.merge({3: new})
     table.merge({3: old, 1: old})
     assert table.reports(12.0) == (Report(1, 2.0, old), Report(3, 1.0, new))
-    assert table.reports(10.5)[1].age == 0.0  # a clock that is behind makes no row come from the future
+    assert table.reports(10.5)[1].age == 0.0  # ages are never negative, even if this rank's clock is behind
     copy = Table()
     copy.merge_packed(json.loads(json.dumps(table.packed())))
-    copy.merge_packed(None)  # of a peer that has left nothing yet
+    copy.merge_packed(None)  # the peer has published nothing yet
     assert copy.rows == table.rows
 
 
@@ -204,7 +200,7 @@ def test_every_rank_gets_the_telemetry_of_all() -> None:
         ranks.tick()
         return all([known.row.window > 0 for known in watch.telemetry()] == [True] * 3 for watch in ranks.watches)
 
-    until(spread_out, "a rank does not hear of another")
+    until(spread_out, "a rank has no row of another")
     for watch in ranks.watches:
         for rank, (of, age, row) in enumerate(watch.telemetry()):
             assert of == rank and 0 <= age < 20
@@ -216,7 +212,6 @@ def test_every_rank_gets_the_telemetry_of_all() -> None:
 def test_a_straggler_is_reported_once_by_one_rank(
     age: float, windows: float, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    """From rows that are not old, in several windows: one rank computes twice as long as the others."""
     ranks, now = Ranks(3), time.time()
     computes, waits = (4.0, 8.0, 4.0), (4.0, 0.1, 4.0)
     table = {
@@ -234,8 +229,7 @@ def test_a_straggler_is_reported_once_by_one_rank(
     assert all("rank 1 is a straggler: it is busy 1.95 times as long as" in text for text in messages)
 
 
-def test_telemetry_beside_the_watchdog() -> None:
-    """Several threads ask while one measures."""
+def test_telemetry_is_thread_safe() -> None:
     (watch, _), over, interval = Ranks(2).watches, threading.Event(), sys.getswitchinterval()
 
     def ask() -> None:

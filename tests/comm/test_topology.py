@@ -1,4 +1,4 @@
-"""The order of the ring: physical machines as data, against brute force and against what people know of them."""
+"""Ring order for machines described as data, against brute force and against known good orders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rates(ring: Topology, level: int = 0) -> list[float | None]:
     ]
 
 
-def test_description() -> None:
+def test_describe() -> None:
     text = ring_topology(hgx("a")[:2] + hgx("b")[:2]).describe()
     assert (
         text
@@ -51,7 +51,7 @@ two-level ring of 4 ranks, 2 nodes of 2; -N-> expects N GB/s per direction
     )
 
 
-def test_a_thousand_gpus_fast() -> None:
+def test_1024_gpus_are_ordered_in_2_seconds() -> None:
     devices = [device for node in range(128) for device in hgx(f"host{node}")]
     begun = time.process_time()
     ring = ring_topology(devices)
@@ -64,7 +64,7 @@ def test_a_thousand_gpus_fast() -> None:
 def test_gpus_that_share_a_nic_share_its_bandwidth() -> None:
     ring = ring_topology(hgx("a", adapters=4) + hgx("b", adapters=4))
     assert rates(ring, level=1) == [23.5] * 16
-    # alone on the way out, a flat ring has it all: one more host makes the nodes uneven
+    # Uneven nodes make a flat ring, whose only outgoing edge has the whole NIC.
     flat = ring_topology(hgx("a", adapters=4) + hgx("b", adapters=4)[:3])
     assert not flat.two_level
     assert sorted(rate for rate in rates(flat) if rate)[:2] == [47, 47]
@@ -82,7 +82,7 @@ def test_uneven_hosts_make_a_flat_ring() -> None:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> list[DeviceInfo]:
-    """Hosts of several kinds, uneven or not, their GPUs in any order."""
+    """Draw hosts of several kinds, even or uneven, with their GPUs in any order."""
     kinds = {
         "hgx": lambda host: hgx(host),
         "mesh": lambda host: meshed(host, DGX1, 8),
@@ -92,8 +92,8 @@ def clusters(draw: st.DrawFn) -> list[DeviceInfo]:
     }
     devices: list[DeviceInfo] = []
     for number in range(draw(st.integers(1, 4))):
-        there = kinds[draw(st.sampled_from(sorted(kinds)))](f"host{number}")
-        devices += draw(st.permutations(there))[: draw(st.integers(1, len(there)))]
+        host_devices = kinds[draw(st.sampled_from(sorted(kinds)))](f"host{number}")
+        devices += draw(st.permutations(host_devices))[: draw(st.integers(1, len(host_devices)))]
     return devices
 
 
@@ -102,7 +102,7 @@ def clusters(draw: st.DrawFn) -> list[DeviceInfo]:
 def test_properties_of_every_order(devices: list[DeviceInfo], data: st.DataObject) -> None:
     ring = ring_topology(devices)
     assert sorted(ring.order) == [*range(len(devices))]
-    for node in ring.nodes:  # contiguous, and all of it
+    for node in ring.nodes:  # each node holds the ranks of one host
         assert {devices[rank].host for rank in node} == {devices[node[0]].host}
     assert len(ring.nodes) == len({device.host for device in devices})
     assert ring_topology(list(devices)).nodes == ring.nodes  # the same on every rank
@@ -114,7 +114,6 @@ def test_properties_of_every_order(devices: list[DeviceInfo], data: st.DataObjec
 @settings(max_examples=60)
 @given(clusters(), st.data())
 def test_ranks_in_another_order_make_the_same_ring_of_gpus(devices: list[DeviceInfo], data: st.DataObject) -> None:
-    """Hosts follow their lowest ranks; inside of each, the GPUs' links decide and not the ranks' numbers."""
     hosts = list(dict.fromkeys(device.host for device in devices))
     by_host = [[device for device in devices if device.host == host] for host in hosts]
     mixed = [device for there in by_host for device in data.draw(st.permutations(there))]
@@ -124,7 +123,7 @@ def test_ranks_in_another_order_make_the_same_ring_of_gpus(devices: list[DeviceI
 
 
 QUADS = {pair: 2 for quad in ([0, 2, 5, 7], [1, 3, 4, 6]) for pair in combinations(quad, 2)}
-PAIRS = meshed("a", {(0, 2): 4, (1, 3): 4}, 4, version=3)  # bridges join GPUs that are not under one switch
+PAIRS = meshed("a", {(0, 2): 4, (1, 3): 4}, 4, version=3)  # bridges connect GPUs under different switches
 BLIND = [replace(gpu, nvlinks=tuple(replace(link, version=None) for link in gpu.nvlinks)) for gpu in PAIRS]
 BOX = meshed("a", {}, 8)
 SHUFFLED = [BOX[i] for i in (5, 0, 3, 6, 1, 4, 7, 2)]
@@ -137,13 +136,17 @@ TRAYS = [replace(device, fabric="c/1") for host in range(18) for device in hgx(f
         (meshed("a", DGX1, 8), (0, 3, 2, 1, 5, 6, 7, 4), {"NVLink 2 x2": 8}),
         (meshed("a", QUADS, 8), (0, 1, 3, 4, 6, 7, 2, 5), {"NVLink 2 x2": 6, "PCIe, one switch": 1}),
         (PAIRS, (0, 1, 3, 2), {"NVLink 3 x4": 2, "PCIe, one switch": 2}),
-        (BLIND, (0, 1, 3, 2), {"NVLink ? x4": 2}),  # of an unknown generation, and first all the same
-        (SHUFFLED, (1, 4, 7, 2, 5, 0, 3, 6), {"PCIe, between sockets": 2}),  # PCIe alone follows the tree
-        (TRAYS, tuple(range(72)), {"NVLink 4 x18 switch": 72}),  # a fabric of many hosts is one node
+        (BLIND, (0, 1, 3, 2), {"NVLink ? x4": 2}),  # an unknown NVLink generation still beats PCIe
+        (
+            SHUFFLED,
+            (1, 4, 7, 2, 5, 0, 3, 6),
+            {"PCIe, between sockets": 2},
+        ),  # without NVLink the order follows the PCIe tree
+        (TRAYS, tuple(range(72)), {"NVLink 4 x18 switch": 72}),  # an NVLink fabric across hosts is one node
     ],
     ids=["DGX-1", "cliques", "bridges", "unknown generation", "PCIe", "fabric"],
 )
-def test_the_order_of_a_node(devices: list[DeviceInfo], order: tuple[int, ...], links: dict[str, int]) -> None:
+def test_order_inside_a_node(devices: list[DeviceInfo], order: tuple[int, ...], links: dict[str, int]) -> None:
     ring = ring_topology(devices)
     assert ring.nodes == (order,)
     assert Counter(links) <= Counter(edge.link.text for edge in ring.edges)
@@ -158,46 +161,49 @@ def test_rails_leave_every_node_by_the_same_nic(there: list[int], node: tuple[in
     assert ring.nodes[1] == node
     for rail in zip(*ring.nodes, strict=True):
         assert len({ring.nics[rank].name for rank in rail if ring.nics[rank]}) == 1  # type: ignore[union-attr]
-    assert ring_topology(hgx("a", [0, 1, 2, 3]) + hgx("b", [1, 2, 3, 4])).nodes[1] == (7, 4, 5, 6)  # most of them
+    assert ring_topology(hgx("a", [0, 1, 2, 3]) + hgx("b", [1, 2, 3, 4])).nodes[1] == (
+        7,
+        4,
+        5,
+        6,
+    )  # rails share a NIC where possible
 
 
-FIVE = [meshed("a", DGX1, 8)[gpu] for gpu in (4, 6, 1, 5, 0)]  # the best next link closes over PCIe
+FIVE = [meshed("a", DGX1, 8)[gpu] for gpu in (4, 6, 1, 5, 0)]  # a greedy order would close the cycle over PCIe
 
 
 @pytest.mark.parametrize("devices", [meshed("a", DGX1, 8), FIVE, PAIRS], ids=["DGX-1", "five of a DGX-1", "pairs"])
 def test_no_cycle_has_a_better_slowest_link(devices: list[DeviceInfo]) -> None:
     def slowest(order: Sequence[int]) -> object:
-        around = zip(order, [*order[1:], order[0]], strict=True)
-        return max(link_between(devices[a], devices[b]).rank for a, b in around)
+        edges = zip(order, [*order[1:], order[0]], strict=True)
+        return max(link_between(devices[a], devices[b]).rank for a, b in edges)
 
-    every = ([0, *rest] for rest in permutations(range(1, len(devices))))
-    assert slowest(ring_topology(devices).order) == min(map(slowest, every))  # type: ignore[type-var]
+    orders = ([0, *rest] for rest in permutations(range(1, len(devices))))
+    assert slowest(ring_topology(devices).order) == min(map(slowest, orders))  # type: ignore[type-var]
 
 
 @settings(max_examples=60)
 @given(st.integers(4, 6), st.data())
 def test_a_cycle_has_the_fewest_of_the_worst_links(count: int, data: st.DataObject) -> None:
-    """Then of the second worst, and so on, whatever the links are."""
     pairs = {pair: data.draw(st.integers(0, 3)) for pair in combinations(range(count), 2)}
     grades = tuple(tuple(pairs.get((min(a, b), max(a, b)), 0) for b in range(count)) for a in range(count))
 
     def worst_first(order: Sequence[int]) -> list[int]:
         return sorted((grades[a][b] for a, b in zip(order, [*order[1:], order[0]], strict=True)), reverse=True)
 
-    made = _cycle(grades)
-    assert made[0] == 0 and sorted(made) == [*range(count)]
-    assert worst_first(made) == min(worst_first([0, *rest]) for rest in permutations(range(1, count)))
+    cycle = _cycle(grades)
+    assert cycle[0] == 0 and sorted(cycle) == [*range(count)]
+    assert worst_first(cycle) == min(worst_first([0, *rest]) for rest in permutations(range(1, count)))
 
 
-def test_many_ranks_of_a_node_go_by_the_best_next_link() -> None:
-    """Too many for all cycles: on a line of switches everybody's neighbour is next."""
+def test_large_nodes_are_ordered_greedily_by_the_best_next_link() -> None:
+    """Order too many ranks for all cycles greedily. On a line of switches each rank's neighbour comes next."""
     place = [0, 9, 1, 8, 2, 7, 3, 6, 4, 5]
     grades = tuple(tuple(abs(place[a] - place[b]) for b in range(10)) for a in range(10))
     assert [place[rank] for rank in _cycle(grades)] == [*range(10)]
 
 
-def test_every_rank_learns_the_order_that_rank_0_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that is not that of the ranks."""
+def test_every_rank_gets_the_order_that_rank_0_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for devices in (PAIRS, SHUFFLED[:4] + hgx("b")[:3]):
         monkeypatch.setattr(topology, "device_info", lambda device, devices=devices: devices[device.index])
         with LocalWorld(len(devices)) as world:
@@ -207,12 +213,8 @@ def test_every_rank_learns_the_order_that_rank_0_has_found(monkeypatch: pytest.M
 
 
 def test_nodes_of_one_rank_make_no_second_level() -> None:
-    assert [Topology(nodes).two_level for nodes in (((0,), (1,)), ((0, 1),), ((0, 1), (2,)), ((0, 1), (2, 3)))] == [
-        False,
-        False,
-        False,
-        True,
-    ]
+    assert not any(Topology(nodes).two_level for nodes in (((0,), (1,)), ((0, 1),), ((0, 1), (2,))))
+    assert Topology(((0, 1), (2, 3))).two_level
 
 
 def test_nodes_without_devices() -> None:
@@ -230,7 +232,7 @@ def test_nodes_without_devices() -> None:
         ([[[0, 1, 2]], tuple(cpus("a", 2))], "devices has 2 entries for 3 ranks"),
     ],
 )
-def test_what_is_no_topology(arguments: list[Any], message: str) -> None:
+def test_refused_topologies(arguments: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Topology(*arguments)
     with pytest.raises(ValueError, match="devices is empty"):

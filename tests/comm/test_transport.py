@@ -1,4 +1,4 @@
-"""One suite for every transport: virtual ranks in threads, real processes over gloo; on a GPU, see `test_on_a_gpu`."""
+"""The conformance suite: virtual ranks in threads and processes over gloo. For GPUs see ``test_on_a_gpu``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_local(name: str, world_size: int) -> None:
 
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """Per global rank, what became of the cases that its process ran: "" or a traceback."""
+    """Run the cases in processes and return, per global rank, an empty string or a traceback for each case."""
     with Group(PROCESSES, run_cases, tmp_path_factory.mktemp("gloo"), timeout=PATIENCE) as ranks:
         return [ranks.receive(rank, 2 * HANGS) for rank in range(PROCESSES)]
 
@@ -49,7 +49,7 @@ def test_process_group_with_a_dead_peer(gloo: list[dict[str, str]]) -> None:
     assert_passed(gloo, list(range(PROCESSES)), "a_dead_peer")
 
 
-def test_patterns_of_two_edges_differ_and_a_shifted_one_is_wrong() -> None:
+def test_warm_up_patterns_differ_between_edges_and_under_shifts() -> None:
     ranks = [0, 1, 255, 256, 1023]
     patterns = [_pattern(edge, CPU) for edge in itertools.product(ranks, ranks)]
     for first, second in itertools.combinations(patterns, 2):
@@ -58,7 +58,7 @@ def test_patterns_of_two_edges_differ_and_a_shifted_one_is_wrong() -> None:
         assert int((patterns[1][shift:] != patterns[1][:-shift]).sum()) > (PATTERN_BYTES - shift) // 2
 
 
-def test_what_opening_loads_only_when_it_is_asked_for() -> None:
+def test_importing_comm_loads_no_cuda_packages() -> None:
     late = ("cupy", "cuda")
     program = f"import sys, ringattn.comm; sys.exit(', '.join(name for name in {late} if name in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)

@@ -1,4 +1,4 @@
-"""Transfers that are late or fail, ranks that break or disagree, and the one thread that watches all rings."""
+"""The watchdog: late and failed transfers, ranks that break or disagree, and one thread for all rings."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An abort that does not hang is waited for."""
+    """Wait long enough for aborts that do not hang."""
     monkeypatch.setattr(module, "ABORT_SECONDS", HANGS)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def agreed_once(size: int, **options: Any) -> Ranks:
+    """Return ranks that have agreed on call 1."""
+    ranks = Ranks(size, **options)
+    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+    return ranks
 
 
 def test_late_transfers_are_propagated_to_all_ranks(clock: Clock) -> None:
@@ -57,13 +59,13 @@ def test_late_transfers_are_propagated_to_all_ranks(clock: Clock) -> None:
     )
     assert "; rank 1: in a forward after forward hop 1: K/V (" in text
     requests = ranks.connection(0).asked
-    ranks.tick()  # the others hear it in one tick, and ask no more
+    ranks.tick()  # the other ranks read the failure in one tick and make no more requests
     assert ranks.connection(0).asked == requests + 1
     for rank in (0, 1):
-        (heard,) = ranks.transports[rank].reasons
-        assert heard.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 found: rank 2: ")
-        assert text in heard
-    # whoever waits raises what was found, and a call that comes later is refused with the same words
+        (reason,) = ranks.transports[rank].reasons
+        assert reason.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 found: rank 2: ")
+        assert text in reason
+    # A waiting call raises the failure, and later calls raise the same error.
     requests = ranks.connection(2).asked
     raised = ranks.watches[2].failed(TransportError("the local transport of rank 0 was aborted"))
     assert isinstance(raised, TransportError) and str(raised) == text
@@ -73,7 +75,7 @@ def test_late_transfers_are_propagated_to_all_ranks(clock: Clock) -> None:
 
 
 def test_the_root_cause_is_named_not_the_closed_connection() -> None:
-    """Rank 1 gives up because of rank 2; rank 0, whose connection to rank 1 breaks by that, must name rank 2 too."""
+    """Let rank 1 fail because of rank 2. Rank 0, whose connection to rank 1 breaks, must name rank 2 too."""
     ranks, fences = running(3)
     fences[1].finish("receive from rank 2 failed: killed")
     ranks.watches[1].tick()
@@ -82,14 +84,14 @@ def test_the_root_cause_is_named_not_the_closed_connection() -> None:
     assert "Connection reset by peer. Rank 1 found: " in message and "receive from rank 2 failed: killed" in message
 
 
-def test_the_transfer_that_failed_is_named_not_the_oldest(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_failed_transfer_is_named_not_the_oldest(caplog: pytest.LogCaptureFixture) -> None:
     ranks, _ = running(2)
     watch, broken = ranks.watches[0], Transfer()
     watch.posted("forward hop 2: K/V", broken, [DONE], [(1, 8)], [])
     broken.finish("killed")
     text = str(watch.failed(TransportError("killed")))
     assert text.startswith("rank 0: forward hop 2: K/V (8 bytes rank 0 -> rank 1) failed: killed")
-    assert [record.message for record in caplog.records] == [text]  # no traceback: the caller raises
+    assert [record.message for record in caplog.records] == [text]  # no traceback in the log, because the caller raises
 
 
 def test_a_problem_that_a_transport_notices_ends_the_ring() -> None:
@@ -111,10 +113,10 @@ def test_virtual_ranks_leave_errors_to_their_world() -> None:
     watch.tick()
     assert not watch._posts.busy and ranks.connection(0).asked == requests
     on_gpu = Watch(ranks.controls[0], deadline=None, device=torch.device("cuda"), transports=list)
-    assert not on_gpu._posts._ask_why  # a fence of a stream
+    assert not on_gpu._posts._ask_why  # a stream's fence must not be waited for
 
 
-def test_a_ring_of_one_rank_asks_nobody() -> None:
+def test_a_ring_of_one_rank_makes_no_store_requests() -> None:
     rings = FailTogether()
     (ranks, _), other = running(1, rings=rings), Ranks(2, rings=rings)
     watch, error = ranks.watches[0], ValueError("k has 6 heads")
@@ -130,7 +132,7 @@ def test_a_ring_of_one_rank_asks_nobody() -> None:
     assert ranks.connection(0).asked == 0
 
 
-def test_last_steps_are_those_of_the_edge_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_steps_list_the_peers_of_the_late_transfer_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(3)
     for watch in ranks.watches[1:]:
         watch._telemetry.report("between calls", 0, 0)
@@ -161,7 +163,7 @@ def test_ticks_without_a_turn_to_gossip_move_no_table(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("compares", "seconds"), [(False, 0.0), (True, 100.0)])
-def test_failures_are_heard_while_ranks_compare_a_call_and_after_it(
+def test_failures_are_read_while_ranks_compare_a_call_and_after_it(
     compares: bool, seconds: float, clock: Clock
 ) -> None:
     ranks, fences = running(2)
@@ -181,23 +183,25 @@ def test_other_errors_are_kept_and_propagated_to_peers() -> None:
     connection.store = Unconfirmed(connection.store)
 
     def abort(reason: str) -> None:
-        messages.append(ranks.controls[1].look("failure"))  # the reason is there before what it explains
+        messages.append(ranks.controls[1].look("failure"))  # the reason is published before the abort that it explains
         Aborted.abort(ranks.transports[0], reason)
 
     ranks.transports[0].abort = abort  # type: ignore[method-assign]
     assert ranks.watches[0].failed(error) is error
     assert messages == [[0, "TransportError", ranks.transports[0].reasons[0]]]
-    assert len(ranks.transports[0].reasons) == 1  # the peer still writes to what is about to be freed
+    assert (
+        len(ranks.transports[0].reasons) == 1
+    )  # aborted, because the peer still writes to memory that is about to be freed
     ranks.tick()
-    (heard,) = ranks.transports[1].reasons
+    (reason,) = ranks.transports[1].reasons
     edges = "64 bytes rank 0 -> rank 1, 64 bytes rank 1 -> rank 0"
-    assert heard.startswith(f"rank 1: forward hop 1: K/V ({edges}) given up. Rank 0 found: rank 0: ")
-    assert "failed: MemoryError: out of memory" in heard
+    assert reason.startswith(f"rank 1: forward hop 1: K/V ({edges}) given up. Rank 0 found: rank 0: ")
+    assert "failed: MemoryError: out of memory" in reason
 
 
 def test_a_lost_store_is_reported_and_the_deadline_holds(clock: Clock) -> None:
     ranks, _ = running(3)
-    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))  # from here on everyone has heard of everyone
+    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))  # every rank now has a row of every other
     for rank in range(3):
         ranks.connection(rank).problem = "the store of the group is gone: Connection reset by peer"
     clock.now += 1
@@ -205,7 +209,7 @@ def test_a_lost_store_is_reported_and_the_deadline_holds(clock: Clock) -> None:
     requests = ranks.connection(1).asked
     clock.now += 1
     ranks.tick()
-    assert ranks.connection(1).asked == requests  # left alone for a while
+    assert ranks.connection(1).asked == requests  # the silent store gets no request for a while
     clock.now += 1
     ranks.tick()
     for rank, transport in enumerate(ranks.transports):
@@ -215,8 +219,7 @@ def test_a_lost_store_is_reported_and_the_deadline_holds(clock: Clock) -> None:
         assert text.endswith(". the store of the group is gone: Connection reset by peer")
 
 
-def test_a_store_that_was_silent_for_a_moment_carries_a_failure(clock: Clock) -> None:
-    """Rank 0 tells it, and rank 1 hears it soon: both had found the store silent."""
+def test_a_failure_is_propagated_after_a_short_stall_of_the_store(clock: Clock) -> None:
     ranks, fences = running(2)
     for rank, problem in itertools.product(range(2), ("the store of the group has not answered for 1 s", None)):
         ranks.connection(rank).problem = problem
@@ -241,8 +244,7 @@ def test_a_hanging_abort_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyP
 
 
 def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
-    ranks = Ranks(2, deadline=HANGS)
-    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+    ranks = agreed_once(2, deadline=HANGS)
 
     def call(watch: Watch) -> None:
         if watch.rank == 0:
@@ -262,7 +264,7 @@ def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
 
 
 def two_rings(**options: Any) -> tuple[Ranks, Ranks]:
-    """Two rings of a process that is rank 0 of both, as in a mesh; both have agreed on a call that is over."""
+    """Return two rings of a process that is rank 0 of both, as in a mesh, after one agreed call."""
     rings = FailTogether()
     both = Ranks(2, rings=rings, **options), Ranks(2, rings=rings, **options)
     for ranks in both:
@@ -288,12 +290,12 @@ def test_a_failure_reaches_the_ranks_of_the_other_ring(kind: str) -> None:
     assert [len(transport.reasons) for transport in there.transports] == [1, 1]
 
 
-def test_a_failure_is_told_as_that_of_this_process_s_rank_in_each_ring() -> None:
+def test_a_failure_carries_the_rank_of_this_process_in_each_ring() -> None:
     rings = FailTogether()
     here, there = (Ranks(2, rings=rings, place=place) for place in (0, 1))
     here.watches[0].failed(MemoryError("out of memory"))
-    told: Any = [ranks.controls[0].look("failure") for ranks in (here, there)]
-    assert [rank for rank, *_ in told] == [0, 1]
+    failures: Any = [ranks.controls[0].look("failure") for ranks in (here, there)]
+    assert [rank for rank, *_ in failures] == [0, 1]
 
 
 def test_an_error_before_the_first_tick_names_its_transfer() -> None:
@@ -301,19 +303,19 @@ def test_an_error_before_the_first_tick_names_its_transfer() -> None:
     raised = ranks.watches[0].failed(TransportError("closed by peer"))
     assert str(raised).startswith("rank 0: forward hop 1: K/V (64 bytes rank 1 -> rank 0, ")
     ranks.watches[1].close()
-    assert not ranks.watches[1]._posts.busy  # a fence holds its tensors
+    assert not ranks.watches[1]._posts.busy  # posts are dropped, because a fence holds its tensors
 
 
-def test_the_ranks_of_the_other_ring_are_told_before_the_process_ends() -> None:
+def test_the_other_ring_gets_the_failure_before_the_process_ends() -> None:
     here, there = two_rings(fatal=True)
-    told = list[Any]()
-    here.watches[0]._fatal = lambda text: told.append(there.controls[1].look("failure"))
+    failures = list[Any]()
+    here.watches[0]._fatal = lambda text: failures.append(there.controls[1].look("failure"))
     here.watches[0].failed(MemoryError("out of memory"))
-    (failure,) = told
+    (failure,) = failures
     assert failure[:2] == [0, "TransportError"] and "MemoryError: out of memory" in failure[2]
 
 
-def test_rings_fail_together_only_where_they_are_told_to() -> None:
+def test_only_open_rings_of_the_same_set_fail_together() -> None:
     (here, there), alone = two_rings(), Ranks(2)
     there.watches[0].close()
     here.watches[0].failed(MemoryError("out of memory"))
@@ -324,7 +326,6 @@ def test_rings_fail_together_only_where_they_are_told_to() -> None:
 
 @pytest.mark.parametrize("both", [True, False])
 def test_a_refusal_ends_no_ring(both: bool) -> None:
-    """Nor does it after calls that were agreed on and are over; some calls are of one of the rings alone."""
     rings = two_rings()
     called = rings if both else rings[:1]
     for ranks in called:
@@ -339,8 +340,7 @@ def test_a_refusal_ends_no_ring(both: bool) -> None:
 
 
 @pytest.mark.parametrize("heads", [[8, 4], [8, 8]])
-def test_an_error_that_all_ranks_know_is_told_once(heads: list[int]) -> None:
-    """They disagreed, or another ring of theirs refused the call on which they agreed here."""
+def test_an_error_known_to_all_ranks_is_not_published_again(heads: list[int]) -> None:
     ranks = Ranks(2)
 
     def call(watch: Watch) -> None:
@@ -357,8 +357,7 @@ def test_an_error_that_all_ranks_know_is_told_once(heads: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("error", "agreed"), [(TransportError("rank 1 is gone"), False), (MemoryError("of 0"), True)])
-def test_what_ends_a_mesh_is_no_refusal(error: Exception, agreed: bool) -> None:
-    """Where the other ring was lost, or has agreed on the call."""
+def test_an_error_of_a_lost_or_agreed_ring_is_not_a_refusal(error: Exception, agreed: bool) -> None:
     here, there = two_rings()
     for ranks in (here, there):
         ranks.watches[0].enter()
@@ -371,9 +370,8 @@ def test_what_ends_a_mesh_is_no_refusal(error: Exception, agreed: bool) -> None:
             ranks.watches[1].agree({"heads": 4})
 
 
-def test_ranks_have_the_numbers_of_the_mesh_in_errors(clock: Clock) -> None:
-    ranks = Ranks(2, names=(1, 3))
-    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+def test_errors_use_the_rank_numbers_of_the_mesh(clock: Clock) -> None:
+    ranks = agreed_once(2, names=(1, 3))
     for watch in ranks.watches:
         watch.begin("forward")
     ranks.watches[1].posted("forward hop 1: K/V", Transfer(), [DONE], [(0, 64)], [(0, 64)])
@@ -389,10 +387,9 @@ def test_ranks_have_the_numbers_of_the_mesh_in_errors(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("ticks", [0, 1, 2])
-def test_a_connection_that_breaks_because_a_rank_refused_and_left(ticks: int) -> None:
-    """A tick reads the question and answers, the next one reads the reason, unless the connection breaks first."""
-    ranks = Ranks(2, deadline=HANGS)
-    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+def test_a_connection_broken_by_a_refusing_rank_raises_the_refusal(ticks: int) -> None:
+    """Answer the question in one tick and read the reason in the next, unless the connection breaks earlier."""
+    ranks = agreed_once(2, deadline=HANGS)
     ranks.watches[1].enter()
     ranks.watches[1].left(ValueError("k has 6 heads"))
     watch = ranks.watches[0]
@@ -412,10 +409,9 @@ def test_a_connection_that_breaks_because_a_rank_refused_and_left(ticks: int) ->
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_a_rank_that_computes_something_else_for_long_answers(answered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last call is long over, and another rank waits at another one; it looks for questions once in a while."""
-    ranks = Ranks(2, deadline=HANGS)
-    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+def test_an_idle_rank_answers_questions_at_its_next_poll(answered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the last call be long over while another rank waits at a new call. An idle watchdog polls now and then."""
+    ranks = agreed_once(2, deadline=HANGS)
     ranks.watches[1].agree({"heads": 8})
     monkeypatch.setattr(module, "GRACE_SECONDS", -NEVER)
     monkeypatch.setattr(module, "IDLE_SECONDS", NEVER if answered else 0.0)
@@ -426,10 +422,10 @@ def test_a_rank_that_computes_something_else_for_long_answers(answered: bool, mo
     assert ("2" in words, ranks.connection(1).asked > asked) == (not answered, not answered)
 
 
-def test_a_process_that_was_stopped_starts_its_clocks_again(clock: Clock) -> None:
+def test_clocks_restart_after_a_stopped_process_continues(clock: Clock) -> None:
     ranks, _ = running(2)  # a deadline of 3 s
     ranks.tick()
-    clock.now += 1000.0  # SIGSTOP and SIGCONT, a debugger
+    clock.now += 1000.0  # as after SIGSTOP and SIGCONT, or in a debugger
     ranks.tick()
     assert not ranks.transports[0].reasons
     for _ in range(4):
@@ -466,8 +462,10 @@ def test_a_fault_in_one_ring_does_not_stop_watching_the_others(
     broken.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12: of a process with threads
-def test_a_forked_child_has_a_thread_of_its_own(fast: Watchdog) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:.*use of fork:DeprecationWarning"
+)  # Python 3.12 warns about forking a process with threads
+def test_a_forked_child_starts_its_own_watchdog_thread(fast: Watchdog) -> None:
     fast.add(watch := watch_of(controls(2)[0]))
     child = os.fork()
     if child == 0:
@@ -512,14 +510,14 @@ def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> N
     assert names.count("ringattn-watchdog") == 1
     watches[1].close()
     del watches[0], watch
-    until(lambda: gc.collect() >= 0 and gone() is None)  # the thread holds nobody
+    until(lambda: gc.collect() >= 0 and gone() is None)  # the thread holds no watch
     assert thread.is_alive()
     del watches
     gc.collect()
     thread.join(HANGS)
     assert not thread.is_alive()
     again = watch_of(controls(2)[0])
-    fast.add(again)  # and begins anew
+    fast.add(again)  # the watchdog starts a new thread
     assert fast._thread is not None and fast._thread.is_alive()
 
 
@@ -537,7 +535,7 @@ def test_stop_waits_for_a_running_tick(fast: Watchdog) -> None:
     fast.add(watch)
     assert begun.wait(HANGS)
     fast.stop()
-    assert over, "the process would end under the thread"
+    assert over, "stop must wait for the tick"
 
 
 def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
@@ -555,10 +553,10 @@ def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
 
 
 @pytest.mark.parametrize(("device", "codes"), [("cpu", []), ("cuda:0", [75])])
-def test_only_streams_of_a_gpu_end_the_process(
+def test_only_failures_on_a_gpu_end_the_process(
     device: str, codes: list[int], fast: Watchdog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a code that schedulers take for a reason to start it again."""
+    """Exit with EX_TEMPFAIL, so that schedulers restart the process."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     group: Any = object()
@@ -569,7 +567,7 @@ def test_only_streams_of_a_gpu_end_the_process(
 
 
 def test_fences_of_a_gpu_are_not_waited_for() -> None:
-    """The host would make a stream wait."""
+    """Poll the fence, because waiting would block a stream."""
     watch = Watch(controls(2)[0], deadline=3.0, device=torch.device("cuda", 0), transports=list)
     fence = Mock(done=Mock(return_value=True))
     watch.posted("a hop", fence, [DONE], [(1, 8)], [])
@@ -586,8 +584,7 @@ def test_the_first_failure_stays_and_aborts_once(caplog: pytest.LogCaptureFixtur
     assert [record.message for record in caplog.records] == ["the first"]
 
 
-def test_a_store_that_answered_again_is_soon_asked_again(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """However long it was left alone before. The log says once that it is silent."""
+def test_an_answering_store_resets_the_pause_between_retries(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     ranks, pauses = Ranks(2, deadline=HANGS), list[float]()
     watch, connection = ranks.watches[0], ranks.connection(0)
     with caplog.at_level(logging.INFO, "ringattn"):

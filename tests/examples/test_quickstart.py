@@ -1,4 +1,4 @@
-"""The README's example: on one device, on virtual ranks and on processes."""
+"""The README's example on one device, on virtual ranks and on processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``train.py``: its losses are those of one process, a resumed run is the same run, and memory is shared out."""
+"""``train.py``: losses equal those of one process, a resumed run equals an unbroken one, and ranks share memory."""
 
 from __future__ import annotations
 
@@ -32,12 +32,8 @@ def recorded(rank: int, job: Job, recorder: Recorder) -> Trained:
     return Trained(train_on_mesh(job, read_text(), CPU, recorder), recorder.gradients)
 
 
-# -- the parts
-
-
 @pytest.mark.parametrize("block", [1, 7, 300])
-def test_blockwise_is_the_same_function(block: int) -> None:
-    """Losses and gradients, beside the plain ones."""
+def test_blockwise_losses_and_gradients_equal_the_plain_ones(block: int) -> None:
     tokens, labels = torch.randint(256, (2, 2, 30), generator=torch.Generator().manual_seed(0))
 
     def backward(block: int | None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -57,14 +53,13 @@ def test_the_forward_ring_runs_once(forward_rings: list[object]) -> None:
     assert len(forward_rings) == 2 * TINY.layers
 
 
-# -- one process and many
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_mesh_trains_as_one_process(dtype: str, tmp_path: Path) -> None:
-    """Left to themselves, 2 rows of a batch on 2 rings of 2, weights in parts on all 4: every loss, and the gradients
-    of the first step. (Adam takes no notice of a factor on all gradients: losses alone would not show one.)"""
+def test_training_on_a_mesh_equals_one_process(dtype: str, tmp_path: Path) -> None:
+    """Train 2 rows on 2 rings of 2 ranks, with weights sharded over all 4.
+
+    Compare every loss and the first gradients, because Adam hides a constant factor of the gradients from the losses.
+    """
     job, text = replace(TINY, data=2, dtype=dtype), read_text()
     runs = results(4, partial(recorded, job=job, recorder=Recorder(str(tmp_path))))
     assert all(each.run.losses == runs[0].run.losses for each in runs)
@@ -73,7 +68,7 @@ def test_a_mesh_trains_as_one_process(dtype: str, tmp_path: Path) -> None:
     recorders = Recorder(str(tmp_path)), Recorder(str(tmp_path))
     fitted = [training.fit(recorder) for training, recorder in zip((single, exact), recorders, strict=True)]
     losses = [torch.tensor([*run.losses.values()], dtype=torch.float64) for run in (runs[0].run, *fitted)]
-    size = max(logits.values())  # a token's loss is a difference of numbers of this size
+    size = max(logits.values())  # a token's loss is a difference of numbers this large
     assert_as_exact_as_pytorch("losses", losses[0].float(), losses[1].float(), losses[2], magnitude=size)
     for name in runs[0].gradients[0]:
         three = (gradients[0][name] for gradients in (runs[0].gradients, *(each.gradients for each in recorders)))
@@ -81,25 +76,21 @@ def test_a_mesh_trains_as_one_process(dtype: str, tmp_path: Path) -> None:
     assert runs[0].run.losses[3] < runs[0].run.losses[0]
 
 
-# -- checkpoints
-
-
-def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
-    """Bit for bit, losses of earlier steps included; on another number of ranks within rounding."""
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
     job = replace(TINY, checkpoint=str(tmp_path), every=2)
     whole = train_virtual_ranks(replace(TINY, steps=6), read_text(), 2)
     train_virtual_ranks(replace(job, steps=3), read_text(), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000002", "00000003"]
     resumed = train_virtual_ranks(replace(job, steps=6), read_text(), 2)
     assert resumed.losses == whole.losses and len(resumed.seconds) == 3
-    again = train_virtual_ranks(replace(job, steps=6), read_text(), 1)  # nothing is left to do
+    again = train_virtual_ranks(replace(job, steps=6), read_text(), 1)  # no step is left
     assert again.losses == whole.losses and again.seconds == []
     other = r"another job: layers 2, here 1"
     with pytest.raises(JobError, match=other):
         train_virtual_ranks(replace(job, layers=1), read_text(), 1)
 
 
-def test_a_folder_that_was_not_finished_is_left_alone(tmp_path: Path) -> None:
+def test_an_unfinished_checkpoint_is_ignored(tmp_path: Path) -> None:
     job = replace(TINY, checkpoint=str(tmp_path), steps=2)
     first = train_virtual_ranks(job, read_text(), 1)
     (tmp_path / "00000009").mkdir()
@@ -118,14 +109,15 @@ def test_a_mesh_resumes_bit_for_bit_and_as_another_mesh(tmp_path: Path) -> None:
     assert results(4, partial(process, job=job))[0].losses == whole.losses
 
 
-# -- memory
-
 LONG = Job(seqlen=16384, steps=1, layers=8, heads=8, kv_heads=2, head_dim=32)
 
 
 def warm(rank: int, job: Job) -> int:
-    """What PyTorch imports and keeps at its first step is no part of a step's memory. Nor is the heap: tensors that
-    are cut from blocks which the warm-up has freed stay resident once they are freed themselves."""
+    """Return the peak memory of a step after a warm-up.
+
+    The warm-up excludes what PyTorch imports and caches in its first step. Freed blocks go back to the system at once,
+    because tensors cut from blocks of the warm-up would stay resident.
+    """
     with freed_at_once(CPU):
         train_on_mesh(replace(job, seqlen=64, steps=1), read_text(), CPU)
         peak = PeakMemory(CPU)
@@ -135,14 +127,11 @@ def warm(rank: int, job: Job) -> int:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2400)
-def test_memory_is_shared_out() -> None:
-    """Each of 4 ranks peaks, weights and slots of the ring with it, at 0.30 of one process (bench/results/LOG.md)."""
+def test_four_ranks_share_the_memory_of_one_process() -> None:
+    """Bound each of 4 ranks by 0.30 of one process, including weights and slots (bench/results/LOG.md)."""
     (single,) = results(1, partial(warm, job=LONG), patience=1200)
     ranks = results(4, partial(warm, job=LONG), patience=1200)
     assert max(ranks) <= 0.30 * single, (ranks, single)
-
-
-# -- the command line
 
 
 @pytest.mark.parametrize(
@@ -154,7 +143,7 @@ def test_memory_is_shared_out() -> None:
          Job(head_dim=64, dtype="bfloat16", layout="striped", lr=1.0), 3),
     ],
 )  # fmt: skip
-def test_the_command_line_describes_a_job(command: str, job: Job, world: int) -> None:
+def test_command_line_to_job(command: str, job: Job, world: int) -> None:
     assert parse(command.split()) == (job, world)
 
 
@@ -164,7 +153,7 @@ def test_the_command_line_describes_a_job(command: str, job: Job, world: int) ->
      ("--heads 3", "--kv-heads is 2: --heads, 3, must"), ("--data 2", "--data is 2: --batch, 1"),
      ("--dtype int8", "invalid choice: 'int8'")],
 )  # fmt: skip
-def test_a_wrong_job_is_refused(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_command_lines_are_refused(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         parse(command.split())
     assert refused.value.code == 2 and message in capsys.readouterr().err
@@ -172,8 +161,6 @@ def test_a_wrong_job_is_refused(command: str, message: str, capsys: pytest.Captu
 
 @pytest.mark.nightly
 def test_under_torchrun(tmp_path: Path) -> None:
-    """Two processes train and write checkpoints; started again they go on from the last; other ranks do, too."""
-
     def run(*more: str, ranks: int = 2, code: int = 0) -> str:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += ["-m", "ringattn.examples.train", "--seqlen", "64", "--layers", "1", "--checkpoint", "runs", *more]

@@ -1,4 +1,4 @@
-"""diffusers' models under its own context parallelism with the backend ``"ringattn"``, against one process."""
+"""diffusers models under its own context parallelism with the backend ``"ringattn"``, against one process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..support.mask_cases import Case, compare, expected, taken, together
 from ..support.ring_cases import inputs
 from ..support.tolerance import assert_as_exact_as_pytorch
 
-# importing diffusers takes longer than all of this file's tests
+# importing diffusers takes longer than running these tests
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # of diffusers' imports
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # warnings of diffusers' imports
 ]
 HEADS, DIM = 4, 16
-IMPORTS = 300  # seconds: every process imports diffusers
+IMPORTS = 300  # seconds, because every process imports diffusers
 
 
 class ModelCase(NamedTuple):
-    """A model, the tokens of its sequences, the arguments of its ``ContextParallelConfig``."""
+    """A model, its sequence lengths, and the arguments of its ``ContextParallelConfig``."""
 
     model: Callable[[int, int], tuple[Any, dict[str, Tensor]]]
     tokens: tuple[int, int]
@@ -38,7 +38,7 @@ class ModelCase(NamedTuple):
 
 
 def flux(image: int, text: int) -> tuple[Any, dict[str, Tensor]]:
-    """A double and a single block, both of joint text and image tokens."""
+    """Build one double and one single block, both over joint text and image tokens."""
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel(
@@ -56,7 +56,7 @@ def flux(image: int, text: int) -> tuple[Any, dict[str, Tensor]]:
 
 
 def wan(frames: int, side: int) -> tuple[Any, dict[str, Tensor]]:
-    """Self-attention of video tokens, and cross-attention to text that every rank has whole."""
+    """Build self-attention over video tokens and cross-attention to text that every rank holds whole."""
     from diffusers import WanTransformer3DModel
 
     model = WanTransformer3DModel(
@@ -70,7 +70,7 @@ def wan(frames: int, side: int) -> tuple[Any, dict[str, Tensor]]:
     }
 
 
-# where the lengths differ only those of the text do: diffusers gathers the image's, which gloo cannot do unless equal
+# Only text lengths differ between ranks, because diffusers gathers image tokens and gloo needs equal sizes.
 RING, ULYSSES = {"ring_degree": 2}, {"ulysses_degree": 2}
 CASES = {
     2: [
@@ -93,7 +93,7 @@ CASES = {
 
 
 def run(case: ModelCase, *, dtype: torch.dtype = torch.float32, parallel: bool = False) -> dict[str, Tensor]:
-    """The model's output and the gradient of every parameter."""
+    """Return the model's output and the gradient of every parameter."""
     torch.manual_seed(5)
     model, inputs = case.model(*case.tokens)
     dout = torch.randn(inputs["hidden_states"].shape)
@@ -103,7 +103,7 @@ def run(case: ModelCase, *, dtype: torch.dtype = torch.float32, parallel: bool =
         from diffusers import ContextParallelConfig
 
         model.set_attention_backend("ringattn")
-        with patch("torch.accelerator.device_count", lambda: 1):  # it divides by that, which is 0 on a CPU
+        with patch("torch.accelerator.device_count", lambda: 1):  # diffusers divides by this count, which is 0 on a CPU
             model.enable_parallelism(config=ContextParallelConfig(**case.config))
     if parallel and case.compiled:
         model.compile(fullgraph=True, backend="aot_eager")
@@ -114,7 +114,7 @@ def run(case: ModelCase, *, dtype: torch.dtype = torch.float32, parallel: bool =
 
 
 class Attention(NamedTuple):
-    """One call of ``dispatch_attention_fn``: its parallel config, the tokens of the ranks, arguments by our names."""
+    """Arguments of ``dispatch_attention_fn``: parallel config, token layouts, and ringattn's own arguments."""
 
     config: dict[str, Any]
     layout: Layout
@@ -123,7 +123,7 @@ class Attention(NamedTuple):
     sink: Tensor | None = None
 
     def case(self) -> Case:
-        """The same on every rank."""
+        """Build the same inputs on every rank."""
         torch.manual_seed(7)
         return Case(self.layout, inputs(48, (8, 4)), self.call, kv_layout=self.kv_layout, sink=self.sink)
 
@@ -153,13 +153,13 @@ def parallel_config(config: dict[str, Any], rank: int) -> Any:
 
     context = ContextParallelConfig(**config)
     mesh = init_device_mesh("cpu", context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
-    made = ParallelConfig(context_parallel_config=context)
-    made.setup(rank, mesh.size(), torch.device("cpu"), mesh=mesh)
-    return made
+    parallel = ParallelConfig(context_parallel_config=context)
+    parallel.setup(rank, mesh.size(), torch.device("cpu"), mesh=mesh)
+    return parallel
 
 
 def dispatched(attention: Attention, rank: int) -> list[Tensor | None]:
-    """Out, lse and gradients of this rank's shard; what diffusers' own ring refuses is refused by it still."""
+    """Return out, lse and gradients of this rank's shard, and check that diffusers' own ring still refuses causal."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     config, case = parallel_config(attention.config, rank), attention.case()
@@ -175,8 +175,8 @@ def dispatched(attention: Attention, rank: int) -> list[Tensor | None]:
     more |= {"learnable_sink": sinks[0] if sinks else None, "return_lse": True}
     out, lse = dispatch_attention_fn(*leaves, **call, attention_kwargs=more, backend="ringattn")
     grads = [taken(case.layout, case.whole["dout"], rank), taken(case.layout, case.whole["dlse"], rank, 2).mT]
-    made = torch.autograd.grad((out, lse), [*leaves, *sinks], grads)
-    return [out.detach(), lse.detach().mT, *made, *[None] * (not sinks)]
+    results_of_backward = torch.autograd.grad((out, lse), [*leaves, *sinks], grads)
+    return [out.detach(), lse.detach().mT, *results_of_backward, *[None] * (not sinks)]
 
 
 def on_rank(world: int, rank: int) -> dict[str, list[Any]]:
@@ -195,18 +195,18 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, list[Any]]]:
 
 
 @pytest.mark.timeout(2 * IMPORTS)
-def test_models_on_ranks_are_models_on_one(ranks: list[dict[str, list[Any]]]) -> None:
+def test_models_on_ranks_equal_one_process(ranks: list[dict[str, list[Any]]]) -> None:
     for index, case in enumerate(CASES[len(ranks)]):
         theirs, exact = run(case), run(case, dtype=torch.float64)
         for name in exact:
             parts = [rank["models"][index][name] for rank in ranks]
-            # every rank has the whole output; of a gradient it has its tokens' part
+            # Every rank has the whole output, but only the part of a gradient that its tokens contribute.
             ours = parts[0] if name == "out" else torch.stack(parts).sum(0)
             assert_as_exact_as_pytorch(f"{case}: {name}", ours, theirs[name], exact[name])
 
 
 @pytest.mark.timeout(2 * IMPORTS)
-def test_causal_windows_grouped_heads_and_other_keys(ranks: list[dict[str, list[Any]]]) -> None:
+def test_dispatched_attention_equals_one_process(ranks: list[dict[str, list[Any]]]) -> None:
     for index, attention in enumerate(ATTENTIONS[len(ranks)]):
         case = attention.case()
         compare(expected(case), *together(case, [rank["attention"][index] for rank in ranks]))
@@ -229,14 +229,14 @@ def test_refused_by_name(in_fp32: bool, arguments: Any, error: type[Exception], 
     from ringattn.integrations.diffusers import register
 
     register()
-    register()  # again is once
+    register()  # a second call changes nothing
     config = ParallelConfig(ContextParallelConfig(ring_degree=2, convert_to_fp32=in_fp32))
     call = {"key": torch.ones(2, 6, 4, 8), "backend": "ringattn", "parallel_config": config, **arguments}
     with pytest.raises(error, match=words):
         dispatch_attention_fn(torch.ones(2, 6, 4, 8), value=call["key"], **call)
 
 
-def test_an_unknown_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_diffusers_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import diffusers
 
     from ringattn.integrations.diffusers import register

@@ -1,4 +1,4 @@
-"""Megatron-core with ring attention against its own attention on one process, and what it refuses."""
+"""Megatron-core with ring attention against its own attention in one process, and refused options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..support.tolerance import assert_as_exact_as_pytorch
 
 pytestmark = [
     pytest.mark.nightly,  # megatron-core is not in the default environment
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron"),  # of Apex, TransformerEngine and old names of its own
+    pytest.mark.filterwarnings("ignore::UserWarning:megatron"),  # Apex, TransformerEngine and deprecated names
 ]
 
 HEADS, GROUPS, DIM, TOKENS = 4, 2, 16, 64
@@ -34,7 +34,7 @@ ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 
 
 class CudaIsTheCpu(TorchFunctionMode):
-    """Megatron-core's own attention makes masks and buffers on the GPU, whatever its tensors are on."""
+    """A mode that puts Megatron-core's masks and buffers, which it creates on the GPU, on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -56,8 +56,8 @@ NAMES = {
 
 @contextmanager
 def on_the_cpu() -> Iterator[SimpleNamespace]:
-    """Megatron-core's names, and its own attention able to run."""
-    with warnings.catch_warnings():  # of what is missing, and of old names of its own
+    """Yield Megatron-core's names and make its own attention run on the CPU."""
+    with warnings.catch_warnings():  # missing packages and deprecated names
         warnings.simplefilter("ignore")
         core = SimpleNamespace(
             **{name: getattr(import_module(home), name) for home, names in NAMES.items() for name in names}
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
 
 
 def attention(core: SimpleNamespace, cls: Any, group: Any, layer: int = 1, **fields: Any) -> Any:
-    """A core attention as Megatron-core makes it."""
+    """Build a core attention as Megatron-core does."""
     channels = {name: fields.pop(name) for name in ("k_channels", "v_channels", "softmax_scale") if name in fields}
     config = config_of(core, context_parallel_size=group.size(), **fields)
     groups = SimpleNamespace(tp=ALONE, cp=group)
@@ -97,7 +97,7 @@ def attention(core: SimpleNamespace, cls: Any, group: Any, layer: int = 1, **fie
 
 
 def computed(module: Any, tensors: Iterable[Tensor], *arguments: Any, **options: Any) -> list[Tensor]:
-    """Output, and the gradients of queries, keys, values and parameters."""
+    """Return the output and the gradients of queries, keys, values and parameters."""
     *qkv, grad = tensors
     leaves = [*(x.clone().requires_grad_() for x in qkv), *module.parameters()]
     out = module(*leaves[:3], *arguments, **options)
@@ -105,7 +105,7 @@ def computed(module: Any, tensors: Iterable[Tensor], *arguments: Any, **options:
 
 
 def draw(rows: tuple[int, ...], key_dim: int = DIM, value_dim: int = DIM) -> list[Tensor]:
-    """Queries, keys, values and the gradient of the output."""
+    """Return random queries, keys, values and output gradient."""
     shapes = (HEADS, key_dim), (GROUPS, key_dim), (GROUPS, value_dim), (HEADS * value_dim,)
     return [torch.randn(*rows, *shape) for shape in shapes]
 
@@ -118,10 +118,10 @@ def test_as_exact_as_its_own_attention(name: str) -> None:
     with on_the_cpu() as core:
 
         def module(cls: Any, group: Any) -> Any:
-            made = attention(core, cls, group, layer, **fields)
-            for parameter in made.parameters():
+            core_attention = attention(core, cls, group, layer, **fields)
+            for parameter in core_attention.parameters():
                 parameter.data.copy_(sink)
-            return made
+            return core_attention
 
         own = module(core.DotProductAttention, ALONE)
         theirs = computed(own, whole, None)
@@ -141,7 +141,6 @@ def test_as_exact_as_its_own_attention(name: str) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_packed_documents_of_latent_attention(dynamic: bool) -> None:
-    """``dynamic``: the group is the micro-batch's, not the layer's."""
     real, padded, scale, value_dim = [0, 19, 51], [0, 24, 64], 0.3, 8
     whole, layout = draw((TOKENS, 1), 24, value_dim), Layout.zigzag(TOKENS, 2, padded)
     with on_the_cpu() as core:
@@ -151,7 +150,7 @@ def test_packed_documents_of_latent_attention(dynamic: bool) -> None:
         own = attention(core, core.DotProductAttention, ALONE, kv_channels=value_dim, softmax_scale=scale)
 
         def by_document(dtype: torch.dtype) -> list[Tensor]:
-            """Of each its own; 0 where there is padding."""
+            """Compute each document alone and leave 0 in the padding."""
             results = [torch.zeros_like(x, dtype=dtype) for x in (whole[3], *whole[:3])]
             for document in (slice(0, 19), slice(24, 56)):
                 parts = computed(own.to(dtype), [x[document].to(dtype) for x in whole], None)
@@ -174,7 +173,7 @@ def test_packed_documents_of_latent_attention(dynamic: bool) -> None:
 
 
 def trained(core: SimpleNamespace, cls: str, dtype: torch.dtype) -> list[Tensor]:
-    """Loss and gradients of a model of two layers, summed over the ranks."""
+    """Return the loss and gradients of a two-layer model, summed over the ranks."""
     world = dist.get_world_size()
     spec = core.get_gpt_layer_local_spec(normalization="RMSNorm")
     spec = core.with_ring_attention(spec) if cls == "RingCoreAttention" else spec
@@ -248,7 +247,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("made", "called", "named"), REFUSED)
-def test_what_is_refused_by_name(made: dict[str, Any], called: dict[str, Any], named: str) -> None:
+def test_refused_options_are_named(made: dict[str, Any], called: dict[str, Any], named: str) -> None:
     with on_the_cpu() as core, pytest.raises((ValueError, NotImplementedError), match=named):
         fields = {**made}
         config = config_of(core, **fields.pop("config", {}))
@@ -263,7 +262,7 @@ def test_what_is_refused_by_name(made: dict[str, Any], called: dict[str, Any], n
         module(**call)
 
 
-def test_specs_of_layers_and_blocks() -> None:
+def test_ring_attention_in_specs_of_layers_and_blocks() -> None:
     with on_the_cpu() as core:
         latent = core.get_gpt_layer_local_spec(multi_latent_attention=True)
         ours = core.with_ring_attention(latent)

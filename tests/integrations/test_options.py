@@ -1,4 +1,4 @@
-"""Every option of every integration reaches ``ring_attention``: its value, and nothing else."""
+"""Options of the integrations: each one reaches ``ring_attention`` with its value, and no other option changes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ NEUTRAL: Call = {
     "alibi_slopes": None, "dropout_p": 0.0, "dropout_seed": None, "first_head": 0, "cu_seqlens": None,
     "seqused_k": None, "key_mask": None, "prefix_length": None, "align": None, "backend": "auto", "return_lse": False,
 }  # fmt: skip
-"""Options of ``ring_attention`` that an integration passes, where its framework's option is not given."""
+"""Values that an integration passes to ``ring_attention`` if its framework's option is not given."""
 STRUCTURE = {"layout", "kv_layout", "group", "ring"}
-"""Arguments that say where tokens are, which the tests of each integration compare with its framework's rules."""
+"""Arguments that describe token placement. The tests of each integration check them."""
 
-# Frameworks that are not installed beside these tests, or take long to import: what the integration imports of them.
+# Stubs of what the integrations import from frameworks that are missing here or slow to import.
 
 
 class MegatronModule(nn.Module):
@@ -67,7 +67,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Packages in the place of Megatron-core and diffusers, for integrations that are imported anew."""
+    """Replace Megatron-core and diffusers by stubs and import their integrations again."""
     for name, members in STAND_INS.items():
         parts = name.split(".")
         for depth in range(1, len(parts)):
@@ -88,7 +88,7 @@ OFF = (
     "qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention",
     "batch_invariant_mode", "flash_decode",
 )  # fmt: skip
-"""Fields of Megatron's config."""
+"""Fields of Megatron's config that must be off."""
 
 
 def group_of(rank: int, size: int) -> SimpleNamespace:
@@ -99,7 +99,7 @@ def transformer_engine(call: Call | None = None, *, train: bool = True, keys: in
     common: Call = {"num_attention_heads": 4, "kv_channels": 16, "num_gqa_groups": 2, "qkv_format": "bshd"}
     module = DotProductAttention(**common | made).train(train)
     if module.softmax_offset is not None:
-        assert module.softmax_offset.shape == SINK.shape  # of the heads of this rank
+        assert module.softmax_offset.shape == SINK.shape  # one entry per head of this rank
         module.softmax_offset.data.copy_(SINK)
     k = torch.randn(1, keys, 2, 16)
     module(Q, k, k, **call or {})
@@ -130,7 +130,7 @@ def megatron(
 
 
 def attend(mask_function: Any = None, cu_seqlens: Any = None, is_causal: bool | None = True, **options: Any) -> None:
-    """transformers' attention interface, with the mask of its mask interface."""
+    """Call transformers' attention interface with a mask from its mask interface."""
     mask = None
     with transformers.sharded(nn.Module(), None, cu_seqlens=cu_seqlens):
         if mask_function is not None:
@@ -139,7 +139,7 @@ def attend(mask_function: Any = None, cu_seqlens: Any = None, is_causal: bool | 
 
 
 def long_context(made: Callable[..., Any], *tensors: Tensor, train: bool, **options: Any) -> None:
-    """A module of yunchang's on a mesh of one rank."""
+    """Call a yunchang module on a mesh of one rank."""
     run_ranks(1, lambda group: made(group=group.mesh(1, 1)).train(train)(*tensors, **options))
 
 
@@ -193,14 +193,14 @@ HOMES: dict[Driver, str] = {
     ring_varlen: "ring_flash_attn", ring_packed: "ring_flash_attn", lucidrains: "ring_attention_pytorch",
     lucidrains_zig_zag: "ring_attention_pytorch", lucidrains_tree: "ring_attention_pytorch",
 }  # fmt: skip
-"""The module whose ``ring_attention`` each one calls."""
+"""Module whose ``ring_attention`` each driver calls."""
 
 BASES: dict[Driver, Call] = {
     transformer_engine: {"causal": True, "softmax_scale": 0.25}, megatron: {"causal": True, "softmax_scale": 0.25},
     attend: {"causal": True}, ring_dense: {"return_lse": True}, ring_packed: {"return_lse": True},
     ring_varlen: {"return_lse": True, "cu_seqlens": (0, 4, 8)}, lucidrains_tree: {"return_lse": True},
 }  # fmt: skip
-"""What is passed without any option."""
+"""Arguments that a driver passes without any option."""
 
 FLASH: list[tuple[Call, Call]] = [
     ({"causal": True}, {"causal": True}),
@@ -209,10 +209,9 @@ FLASH: list[tuple[Call, Call]] = [
     ({"alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES}),
     ({"dropout_p": 0.3}, {"dropout_p": 0.3}),
     ({"softcap": 3.0}, {"softcap": 3.0}),
-    ({}, {}),
 ]
-"""Arguments of flash-attention's name, given and passed on."""
-IN_EVAL = ({"dropout_p": 0.3, "train": False}, {"dropout_p": 0.3})  # as in theirs: the caller says when
+"""Options with flash-attention's names, as given and as passed on."""
+IN_EVAL = ({"dropout_p": 0.3, "train": False}, {"dropout_p": 0.3})  # yunchang applies dropout in eval mode, too
 MORE: list[tuple[Call, Call]] = [
     ({"learnable_sink": SINK}, {"learnable_sink": SINK}),
     ({"dropout_seed": 3}, {"dropout_seed": 3}),
@@ -220,7 +219,6 @@ MORE: list[tuple[Call, Call]] = [
 ]
 CASES: dict[Driver, list[tuple[Call, Call]]] = {
     transformer_engine: [
-        ({}, {}),
         ({"softmax_scale": 0.5}, {"softmax_scale": 0.5}),
         ({"softcap": 3.0}, {"softcap": 3.0}),
         ({"softcap": 3.0, "call": {"softcap": 2.0}}, {"softcap": 2.0}),
@@ -269,7 +267,6 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ),
     ],
     megatron: [
-        ({}, {}),
         ({"own": {"softmax_scale": 0.5}}, {"softmax_scale": 0.5}),
         ({"kv_channels": 8, "own": {"k_channels": 16, "v_channels": 16}}, {}),
         ({"window_size": (3, 0)}, {"window_size": (3, 0)}),
@@ -285,7 +282,6 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"heads": 12, "tp": group_of(2, 3)}, {"first_head": 8}),
     ],
     attend: [
-        ({}, {}),
         ({"scaling": 0.5}, {"softmax_scale": 0.5}),
         ({"softcap": 3.0}, {"softcap": 3.0}),
         ({"s_aux": SINK}, {"learnable_sink": SINK}),
@@ -310,13 +306,11 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
     ring_varlen: [*FLASH, *MORE],
     ring_packed: [*FLASH, *MORE],
     sdpa: [
-        ({}, {}),
         ({"is_causal": True}, {"causal": True}),
         ({"scale": 0.5}, {"softmax_scale": 0.5}),
         ({"dropout_p": 0.3}, {"dropout_p": 0.3}),
     ],
     diffusers: [
-        ({}, {}),
         ({"is_causal": True}, {"causal": True}),
         ({"scale": 0.5}, {"softmax_scale": 0.5}),
         ({"dropout_p": 0.3}, {"dropout_p": 0.3}),
@@ -326,7 +320,6 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"return_lse": True}, {"return_lse": True}),
     ],
     lucidrains: [
-        ({}, {}),
         ({"causal": True}, {"causal": True}),
         ({"causal": True, "max_lookback_seq_len": 3}, {"causal": True, "window_size": (3, -1)}),
         ({"causal": True, "max_lookback_seq_len": 0}, {"causal": True, "window_size": (0, -1)}),
@@ -336,12 +329,10 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
         ({"mask": MASK}, {"key_mask": MASK}),
     ],
     lucidrains_zig_zag: [
-        ({}, {}),
         ({"causal": True}, {"causal": True}),
         ({"dropout": 0.3}, {"dropout_p": 0.3}),
     ],
     lucidrains_tree: [
-        ({}, {}),
         ({"use_triton": True}, {"backend": "triton"}),
         ({"use_triton": False}, {"backend": "aten"}),
     ],
@@ -349,12 +340,12 @@ CASES: dict[Driver, list[tuple[Call, Call]]] = {
 ROWS = [
     pytest.param(driver, *case, id=f"{driver.__name__}-{index}")
     for driver, cases in CASES.items()
-    for index, case in enumerate(cases)
+    for index, case in enumerate([({}, {}), *cases])
 ]
 
 
 def record(monkeypatch: pytest.MonkeyPatch, driver: Driver, given: Call) -> tuple[Call, Any]:
-    """The options with which ``ring_attention`` is called, and what the integration makes of ones."""
+    """Return the arguments of the ``ring_attention`` call, and what the integration makes of an output of ones."""
     calls: list[Call] = []
 
     def recording(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **call: Any) -> Any:
@@ -397,8 +388,7 @@ def test_every_option_that_an_integration_passes_has_a_case(monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_padding_between_documents() -> None:
-    """Of Megatron: padding is no document's, and its rows are 0."""
+def test_megatron_padding_between_documents_is_masked_and_zero() -> None:
     real, padded = torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])
     packed = SimpleNamespace(
         qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
@@ -411,24 +401,23 @@ def test_padding_between_documents() -> None:
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(("own", "size", "group"), [(None, None, "layer"), (None, 1, None), ("own", 2, "own")])
-def test_the_group_of_a_micro_batch(own: Any, size: int | None, group: Any) -> None:
-    """Of Megatron: a micro-batch on one rank has no group, whatever the layer's."""
+def test_megatron_takes_the_group_of_the_micro_batch(own: Any, size: int | None, group: Any) -> None:
     packed = SimpleNamespace(cp_group=own, local_cp_size=size)
     assert import_module("ringattn.integrations.megatron")._group_of(packed, "layer") == group
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_a_copy_of_a_spec_of_megatron_has_ring_attention_everywhere() -> None:
+def test_with_ring_attention_changes_a_copy_of_a_megatron_spec() -> None:
     def spec_of(**submodules: Any) -> SimpleNamespace:
         return SimpleNamespace(submodules=SimpleNamespace(**submodules))
 
     names, integration = ("self_attention", "cross_attention"), import_module("ringattn.integrations.megatron")
     spec = spec_of(layer_specs=[spec_of(**{name: spec_of(core_attention=name) for name in names})])
-    for one, expected in (
+    for checked_spec, expected in (
         (integration.with_ring_attention(spec), [integration.RingCoreAttention] * 2),
         (spec, [*names]),
     ):
-        (layer,) = one.submodules.layer_specs
+        (layer,) = checked_spec.submodules.layer_specs
         assert [getattr(layer.submodules, name).submodules.core_attention for name in names] == expected
 
 
@@ -441,15 +430,16 @@ def test_fields_of_megatron_that_must_be_off(field: str) -> None:
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("size", [2, 8])
-def test_a_group_of_another_size_than_the_config_of_megatron_says(size: int) -> None:
+def test_a_group_whose_size_contradicts_megatron_s_config_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=f"of the config is 4: the cp group of pg_collection has {size} ranks"):
         megatron(context_parallel_size=4, cp=group_of(0, size))
 
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("uneven", ["ring_anything", "ulysses_anything"])
-def test_uneven_shards_of_two_sequences(uneven: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of diffusers: queries and keys have lengths of their own."""
+def test_diffusers_uneven_shards_give_queries_and_keys_their_own_lengths(
+    uneven: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     integration, calls = import_module("ringattn.integrations.diffusers"), list[Call]()
     fields: Call = {"ring_anything": False, "ulysses_anything": False, "convert_to_fp32": True, "ulysses_degree": 1}
     context = SimpleNamespace(**fields | {uneven: True}, _ring_mesh=None, _flattened_mesh=group_of(0, 2))
@@ -476,15 +466,14 @@ def test_a_window_without_a_mask_is_refused() -> None:
 
 
 @pytest.mark.parametrize("argument", ["q_offset", "kv_offset"])
-def test_a_mask_from_another_place_is_refused(argument: str) -> None:
+def test_a_mask_with_an_offset_is_refused(argument: str) -> None:
     with pytest.raises(NotImplementedError, match="8 keys from"):
         options: Call = {argument: 1}
         transformers.mask_of(q_length=8, kv_length=8, mask_function=masking.causal_mask_function, **options)
 
 
 @pytest.mark.parametrize("items", [None, 5, torch.tensor(7)])
-def test_the_number_of_items_is_the_one_given_or_counted(items: Any) -> None:
-    """Over all ranks, without labels that count for nothing."""
+def test_num_items_in_batch_is_given_or_counted(items: Any) -> None:
     labels = torch.tensor([[1, 2, -100, 3, 4, 5], [-100, -100, 1, 2, 3, 4]])
     batch = {"input_ids": labels.abs(), "labels": labels, "num_items_in_batch": items}
     right = 6 if items is None else int(items)
@@ -497,8 +486,7 @@ def test_the_number_of_items_is_the_one_given_or_counted(items: Any) -> None:
     assert run_ranks(2, part) == [right, right]
 
 
-def test_the_hook_of_sharded_is_added_once() -> None:
-    """It stays, so that a model within a model has one too."""
+def test_sharded_adds_its_hook_once() -> None:
     from ..support.hf_models import model_of
 
     model = model_of("llama")

@@ -1,6 +1,6 @@
-"""ring_attention_pytorch's call on ``ring_attention``: arguments, the order of heads and tokens, results.
+"""ring_attention_pytorch's functions on ``ring_attention``: arguments, order of heads and tokens, and results.
 
-The nightly cases are its assert scripts, against its own plain attention in one process, their gradients repaired.
+The nightly cases are its assert scripts. They compare with its plain attention in one process, with repaired gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS, WORLDS = 64, (1, 2, 4)
 
 
 def held(rank: int, world: int, bucket_size: int | None) -> Tensor:
-    """Which tokens a rank holds in which order, as ``RingAttention`` rearranges them; None: no stripes."""
+    """Return the tokens of a rank in the order of ``RingAttention``, or contiguous tokens without a bucket size."""
     whole = torch.arange(TOKENS)
     return (whole if bucket_size is None else whole.view(bucket_size, -1).T.flatten()).chunk(world)[rank]
 
@@ -48,7 +48,7 @@ def check(
     world: int, bucket_size: int | None, heads: tuple[int, int], call: dict[str, Any],
     function: Callable[..., Tensor] = ours.ring_flash_attn, mask: Tensor | None = None, **mine: Any,
 ) -> None:  # fmt: skip
-    """All ranks together against float64, whose query heads are ordered by the key head that they read."""
+    """Compare all ranks with float64, where query heads are sorted by the key head that they read."""
     whole, tokens = inputs(TOKENS, heads), [held(rank, world, bucket_size) for rank in range(world)]
 
     def of_rank(group: Any) -> list[Tensor]:
@@ -71,7 +71,7 @@ def check(
 @pytest.mark.parametrize("world", rest_nightly(WORLDS, 2, 4))
 @pytest.mark.parametrize("bucket_size", [None, 2, 8, 16])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (6, 1)])
-def test_heads_and_tokens(heads: tuple[int, int], bucket_size: int | None, world: int) -> None:
+def test_order_of_heads_and_tokens(heads: tuple[int, int], bucket_size: int | None, world: int) -> None:
     check(world, bucket_size, heads, {"causal": True}, causal=True)
 
 
@@ -101,7 +101,6 @@ def test_on_a_gpu_a_rank_is_one_bucket() -> None:
 
 
 def test_without_a_ring_and_cross_attention() -> None:
-    """``ring_reduce_col=False``: this rank alone, whatever group there is."""
     q, k = torch.randn(1, 12, 4, 16), torch.randn(1, 20, 2, 16)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     keys = k.repeat(1, 1, 2, 1).transpose(1, 2)
@@ -128,7 +127,6 @@ def test_zig_zag() -> None:
 @pytest.mark.parametrize("tokens", [31, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_tree_attn_decode(dtype: torch.dtype, tokens: int) -> None:
-    """Its assert script's sizes; and keys of each rank, of which the last has none."""
     q, k, v = (torch.randn(2, 8, n, 64).to(dtype) for n in (1, tokens, tokens))
 
     def of_rank(group: Any) -> tuple[Tensor, Tensor]:
@@ -142,7 +140,7 @@ def test_tree_attn_decode(dtype: torch.dtype, tokens: int) -> None:
         compare_with_theirs("whole sharded", [*rank], [right[0]] * 2, [right[1]] * 2)
 
 
-def test_a_bucket_is_no_longer_than_the_tokens() -> None:
+def test_a_default_bucket_longer_than_the_sequence_is_clipped() -> None:
     torch.testing.assert_close(ours.ring_flash_attn(Q, Q, Q, striped_ring_attn=True), ours.ring_flash_attn(Q, Q, Q))
 
 
@@ -181,7 +179,7 @@ def test_refusals(call: Callable[[], object], message: str) -> None:
 
 
 def theirs() -> Any:
-    """The package, which says on import that there is no GPU."""
+    """Import the package without its warning that there is no GPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ring_attention_pytorch.ring_attention
@@ -190,7 +188,7 @@ def theirs() -> Any:
 
 
 @pytest.mark.nightly
-def test_names_and_arguments_are_theirs() -> None:
+def test_names_and_arguments_match_the_package() -> None:
     package = theirs()
     homes = {
         "tree_attn_decode": package,
@@ -199,13 +197,15 @@ def test_names_and_arguments_are_theirs() -> None:
         "zig_zag_attn": package.zig_zag_attention,
     }
     for name, home in homes.items():
-        kept = [x for x in inspect.signature(getattr(ours, name)).parameters.values() if x.kind is not x.KEYWORD_ONLY]
-        other = inspect.signature(inspect.unwrap(getattr(home, name))).parameters.values()
-        assert [(x.name, x.default) for x in kept] == [(x.name, x.default) for x in other]
+        ours_positional = [
+            x for x in inspect.signature(getattr(ours, name)).parameters.values() if x.kind is not x.KEYWORD_ONLY
+        ]
+        theirs_positional = inspect.signature(inspect.unwrap(getattr(home, name))).parameters.values()
+        assert [(x.name, x.default) for x in ours_positional] == [(x.name, x.default) for x in theirs_positional]
 
 
 def compare_with_theirs(names: str, mine: list[Tensor], single: list[Tensor], double: list[Tensor]) -> None:
-    """As exact as their plain attention in fp32, by the same in float64."""
+    """Check against their plain attention in fp32, by the same in float64."""
     for name, *three in zip(names.split(), mine, single, double, strict=True):
         assert_as_exact_as_pytorch(name, *three)
 
@@ -229,18 +229,25 @@ def test_assert_flash(causal: bool, tokens: int, heads: tuple[int, int], softcla
 
 
 def repaired(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor, None, None]:
-    """The backward of their ``AllGather``, with the sum over ranks: each has used what all of them gathered."""
+    """Return the gradient of their ``AllGather``, summed over the ranks that used the gathered tensor."""
     total = grads.contiguous()
     dist.all_reduce(total)
     return total.split(ctx.batch_sizes, dim=ctx.dim)[dist.get_rank()], None, None
 
 
+def theirs_on_ours() -> Any:
+    package = theirs()
+    package.ring_attention.ring_flash_attn = ours.ring_flash_attn
+    package.distributed.AllGatherFunction.backward = staticmethod(repaired)
+    return package
+
+
 MODULES = [*product((True, False), (True, False), (1, 2), (1, 2), (0, 1))]
-"""causal, stripes, buckets of a rank, batches that share the ranks, how much longer each rank's batch is."""
+"""Causal, striped, buckets per rank, batches that share the ranks, and how much longer each rank's batch is."""
 
 
 def of_module(module: Any, dtype: torch.dtype, x: Tensor, dout: Tensor, ring_size: int) -> list[Tensor]:
-    """Output, and the gradients of the input and of the weights, these of all ranks together."""
+    """Return output and gradients of the input and of the weights, the latter summed over ranks."""
     module, leaf = copy.deepcopy(module).to(dtype), x.to(dtype).requires_grad_()
     out = module(leaf, ring_size=ring_size if module.ring_attn else None)
     weights = [module.to_qkv[1].weight, module.to_out.weight]
@@ -251,11 +258,8 @@ def of_module(module: Any, dtype: torch.dtype, x: Tensor, dout: Tensor, ring_siz
 
 
 def modules(rank: int) -> list[list[list[Tensor]]]:
-    """Their module on our attention, and alone on their plain one in fp32 and float64: output and gradients."""
-    package = theirs()
-    package.ring_attention.ring_flash_attn = ours.ring_flash_attn
-    package.distributed.AllGatherFunction.backward = staticmethod(repaired)
-    made = []
+    """Return results of their module on ringattn, and on their plain attention in fp32 and in float64."""
+    package, results_by_case = theirs_on_ours(), list[list[list[Tensor]]]()
     for case, (causal, striped, buckets, shared, more) in enumerate(MODULES):
         if striped and not causal:
             continue
@@ -272,20 +276,19 @@ def modules(rank: int) -> list[list[list[Tensor]]]:
         x, dout = torch.randn(2, 2 + more * rank, 31, 8)
 
         runs = ((ring, torch.float32), (plain, torch.float32), (plain, torch.float64))
-        made.append([of_module(module, dtype, x, dout, 4 // shared) for module, dtype in runs])
-    return made
+        results_by_case.append([of_module(module, dtype, x, dout, 4 // shared) for module, dtype in runs])
+    return results_by_case
 
 
 @pytest.mark.nightly
 def test_assert_attn() -> None:
-    """31 tokens, which their module pads and masks."""
     for rank in results(4, modules, patience=170):
-        for made in rank:
-            compare_with_theirs("out dx dqkv dout", *made)
+        for runs in rank:
+            compare_with_theirs("out dx dqkv dout", *runs)
 
 
 def of_transformer(model: Any, dtype: torch.dtype, ids: Tensor) -> list[Tensor]:
-    """Logits, and what DDP makes of all ranks' gradients, as its assert script wraps the model."""
+    """Return logits and DDP gradients of the model, wrapped as in their assert script."""
     wrapped: Any = DistributedDataParallel(copy.deepcopy(model).to(dtype))
     logits = wrapped(ids)
     (logits * torch.arange(logits.shape[-1])).sum().backward()
@@ -293,41 +296,33 @@ def of_transformer(model: Any, dtype: torch.dtype, ids: Tensor) -> list[Tensor]:
 
 
 def transformers(rank: int) -> list[list[list[Tensor]]]:
-    """Their transformer on our attention, and alone on their plain one in fp32 and float64."""
-    package = theirs()
-    package.ring_attention.ring_flash_attn = ours.ring_flash_attn
-    package.distributed.AllGatherFunction.backward = staticmethod(repaired)
-    made = []
+    """Return results of their transformer on ringattn, and on their plain attention in fp32 and in float64."""
+    package, results_by_case = theirs_on_ours(), list[list[list[Tensor]]]()
+    sizes = {"num_tokens": 32, "dim": 8, "dim_head": 8, "depth": 2, "num_grouped_query_heads": 2}
     for case, (causal, striped, more) in enumerate([(False, False, 0), (True, False, 1), (True, True, 1)]):
         torch.manual_seed(case)
-        settings = {"num_tokens": 32, "dim": 8, "dim_head": 8, "depth": 2, "causal": causal, "use_cuda_kernel": False}
+        settings = sizes | {"causal": causal, "use_cuda_kernel": False}
         ring = package.RingTransformer(
-            **settings,
-            num_grouped_query_heads=2,
-            ring_attn=True,
-            striped_ring_attn=striped,
-            ring_seq_size=8,
-            bucket_size=4,
+            **settings, ring_attn=True, striped_ring_attn=striped, ring_seq_size=8, bucket_size=4
         )
-        plain = package.RingTransformer(**settings, num_grouped_query_heads=2, force_regular_attn=True)
+        plain = package.RingTransformer(**settings, force_regular_attn=True)
         plain.load_state_dict(ring.state_dict())
         torch.manual_seed(100 * case + rank)
         ids = torch.randint(0, 32, (2 + more * rank, 31))
         runs = ((ring, torch.float32), (plain, torch.float32), (plain, torch.float64))
-        made.append([of_transformer(model, dtype, ids) for model, dtype in runs])
-    return made
+        results_by_case.append([of_transformer(model, dtype, ids) for model, dtype in runs])
+    return results_by_case
 
 
 @pytest.mark.nightly
 def test_assert() -> None:
-    """``RingTransformer`` in ``DistributedDataParallel``; every rank has a batch of its own, of other lengths too."""
     for rank in results(4, transformers, patience=170):
-        for made in rank:
-            compare_with_theirs("logits gradients", *made)
+        for runs in rank:
+            compare_with_theirs("logits gradients", *runs)
 
 
 def of_zig_zag(module: Any, x: Tensor, dout: Tensor) -> list[Tensor]:
-    """Their module's parts around ``zig_zag_attn``: output, and the gradient of the input."""
+    """Return the output and input gradient of their module's layers around ``zig_zag_attn``."""
     package, leaf = theirs().zig_zag_attention, x.clone().requires_grad_()
     padded, remove_pad = package.zig_zag_pad_seq(leaf)
     sharded, gather = package.zig_zag_shard(padded, all_gather_batch=True)
@@ -338,8 +333,7 @@ def of_zig_zag(module: Any, x: Tensor, dout: Tensor) -> list[Tensor]:
 
 
 def zig_zag(rank: int) -> list[list[Tensor]]:
-    package = theirs()
-    package.distributed.AllGatherFunction.backward = staticmethod(repaired)
+    package = theirs_on_ours()
     torch.manual_seed(0)
     module = package.RingAttention(
         dim=8, dim_head=16, num_grouped_query_heads=2, causal=True, force_regular_attn=True, use_cuda_kernel=False
@@ -356,7 +350,7 @@ def zig_zag(rank: int) -> list[list[Tensor]]:
 
 @pytest.mark.nightly
 def test_assert_zig_zag() -> None:
-    """Which calls theirs without a mask, of queries that would see what comes after them."""
+    """Pass causal=True where their script passes no mask, because queries would see later tokens."""
     for made in results(4, zig_zag, patience=170):
         compare_with_theirs("out dx", *made)
 

@@ -1,6 +1,6 @@
 """ring_flash_attn's functions on ``ring_attention``: names, arguments, layouts and results.
 
-The cases are those of its test folder, which print differences, at smaller sizes and with assertions.
+The cases are those of its test folder, at smaller sizes and with assertions instead of printed differences.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def documents_of(family: str) -> list[int]:
 
 
 def held(family: str, rank: int, world: int, documents: list[int]) -> Tensor:
-    """Which tokens rank holds, as their tests cut them."""
+    """Return the tokens of a rank, as their tests cut them."""
     whole = torch.arange(documents[-1])
     if family == "stripe":
         return whole[rank::world]
@@ -53,11 +53,11 @@ def held(family: str, rank: int, world: int, documents: list[int]) -> Tensor:
 
 
 def documents_arguments(family: str, rank: int, world: int, causal: bool) -> tuple[Any, ...]:
-    """What a function takes after its tensors."""
+    """Return the arguments that follow the tensors."""
     documents = torch.tensor(documents_of(family), dtype=torch.int32)
     if family == "llama3_varlen":
-        made = ours.llama3_flash_attn_prepare_cu_seqlens(documents, causal, rank, world)
-        return *made[:4], 1, made[4]
+        prepared = ours.llama3_flash_attn_prepare_cu_seqlens(documents, causal, rank, world)
+        return *prepared[:4], 1, prepared[4]
     longest = int((documents[1:] - documents[:-1]).max())
     return (documents // world, longest // world) if "varlen" in family else ()
 
@@ -65,24 +65,24 @@ def documents_arguments(family: str, rank: int, world: int, causal: bool) -> tup
 def of_rank(
     name: str, family: str, whole: dict[str, Tensor], group: GroupLike, rank: int, world: int, options: dict[str, Any]
 ) -> list[Tensor]:
-    """Out, lse and the gradients of q, k and v of one rank, as ``[B, S, H, D]``."""
-    own = held(family, rank, world, documents_of(family))
+    """Return out, lse and the gradients of q, k and v of one rank, as ``[B, S, H, D]``."""
+    positions = held(family, rank, world, documents_of(family))
     packed = "varlen" in family
-    q, k, v, dout = (whole[x][0, own] if packed else whole[x][:, own] for x in ("q", "k", "v", "dout"))
+    q, k, v, dout = (whole[x][0, positions] if packed else whole[x][:, positions] for x in ("q", "k", "v", "dout"))
     pieces = {"kvpacked": [q, torch.stack([k, v], -3)], "qkvpacked": [torch.stack([q, k, v], -3)]}
     leaves = [x.clone().requires_grad_() for x in pieces.get(name.split("_")[-2], [q, k, v])]
     arguments = documents_arguments(family, rank, world, options["causal"])
     out, lse, probabilities = getattr(ours, name)(*leaves, *arguments, return_attn_probs=True, group=group, **options)
     assert probabilities is None
-    dlse = whole["dlse"][0][:, own] if packed else whole["dlse"][:, :, own]
+    dlse = whole["dlse"][0][:, positions] if packed else whole["dlse"][:, :, positions]
     grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     separate = [x for grad in grads for x in (grad.unbind(-3) if grad.dim() > q.dim() else [grad])]
-    made = [out.detach(), lse.detach(), *separate]
-    return [x[None] for x in made] if packed else made
+    results_of_rank = [out.detach(), lse.detach(), *separate]
+    return [x[None] for x in results_of_rank] if packed else results_of_rank
 
 
 def check(name: str, family: str, world: int, parts: list[list[Tensor]] | None = None, **options: Any) -> None:
-    """Of all ranks together against float64, as exact as PyTorch."""
+    """Compare all ranks together with float64, with the tolerance of PyTorch's error."""
     whole = cut(family)
     if parts is None:
         parts = run_ranks(world, lambda group: of_rank(name, family, whole, group, group.rank(), world, options))
@@ -95,14 +95,14 @@ def check(name: str, family: str, world: int, parts: list[list[Tensor]] | None =
 
 
 def cut(family: str, seed: int = 0) -> dict[str, Tensor]:
-    """The whole sequence, the same on every rank; packed in one row, and q, k and v of one shape where they are."""
+    """Return the whole sequence, equal on every rank. Variable-length families have one batch row."""
     torch.manual_seed(seed)
     return inputs(documents_of(family)[-1], (4, 4), batch=1 if "varlen" in family else 2)
 
 
 @pytest.mark.parametrize("world", rest_nightly([1, 2, 4], 2))
 @pytest.mark.parametrize(("name", "family"), [*NAMES.items()])
-def test_their_cases(name: str, family: str, world: int) -> None:
+def test_cases_of_ring_flash_attn(name: str, family: str, world: int) -> None:
     check(name, family, world, causal=True)
 
 
@@ -116,13 +116,13 @@ def test_their_cases(name: str, family: str, world: int) -> None:
     ],
     ids=["full", "window and ALiBi", "softcap and dropout"],
 )
-def test_what_theirs_refuses_or_gets_wrong(family: str, options: dict[str, Any]) -> None:
+def test_options_that_ring_flash_attn_refuses_or_gets_wrong(family: str, options: dict[str, Any]) -> None:
     name = next(name for name in NAMES if NAMES[name] == family)
     check(name, family, 2, **options)
 
 
 def in_process(rank: int) -> list[Tensor]:
-    """In the default group."""
+    """Compute one rank in the default group."""
     name, family = "zigzag_ring_flash_attn_varlen_qkvpacked_func", "zigzag_ring_varlen"
     return of_rank(name, family, cut(family), None, rank, 2, {"causal": True})
 
@@ -135,11 +135,11 @@ def test_the_default_group() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_documents_that_do_not_divide(world: int) -> None:
-    """By ``layout=``: the boundaries are then those of the whole sequence."""
+    """Pass ``layout=``, so that the boundaries are those of the whole sequence."""
     documents = [0, 7, 8, 30, 61]
     layout, whole = Layout.zigzag(61, world, documents), inputs(61, (4, 2), batch=1)
 
-    def of(group: Any) -> list[Any]:
+    def one_rank(group: Any) -> list[Any]:
         q, k, v, dout = (layout.shard(whole[x], group.rank())[0].detach() for x in ("q", "k", "v", "dout"))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out, lse, _ = ours.zigzag_ring_flash_attn_varlen_func(
@@ -149,17 +149,16 @@ def test_documents_that_do_not_divide(world: int) -> None:
         return [*(x[None] for x in (out.detach(), lse.detach(), *grads)), None]
 
     case = Case(layout, whole, {"causal": True, "cu_seqlens": documents})
-    compare(expected(case), *together(case, run_ranks(world, of)))
+    compare(expected(case), *together(case, run_ranks(world, one_rank)))
 
 
-def test_without_lse_the_output_alone() -> None:
+def test_only_the_output_is_returned_without_return_attn_probs() -> None:
     q = torch.randn(1, 8, 2, 16)
     out = ours.ring_flash_attn_func(q, q, q)
     assert isinstance(out, Tensor) and out.shape == q.shape
 
 
 def test_a_last_stride_that_is_not_1() -> None:
-    """As flash-attn's ``maybe_contiguous``."""
     q, qkv = torch.randn(1, 8, 2, 16), torch.randn(1, 8, 3, 2, 16)
     turned, packed = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, qkv))
     torch.testing.assert_close(
@@ -170,8 +169,7 @@ def test_a_last_stride_that_is_not_1() -> None:
     )
 
 
-def test_zigzags_without_two_equal_runs() -> None:
-    """None of theirs is such a cut; alone a rank holds all tokens."""
+def test_zigzag_lengths_that_do_not_divide_are_refused() -> None:
     q = torch.randn(7, 2, 16)
     with pytest.raises(ValueError, match=r"q has 7 tokens.*layout="):
         run_ranks(2, lambda group: ours.zigzag_ring_flash_attn_func(q[None], q[None], q[None], group=group))
@@ -217,7 +215,7 @@ def test_refusals(call: Callable[[], object], message: str) -> None:
 
 
 def published() -> dict[str, ast.FunctionDef]:
-    """Their functions, read and not imported: that needs flash_attn."""
+    """Return their functions as syntax trees, because importing them needs flash_attn."""
     assert version("ring-flash-attn") == "0.1.8"
     sources = [path for path in files("ring-flash-attn") or [] if path.suffix == ".py"]
     trees = [ast.parse(path.read_text()) for path in sources]
@@ -225,17 +223,17 @@ def published() -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.nightly
-def test_names_and_arguments_are_theirs() -> None:
+def test_names_and_arguments_match_the_package() -> None:
     theirs = published()
     offered = [name for name in theirs if name.endswith("_func") or "prepare" in name]
     assert sorted(offered) == sorted([*NAMES, "llama3_flash_attn_prepare_cu_seqlens"])
     for name in offered:
         parameters = [*inspect.signature(getattr(ours, name)).parameters.values()]
-        mine = [one for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        positional = [argument for argument in parameters if argument.kind is not inspect.Parameter.VAR_KEYWORD]
         arguments, empty = theirs[name].args, inspect.Parameter.empty
-        assert [one.name for one in mine] == [one.arg for one in arguments.args]
-        defaults = [ast.literal_eval(one) for one in arguments.defaults]
-        assert [one.default for one in mine if one.default is not empty] == defaults
+        assert [argument.name for argument in positional] == [argument.arg for argument in arguments.args]
+        defaults = [ast.literal_eval(argument) for argument in arguments.defaults]
+        assert [argument.default for argument in positional if argument.default is not empty] == defaults
         assert getattr(ours, name).__name__ == name
 
 
@@ -248,16 +246,16 @@ def test_names_and_arguments_are_theirs() -> None:
     ],
 )
 def test_llama3_arguments(rank: int, causal: bool, q: list[int], k: list[int], keys: slice) -> None:
-    """A query sees the keys of its whole document, and with ``causal`` none behind the rank's run."""
-    made = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 4, 12, 16]), causal, rank, 2)
+    """Give a query the keys of its whole document, or with ``causal`` those up to the end of the rank's run."""
+    prepared = ours.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 4, 12, 16]), causal, rank, 2)
     longest = [max(stop - start for start, stop in pairwise(edges)) for edges in (q, k)]
-    assert [made[0].tolist(), made[1].tolist(), *made[2:]] == [q, k, *longest, keys]
+    assert [prepared[0].tolist(), prepared[1].tolist(), *prepared[2:]] == [q, k, *longest, keys]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("documents", "world"), [([0, 7, 14, 16], 8), ([0, 120, 1248, 4232], 4), ([0, 4, 4, 8], 2)])
-def test_llama3_arguments_are_theirs(documents: list[int], world: int, causal: bool) -> None:
+def test_llama3_arguments_match_the_package(documents: list[int], world: int, causal: bool) -> None:
     source = published()["llama3_flash_attn_prepare_cu_seqlens"]
     scope: dict[str, Any] = {"torch": torch}
     exec(compile(ast.Module([source], []), "theirs", "exec"), scope)

@@ -1,4 +1,4 @@
-"""ring_flash_attn's adapter for transformers: models on packed documents, as its users cut them."""
+"""ring_flash_attn's adapter for transformers: models on packed documents, cut as its users cut them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INTERFACES = transformers.AttentionInterface, transformers.AttentionMaskInterfac
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Of a whole process: what transformers calls ``flash_attention_2``."""
+    """Restore transformers' ``flash_attention_2``, which is global."""
     functions = [interface()["flash_attention_2"] for interface in INTERFACES]
     yield
     for interface, function in zip(INTERFACES, functions, strict=True):
@@ -40,7 +40,7 @@ def update(group: Any, *boundaries: int) -> Any:
 
 
 def forward(model: Any, group: Any, layout: Layout, **more: Any) -> Any:
-    """Of one rank, with its run of the ids and of the positions within documents."""
+    """Run one rank's forward with its part of the token ids and of the positions within documents."""
     update(group)
     positions = torch.cat([torch.arange(end - start) for start, end in pairwise(DOCUMENTS)])[None]
     batch = shard_batch({"input_ids": ids_of(), "labels": ids_of()}, layout, group, cu_seqlens=DOCUMENTS)
@@ -57,7 +57,6 @@ def forward(model: Any, group: Any, layout: Layout, **more: Any) -> Any:
     ),
 )
 def test_packed_documents(name: str, world: int, implementation: str) -> None:
-    """Two forwards; a model that was made with flash-attn's attention, which is not installed, is ringattn's, too."""
     models, layout = [model_of(name) for _ in range(world)], Layout.contiguous(TOKENS, world)
 
     def rank(group: Any) -> tuple[Tensor, Tensor]:
@@ -103,7 +102,7 @@ def test_refusals(call: Any, message: str) -> None:
 
 
 def other_positions_on_rank_0(rank: int) -> forked.Ending:
-    """A forward as it is to be, and one where rank 0's positions are not those of its tokens."""
+    """Run a correct forward, and one in which rank 0 passes wrong positions."""
     group, model, ids = torch.distributed.group.WORLD, model_of("llama"), ids_of()[:, rank * 2 : rank * 2 + 2]
     ours.substitute_hf_flash_attn(group, 1)
 
@@ -122,8 +121,8 @@ def test_positions_that_one_rank_refuses_end_the_forward_of_all() -> None:
 
 
 @pytest.mark.nightly
-def test_names_and_arguments_are_theirs() -> None:
-    """All names that their package exports from the adapter, read: its import needs flash_attn."""
+def test_names_and_arguments_match_the_package() -> None:
+    """Compare with their source, because importing their adapter needs flash_attn."""
     sources = {path.as_posix(): path.read_text() for path in files("ring-flash-attn") or [] if path.suffix == ".py"}
     (exports,) = ast.parse(sources["ring_flash_attn/adapters/__init__.py"]).body
     functions = {
@@ -133,5 +132,5 @@ def test_names_and_arguments_are_theirs() -> None:
     }
     assert isinstance(exports, ast.ImportFrom) and exports.module == "hf_adapter"
     for alias in exports.names:
-        arguments = [one.arg for one in functions[alias.name].args.args]
+        arguments = [argument.arg for argument in functions[alias.name].args.args]
         assert [*inspect.signature(getattr(ours, alias.name)).parameters] == arguments

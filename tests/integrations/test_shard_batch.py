@@ -1,4 +1,4 @@
-"""``shard_batch`` compares batches between ranks, and reads the documents of padding-free ones."""
+"""``shard_batch``: comparison of batches between ranks, and documents of padding-free batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUT = Layout.zigzag(TOKENS, 3)
 
 
 def changed(x: Tensor, place: tuple[int, ...] = (1, 5)) -> Tensor:
-    """A copy in which one element is another one."""
+    """Return a copy in which one element differs."""
     x = x.clone()
     x[place] = x[place] + 1
     return x
@@ -38,7 +38,7 @@ def text() -> Batch:
 
 
 def padding_free(documents: list[int] = DOCUMENTS) -> Batch:
-    """What TRL's collator makes."""
+    """Return a batch as TRL's collator makes it."""
     lengths = [end - start for start, end in pairwise(documents)]
     boundaries = torch.tensor(documents, dtype=torch.int32)
     return {
@@ -54,17 +54,17 @@ def padding_free(documents: list[int] = DOCUMENTS) -> Batch:
 
 
 def errors(calls: Callable[[int], list[Callable[[Any], object]]], world: int = 3) -> list[list[str]]:
-    """What each call raises on each rank, "" if nothing; ``calls(rank)`` are made one after the other."""
+    """Return each rank's error texts of its calls in turn, "" for a call without an error."""
 
     def one_rank(group: Any) -> list[str]:
-        found = []
+        texts = []
         for call in calls(group.rank()):
             try:
                 call(group)
-                found.append("")
+                texts.append("")
             except ValueError as error:
-                found.append(str(error))
-        return found
+                texts.append(str(error))
+        return texts
 
     return run_ranks(world, one_rank)
 
@@ -92,17 +92,14 @@ DIFFERENT: dict[str, tuple[str, Batch, Batch]] = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_a_different_batch_is_refused_on_every_rank(name: str) -> None:
-    """By the entry and the rank; the ring goes on."""
     entry, batch, other = DIFFERENT[name]
-    for found, later in errors(lambda rank: [cut(other if rank == 1 else batch), cut(text())]):
-        assert entry in found and not later, (found, later)
-        values = dict(part.split(": ", 1) for part in found.split("(", 1)[1].split(", rank "))
+    for error, later in errors(lambda rank: [cut(other if rank == 1 else batch), cut(text())]):
+        assert entry in error and not later, (error, later)
+        values = dict(part.split(": ", 1) for part in error.split("(", 1)[1].split(", rank "))
         assert [*values] == ["rank 0", "1", "2"]
 
 
 def test_an_entry_that_one_rank_lacks_is_named_on_every_rank() -> None:
-    """Also where the others have compared this shape before, and that rank has not."""
-
     def calls(rank: int) -> list[Callable[[Any], object]]:
         return [cut(text()), cut({"input_ids": ids_of()} if rank == 1 else text())]
 
@@ -111,9 +108,9 @@ def test_an_entry_that_one_rank_lacks_is_named_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("batch", [[1], {**text(), "labels": [1]}])
-def test_a_wrong_type_on_one_rank_is_told_to_the_others(batch: Any) -> None:
-    for found, later in errors(lambda rank: [cut(batch if rank == 1 else text()), cut(text())]):
-        assert " is [1]: it must be" in found or "batch is list" in found
+def test_a_wrong_type_on_one_rank_is_an_error_on_all(batch: Any) -> None:
+    for error, later in errors(lambda rank: [cut(batch if rank == 1 else text()), cut(text())]):
+        assert " is [1]: it must be" in error or "batch is list" in error
         assert not later
 
 
@@ -130,7 +127,7 @@ def test_contents_of_known_shapes_are_compared_in_every_100th_call(monkeypatch: 
 
 
 def test_a_shape_that_is_new_to_one_rank_is_refused_on_all() -> None:
-    """That rank compares contents, for which the others have no reason."""
+    """Compare contents on that rank only, because the others know the shape."""
     short = {name: x[:, :40] for name, x in text().items()}
 
     def calls(rank: int) -> list[Callable[[Any], object]]:
@@ -147,8 +144,8 @@ def test_without_a_check_no_rank_waits() -> None:
     assert errors(calls) == [[], [""], []]
 
 
-def test_a_worker_of_a_loader_must_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the connections of the process that it was forked from."""
+def test_a_check_in_a_data_loader_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse, because a worker shares the connections of its parent process."""
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "worker 0")
     shard_batch(text(), "contiguous")
     for refused, cut_alone in errors(lambda _: [cut(text()), cut(text(), check=False)]):
@@ -156,8 +153,6 @@ def test_a_worker_of_a_loader_must_not_check(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_check_on_some_ranks_is_refused() -> None:
-    """As any call that not all ranks make."""
-
     def call(group: Any) -> None:
         shard_batch(text(), LAYOUT, group, check=None if group.rank() else False)
         shard_batch({"input_ids": ids_of()}, LAYOUT, group)
@@ -166,7 +161,7 @@ def test_a_check_on_some_ranks_is_refused() -> None:
         run_ranks(3, call)
 
 
-def test_a_check_on_one_rank_alone_is_refused_by_its_name() -> None:
+def test_a_check_on_one_rank_only_is_refused_by_name() -> None:
     for found in errors(lambda rank: [cut(text()), cut(text(), check=True if rank == 0 else None)]):
         assert not found[0] and "check differs between ranks (rank 0: True, rank 1: False" in found[1]
 
@@ -188,25 +183,26 @@ def test_a_check_on_one_rank_alone_is_refused_by_its_name() -> None:
         ("position_ids", {"position_ids": torch.arange(TOKENS)[None]}),
     ],
 )
-def test_a_padding_free_batch_that_contradicts_itself(
+def test_a_contradictory_padding_free_batch_is_refused_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch, entry: str, wrong: Batch
 ) -> None:
-    """On one rank: every rank has the error, and the ring goes on with the next batch, whose contents are compared."""
+    """Refuse the batch of one rank on all ranks, and compare the contents of the next batch."""
     monkeypatch.setattr(integration, "CHECK_EVERY", 3)
     bad = {**padding_free(), **wrong}
-    found = errors(lambda rank: [cut(padding_free()), cut(bad if rank == 1 else padding_free()), cut(padding_free())])
-    for before, refused, after in found:
+    errors_by_rank = errors(
+        lambda rank: [cut(padding_free()), cut(bad if rank == 1 else padding_free()), cut(padding_free())]
+    )
+    for before, refused, after in errors_by_rank:
         assert entry in refused and not before and not after, (before, refused, after)
 
 
-def test_a_batch_that_one_rank_refuses_in_an_expected_call() -> None:
-    """The others wait there too, and so none goes on without it."""
+def test_a_batch_refused_in_an_expected_call_is_refused_on_all_ranks() -> None:
     bad = {**text(), "attention_mask": torch.zeros(2, TOKENS)}
-    for found in errors(lambda rank: [*[cut(text())] * 6, cut(bad if rank == 1 else text()), cut(text())]):
-        assert [("attention_mask" in one) for one in found] == [False] * 6 + [True, False], found
+    for texts in errors(lambda rank: [*[cut(text())] * 6, cut(bad if rank == 1 else text()), cut(text())]):
+        assert ["attention_mask" in error for error in texts] == [False] * 6 + [True, False], texts
 
 
-def test_rows_with_other_documents_are_refused() -> None:
+def test_rows_with_different_documents_are_refused() -> None:
     rows = torch.stack([torch.arange(TOKENS), torch.arange(TOKENS) % 20])
     with pytest.raises(ValueError, match=r"position_ids of row 1 is 0 at token 20"):
         shard_batch({**text(), "position_ids": rows}, "contiguous")
@@ -218,7 +214,7 @@ def test_cu_seqlens_of_the_call_must_agree_with_the_batch() -> None:
 
 
 @pytest.mark.parametrize("entries", [("position_ids",), ("cu_seq_lens_q",), ("seq_idx",), integration.PACKED])
-def test_a_padding_free_batch_is_cut_as_cu_seqlens_say(entries: tuple[str, ...]) -> None:
+def test_a_padding_free_batch_is_sharded_by_its_documents(entries: tuple[str, ...]) -> None:
     whole = padding_free()
     batch = {name: whole[name] for name in ("input_ids", "labels", *entries)}
     plain = {name: whole[name] for name in ("input_ids", "labels")}
@@ -232,12 +228,11 @@ def test_a_padding_free_batch_is_cut_as_cu_seqlens_say(entries: tuple[str, ...])
 
 
 def test_one_document_needs_no_boundaries() -> None:
-    made = shard_batch({**text(), "position_ids": torch.arange(TOKENS)[None]}, "contiguous")
-    assert made.cu_seqlens is None and made["position_ids"].equal(torch.arange(TOKENS)[None])
+    batch = shard_batch({**text(), "position_ids": torch.arange(TOKENS)[None]}, "contiguous")
+    assert batch.cu_seqlens is None and batch["position_ids"].equal(torch.arange(TOKENS)[None])
 
 
 def test_a_model_on_a_padding_free_batch() -> None:
-    """Logits are those of each document by itself; no document sees the one before."""
     model, batch = model_of("llama").eval(), padding_free()
 
     def one_rank(group: Any) -> Tensor:
@@ -250,19 +245,19 @@ def test_a_model_on_a_padding_free_batch() -> None:
     torch.testing.assert_close(LAYOUT.unshard(run_ranks(3, one_rank)), torch.cat(alone, 1))
 
 
-def test_the_checksum_depends_on_every_bit_and_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checksum_depends_on_every_element_and_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integration, "CHECKSUM_CHUNK", 7)
     x = torch.randint(-100, 50000, (3, 11))
     others = [changed(x, (row, column)) for row in range(3) for column in range(11)]
     others += [~x, x.flip(1), x.flip(0), x[:, :10], x.new_zeros(3, 11), x.new_zeros(3, 12)]
-    sums = [int(checksum(one)) for one in (x, *others)]
+    sums = [int(checksum(tensor)) for tensor in (x, *others)]
     assert len({*sums}) == len(sums) and int(checksum(x.T.contiguous().T)) == sums[0]
     for dtype in (torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.int8):
         values = torch.arange(6).remainder(2).to(dtype)
         assert int(checksum(values)) == int(checksum(values.clone())) != int(checksum(values.flip(0)))
 
 
-def test_the_checksum_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checksum_does_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randint(50000, (40,))
     whole = int(checksum(x))
     monkeypatch.setattr(integration, "CHECKSUM_CHUNK", 7)
@@ -283,6 +278,6 @@ def test_the_checksum_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPa
         ({**text(), "shift_labels": ids_of()[:1]}, {}, "shift_labels is"),
     ],
 )
-def test_arguments_that_do_not_fit(batch: Batch, options: Mapping[str, Any], entry: str) -> None:
+def test_wrong_arguments_are_refused(batch: Batch, options: Mapping[str, Any], entry: str) -> None:
     with pytest.raises(ValueError, match=entry):
         shard_batch(batch, "contiguous", **options)

@@ -1,4 +1,4 @@
-"""``F.scaled_dot_product_attention`` inside ``ring_sdpa`` against itself on one process: PyTorch's cases and more."""
+"""``F.scaled_dot_product_attention`` inside ``ring_sdpa`` against one process: PyTorch's cases and more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import run_ranks
 from ..support.tolerance import assert_as_exact_as_pytorch
 
-# torch's own, of its imports while it compiles
+# warnings of torch itself, when it imports modules to compile
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:flex_attention called without")
 Attention = Callable[..., Tensor]
 SDPA: Attention = F.scaled_dot_product_attention
@@ -42,7 +42,7 @@ def fresh() -> Iterator[None]:
 def tensors(
     tokens: int, heads: tuple[int, int] = (8, 8), *, keys: int = 0, dtype: torch.dtype = torch.float32, batch: int = 2
 ) -> list[Tensor]:
-    """q, k and v of the whole sequence, ``[B, H, S, D]``."""
+    """Return q, k and v of the whole sequence, ``[B, H, S, D]``."""
     shapes = [(heads[0], tokens), (heads[1], keys or tokens), (heads[1], keys or tokens)]
     return [torch.rand(batch, *shape, 32).to(dtype) for shape in shapes]
 
@@ -50,20 +50,20 @@ def tensors(
 def on_ranks(
     layout: Layout, whole: Sequence[Tensor], attention: Attention, kv_layout: Layout | None = None, **call: Any
 ) -> list[Tensor]:
-    """Out and the gradients of q, k and v, of shards as PyTorch's context parallelism makes them."""
-    of_keys = kv_layout or layout
-    layouts = [layout, of_keys, of_keys]
+    """Return out and the gradients of q, k and v, from shards as PyTorch's context parallelism makes them."""
+    layout_of_keys = kv_layout or layout
+    layouts = [layout, layout_of_keys, layout_of_keys]
 
     def rank(group: Any) -> list[Tensor]:
         pairs = zip(layouts, whole, strict=True)
-        shards = [one.shard(x, group.rank(), 2).requires_grad_() for one, x in pairs]
+        shards = [shard_layout.shard(x, group.rank(), 2).requires_grad_() for shard_layout, x in pairs]
         with ring_sdpa(layout, group, kv_layout=kv_layout):
             out = attention(*shards, **call)
             out.sum().backward()
         return [out.detach(), *(x.grad for x in shards if x.grad is not None)]
 
     parts = zip(*run_ranks(layout.world, rank), strict=True)
-    return [one.unshard(shards, 2) for one, shards in zip([layout, *layouts], parts, strict=True)]
+    return [shard_layout.unshard(shards, 2) for shard_layout, shards in zip([layout, *layouts], parts, strict=True)]
 
 
 def alone(whole: Sequence[Tensor], dtype: torch.dtype, **call: Any) -> list[Tensor]:
@@ -75,7 +75,7 @@ def alone(whole: Sequence[Tensor], dtype: torch.dtype, **call: Any) -> list[Tens
 def check(ours: Sequence[Tensor], whole: Sequence[Tensor], **call: Any) -> None:
     theirs, exact = (alone(whole, dtype, **call) for dtype in (whole[0].dtype, torch.float64))
     for name, *results in zip(("out", "dq", "dk", "dv"), ours, theirs, exact, strict=True):
-        # every row of weights sums to 1, and so dq and dk are what is left of terms of the size of dv
+        # Rows of weights sum to 1, so dq and dk are differences of terms as large as dv.
         magnitude = exact[3].abs().max().item() if name in ("dq", "dk") else None
         assert_as_exact_as_pytorch(name, *results, magnitude=magnitude)
 
@@ -93,8 +93,10 @@ def check(ours: Sequence[Tensor], whole: Sequence[Tensor], **call: Any) -> None:
 def test_the_context_parallel_cases_of_pytorch(
     world: int, causal: bool, balanced: bool, compiled: bool, dtype: torch.dtype, heads: tuple[int, int]
 ) -> None:
-    """``test_ring_attention_sdpa`` of pytorch's test/distributed/tensor/test_attention.py, which load-balances causal
-    calls alone, has no grouped heads and runs on GPUs only."""
+    """Run ``test_ring_attention_sdpa`` of pytorch's test/distributed/tensor/test_attention.py.
+
+    Their test balances only causal calls, has no grouped heads, and needs GPUs.
+    """
     tokens = 64 * world
     whole = tensors(tokens, heads, dtype=dtype)
     balancer = _HeadTailLoadBalancer(tokens, world, "cpu")
@@ -106,7 +108,7 @@ def test_the_context_parallel_cases_of_pytorch(
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_transformer_encoder(causal: bool) -> None:
-    """``test_ring_attention_native_transformer`` of the same file, which asserts no result."""
+    """Run ``test_ring_attention_native_transformer`` of the same file, and check its result."""
     layer = nn.TransformerEncoderLayer(32, 8, 32, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2)
     (x, dout), layout = torch.randn(2, 8, 16, 32), Layout.zigzag(16, 2)
@@ -130,14 +132,13 @@ def test_transformer_encoder(causal: bool) -> None:
 
 @pytest.mark.parametrize(("queries", "keys"), [(24, 40), (40, 24)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_keys_of_another_number(queries: int, keys: int, causal: bool) -> None:
+def test_different_numbers_of_queries_and_keys(queries: int, keys: int, causal: bool) -> None:
     whole = tensors(queries, keys=keys, batch=8)
     layout, kv_layout = Layout.zigzag(queries, 2), Layout.contiguous(keys, 2)
     check(on_ranks(layout, whole, SDPA, kv_layout, is_causal=causal), whole, is_causal=causal)
 
 
 def test_strides_of_any_kind() -> None:
-    """As in PyTorch: channels before tokens, as convolutions leave them, and tensors that are expanded."""
     whole = tensors(16)
 
     def channels_first(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
@@ -168,7 +169,7 @@ def test_nested_modes_and_other_threads() -> None:
 
     def rank(group: Any) -> Tensor:
         mine = [layout.shard(x, group.rank(), 2) for x in whole]
-        assert_close(SDPA(*mine), outside(mine))  # of another thread than the one that entered
+        assert_close(SDPA(*mine), outside(mine))  # in another thread than the one that entered the mode
         with ring_sdpa("striped", group), ring_sdpa(layout, group):
             inner = SDPA(*mine, is_causal=True)
         assert_close(SDPA(*mine), outside(mine))
@@ -179,13 +180,13 @@ def test_nested_modes_and_other_threads() -> None:
         weights: Tensor = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
         return weights @ v
 
-    with LocalWorld(2) as world, ring_sdpa(Layout.zigzag(16, 4)):  # of more ranks than there are
+    with LocalWorld(2) as world, ring_sdpa(Layout.zigzag(16, 4)):  # a layout for more ranks than there are
         ours = world.run(rank)
     assert_close(layout.unshard(ours, 2), SDPA(*whole, is_causal=True))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_layers_that_backward_runs_again(reentrant: bool) -> None:
+def test_checkpointed_layers(reentrant: bool) -> None:
     whole, layout = tensors(16), Layout.zigzag(16, 2)
 
     def layer(*qkv: Tensor) -> Tensor:
@@ -199,8 +200,7 @@ def test_layers_that_backward_runs_again(reentrant: bool) -> None:
         assert torch.equal(ours, plain)
 
 
-def test_layers_that_autograd_runs_again() -> None:
-    """``torch.autograd.grad`` and ``torch.autograd.backward`` are seen into as ``Tensor.backward`` is."""
+def test_checkpointed_layers_in_torch_autograd_functions() -> None:
     qkv = [x.requires_grad_() for x in tensors(8)]
     with ring_sdpa("contiguous"):
         out = checkpoint(lambda *qkv: SDPA(*(2 * x for x in qkv)), *qkv, use_reentrant=False)
@@ -209,7 +209,7 @@ def test_layers_that_autograd_runs_again() -> None:
     assert all(grad.equal(cast(Tensor, x.grad)) for x, grad in zip(qkv, grads, strict=True))
 
 
-def test_backward_outside_of_checkpointed_layers_raises() -> None:
+def test_backward_of_checkpointed_layers_outside_ring_sdpa_raises() -> None:
     q, k, v = (x.requires_grad_() for x in tensors(8))
     with ring_sdpa("contiguous"):
         out = checkpoint(lambda *qkv: SDPA(*(2 * x for x in qkv)), q, k, v, use_reentrant=False)
@@ -274,8 +274,8 @@ def test_refused_by_name(call: Callable[[Tensor], object], words: str) -> None:
         call(q)
 
 
-def test_no_attention_of_aten_is_of_this_rank_alone() -> None:
-    """Kernels and their backwards, with and without an overload; a mode sees them before their arguments are read."""
+def test_all_other_attention_ops_of_aten_are_refused() -> None:
+    """Refuse all kernels and backwards, with and without an overload, before reading arguments."""
     of_torch = (schema.name.partition("::") for schema in torch._C._jit_get_all_schemas())
     ops = {name for space, _, name in of_torch if space == "aten" and ("attention" in name or "_dot_product" in name)}
     assert len(ops) > 20

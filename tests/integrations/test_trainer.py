@@ -1,4 +1,4 @@
-"""The Trainer of docs/integrations.md over two ranks against transformers' and TRL's own in one process."""
+"""The Trainer of docs/integrations.md on two ranks, against transformers' and TRL's own in one process."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ from ringattn.integrations.transformers import register
 from ..support import forked
 from ..support.hf_models import SIZES, VOCABULARY
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-TOKENS, ROWS, EVAL_ROWS = 24, 10, 7  # rows: the last batch of 4 is incomplete
-IMPORTS = 300  # seconds: every process imports the frameworks
+TOKENS, ROWS, EVAL_ROWS = 24, 10, 7  # 10 rows, so that the last batch of 4 is incomplete
+IMPORTS = 300  # seconds, because every process imports the frameworks
 
 
 def ring_trainer(base: type[Any]) -> Any:
-    """The recipe's class, on another base."""
+    """Return the recipe's class, derived from another base."""
     (source,) = re.findall(r"```python\n(from accelerate.data_loader.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {"Base": base}
     exec(compile(source.replace("(Trainer)", "(Base)"), str(PAGE), "exec"), names)
@@ -43,7 +40,7 @@ def model(attention: str) -> Any:
 
 
 def environment(rank: int, world: int) -> None:
-    """What torchrun sets; a process group is there if there are several ranks."""
+    """Set what torchrun sets. With several ranks a process group exists."""
     register()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT="1", HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="1")
@@ -63,29 +60,29 @@ def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
 
 
 def outcome(trainer: Any, model: Any) -> dict[str, Tensor]:
-    """Losses of training, and what it made of the weights."""
+    """Return the training losses and the final weights."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     weights = {name: x.detach().clone() for name, x in model.named_parameters()}
     return {"losses": torch.tensor(losses), **weights}
 
 
 def trained(ring: bool, world: int, rank: int, **options: Any) -> dict[str, Any]:
-    """Losses and weights of training, and evaluation and predictions after it."""
+    """Train, evaluate and predict, and return losses, weights, evaluation and predictions."""
     from transformers import Trainer, TrainingArguments
 
     environment(rank, world)
-    mine = model("ringattn" if ring else "eager")
+    trained_model = model("ringattn" if ring else "eager")
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, **OPTIONS | options)
         trainer = (ring_trainer(Trainer) if ring else Trainer)(
-            mine, arguments, train_dataset=rows(ROWS, 1), eval_dataset=rows(EVAL_ROWS, 2)
+            trained_model, arguments, train_dataset=rows(ROWS, 1), eval_dataset=rows(EVAL_ROWS, 2)
         )
         trainer.train()
         evaluation = trainer.evaluate()["eval_loss"]
         predicted = trainer.predict(rows(EVAL_ROWS, 3))
-    made = {"evaluation": torch.tensor(evaluation), **outcome(trainer, mine)}
+    losses = {"evaluation": torch.tensor(evaluation), "test": torch.tensor(predicted.metrics["test_loss"])}
     predictions, labels = torch.tensor(predicted.predictions), torch.tensor(predicted.label_ids)
-    return made | {"predictions": predictions, "labels": labels, "test": torch.tensor(predicted.metrics["test_loss"])}
+    return losses | outcome(trainer, trained_model) | {"predictions": predictions, "labels": labels}
 
 
 def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -102,7 +99,7 @@ def test_training_evaluation_and_prediction_equal_one_process(options: dict[str,
 
 
 def evaluated_by_the_loader_of_accelerate(rank: int) -> str:
-    """The recipe without its loaders: each rank evaluates other rows."""
+    """Evaluate without the recipe's loaders, so that each rank gets different rows."""
     from transformers import Trainer, TrainingArguments
 
     environment(rank, 2)
@@ -113,13 +110,13 @@ def evaluated_by_the_loader_of_accelerate(rank: int) -> str:
         return forked.ending(trainer.evaluate)[1]
 
 
-def test_other_rows_on_each_rank_are_refused() -> None:
+def test_different_rows_on_each_rank_are_refused() -> None:
     for text in forked.results(2, evaluated_by_the_loader_of_accelerate, patience=IMPORTS):
         assert "input_ids differs between ranks (rank 0" in text
 
 
 def tokenizer() -> Any:
-    """One token per word."""
+    """Return a tokenizer with one token per word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -130,7 +127,7 @@ def tokenizer() -> Any:
 
 
 def texts(count: int, seed: int) -> Any:
-    """Documents of 3 to 20 tokens."""
+    """Return documents of 3 to 20 tokens."""
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(seed)
@@ -140,19 +137,19 @@ def texts(count: int, seed: int) -> Any:
 
 
 def fine_tuned(ring: bool, world: int, rank: int, **options: Any) -> dict[str, Any]:
-    """Losses, weights and evaluation of TRL's trainer."""
+    """Return losses, weights and evaluation of TRL's trainer."""
     from trl import SFTConfig, SFTTrainer
 
     environment(rank, world)
-    mine = model("ringattn" if ring else "eager")
+    trained_model = model("ringattn" if ring else "eager")
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(folder, **OPTIONS | {"max_length": TOKENS, "packing": True, "bf16": False} | options)
         trainer = (ring_trainer(SFTTrainer) if ring else SFTTrainer)(
-            mine, arguments, train_dataset=texts(24, 1), eval_dataset=texts(9, 2), processing_class=tokenizer()
+            trained_model, arguments, train_dataset=texts(24, 1), eval_dataset=texts(9, 2), processing_class=tokenizer()
         )
         trainer.train()
         evaluation = trainer.evaluate()["eval_loss"]
-    return {"evaluation": torch.tensor(evaluation), **outcome(trainer, mine)}
+    return {"evaluation": torch.tensor(evaluation), **outcome(trainer, trained_model)}
 
 
 @pytest.mark.parametrize(("strategy", "rows"), [("wrapped", 1), ("bfd", 2)])

@@ -1,4 +1,4 @@
-"""The stand-in for TransformerEngine's attention: its arguments, its index rules, and results against float64."""
+"""The replacement of TransformerEngine's attention: arguments, index rules, and results against float64."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ HEADS, GROUPS, DIM, VALUE_DIM = 4, 2, 16, 8
 
 
 @pytest.mark.parametrize("method", ARGUMENTS)
-def test_arguments_and_their_order(method: str) -> None:
+def test_arguments_match_transformer_engine(method: str) -> None:
     assert [*inspect.signature(getattr(DotProductAttention, method)).parameters][1:] == ARGUMENTS[method].split()
 
 
 def thd_indices(boundaries: list[int], world: int, rank: int) -> list[int]:
-    """The rule of ``thd_partition_indices_kernel``, TransformerEngine's context_parallel.cu, a token at a time.
+    """Return a rank's tokens as ``thd_partition_indices_kernel`` of TransformerEngine's context_parallel.cu does.
 
-    A rank has ``1 / world`` of each document: its tokens of the first half come from chunk ``rank`` of the document's
-    ``2 * world``, the others from chunk ``2 * world - 1 - rank``.
+    A rank has ``1 / world`` of each document. Its first half is chunk ``rank`` of the document's ``2 * world`` chunks,
+    and its second half is chunk ``2 * world - 1 - rank``.
     """
     indices = []
     own = [edge // world for edge in boundaries]
@@ -65,7 +65,7 @@ def thd_indices(boundaries: list[int], world: int, rank: int) -> list[int]:
 
 
 def indices_of(rank: int, world: int, tokens: int, cu_seqlens: list[int] | None, contiguous: bool) -> Tensor:
-    """The global positions that a rank has."""
+    """Return the global positions of a rank's tokens."""
     if contiguous:
         return torch.arange(tokens).chunk(world)[rank]
     return torch.tensor(thd_indices([0, tokens] if cu_seqlens is None else cu_seqlens, world, rank))
@@ -128,7 +128,7 @@ def test_as_exact_as_one_device(name: str) -> None:
         where = held[group.rank()]
         module = DotProductAttention(HEADS, kv_channels, GROUPS, **case)
         module.set_context_parallel_group(group, None, None, "p2p", ("DUAL_CHUNK_SWAP", "NO_LOAD_BALANCE")[contiguous])
-        filler = torch.full((rest,), -1)  # the last token once more: nobody may look at it
+        filler = torch.full((rest,), -1)  # repeats the last token, which no query may see
         tensors = (whole[name][:, torch.cat([where, filler])] for name in ("q", "k", "v", "dout"))
         shards = [to_format(x, qkv_format).clone() for x in tensors]
         leaves = [x.requires_grad_() for x in shards[:3]]
@@ -146,7 +146,7 @@ def test_as_exact_as_one_device(name: str) -> None:
     out, *grads = (torch.cat(x, 1)[:, torch.cat(held).argsort()] for x in list(zip(*parts, strict=True))[:4])
     call: dict[str, Any] = {name: case[name] for name in ("window_size", "softcap", "softmax_scale") if name in case}
     call |= {"causal": "causal" in mask_type} | ({} if slopes is None else {"alibi_slopes": slopes})
-    if real is not None:  # padding is in no document, and nobody's key
+    if real is not None:  # padding belongs to no document and is never a key
         starts, at = (padded or real)[:-1] if packed else [0] * batch, torch.arange(tokens)
         documents = [(start, start + end - begin) for start, (begin, end) in zip(starts, pairwise(real), strict=True)]
         rows = [documents] if packed else [[document] for document in documents]
@@ -159,7 +159,7 @@ def test_as_exact_as_one_device(name: str) -> None:
 
 
 def heads(tokens: int = 8, groups: int = GROUPS) -> list[Tensor]:
-    """Queries, keys and values of one row, in bshd."""
+    """Return queries, keys and values of one row, in bshd."""
     return [torch.randn(1, tokens, count, DIM, requires_grad=True) for count in (HEADS, groups, groups)]
 
 
@@ -177,19 +177,19 @@ def test_packed_inputs_and_checkpointing() -> None:
 
 
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
-def test_where_padding_is_goes_to_a_device_once(qkv_format: str) -> None:
-    """Not with every layer, since a GPU's host waits for it; and what inference has made serves training."""
+def test_padding_masks_are_copied_to_the_device_once(qkv_format: str) -> None:
+    """Cache padding masks between layers, because copying blocks the host. Inference fills the cache for training."""
     q, k, v = (x.flatten(0, -3) if qkv_format == "thd" else x for x in heads(12))
     edges = torch.tensor([0, 9])
     padded = torch.tensor([0, 12]) if qkv_format == "thd" else None
     call: dict[str, Any] = {"qkv_format": qkv_format, "boundaries": Boundaries(edges, None, padded, None)}
-    made = formats._shared_padding if qkv_format == "thd" else formats._shared_behind
-    made.cache_clear()
+    cached = formats._shared_padding if qkv_format == "thd" else formats._shared_behind
+    cached.cache_clear()
     with torch.inference_mode():
         attend(q, k, v, group=None, attn_mask_type="padding", **call)
     for _ in range(2):
         attend(q, k, v, group=None, attn_mask_type="padding", **call).sum().backward()
-    assert made.cache_info().misses == 1
+    assert cached.cache_info().misses == 1
 
 
 @pytest.mark.parametrize(("mask_type", "diagonal"), [("no_mask", 16), ("causal", 0), ("causal_bottom_right", 8)])
@@ -214,10 +214,10 @@ def test_more_keys_than_queries(mask_type: str, diagonal: int) -> None:
     ("mask_type", "given", "taken"),
     [("causal", (4, 2), (4, 0)), ("causal_bottom_right", (0, 9), (0, 0)), ("no_mask", (-1, 0), (-1, -1))],
 )
-def test_windows_that_do_not_fit_the_mask_are_set_as_theirs(
+def test_windows_that_contradict_the_mask_are_corrected_with_a_warning(
     mask_type: str, given: tuple[int, int], taken: tuple[int, int]
 ) -> None:
-    """``check_set_window_size`` of their attention, with its warning; of the module and of a call."""
+    """Correct and warn as their ``check_set_window_size``, for the module and for a call."""
     q, k, v = (x.detach() for x in heads())
     options: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": mask_type}
     right = DotProductAttention(HEADS, DIM, GROUPS, window_size=taken, **options)(q, k, v)
@@ -228,7 +228,6 @@ def test_windows_that_do_not_fit_the_mask_are_set_as_theirs(
 
 
 def test_strides_and_names_of_masks() -> None:
-    """Head dims that are not next to each other, and the other order of a name."""
     q, k, v = (x.detach() for x in heads())
     lengths = torch.tensor([0, 6])
     module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd", attn_mask_type="padding,causal")
@@ -237,7 +236,7 @@ def test_strides_and_names_of_masks() -> None:
     assert module(*spread, cu_seqlens_q=lengths, attn_mask_type="causal,padding").equal(out)
 
 
-def test_dropout_in_training_alone() -> None:
+def test_dropout_only_in_training() -> None:
     whole = inputs(24, (HEADS, GROUPS), batch=1)
     module = DotProductAttention(HEADS, DIM, GROUPS, 0.3, qkv_format="bshd")
     torch.manual_seed(3)
@@ -254,7 +253,7 @@ def without_a_group(rank: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(rank)
     q, k, v = (x.detach() for x in heads())
     module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd")
-    groups = [dist.new_group([one]) for one in range(2)]
+    groups = [dist.new_group([member]) for member in range(2)]
     return module(q, k, v), ring_attention(q, k, v, causal=True, group=groups[rank]).flatten(2)
 
 
@@ -303,13 +302,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("made", "called", "named"), REFUSED)
-def test_what_is_refused_by_name(made: dict[str, Any], called: dict[str, Any], named: str) -> None:
+def test_refused_options_are_named(made: dict[str, Any], called: dict[str, Any], named: str) -> None:
     arguments: dict[str, Any] = {"num_attention_heads": HEADS, "kv_channels": DIM, "num_gqa_groups": GROUPS}
     with pytest.raises((ValueError, NotImplementedError), match=named):
         DotProductAttention(**arguments | {"qkv_format": "bshd"} | made)(*heads(), **called)
 
 
-def test_other_ranks_than_the_group_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cp_global_ranks_that_contradict_the_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 2])
     group = dist.ProcessGroup(0, 2)  # type: ignore[call-arg]
     DotProductAttention(HEADS, DIM, cp_group=group, cp_global_ranks=[0, 2])
@@ -337,11 +336,8 @@ ENDS = torch.tensor([0, 8])
         (Boundaries(ENDS, ENDS, q_padded=2 * ENDS), 8, "cu_seqlens_kv_padded is None and cu_seqlens_q_padded"),
     ],
 )
-def test_boundaries_that_do_not_fit(boundaries: Boundaries, tokens: int, message: str) -> None:
+def test_wrong_boundaries_are_refused(boundaries: Boundaries, tokens: int, message: str) -> None:
     q, k, v = (x[0] for x in heads(tokens))
     options: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "boundaries": boundaries}
-    with (
-        LocalWorld(2) as world,
-        pytest.raises((ValueError, NotImplementedError), match=message),
-    ):
+    with LocalWorld(2) as world, pytest.raises((ValueError, NotImplementedError), match=message):
         world.run(lambda group: attend(q, k, v, group=group, **options))

@@ -1,4 +1,4 @@
-"""Models of transformers on four virtual ranks: logits, loss and every gradient are those of eager on one."""
+"""transformers models on four virtual ranks, against eager attention on one: logits, loss and all gradients."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_model(name: str, layout: str, packed: bool) -> None:
         ("gpt-oss", "learnable_sink", lambda sink: sink * 0 - 1e9),
     ],
 )
-def test_what_a_lost_argument_does_is_seen(
+def test_losing_an_argument_changes_the_logits(
     monkeypatch: pytest.MonkeyPatch, name: str, argument: str, lose: Callable[[Any], object]
 ) -> None:
     def losing(*qkv: Tensor, **call: Any) -> Any:
@@ -84,7 +84,6 @@ def test_what_a_lost_argument_does_is_seen(
 
 @pytest.mark.parametrize("kind", ["biogpt", "gpt2", "opt"])
 def test_learned_positions(kind: str) -> None:
-    """Of the same model, eager on one rank."""
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "ffn_dim": 24, "word_embed_proj_dim": 32}
     config = transformers.AutoConfig.for_model(kind, **{k: x for k, x in SIZES.items() if k != "head_dim"} | sizes)
     torch.manual_seed(0)
@@ -109,14 +108,14 @@ def test_checkpointed_layers_run_again_outside_of_sharded() -> None:
 
 
 def test_a_model_that_accelerate_prepared() -> None:
-    """Its hooks put ``is_causal`` in the mask's place; a model with windows is nothing it takes."""
+    """Accept ``is_causal`` in place of the mask, as accelerate's hooks put it. Windows are refused by accelerate."""
     ours = on_ranks("qwen3", Layout.zigzag(TOKENS, WORLD), prepare=_attach_context_parallel_hooks)
     check("qwen3", ours, [0, TOKENS])
     with pytest.raises(ValueError, match="sliding_attention"):
         _attach_context_parallel_hooks(model_of("mistral"))
 
 
-def test_one_rank_alone_generates_as_eager_does() -> None:
+def test_generation_on_one_rank_equals_eager() -> None:
     prompt = ids_of()[:, :5]
     ours, theirs = (
         model_of("gemma3", attention).eval().generate(prompt, max_new_tokens=9, do_sample=False, use_cache=False)
@@ -125,7 +124,7 @@ def test_one_rank_alone_generates_as_eager_does() -> None:
     assert ours.equal(theirs)
 
 
-def test_attention_dropout_is_that_of_the_model_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_dropout_is_passed_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[float] = []
 
     def recording(*qkv: Tensor, **call: Any) -> Any:
@@ -151,7 +150,7 @@ MASKS = {
 
 
 def mask(attention: str = "ringattn", create: str = "causal", tokens: int = TOKENS, **more: Any) -> Any:
-    """As a model makes it; a ``config`` may be another."""
+    """Return a mask made as a model makes it, by default with a llama config."""
     config = more.pop("config", None) or transformers.LlamaConfig()
     config.sliding_window, config.attention_chunk_size, config._attn_implementation = 5, 8, attention
     make = {"inputs_embeds": torch.zeros(1, tokens, 1), "attention_mask": None, "past_key_values": None} | more
@@ -161,8 +160,8 @@ def mask(attention: str = "ringattn", create: str = "causal", tokens: int = TOKE
 @pytest.mark.parametrize(
     ("create", "packed"), [*((create, False) for create in MASKS), ("causal", True), ("window", True), ("chunk", True)]
 )
-def test_a_mask_shows_what_the_dense_one_does(create: str, packed: bool) -> None:
-    """Equal scores, and values that tell the key: what is not zero was seen."""
+def test_masks_equal_the_dense_ones(create: str, packed: bool) -> None:
+    """Use equal scores and one-hot values, so that a non-zero output marks a visible key."""
     documents = DOCUMENTS if packed else None
     lengths = [end - start for start, end in pairwise(documents or [0, TOKENS])]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -183,7 +182,7 @@ def test_a_mask_shows_what_the_dense_one_does(create: str, packed: bool) -> None
 
 
 def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: str = "llama", **given: Any) -> None:
-    """A forward with the ids of rank 0, on each."""
+    """Run a forward on two ranks, both with rank 0's token ids."""
     model = model_of(name, attention)
 
     def forward(group: Any) -> None:
@@ -194,7 +193,7 @@ def on_two_ranks(layout: Any = "contiguous", attention: str = "ringattn", name: 
 
 
 def attention_without_a_mask(config: Any, **given: Any) -> None:
-    """A call without a mask, of a model that makes none."""
+    """Call attention without a mask, as a model that makes none."""
     module, patches = torch.nn.Module(), torch.zeros(1, 4, 10, 8)
     module.config = config
 
@@ -215,7 +214,7 @@ def llama(**given: Any) -> None:
 
 
 def on_two_shards(model: str = "LlamaForCausalLM", given: Any = None, **options: Any) -> None:
-    """With what shard_batch makes, and what is given beside it."""
+    """Run a forward with the output of shard_batch and the given arguments."""
     cls = getattr(transformers, model)
     whole = cls(cls.config_class(**SIZES | options, attn_implementation="ringattn")).eval()
 
@@ -267,11 +266,11 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         ValueError, "position_ids do not match.*cu_seqlens", lambda: llama(position_ids=RESTARTING, use_cache=False)
     ),
     "packed positions, cache": (ValueError, "cu_seqlens", lambda: llama(position_ids=RESTARTING)),
-    "own mask": (
+    "custom and_mask_function": (
         NotImplementedError, "mask function .*lambda", lambda: mask(and_mask_function=lambda *_: ONES[0, 0] > 0)
     ),
-    "union": (NotImplementedError, "or_masks", lambda: mask(or_mask_function=masking.causal_mask_function)),
-    "blocks": (NotImplementedError, "or_masks", lambda: mask(block_sequence_ids=torch.zeros(1, TOKENS))),
+    "or_mask_function": (NotImplementedError, "or_masks", lambda: mask(or_mask_function=masking.causal_mask_function)),
+    "block_sequence_ids": (NotImplementedError, "or_masks", lambda: mask(block_sequence_ids=torch.zeros(1, TOKENS))),
     "two windows": (
         NotImplementedError, "two values of .*window_size",
         lambda: mask(create="window", and_mask_function=masking.sliding_window_overlay(3)),
@@ -291,10 +290,10 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         NotImplementedError, "loss without shift_labels of LlamaForCausalLM",
         lambda: on_two_shards(given={"labels": ids_of()[:, :20]}),
     ),
-    "a class of the sequence": (
+    "sequence classification": (
         NotImplementedError, "logits .2, 2. of Gemma2", lambda: on_two_shards("Gemma2ForSequenceClassification")
     ),
-    "the first token": (
+    "pooling of the first token": (
         NotImplementedError, "pooler_output of NomicBertModel",
         lambda: on_two_shards("NomicBertForSequenceClassification"),
     ),
@@ -302,14 +301,14 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         NotImplementedError, "does not pass position_ids .B, S.",
         lambda: attention_without_a_mask(transformers.LlamaConfig(), position_ids=torch.zeros(3, 1, 10)),
     ),
-    "no names": (
+    "no return_dict": (
         NotImplementedError, "return_dict=False of Llama", lambda: on_two_shards(given={"return_dict": False})
     ),
     "generation": (ValueError, "position_ids from token", generate),
     "no layout": (ValueError, "2 ranks and no layout.*sharded", lambda: on_two_ranks(None)),
     "positions of another shard": (ValueError, "position_ids from token 0 are .0, 1, 2, 3.*20, 21", on_two_ranks),
-    "another length": (ValueError, "gives rank . 15 tokens, got 20", lambda: on_two_ranks(Layout.zigzag(30, 2))),
-    "another attention": (RuntimeError, "attn_implementation", lambda: on_two_ranks(attention="sdpa")),
+    "wrong shard length": (ValueError, "gives rank . 15 tokens, got 20", lambda: on_two_ranks(Layout.zigzag(30, 2))),
+    "different attn_implementation": (RuntimeError, "attn_implementation", lambda: on_two_ranks(attention="sdpa")),
     "recurrent layers": (
         NotImplementedError, "qwen3_next .*linear_attention",
         lambda: attention_without_a_mask(transformers.Qwen3NextConfig()),
@@ -322,7 +321,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         NotImplementedError, "attn_temperature_tuning",
         lambda: attention_without_a_mask(transformers.Llama4TextConfig()),
     ),
-    "positions after the padding's": (
+    "positions offset by padding": (
         NotImplementedError, "roberta .*, positions", lambda: on_two_shards("RobertaModel")
     ),
     "positions from 0 on every rank": (
@@ -333,14 +332,14 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         NotImplementedError, "clip_vision_model .*, positions",
         lambda: attention_without_a_mask(transformers.CLIPVisionConfig(hidden_size=32, num_attention_heads=4)),
     ),
-    "positions that attention is not told": (
+    "attention without position_ids": (
         NotImplementedError, "PersimmonAttention does not pass position_ids",
         lambda: on_two_shards("PersimmonForCausalLM"),
     ),
-    "a mask of its own making": (
+    "arithmetic on the mask": (
         NotImplementedError, "ringattn does not build mask tensors.*scores", lambda: torch.zeros(1, 1, 2, 2) + mask()
     ),
-    "a mask that is looked into": (AttributeError, "ringattn does not build mask tensors.*dtype", lambda: mask().dtype),
+    "attributes of the mask": (AttributeError, "ringattn does not build mask tensors.*dtype", lambda: mask().dtype),
     "batch: padding": (ValueError, "cu_seqlens", lambda: shard_batch({**IDS, "attention_mask": PADDING}, "zigzag")),
     "batch: unknown": (ValueError, "token_type_ids", lambda: shard_batch({**IDS, "token_type_ids": ONES}, "zigzag")),
     "batch: empty": (ValueError, "must have input_ids", lambda: shard_batch({}, "zigzag")),
@@ -355,7 +354,7 @@ def test_refused(name: str) -> None:
         call()
 
 
-def test_another_transformers_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_transformers_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert register() == register() == "ringattn"
     with monkeypatch.context() as patch:
         patch.setattr(transformers, "__version__", "5.21.4")
@@ -368,8 +367,8 @@ def test_another_transformers_is_refused_by_its_version(monkeypatch: pytest.Monk
 
 
 def fully_sharded(rank: int) -> Result:
-    """The way round where accelerate's ``prepare`` refuses windows: its meshes, and the model by ``fully_shard``."""
-    mesh = ParallelismConfig(cp_size=2).get_device_mesh("cpu")  # on GPUs ``accelerator.torch_device_mesh``
+    """Train with accelerate's meshes and ``fully_shard``, because accelerate's ``prepare`` refuses windows."""
+    mesh = ParallelismConfig(cp_size=2).get_device_mesh("cpu")  # use ``accelerator.torch_device_mesh`` on GPUs
     group, model = mesh["cp"], model_of("gpt-oss")
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["dp_shard_cp"])
@@ -378,13 +377,13 @@ def fully_sharded(rank: int) -> Result:
     batch = shard_batch({"input_ids": ids_of(), "labels": ids_of()}, layout, group)
     with sharded(model, layout, group):
         out = model(**batch)
-    (out.loss * group.size()).backward()  # the gradients are averaged over the mesh
+    (out.loss * group.size()).backward()  # FSDP averages gradients over the mesh
     loss, logits = out.loss.detach(), unshard(out.logits.detach(), layout=layout, group=group, grad="slice")
     dist.all_reduce(loss, group=group.get_group())
     return Result(logits, loss, {name: x.grad.full_tensor() for name, x in model.named_parameters()})
 
 
 @pytest.mark.nightly
-def test_fsdp_over_the_meshes_of_accelerate() -> None:
+def test_fsdp_on_meshes_of_accelerate() -> None:
     for ours in forked.results(2, fully_sharded):
         check("gpt-oss", ours, [0, TOKENS])

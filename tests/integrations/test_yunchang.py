@@ -1,6 +1,6 @@
-"""yunchang's modules on ``ring_attention``: names, arguments, who holds which tokens, results.
+"""yunchang's modules on ``ring_attention``: names, arguments, token placement and results.
 
-The cases are those of its test folder, at smaller sizes, with what they leave out: gradients and a float64 oracle.
+The cases are those of its test folder at smaller sizes, plus gradients and a float64 reference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..support.ring_cases import inputs, run_ranks
 
 TOKENS = 64
 MESHES = [(1, 2), (2, 1), (2, 2), (4, 1), (1, 4)]
-"""Ring x Ulysses."""
+"""Ring degree and Ulysses degree."""
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
@@ -36,7 +36,7 @@ def of_rank(
     kind: str, whole: dict[str, Tensor], group: GroupLike, rank: int, rd: int, ud: int,
     make: Callable[[Any], torch.nn.Module] | None = None, **options: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Output and the gradients of q, k and v of one rank, by a module that ``make`` may make of the mesh."""
+    """Return the output and the gradients of q, k and v of one rank. ``make`` builds the module from the mesh."""
     extract, size = ours.EXTRACT_FUNC_DICT[kind], (rank, rd * ud, rd, ud)
     q, k, v, dout = (extract(whole[name], *size, group=group).detach() for name in ("q", "k", "v", "dout"))
     if make is None and k.shape == q.shape:
@@ -54,7 +54,7 @@ def check(
     kind: str, whole: dict[str, Tensor], rd: int, ud: int, parts: Any = None,
     make: Callable[[Any], torch.nn.Module] | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """Of all ranks together, in the order of the mesh, against float64."""
+    """Compare all ranks, in the order of the mesh, with float64."""
 
     def virtual(group: LocalGroup) -> list[Tensor]:
         return of_rank(kind, whole, group.mesh(rd, ud), group.rank(), rd, ud, make, **options)
@@ -67,7 +67,7 @@ def check(
 
 
 def held(kind: str, rank: int, rd: int, ud: int) -> Tensor:
-    """Which tokens the rank at (rank // ud, rank % ud) holds, as they cut them."""
+    """Return the tokens of the rank at (rank // ud, rank % ud), as yunchang cuts them."""
     whole, (place, part) = torch.arange(TOKENS), divmod(rank, ud)
     if kind == "strip":
         return whole.view(-1, rd).T.flatten().chunk(rd * ud)[rank]
@@ -85,8 +85,7 @@ def cut(kv_heads: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("rd", "ud"), rest_nightly(MESHES, (1, 2), (2, 1), (2, 2)))
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("kind", ["basic", "zigzag", "strip"])
-def test_their_cases(kind: str, kv_heads: int, rd: int, ud: int) -> None:
-    """Whole heads packed, grouped ones apart."""
+def test_cases_of_yunchang(kind: str, kv_heads: int, rd: int, ud: int) -> None:
     check(kind, cut(kv_heads), rd, ud, causal=True)
 
 
@@ -100,13 +99,13 @@ def test_their_cases(kind: str, kv_heads: int, rd: int, ud: int) -> None:
     ids=["full", "window and ALiBi", "softcap"],
 )
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_what_theirs_refuses_or_gets_wrong(options: dict[str, Any], kv_heads: int) -> None:
+def test_options_that_yunchang_refuses_or_gets_wrong(options: dict[str, Any], kv_heads: int) -> None:
     check("zigzag", cut(kv_heads), 2, 2, **options)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("kind", ["basic", "zigzag", "strip"])
-def test_async(kind: str, kv_heads: int) -> None:
+def test_async_long_context_attention(kind: str, kv_heads: int) -> None:
     make = lambda mesh: ours.AsyncLongContextAttention(ring_impl_type=kind, group=mesh)  # noqa: E731
     check(kind, cut(kv_heads), 2, 2, make=make, causal=True)
 
@@ -114,8 +113,7 @@ def test_async(kind: str, kv_heads: int) -> None:
 @pytest.mark.parametrize("ud", [2, 4])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (9, 3), "alibi_slopes": SLOPES}])
-def test_ulysses_alone(options: dict[str, Any], kv_heads: int, ud: int) -> None:
-    """In a mesh and in a group."""
+def test_ulysses_without_a_ring(options: dict[str, Any], kv_heads: int, ud: int) -> None:
     whole = cut(kv_heads)
 
     def in_a_group(group: LocalGroup) -> list[Tensor]:
@@ -130,7 +128,7 @@ def test_ulysses_alone(options: dict[str, Any], kv_heads: int, ud: int) -> None:
     ("kind", "rd", "ud"), rest_nightly([("basic", 1, 2), ("basic", 2, 2), ("zigzag", 2, 1)], ("basic", 2, 2))
 )
 def test_in_a_graph(kind: str, rd: int, ud: int) -> None:
-    """Where a name says the layout: those of several ranks of Ulysses with zigzag and strip are made of tensors."""
+    """Compile the layouts that have a name. Zigzag and strip with several Ulysses ranks are built from tensors."""
 
     def make(mesh: Any) -> Any:
         module = ours.LongContextAttention(ring_impl_type=kind, group=mesh)
@@ -143,11 +141,9 @@ def test_in_a_graph(kind: str, rd: int, ud: int) -> None:
 
 @pytest.mark.parametrize("kind", ours.RING_IMPL_QKVPACKED_DICT)
 @pytest.mark.parametrize(
-    "options",
-    [{"causal": True, "window_size": (9, 0), "softcap": 2.0}, {"softmax_scale": 0.5, "alibi_slopes": SLOPES}],
+    "options", [{"causal": True, "window_size": (9, 0), "softcap": 2.0}, {"softmax_scale": 0.5, "alibi_slopes": SLOPES}]
 )
 def test_a_ring_of_packed_tensors(options: dict[str, Any], kind: str) -> None:
-    """Without Ulysses; arguments by position, in the order of theirs."""
     whole, defaults = cut(4), {"causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None}
     rule = ours.RULES[kind]
 
@@ -164,7 +160,7 @@ def test_a_ring_of_packed_tensors(options: dict[str, Any], kind: str) -> None:
 
 
 def ulysses_in_process(rank: int) -> list[Any]:
-    """In the default group, and two by two; theirs in float64 beside it, on an attention that a CPU has."""
+    """Return results in the default group and in pairs, each beside yunchang's in float64."""
     import yunchang
 
     def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, **_: Any) -> Tensor:
@@ -196,7 +192,7 @@ def test_ulysses_in_processes() -> None:
 
 
 def in_process(rank: int) -> list[Any]:
-    """By ``set_seq_parallel_pg``, the ring low in the second call; where the rank is in the mesh, and its part."""
+    """Return the rank's place in the mesh and its results, with Ulysses low and with the ring low."""
     made: list[Any] = []
     for low in (True, False):
         ours.set_seq_parallel_pg(2, 2, rank, 4, use_ulysses_low=low)
@@ -207,13 +203,13 @@ def in_process(rank: int) -> list[Any]:
 
 @pytest.mark.parametrize(("low", "right"), [(True, [[0, 1], [2, 3], [4, 5]]), (False, [[0, 3], [1, 4], [2, 5]])])
 def test_the_mesh_has_ring_or_ulysses_low(low: bool, right: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are the places of the ring, columns those of Ulysses; the second six ranks share another sequence."""
-    made = Mock(return_value={("ring", "ulysses"): None})
-    monkeypatch.setattr(ours, "DeviceMesh", made)
+    """Expect ring places as rows and Ulysses places as columns. Ranks 6 to 11 share another sequence."""
+    mesh = Mock(return_value={("ring", "ulysses"): None})
+    monkeypatch.setattr(ours, "DeviceMesh", mesh)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 12)
     ours.set_seq_parallel_pg(2, 3, 0, 12, use_ulysses_low=low)
-    _, ranks = made.call_args.args
+    _, ranks = mesh.call_args.args
     assert ranks.tolist() == [right, (torch.tensor(right) + 6).tolist()]
 
 
@@ -224,8 +220,7 @@ def test_processes() -> None:
         check("zigzag", cut(2), 2, 2, parts, causal=True)
 
 
-def test_extraction_without_degrees_and_a_last_stride_that_is_not_1() -> None:
-    """``basic`` of theirs takes no degrees, and the exchange any strides."""
+def test_basic_extraction_without_degrees_and_strided_tensors() -> None:
     x = torch.randn(1, 8, 2, 16)
     turned = x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
@@ -269,7 +264,7 @@ def test_refusals(call: Callable[[GroupLike], object], message: str) -> None:
         run_ranks(1, lambda group: call(group.mesh(1, 1)))
 
 
-def test_another_rank_than_that_of_the_mesh_is_refused() -> None:
+def test_a_rank_that_contradicts_the_mesh_is_refused() -> None:
     def take(group: Any) -> Tensor:
         return ours.EXTRACT_FUNC_DICT["basic"](torch.zeros(1, 8, 2), 1 - group.rank(), 2, group=group.mesh(2, 1))
 
@@ -277,22 +272,22 @@ def test_another_rank_than_that_of_the_mesh_is_refused() -> None:
         run_ranks(2, take)
 
 
-def test_a_ring_where_ulysses_is_alone() -> None:
+def test_ulysses_attention_on_a_mesh_with_a_ring_is_refused() -> None:
     with pytest.raises(ValueError, match="a mesh of 2 x 1 ranks"):
         run_ranks(2, lambda group: ours.UlyssesAttention(group.mesh(2, 1)))
 
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_names_and_arguments_are_theirs() -> None:
-    """All public names but those of ``yunchang.ring``, which are ring_flash_attn's with three more arguments."""
+def test_names_and_arguments_match_the_package() -> None:
+    """Compare all public names. Functions of ``yunchang.ring`` are ring_flash_attn's plus three arguments."""
     import yunchang
     from yunchang.kernels import AttnType
 
     assert yunchang.__version__ == "0.6.4"
     assert {*yunchang.EXTRACT_FUNC_DICT} == {*ours.EXTRACT_FUNC_DICT}
-    values = [one.value for one in AttnType]
-    assert {*values} - {*ours.EXACT} == {one for one in values if "sage" in one}
+    values = [member.value for member in AttnType]
+    assert {*values} - {*ours.EXACT} == {member for member in values if "sage" in member}
     homes = yunchang, yunchang.hybrid, yunchang.ulysses, yunchang.ring
     public = {name for home in homes for name, x in vars(home).items() if name[0] != "_" and not inspect.ismodule(x)}
     functions = {name for name in public if name.endswith("_func")}
@@ -308,16 +303,16 @@ def test_names_and_arguments_are_theirs() -> None:
     for name in sorted(public - functions - {"RING_IMPL_QKVPACKED_DICT", "EXTRACT_FUNC_DICT"}):
         mine, theirs = getattr(ours, name), getattr(yunchang, name)
         pairs = [(mine, theirs), (mine.forward, theirs.forward)] if "Attention" in name else [(mine, theirs)]
-        for one, other in pairs:
-            kept, named = by_position(one), by_position(other)
-            if name.endswith("_extract_local"):  # theirs take any number of arguments, and one of them ``dim``
+        for member, other in pairs:
+            kept, named = by_position(member), by_position(other)
+            if name.endswith("_extract_local"):  # theirs take *args, and one of them ``dim``
                 assert [*kept][: len(named)] == [*named][: len(kept)]
             else:
                 assert [*kept.items()] == [*named.items()]
 
 
 def by_position(function: Callable[..., object]) -> dict[str, object]:
-    """Names and defaults of arguments, of enumerations the values."""
+    """Return names and defaults of positional arguments, with the values of enumerations."""
     every = inspect.signature(function).parameters.values()
     return {x.name: getattr(x.default, "value", x.default) for x in every if x.kind is x.POSITIONAL_OR_KEYWORD}
 
@@ -335,8 +330,7 @@ def their_tokens(rank: int) -> list[Tensor]:
 
 
 @pytest.mark.nightly
-def test_layouts_are_theirs() -> None:
-    """Of the package itself, in four processes."""
+def test_layouts_match_the_package() -> None:
     for rank, theirs in enumerate(results(4, their_tokens)):
         cases = [(kind, rd, ud) for ud, rd in ((1, 4), (2, 2), (4, 1)) for kind in ours.RULES]
         for (kind, rd, ud), tokens in zip(cases, theirs, strict=True):
