@@ -219,6 +219,56 @@ def test_nothing_that_other_ranks_send_is_unpickled() -> None:
     assert [path for path in files if collective.search(path.read_text())] == []
 
 
+RIDDLES = frozenset(
+    "What Of Who Whose Whom Where As That Which Nothing Everything Whatever By From In On With Until Why How And Also "
+    "Its Their Those They All One Every".split()
+)
+"""First words of a docstring that do not say what the code does."""
+SAME_NAMES = {"register"}
+"""Public names that several modules may define: each adapter's entry point is called as its framework calls it."""
+
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+def riddles(tree: ast.Module) -> Iterator[str]:
+    """Yield the docstrings that open with a word of `RIDDLES`; a class or module may open with All, One or Every."""
+    for node in ast.walk(tree):
+        if isinstance(node, Definition | ast.Module) and (text := ast.get_docstring(node)):
+            counts = () if isinstance(node, ast.FunctionDef) else ("All", "One", "Every")
+            if (word := re.split(r"\W", text.lstrip("`*"))[0]) in RIDDLES and word not in counts:
+                yield text.splitlines()[0]
+
+
+def repeated_names(trees: dict[str, ast.Module]) -> set[str]:
+    """Return the public functions and classes that more than one module defines."""
+    names = [
+        node.name
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, Definition) and not node.name.startswith("_") and node.name != "main"
+    ]
+    return {name for name in names if names.count(name) > 1}
+
+
+def test_docstrings_say_what_the_code_does() -> None:
+    files = [*ROOT.glob("*.py"), *(path for name in (*FOLDERS, "tests") for path in (ROOT / name).rglob("*.py"))]
+    assert [(str(path), line) for path in files for line in riddles(ast.parse(path.read_text()))] == []
+
+
+def test_names_say_one_thing() -> None:
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    trees = {str(path): ast.parse(path.read_text()) for path in paths}
+    functions = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    assert sorted({node.name for node in functions if node.name.endswith("_of")}) == []
+    assert repeated_names(trees) <= SAME_NAMES
+
+
+def test_unclear_words_are_found() -> None:
+    riddle, verb = 'def f():\n    """Of one loop."""', 'def f():\n    """Return one loop."""'
+    assert [*riddles(ast.parse(riddle))] == ["Of one loop."] and not [*riddles(ast.parse(verb))]
+    assert repeated_names({name: ast.parse("def f(): ...\nclass _C: ...") for name in "ab"}) == {"f"}
+
+
 def test_every_folder_is_known() -> None:
     assert {*FOLDERS} <= {*ARROWS, "autotune", "bench", "tools"}
 
