@@ -1,4 +1,4 @@
-"""The gate and the loop bound: what is counted in a listing, what follows, and what keeps a binary from a launch."""
+"""Tests of the compile gate and of the throughput bound of a kernel's loops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VARIANT = Variant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
         ("quantize", {"flushes": True}, "flushed"),
     ],
 )
-def test_the_gate_names_what_is_wrong(kernel: str, change: dict[str, Any], message: str) -> None:
+def test_gate_names_the_problem(kernel: str, change: dict[str, Any], message: str) -> None:
     variant, clean = replace(VARIANT, kernel=kernel), CLEAN if kernel == "forward" else replace(CLEAN, loops=())
     assert problems(variant, clean) == []
     (problem,) = problems(variant, replace(clean, **change))
@@ -44,8 +44,8 @@ def test_the_hopper_forward_has_three_loops_unless_it_is_full(full: bool, wanted
     variant = replace(VARIANT, full=full, options=(("forward_kernel", "hopper"),))
     for count in (CONSUMERS, 3 * CONSUMERS):
         found = hopper_problems(variant, replace(CLEAN, loops=CLEAN.loops * count), "")
-        told = f"{count} main loops, there should be {wanted}"
-        assert (told in found) is (count != wanted)
+        message = f"{count} main loops, expected {wanted}"
+        assert (message in found) is (count != wanted)
 
 
 @pytest.mark.parametrize(("more", "fits"), [(-1, False), (0, True), (1024, True), (1025, False)])
@@ -67,13 +67,13 @@ FEW, MANY = 16, 17
         ({"head_dim": 256}, MANY),
         ({"dtype": "fp32"}, MANY),
         ({"options": (("persistent", True),)}, 0),
-        ({"kernel": "dkdv", "options": (("persistent", True),)}, FEW),  # which walks from tile to tile
+        ({"kernel": "dkdv", "options": (("persistent", True),)}, FEW),  # the loop over tiles needs registers
         ({"kernel": "dkdv", "options": (("order", "longest"),)}, 0),
-        ({"kernel": "single_pass_deterministic"}, FEW),  # which waits for its turn
+        ({"kernel": "single_pass_deterministic"}, FEW),  # waiting for the turn needs registers
         ({"kernel": "single_pass"}, 0),
     ],
 )
-def test_spills_are_tolerated_where_the_gate_does_not_ask_for_clean_loops(changed: dict[str, Any], most: int) -> None:
+def test_number_of_spills_that_the_gate_tolerates(changed: dict[str, Any], most: int) -> None:
     for spills in (FEW, MANY):
         wrong = problems(replace(VARIANT, **changed), replace(CLEAN, loops=(Loop(16, spills, 1, False),)))
         assert (wrong == []) is (spills <= most)
@@ -105,12 +105,13 @@ LISTING = """
 
 
 def test_the_main_loop_is_found_by_control_flow() -> None:
-    # the spin behind EXIT branches back into the loop: the epilogue's two LDL lie between, and are not in the loop
+    # The spin loop behind EXIT branches back into the main loop. The epilogue's two LDL lie between them and are not
+    # part of the loop.
     (loop,) = matrix_loops(LISTING)
     assert loop == Loop(matrix=2, local=1, waits=1, serialised=False) and len(loop.lines) == 9
 
 
-def test_a_loop_in_a_loop_is_the_main_loop() -> None:
+def test_the_inner_of_nested_loops_is_the_main_loop() -> None:
     nested = LISTING.replace(".L_head:", ".L_outer:\n        /*0018*/                   NOP ;\n.L_head:").replace(
         "        /*0080*/", "        /*0078*/               @P3 BRA `(.L_outer) ;\n        /*0080*/"
     )
@@ -124,7 +125,7 @@ def test_one_wait_per_product_is_serialised() -> None:
     assert loop.serialised and loop.waits == 2
 
 
-# what is counted, and the bound
+# instruction counts, and the bound
 
 COUNTED = Path(__file__).with_name("forward_sm_90.sass").read_text()
 WARPS = 4
@@ -145,8 +146,8 @@ def bound(*instructions: str, arch: int = 90) -> Bound:
 (LISTED,) = matrix_loops(COUNTED)
 
 
-def test_counts_and_clocks_are_those_made_by_hand() -> None:
-    # Read line by line. MUFU: 8 scores per thread (64 x 16 over 128 threads) and 2 rows' rescaling. FFMA 10, FMUL 10,
+def test_counts_and_clocks_match_a_hand_count() -> None:
+    # Counted by hand. MUFU: 8 scores per thread (64 x 16 over 128 threads) and 2 rows to rescale. FFMA 10, FMUL 10,
     # FADD 12. FMNMX 12. IADD3 4. F2FP 4 and PLOP3 1. IMAD.MOV 5. SHFL 8. BAR 4. Two HGMMA of 64x16x16.
     counted = {
         "issued": 100, "exponentials": 10, "special": 10, "fma": 10 + 10 + 12, "integer_multiply": 5, "add": 4,
@@ -155,9 +156,9 @@ def test_counts_and_clocks_are_those_made_by_hand() -> None:
     listed, exposed = mix_of(LISTED, WARPS)
     assert {name: getattr(listed, name) for name in counted} == counted
     assert exposed.exponentials == 10 and exposed.products == 0
-    # STSM of one 8 x 8 matrix twice by each of 4 warps; A (64 rows) and B (16) of the first product, B of the second
+    # Two STSM of one 8 x 8 matrix by each of 4 warps. The first product reads A (64 rows) and B (16), the second B.
     assert listed.shared_bytes == 2 * 128 * 4 + 32 * (64 + 16) + 32 * 16
-    assert listed.global_bytes == 2 * 4 * 32 * 4  # two LDG of 4 bytes a lane
+    assert listed.global_bytes == 2 * 4 * 32 * 4  # two LDG of 4 bytes per lane
     assert clocks(listed, 90) == {
         "tensor cores": 32768 / 2048,
         "exponentials": 10 * 128 / 16,
@@ -169,12 +170,12 @@ def test_counts_and_clocks_are_those_made_by_hand() -> None:
     }
 
 
-def test_the_bound_is_that_made_by_hand() -> None:
-    # Many blocks fill each other's gaps: 16 clocks of products in 100 of issue.
+def test_bound_matches_a_hand_computation() -> None:
+    # Two blocks fill each other's gaps: 100 clocks of issue hide the 16 clocks of products.
     packed = bound_of(LISTED, WARPS, 90, blocks=2)
     assert (packed.percent, packed.limiter) == (16.0, "issue")
-    # One block: under its products (7 instructions from the first HGMMA to its wait, 1 from the second) issue 8; the
-    # other 92 wait, after the 64 clocks that shared memory takes.
+    # One block issues 8 instructions while a product runs: 7 from the first HGMMA to its wait, 1 from the second.
+    # The other 92 issue after the 64 clocks that shared memory takes.
     alone = bound_of(LISTED, WARPS, 90, blocks=1)
     assert alone.percent == pytest.approx(100 * 16 / (64 + 92))
     assert (alone.limiter, alone.ceiling) == ("issue in step", 16.0)
@@ -201,19 +202,19 @@ SHORT = "HMMA.16816.F32.BF16 R4, R8, R12, R4"
         (["HMMA.1688.F32.TF32 R4, R8, R12, R4"], {"products": 4 * 2 * 16 * 8 * 8}),
         (["LDSM.16.M88.4 R4, [R8]"], {"shared_bytes": WARPS * 512}),
         (["LDS.128 R4, [R8]", "STS R4, [R8]", "LDS.U16 R4, [R8]"], {"shared_bytes": WARPS * (512 + 128 + 64)}),
-        # a guard that always skips takes only its issue
+        # an instruction whose guard is always false only takes an issue slot
         (["@!PT LDS RZ, [RZ]", "@P0 LDS R4, [R8]"], {"issued": 2, "shared_bytes": WARPS * 128}),
-        # copies from global to shared memory move both
+        # a copy from global to shared memory counts for both
         (["LDGSTS.E.BYPASS.128 [R8], desc[UR4][R2.64]", "LDG.E.64 R4, desc[UR4][R2.64]"],
          {"shared_bytes": WARPS * 512, "global_bytes": WARPS * (512 + 256)}),
-        # loads by TMA are what their barrier expects
+        # a TMA load has the bytes that its barrier expects
         (["MOV R9, 0x4000", ARRIVE, LOAD], {"shared_bytes": 0x4000, "global_bytes": 0x4000}),
         (["MOV R9, 0x4000", ARRIVE, ARRIVE, LOAD], {"shared_bytes": 0x8000, "global_bytes": 0x8000}),
         (["MOV R9, 0x4000", "IADD3 R9, R9, R4, RZ", ARRIVE, LOAD], {"global_bytes": 0}),
         (["FFMA2 R4, R4, R4, R4", "FADD R4, R4, R4"], {"fma": 3}),
     ],
 )  # fmt: skip
-def test_what_is_counted(instructions: list[str], counted: dict[str, float]) -> None:
+def test_counts_of_each_instruction(instructions: list[str], counted: dict[str, float]) -> None:
     counts = mix(*instructions)
     assert {name: getattr(counts, name) for name in counted} == counted
     assert mix(*instructions, warps=8).products == 2 * counts.products
@@ -222,20 +223,21 @@ def test_what_is_counted(instructions: list[str], counted: dict[str, float]) -> 
 @pytest.mark.parametrize(
     ("instructions", "exposed"),
     [
-        # under a product, also of one in flight from one iteration to the next; a short one hides few
+        # A product hides exponentials, even if it is in flight across iterations. A short product hides few.
         ([PRODUCT, EX2, ONE_LEFT, EX2, WAIT, EX2], 1),
         ([EX2, WAIT, EX2, PRODUCT], 1),
         ([SHORT, *[EX2] * 20], 20 - (8 - 1)),
     ],
 )
-def test_exponentials_that_no_product_hides(instructions: list[str], exposed: int) -> None:
+def test_exponentials_not_hidden_by_products(instructions: list[str], exposed: int) -> None:
     assert mix_of(loop_of(*instructions), WARPS)[1].exponentials == exposed
 
 
 def test_products_of_sm_100_by_their_descriptor() -> None:
     first = "UTCHMMA gdesc[UR22], gdesc[UR16], tmem[UR11], tmem[UR24], idesc[UR25], UPT"
     second = "UTCHMMA tmem[UR34], gdesc[UR4], tmem[UR14], tmem[UR24], idesc[UR25], UPT"
-    # 0x8100490 is M128 N64, 0x8210490 M128 N128: the constant that stands before counts, the last one's across the loop
+    # 0x8100490 is M128 N64 and 0x8210490 is M128 N128. An instruction takes the constant last set before it; the first
+    # one takes the constant from the end of the loop.
     counts = mix(first, "UMOV UR25, 0x8210490", second, "UMOV UR25, 0x8100490", warps=8)
     assert counts.products == 128 * 64 * 16 + 128 * 128 * 16
     assert counts.shared_bytes == 32 * (128 + 64) + 32 * 128
@@ -248,7 +250,7 @@ def test_products_of_sm_100_by_their_descriptor() -> None:
     [
         ([], "tensor cores"),
         ([EX2] * 200, "exponentials"),
-        (["FFMA R4, R4, R4, R4"] * 1500, "issue"),  # 128 lanes take no longer than the issue
+        (["FFMA R4, R4, R4, R4"] * 1500, "issue"),  # 128 FMA lanes keep up with the issue rate
         (["FSEL R4, R4, R4, P0"] * 800, "ALU"),
         (["LDS.128 R4, [R8]"] * 100, "shared memory"),
         (["LDG.E.128 R4, desc[UR4][R2.64]"] * 100, "memory"),
@@ -258,7 +260,7 @@ def test_the_limiter_is_named(extra: list[str], limiter: str) -> None:
     limit = bound(*[PRODUCT] * 16, WAIT, *extra)
     assert limit.limiter == limiter
     assert (limit.percent == 100) == (limiter == "tensor cores")
-    # of half the lanes
+    # sm_80 has half the FMA lanes.
     assert bound(*[SHORT] * 16, *["FFMA R4, R4, R4, R4"] * 200, arch=80).limiter == "FMA"
 
 
@@ -269,33 +271,33 @@ COMPILED = Compiled(64, 0, 2560, 0, (LISTED,), arch=90, threads=128)
     ("arch", "registers", "shared", "tensor_memory", "threads", "blocks"),
     [
         (90, 255, 163_840, 0, 256, 1),
-        (90, 128, 32_768, 0, 256, 2),  # registers: 64 K / (128 x 256)
-        (90, 32, 100_000, 0, 128, 2),  # shared memory: 228 KB in all
-        (86, 16, 0, 0, 1024, 1),  # 48 warps
-        (80, 16, 0, 0, 32, 32),  # blocks
+        (90, 128, 32_768, 0, 256, 2),  # limited by registers: 64 K / (128 x 256)
+        (90, 32, 100_000, 0, 128, 2),  # limited by shared memory: 228 KB per SM
+        (86, 16, 0, 0, 1024, 1),  # limited by 48 warps
+        (80, 16, 0, 0, 32, 32),  # limited by the number of blocks
         (90, 168, 0, 0, 384, 1),
-        (100, 64, 10_000, 256, 128, 2),  # tensor memory
+        (100, 64, 10_000, 256, 128, 2),  # limited by tensor memory
         (100, 64, 10_000, 592, 128, 0),
         (86, 128, 120_000, 0, 256, 0),  # does not fit
     ],
 )
 def test_blocks_of_an_sm(arch: int, registers: int, shared: int, tensor_memory: int, threads: int, blocks: int) -> None:
-    made = Compiled(registers, 0, shared, tensor_memory, (), arch=arch, threads=threads)
-    assert blocks_of(made) == blocks
+    compiled = Compiled(registers, 0, shared, tensor_memory, (), arch=arch, threads=threads)
+    assert blocks_of(compiled) == blocks
 
 
-def test_partitions_of_a_block_fill_each_others_gaps_as_blocks_do() -> None:
-    """Of 384 threads two groups of 128 run the loop: as two blocks of 128, whatever else the block holds."""
+def test_partitions_of_a_block_count_as_blocks() -> None:
+    # 256 of the 384 threads run the loop, in two groups of 128, so they count as two blocks of 128 threads.
     special = replace(COMPILED, shared=200_000, threads=384, partitions=2, loop_threads=128)
     assert blocks_of(special) == 1
     (as_partitions,), (as_blocks,) = bounds_of(special), bounds_of(replace(COMPILED, shared=100_000))
     assert as_partitions.mix.warps == 4 and as_partitions == as_blocks
 
 
-def test_the_main_loop_is_the_one_that_masks_nothing() -> None:
+def test_the_main_loop_is_the_unmasked_one() -> None:
     masked = read_loop([*LISTED.lines, "        /*2000*/                   FSEL R4, R4, R4, P0 ;"])
-    made = replace(COMPILED, loops=(masked, LISTED, masked))
-    assert main_bound(made) == bounds_of(made)[1] and main_bound(replace(made, loops=())) is None
-    assert [main_bound(replace(made, shared=shared)).percent for shared in (0, 200_000)] == [  # type: ignore[union-attr]
+    compiled = replace(COMPILED, loops=(masked, LISTED, masked))
+    assert main_bound(compiled) == bounds_of(compiled)[1] and main_bound(replace(compiled, loops=())) is None
+    assert [main_bound(replace(compiled, shared=shared)).percent for shared in (0, 200_000)] == [  # type: ignore[union-attr]
         16.0, pytest.approx(100 * 16 / 156)
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What tuning leaves on the disk: a journal that survives anything, tables that are whole, private and never worse."""
+"""Tests of the files of tuning: the journal of compiled results, and the tables."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_invalid_journal_lines_are_skipped(line: str, tmp_path: Path) -> None:
         {"problems": [], "a": 1},
     ],
 )
-def test_values_of_another_kind_are_found_out_again(value: dict[str, object], tmp_path: Path) -> None:
+def test_values_of_the_wrong_type_are_replaced(value: dict[str, object], tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal", "digest")
     journal.put("a", value)
     for opened in (journal, Journal(tmp_path / "journal", "digest")):
@@ -84,7 +84,7 @@ def test_values_of_another_kind_are_found_out_again(value: dict[str, object], tm
         assert opened.get("a", CompileResult) == good
 
 
-def test_a_journal_that_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(b"\n" * (MOST_BYTES + 1))
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
@@ -133,7 +133,7 @@ def test_a_table_that_cannot_be_read_is_left_as_it_is(folders: Folders) -> None:
 def test_a_failed_write_keeps_the_old_table(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(folders[0], H200, [entry()])
     before = path.read_text()
-    with pytest.raises(ValueError, match="bytes of shared memory"):  # which a reader refuses
+    with pytest.raises(ValueError, match="bytes of shared memory"):  # a reader would refuse the entry
         save(folders[0], H200, [entry(tile=Tile(128, 512, 8, 3))])
 
     def interrupted(*paths: object) -> None:

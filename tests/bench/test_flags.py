@@ -1,4 +1,4 @@
-"""Sizes as they are typed and told, and flags that have no say."""
+"""Tests of flags: sizes as typed and as printed, and flags that do not apply."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringattn.ring.wire import grad_wire_of, wire_of
 
 
 @given(st.integers(0, 2**40))
-def test_binary_is_what_size_reads(count: int) -> None:
+def test_size_reads_what_binary_prints(count: int) -> None:
     assert size(binary(count)) == count
 
 
@@ -78,8 +78,8 @@ def test_defaults() -> None:
     flags.check_transport("process_group", "cpu", 2)
 
 
-def test_constants_are_those_of_the_code() -> None:
-    """Repeated, for a flag must not import torch."""
+def test_constants_of_flags_match_the_code() -> None:
+    # Flags repeat these constants, because their modules must not import torch.
     assert flags.MAX_HEAD_DIM == checks.MAX_HEAD_DIM and flags.KV_SLOTS == schedule.KV_SLOTS
     assert {*attention.DTYPES.values()} == {*checks.DTYPES}
     assert {name: dtype.itemsize for name, dtype in attention.DTYPES.items()} == flags.DTYPE_BYTES

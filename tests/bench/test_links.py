@@ -1,4 +1,4 @@
-"""``bench links``: which bytes move when, how they are checked, what is timed, and what is refused."""
+"""Tests of ``bench links``: edges, byte checks, timing beside compute, flags and memory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.usefixtures("alone")
 CPU = torch.device("cpu")
 
 
-# which bytes move
+# edges and bytes
 
 
 @pytest.mark.parametrize(
     ("size", "edges"),
     [(1, "0->0"), (2, "0->1 1->0 0<->1 all"), (3, "0->1 1->2 2->0 0<->1 0<->2 1<->2 all")],
 )
-def test_ways_cover_every_edge(size: int, edges: str) -> None:
+def test_directions_cover_every_edge(size: int, edges: str) -> None:
     rounds = ways(size)
     assert [way.edge for way in rounds] == edges.split()
     ring = [way.pairs[0] for way in rounds if way.name == ONE_WAY]
@@ -54,7 +54,7 @@ def test_pattern_of_shifted_swapped_and_old_bytes_differs() -> None:
 
 
 class Spoiling(LocalTransport):
-    """Loses the last byte of every message that rank 1 receives."""
+    """Transport that loses the last byte of every message to rank 1."""
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
         before = [int(message.tensor[-1]) for message in receives]
@@ -99,7 +99,7 @@ def test_a_transfer_waits_for_the_fences_given() -> None:
     )
     ends = runs.Ends(transport, runs.Way(ONE_WAY, ((0, 1),)), 4, CPU)  # type: ignore[arg-type]
     assert ends.post() is DONE
-    ends.enqueue(2)  # behind what the current stream did before
+    ends.enqueue(2)  # behind the current stream's work
     assert waits == [(), [DONE], [DONE]]
 
 
@@ -111,14 +111,13 @@ def test_products_on_a_gpu_are_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> No
     assert drawn == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
-def test_events_stand_behind_what_keeps_the_device_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host posts while the device is busy, and waits at the end."""
+def test_events_are_recorded_after_the_busy_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = FakeCuda(monkeypatch)
     runs.seconds_of(lambda: on_gpu.calls.append("transfers"), CPU, "events")
     assert on_gpu.calls.index("sleep") < on_gpu.calls.index("transfers")
 
 
-# limits, and what does not open
+# limits and unavailable transports
 
 
 def test_only_nccl_is_swept() -> None:
@@ -143,7 +142,7 @@ def test_transport_that_does_not_open_is_named_once(must_open: bool) -> None:
 
 
 class Slow:
-    """A transport whose posts take a while, one after the other, by a clock that compute moves, too."""
+    """Transport whose posts take time, one after the other, on a simulated clock shared with compute."""
 
     name, rank, size = "slow", 0, 1
 
@@ -193,9 +192,9 @@ def test_sizes_are_those_of_nccl_tests(limits: tuple[int, int, int], sizes: tupl
 # memory
 
 
-def test_messages_are_counted_as_they_are_kept() -> None:
+def test_memory_of_messages_is_counted() -> None:
     nbytes, transport = 16 << 20, LocalTransport(single_rank(), CPU)
-    measured(transport, Limits(), LinksConfig(("local",), sizes=(64,), iters=1), CPU)  # loads what loads once
+    measured(transport, Limits(), LinksConfig(("local",), sizes=(64,), iters=1), CPU)  # loads lazily loaded libraries
     config = LinksConfig(("local",), sizes=(nbytes,), iters=1, warmup=0)
     messages = runs.BUFFERS + runs.CHECKED["cpu"]
     with memory.freed_at_once(CPU):
@@ -242,7 +241,6 @@ def test_failures(rows: list[Row], message: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_best_is_the_fastest_of_all_edges_between_processes() -> None:
-    """At the largest size; a single edge, or copies between virtual ranks, say less."""
     rows: list[Row] = [
         {"transport": transport, "edge": edge, "size": size, "algbw": rate, "channels": 4, "way": "ring"}
         for transport, edge, size, rate in [
@@ -268,7 +266,7 @@ def test_settling_waits_for_the_stream_of_the_device(monkeypatch: pytest.MonkeyP
     ("text", "device", "name"),
     [("", "cuda", FORWARD), ("", "cpu", MATMUL), ("forward", "cuda", FORWARD), ("none", "cpu", "none")],
 )
-def test_what_computes_beside_a_transfer(text: str, device: str, name: str) -> None:
+def test_compute_beside_a_transfer(text: str, device: str, name: str) -> None:
     assert links.beside_name(text, device) == name
 
 
