@@ -116,9 +116,6 @@ def test_the_readme_is_short() -> None:
     assert long == []  # tables and commands may be longer
 
 
-# --- snippets ---------------------------------------------------------------------------------------------------------
-
-
 def test_snippets_of_a_page() -> None:
     page = "# A\n```python\nx\n```\n## B `c`\n ````py  \n```\n````\n`ringattn show\n--world 2`, `x`"
     found, _ = parse("p.md", page)
@@ -222,8 +219,6 @@ def test_the_json_table_of_the_pages_is_valid(tmp_path: Path) -> None:
     (tmp_path / "nvidia-h200_triton-3.7.json").write_text(table.text)
     assert tables_of(assumed_gpu(90, "NVIDIA H200"), str(tmp_path))
 
-
-# --- commands ---------------------------------------------------------------------------------------------------------
 
 OTHER_PROGRAMS = {"git", "python3", "python", "pip", "tox", "pytest", "ruff", "torchrun", "srun", "mpirun"}
 """Other programs; only the files, modules and tox environments of their arguments are checked."""

@@ -309,14 +309,11 @@ def test_only_nightly_runs_draw_random_examples() -> None:
     assert profile(options[options.index("-m") + 1]) == profile("") == "default"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["nightly and idle"], 0),
-        pytest.param(["nightly and idle", "-k", "none_such"], 5, marks=pytest.mark.nightly),
-        pytest.param(["idle"], 5, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code"), [
+    (["nightly and idle"], 0),
+    pytest.param(["nightly and idle", "-k", "none_such"], 5, marks=pytest.mark.nightly),
+    pytest.param(["idle"], 5, marks=pytest.mark.nightly),
+])  # fmt: skip
 def test_a_file_without_nightly_tests_passes(arguments: list[str], code: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", "-m", *arguments]
     assert subprocess.run([*command, ROOT / "tests" / "comm" / "test_nvml.py"], capture_output=True).returncode == code

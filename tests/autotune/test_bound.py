@@ -21,17 +21,14 @@ CLEAN = Compiled(registers=255, stack=0, shared=160_000, tensor_memory=0, loops=
 VARIANT = Variant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "change", "message"),
-    [
-        ("forward", {"shared": 300_000}, "300000 bytes of shared memory"),
-        ("forward", {"tensor_memory": 592}, "592 columns of tensor memory"),
-        ("forward", {"loops": ()}, "no loop"),
-        ("forward", {"loops": (Loop(16, 0, 16, True),)}, "serialised wgmma"),
-        ("quantize", {"stack": 8}, "8 bytes of local memory"),
-        ("quantize", {"flushes": True}, "flushed"),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "change", "message"), [
+    ("forward", {"shared": 300_000}, "300000 bytes of shared memory"),
+    ("forward", {"tensor_memory": 592}, "592 columns of tensor memory"),
+    ("forward", {"loops": ()}, "no loop"),
+    ("forward", {"loops": (Loop(16, 0, 16, True),)}, "serialised wgmma"),
+    ("quantize", {"stack": 8}, "8 bytes of local memory"),
+    ("quantize", {"flushes": True}, "flushed"),
+])  # fmt: skip
 def test_gate_names_the_problem(kernel: str, change: dict[str, Any], message: str) -> None:
     variant, clean = replace(VARIANT, kernel=kernel), CLEAN if kernel == "forward" else replace(CLEAN, loops=())
     assert problems(variant, clean) == []
@@ -59,20 +56,17 @@ def test_the_hopper_backward_takes_the_shared_memory_of_its_launch(more: int, fi
 FEW, MANY = 16, 17
 
 
-@pytest.mark.parametrize(
-    ("changed", "most"),
-    [
-        ({}, 0),
-        ({"features": ("dropout",)}, MANY),
-        ({"head_dim": 256}, MANY),
-        ({"dtype": "fp32"}, MANY),
-        ({"options": (("persistent", True),)}, 0),
-        ({"kernel": "dkdv", "options": (("persistent", True),)}, FEW),  # the loop over tiles needs registers
-        ({"kernel": "dkdv", "options": (("order", "longest"),)}, 0),
-        ({"kernel": "single_pass_deterministic"}, FEW),  # waiting for the turn needs registers
-        ({"kernel": "single_pass"}, 0),
-    ],
-)
+@pytest.mark.parametrize(("changed", "most"), [
+    ({}, 0),
+    ({"features": ("dropout",)}, MANY),
+    ({"head_dim": 256}, MANY),
+    ({"dtype": "fp32"}, MANY),
+    ({"options": (("persistent", True),)}, 0),
+    ({"kernel": "dkdv", "options": (("persistent", True),)}, FEW),  # the loop over tiles needs registers
+    ({"kernel": "dkdv", "options": (("order", "longest"),)}, 0),
+    ({"kernel": "single_pass_deterministic"}, FEW),  # waiting for the turn needs registers
+    ({"kernel": "single_pass"}, 0),
+])  # fmt: skip
 def test_number_of_spills_that_the_gate_tolerates(changed: dict[str, Any], most: int) -> None:
     for spills in (FEW, MANY):
         wrong = problems(replace(VARIANT, **changed), replace(CLEAN, loops=(Loop(16, spills, 1, False),)))
@@ -124,8 +118,6 @@ def test_one_wait_per_product_is_serialised() -> None:
     (loop,) = matrix_loops(LISTING.replace("        /*0040*/", wait + "        /*0040*/"))
     assert loop.serialised and loop.waits == 2
 
-
-# instruction counts, and the bound
 
 COUNTED = Path(__file__).with_name("forward_sm_90.sass").read_text()
 WARPS = 4
@@ -188,47 +180,41 @@ ARRIVE, LOAD = "SYNCS.ARRIVE.TRANS64 RZ, [UR7+0x10000], R9", "UTMALDG.2D [UR12],
 SHORT = "HMMA.16816.F32.BF16 R4, R8, R12, R4"
 
 
-@pytest.mark.parametrize(
-    ("instructions", "counted"),
-    [
-        ([PRODUCT], {"products": 64 * 128 * 16, "shared_bytes": 32 * (64 + 128)}),
-        (["HGMMA.64x128x16.F32.BF16 R88, R180, gdesc[UR16].tnspB, R88"],
-         {"products": 64 * 128 * 16, "shared_bytes": 32 * 128}),
-        (["HGMMA.64x64x8.F32.TF32 R24, gdesc[UR4], RZ, !UPT"],
-         {"products": 2 * 64 * 64 * 8, "shared_bytes": 32 * (64 + 64)}),
-        (["QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], RZ"],
-         {"products": 64 * 64 * 32 / 2, "shared_bytes": 32 * (64 + 64)}),
-        ([SHORT], {"products": 4 * 16 * 8 * 16, "shared_bytes": 0}),
-        (["HMMA.1688.F32.TF32 R4, R8, R12, R4"], {"products": 4 * 2 * 16 * 8 * 8}),
-        (["LDSM.16.M88.4 R4, [R8]"], {"shared_bytes": WARPS * 512}),
-        (["LDS.128 R4, [R8]", "STS R4, [R8]", "LDS.U16 R4, [R8]"], {"shared_bytes": WARPS * (512 + 128 + 64)}),
-        # an instruction whose guard is always false only takes an issue slot
-        (["@!PT LDS RZ, [RZ]", "@P0 LDS R4, [R8]"], {"issued": 2, "shared_bytes": WARPS * 128}),
-        # a copy from global to shared memory counts for both
-        (["LDGSTS.E.BYPASS.128 [R8], desc[UR4][R2.64]", "LDG.E.64 R4, desc[UR4][R2.64]"],
-         {"shared_bytes": WARPS * 512, "global_bytes": WARPS * (512 + 256)}),
-        # a TMA load has the bytes that its barrier expects
-        (["MOV R9, 0x4000", ARRIVE, LOAD], {"shared_bytes": 0x4000, "global_bytes": 0x4000}),
-        (["MOV R9, 0x4000", ARRIVE, ARRIVE, LOAD], {"shared_bytes": 0x8000, "global_bytes": 0x8000}),
-        (["MOV R9, 0x4000", "IADD3 R9, R9, R4, RZ", ARRIVE, LOAD], {"global_bytes": 0}),
-        (["FFMA2 R4, R4, R4, R4", "FADD R4, R4, R4"], {"fma": 3}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("instructions", "counted"), [
+    ([PRODUCT], {"products": 64 * 128 * 16, "shared_bytes": 32 * (64 + 128)}),
+    (["HGMMA.64x128x16.F32.BF16 R88, R180, gdesc[UR16].tnspB, R88"],
+     {"products": 64 * 128 * 16, "shared_bytes": 32 * 128}),
+    (["HGMMA.64x64x8.F32.TF32 R24, gdesc[UR4], RZ, !UPT"],
+     {"products": 2 * 64 * 64 * 8, "shared_bytes": 32 * (64 + 64)}),
+    (["QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], RZ"],
+     {"products": 64 * 64 * 32 / 2, "shared_bytes": 32 * (64 + 64)}),
+    ([SHORT], {"products": 4 * 16 * 8 * 16, "shared_bytes": 0}),
+    (["HMMA.1688.F32.TF32 R4, R8, R12, R4"], {"products": 4 * 2 * 16 * 8 * 8}),
+    (["LDSM.16.M88.4 R4, [R8]"], {"shared_bytes": WARPS * 512}),
+    (["LDS.128 R4, [R8]", "STS R4, [R8]", "LDS.U16 R4, [R8]"], {"shared_bytes": WARPS * (512 + 128 + 64)}),
+    # an instruction whose guard is always false only takes an issue slot
+    (["@!PT LDS RZ, [RZ]", "@P0 LDS R4, [R8]"], {"issued": 2, "shared_bytes": WARPS * 128}),
+    # a copy from global to shared memory counts for both
+    (["LDGSTS.E.BYPASS.128 [R8], desc[UR4][R2.64]", "LDG.E.64 R4, desc[UR4][R2.64]"],
+     {"shared_bytes": WARPS * 512, "global_bytes": WARPS * (512 + 256)}),
+    # a TMA load has the bytes that its barrier expects
+    (["MOV R9, 0x4000", ARRIVE, LOAD], {"shared_bytes": 0x4000, "global_bytes": 0x4000}),
+    (["MOV R9, 0x4000", ARRIVE, ARRIVE, LOAD], {"shared_bytes": 0x8000, "global_bytes": 0x8000}),
+    (["MOV R9, 0x4000", "IADD3 R9, R9, R4, RZ", ARRIVE, LOAD], {"global_bytes": 0}),
+    (["FFMA2 R4, R4, R4, R4", "FADD R4, R4, R4"], {"fma": 3}),
+])  # fmt: skip
 def test_counts_of_each_instruction(instructions: list[str], counted: dict[str, float]) -> None:
     counts = mix(*instructions)
     assert {name: getattr(counts, name) for name in counted} == counted
     assert mix(*instructions, warps=8).products == 2 * counts.products
 
 
-@pytest.mark.parametrize(
-    ("instructions", "exposed"),
-    [
-        # A product hides exponentials, even if it is in flight across iterations. A short product hides few.
-        ([PRODUCT, EX2, ONE_LEFT, EX2, WAIT, EX2], 1),
-        ([EX2, WAIT, EX2, PRODUCT], 1),
-        ([SHORT, *[EX2] * 20], 20 - (8 - 1)),
-    ],
-)
+@pytest.mark.parametrize(("instructions", "exposed"), [
+    # A product hides exponentials, even if it is in flight across iterations. A short product hides few.
+    ([PRODUCT, EX2, ONE_LEFT, EX2, WAIT, EX2], 1),
+    ([EX2, WAIT, EX2, PRODUCT], 1),
+    ([SHORT, *[EX2] * 20], 20 - (8 - 1)),
+])  # fmt: skip
 def test_exponentials_not_hidden_by_products(instructions: list[str], exposed: int) -> None:
     assert mix_of(loop_of(*instructions), WARPS)[1].exponentials == exposed
 
@@ -245,17 +231,14 @@ def test_products_of_sm_100_by_their_descriptor() -> None:
         mix(first)
 
 
-@pytest.mark.parametrize(
-    ("extra", "limiter"),
-    [
-        ([], "tensor cores"),
-        ([EX2] * 200, "exponentials"),
-        (["FFMA R4, R4, R4, R4"] * 1500, "issue"),  # 128 FMA lanes keep up with the issue rate
-        (["FSEL R4, R4, R4, P0"] * 800, "ALU"),
-        (["LDS.128 R4, [R8]"] * 100, "shared memory"),
-        (["LDG.E.128 R4, desc[UR4][R2.64]"] * 100, "memory"),
-    ],
-)
+@pytest.mark.parametrize(("extra", "limiter"), [
+    ([], "tensor cores"),
+    ([EX2] * 200, "exponentials"),
+    (["FFMA R4, R4, R4, R4"] * 1500, "issue"),  # 128 FMA lanes keep up with the issue rate
+    (["FSEL R4, R4, R4, P0"] * 800, "ALU"),
+    (["LDS.128 R4, [R8]"] * 100, "shared memory"),
+    (["LDG.E.128 R4, desc[UR4][R2.64]"] * 100, "memory"),
+])  # fmt: skip
 def test_the_limiter_is_named(extra: list[str], limiter: str) -> None:
     limit = bound(*[PRODUCT] * 16, WAIT, *extra)
     assert limit.limiter == limiter
@@ -267,20 +250,17 @@ def test_the_limiter_is_named(extra: list[str], limiter: str) -> None:
 COMPILED = Compiled(64, 0, 2560, 0, (LISTED,), arch=90, threads=128)
 
 
-@pytest.mark.parametrize(
-    ("arch", "registers", "shared", "tensor_memory", "threads", "blocks"),
-    [
-        (90, 255, 163_840, 0, 256, 1),
-        (90, 128, 32_768, 0, 256, 2),  # limited by registers: 64 K / (128 x 256)
-        (90, 32, 100_000, 0, 128, 2),  # limited by shared memory: 228 KB per SM
-        (86, 16, 0, 0, 1024, 1),  # limited by 48 warps
-        (80, 16, 0, 0, 32, 32),  # limited by the number of blocks
-        (90, 168, 0, 0, 384, 1),
-        (100, 64, 10_000, 256, 128, 2),  # limited by tensor memory
-        (100, 64, 10_000, 592, 128, 0),
-        (86, 128, 120_000, 0, 256, 0),  # does not fit
-    ],
-)
+@pytest.mark.parametrize(("arch", "registers", "shared", "tensor_memory", "threads", "blocks"), [
+    (90, 255, 163_840, 0, 256, 1),
+    (90, 128, 32_768, 0, 256, 2),  # limited by registers: 64 K / (128 x 256)
+    (90, 32, 100_000, 0, 128, 2),  # limited by shared memory: 228 KB per SM
+    (86, 16, 0, 0, 1024, 1),  # limited by 48 warps
+    (80, 16, 0, 0, 32, 32),  # limited by the number of blocks
+    (90, 168, 0, 0, 384, 1),
+    (100, 64, 10_000, 256, 128, 2),  # limited by tensor memory
+    (100, 64, 10_000, 592, 128, 0),
+    (86, 128, 120_000, 0, 256, 0),  # does not fit
+])  # fmt: skip
 def test_blocks_of_an_sm(arch: int, registers: int, shared: int, tensor_memory: int, threads: int, blocks: int) -> None:
     compiled = Compiled(registers, 0, shared, tensor_memory, (), arch=arch, threads=threads)
     assert blocks_of(compiled) == blocks

@@ -35,9 +35,6 @@ HEADS = 32
 TILE = Tile(128, 128, 8, 2)
 
 
-# worker processes
-
-
 def test_jobs_run_until_the_budget_ends_or_the_user_interrupts() -> None:
     results: dict[int, Any] = {}
 
@@ -70,9 +67,6 @@ def test_a_crash_or_hang_fails_only_its_own_job() -> None:
         3: Failure("it did not end in time and was killed"),
         4: "off",
     }
-
-
-# results
 
 
 def compiler_of(pool: AtOnce, path: Path, **how: Any) -> Compiler:
@@ -155,9 +149,6 @@ def test_every_schedule_of_the_best_tiles_is_ranked(tmp_path: Path) -> None:
     compiling = [tile for tile in candidates_ if not options_of(tile).get("persistent")]
     assert {*ranked.tiles[7:]} == {*compiling} and len(compiling) == 2 * 3 and len(candidates_) == 2 * 11
     assert {*ranked.dropped} == {*first.dropped, *candidates_} - {*compiling}
-
-
-# the compiler itself, in worker processes
 
 
 @pytest.mark.compiles("kernels/attention.py", "autotune/candidates.py", "autotune/gate.py", "autotune/pool.py")

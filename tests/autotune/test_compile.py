@@ -57,14 +57,11 @@ def test_sizes_that_triton_specializes_change_the_signature() -> None:
     assert far.arguments[0].stride_b == 1 << 32 and "i64/16" in far.signature and "i64" not in same
 
 
-@pytest.mark.parametrize(
-    ("word", "changed", "message"),
-    [
-        ("hopper", {"arch": 80}, "supports GPUs of compute capability 9.0"),
-        ("hopper", {"features": ("seqused_k",)}, "is launched as forward_kernel, not as hopper_kernel"),
-        ("hopper_backward", {"head_dim": 256, "head_dim_v": 256}, "supports 64, 128"),
-    ],
-)
+@pytest.mark.parametrize(("word", "changed", "message"), [
+    ("hopper", {"arch": 80}, "supports GPUs of compute capability 9.0"),
+    ("hopper", {"features": ("seqused_k",)}, "is launched as forward_kernel, not as hopper_kernel"),
+    ("hopper_backward", {"head_dim": 256, "head_dim_v": 256}, "supports 64, 128"),
+])  # fmt: skip
 def test_unsupported_hopper_variants(word: str, changed: dict[str, Any], message: str) -> None:
     (hopper,) = select(f"90:bf16:128:middle:{word}:full:gqa")
     assert hopper.launch.name == hopper.function == f"{word}_kernel"
@@ -118,28 +115,22 @@ def test_timed_and_checked_launches_were_compiled(kernel: str, mask: str, monkey
                 assert {call.signature for call in launched} <= compiled_signatures, tile
 
 
-# variants by name
-
-
-@pytest.mark.parametrize(
-    ("spec", "kernels", "count", "options"),
-    [
-        ("90:bf16:128", {*TUNED, *MEMORY_BOUND}, 5 * 4 * 2 * 2 + 2 * 4 * 2 + 1 + 2, None),
-        ("90:bf16:256:middle:full:gqa", {"forward", "dq", "dkdv", "reduce"}, 5, None),  # no single-pass tile fits
-        ("90:bf16:192/128:quantize", {"quantize"}, 2, ""),
-        ("sm_90:bf16:128:middle:forward:64x64x4x1", {"forward"}, 4, ""),
-        ("90:bf16:128:middle:full:gqa:64x64x4x1", {*TUNED}, 5, ""),  # no kernel without a tile
-        ("90:bf16:128:softcap:only:full:gqa", {*TUNED}, 5, ""),
-        ("90:bf16:128:middle:order=longest:persistent=True", {"forward", "dq", "dkdv"}, 12,
-         "order=longest persistent=True"),
-        ("90:bf16:128:pack_gqa=True", {"forward", "dq"}, 16, "pack_gqa=True"),
-        ("90:bf16:128:middle:forward:order=heads", {"forward"}, 4, ""),  # the default is dropped
-        ("90:bf16:128/64:dkdv_epilogue=descriptors", {"dkdv"}, 16, "dkdv_epilogue=descriptors"),
-        ("90:bf16:128:hopper", {"forward"}, 16, "forward_kernel=hopper"),
-        ("90:bf16:256:hopper_backward", {"single_pass"}, 16, "backward=hopper"),  # its entry point checks the head dim
-        ("80:fp32:40:quantize", {"quantize"}, 1, ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spec", "kernels", "count", "options"), [
+    ("90:bf16:128", {*TUNED, *MEMORY_BOUND}, 5 * 4 * 2 * 2 + 2 * 4 * 2 + 1 + 2, None),
+    ("90:bf16:256:middle:full:gqa", {"forward", "dq", "dkdv", "reduce"}, 5, None),  # no single-pass tile fits
+    ("90:bf16:192/128:quantize", {"quantize"}, 2, ""),
+    ("sm_90:bf16:128:middle:forward:64x64x4x1", {"forward"}, 4, ""),
+    ("90:bf16:128:middle:full:gqa:64x64x4x1", {*TUNED}, 5, ""),  # no kernel without a tile
+    ("90:bf16:128:softcap:only:full:gqa", {*TUNED}, 5, ""),
+    ("90:bf16:128:middle:order=longest:persistent=True", {"forward", "dq", "dkdv"}, 12,
+     "order=longest persistent=True"),
+    ("90:bf16:128:pack_gqa=True", {"forward", "dq"}, 16, "pack_gqa=True"),
+    ("90:bf16:128:middle:forward:order=heads", {"forward"}, 4, ""),  # the default is dropped
+    ("90:bf16:128/64:dkdv_epilogue=descriptors", {"dkdv"}, 16, "dkdv_epilogue=descriptors"),
+    ("90:bf16:128:hopper", {"forward"}, 16, "forward_kernel=hopper"),
+    ("90:bf16:256:hopper_backward", {"single_pass"}, 16, "backward=hopper"),  # its entry point checks the head dim
+    ("80:fp32:40:quantize", {"quantize"}, 1, ""),
+])  # fmt: skip
 def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str | None) -> None:
     variants = select(spec)
     assert {variant.kernel for variant in variants} == kernels and len(variants) == len({*variants}) == count
@@ -149,20 +140,17 @@ def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str
     assert all(defaults[name] != value for variant in variants for name, value in variant.options)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("h100:bf16:64", "spec is 'h100:bf16:64': it must be ARCH:DTYPE:D"),
-        ("75:bf16:64", "arch is '75': it must be one of 80, 86"),
-        ("90:bf16:64:128x128", "tile is '128x128': it must be QxKxWARPSxSTAGES"),
-        ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE with one of forward_kernel, order"),
-        ("90:bf16:64:order=best", "option order is 'best': it must be one of heads, longest"),
-        ("90:bf16:64:only:mha:forward:pack_gqa=True", "it needs several query heads per key head, gqa"),
-        ("80:bf16:128:dkdv_epilogue=descriptors", "it needs sm_90 or higher"),
-        ("90:bf16:128:forward:dkdv_epilogue=descriptors", "it is an option of dkdv, not of forward"),
-        ("90:bf16:128:delta:order=longest", "no kernel takes all of these words, or it has no default tile"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spec", "message"), [
+    ("h100:bf16:64", "spec is 'h100:bf16:64': it must be ARCH:DTYPE:D"),
+    ("75:bf16:64", "arch is '75': it must be one of 80, 86"),
+    ("90:bf16:64:128x128", "tile is '128x128': it must be QxKxWARPSxSTAGES"),
+    ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE with one of forward_kernel, order"),
+    ("90:bf16:64:order=best", "option order is 'best': it must be one of heads, longest"),
+    ("90:bf16:64:only:mha:forward:pack_gqa=True", "it needs several query heads per key head, gqa"),
+    ("80:bf16:128:dkdv_epilogue=descriptors", "it needs sm_90 or higher"),
+    ("90:bf16:128:forward:dkdv_epilogue=descriptors", "it is an option of dkdv, not of forward"),
+    ("90:bf16:128:delta:order=longest", "no kernel takes all of these words, or it has no default tile"),
+])  # fmt: skip
 def test_invalid_specs_are_refused(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("(", r"\(")):
         select(spec)

@@ -89,9 +89,6 @@ def test_damaged_files_are_skipped_with_a_warning(folders: Folders) -> None:
         save_ring(user, H200, ring_entry())
 
 
-# the command
-
-
 def test_world_is_that_of_the_launcher(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     call = Shape(4, 4, 64, 64), [64, 128], True, "cpu"
     monkeypatch.setenv("RANK", "0")

@@ -65,13 +65,10 @@ def test_a_wrong_candidate_is_never_timed() -> None:
     assert searched(StandIn(steady, bad=dict.fromkeys([BASELINE, *TILES], "wrong"))).best is None
 
 
-@pytest.mark.parametrize(
-    ("besides", "best"),
-    [
-        ({TILES[0]: 9.0, TILES[1]: 1.2}, TILES[1]),
-        ({TILES[-1]: 0.5}, TILES[-1]),  # slowest alone, fastest beside a transfer
-    ],
-)
+@pytest.mark.parametrize(("besides", "best"), [
+    ({TILES[0]: 9.0, TILES[1]: 1.2}, TILES[1]),
+    ({TILES[-1]: 0.5}, TILES[-1]),  # slowest alone, fastest beside a transfer
+])  # fmt: skip
 def test_time_alone_and_beside_a_transfer_decides(besides: dict[Tile, float], best: Tile) -> None:
     outcome = searched(StandIn(steady, besides=lambda tile: besides.get(tile, 1.3)))
     assert outcome.best == best

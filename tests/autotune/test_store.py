@@ -49,14 +49,11 @@ def line_of(value: str, key: str = '"a"', digest: str = '"digest"', more: str = 
     return f'{{"digest": {digest}, "key": {key}, "value": {value}{more}}}'
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{", "[]", "null", "[" * 100_000, "\xff\x00", line_of("3"), line_of("[]"), line_of("{}", key="1"),
-        line_of('{"n": NaN}'), line_of('{"n": 3}', more=', "m": 3'), line_of('{"n": 3}', digest="1"),
-        line_of('{"n": ' + "[" * 40 + "]" * 40 + "}"), line_of('{"n": "\\ud800"}'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("line", [
+    "{", "[]", "null", "[" * 100_000, "\xff\x00", line_of("3"), line_of("[]"), line_of("{}", key="1"),
+    line_of('{"n": NaN}'), line_of('{"n": 3}', more=', "m": 3'), line_of('{"n": 3}', digest="1"),
+    line_of('{"n": ' + "[" * 40 + "]" * 40 + "}"), line_of('{"n": "\\ud800"}'),
+])  # fmt: skip
 def test_invalid_journal_lines_are_skipped(line: str, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_text(line + "\n")
@@ -65,16 +62,13 @@ def test_invalid_journal_lines_are_skipped(line: str, tmp_path: Path) -> None:
     assert Journal(path, "digest").get("a", dict) == {"n": 1}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {},
-        {"problems": "abc"},
-        {"problems": [], "bound": "fast"},
-        {"problems": [], "bound": True},
-        {"problems": [], "a": 1},
-    ],
-)
+@pytest.mark.parametrize("value", [
+    {},
+    {"problems": "abc"},
+    {"problems": [], "bound": "fast"},
+    {"problems": [], "bound": True},
+    {"problems": [], "a": 1},
+])  # fmt: skip
 def test_values_of_the_wrong_type_are_replaced(value: dict[str, object], tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal", "digest")
     journal.put("a", value)
@@ -91,9 +85,6 @@ def test_an_unreadable_journal_is_refused(tmp_path: Path) -> None:
     for name in ("large", "fifo", "folder"):
         with pytest.raises(ValueError, match=f"{tmp_path / name} cannot be read"):
             Journal(tmp_path / name, "digest")
-
-
-# the tables
 
 
 def test_tables_are_private_and_read_back(folders: Folders) -> None:

@@ -54,24 +54,18 @@ def run_command(*arguments: str) -> Any:
     return CliRunner().invoke(cli_tune.app, [*arguments], env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
-# the command
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--arch", "sm_91"], "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
-        (["--heads", "6", "--kv-heads", "4"], "heads is 6: it must be a multiple of the 4"),
-        (["--seqlen", "0"], "seqlen is [0]"),
-        (["--kernels", "dq,dk"], "--kernels has 'dk': it must be one of forward, dq, dkdv"),
-        (["--save-dir", "/dev/null/x"], "--save-dir is /dev/null/x: cannot write to this folder"),
-        (["--world", "5"], "--world is given without --ring"),
-        (["--device", "cpu"], "--device is given without --ring"),
-        (["--ring", "--value-dim", "64"], "--value-dim is 64: with --ring it must be --head-dim"),
-        (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles has no effect with --ring"),
-        (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks take"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--arch", "sm_91"], "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
+    (["--heads", "6", "--kv-heads", "4"], "heads is 6: it must be a multiple of the 4"),
+    (["--seqlen", "0"], "seqlen is [0]"),
+    (["--kernels", "dq,dk"], "--kernels has 'dk': it must be one of forward, dq, dkdv"),
+    (["--save-dir", "/dev/null/x"], "--save-dir is /dev/null/x: cannot write to this folder"),
+    (["--world", "5"], "--world is given without --ring"),
+    (["--device", "cpu"], "--device is given without --ring"),
+    (["--ring", "--value-dim", "64"], "--value-dim is 64: with --ring it must be --head-dim"),
+    (["--ring", "--arch", "sm_80", "--tiles", "2"], "--arch, --tiles has no effect with --ring"),
+    (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks take"),
+])  # fmt: skip
 def test_invalid_arguments_are_refused(
     arguments: list[str], message: str, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,15 +76,12 @@ def test_invalid_arguments_are_refused(
     assert message in re.sub(r"\s+", " ", result.output.replace("│", " "))
 
 
-@pytest.mark.parametrize(
-    ("here", "arch", "compile_only", "gpu", "measures"),
-    [
-        (None, None, False, "sm_90", False),
-        (H200, "sm_90", False, "NVIDIA H200", True),
-        (H200, None, True, "NVIDIA H200", False),
-        (H200, "sm_80", False, "sm_80", False),
-    ],
-)
+@pytest.mark.parametrize(("here", "arch", "compile_only", "gpu", "measures"), [
+    (None, None, False, "sm_90", False),
+    (H200, "sm_90", False, "NVIDIA H200", True),
+    (H200, None, True, "NVIDIA H200", False),
+    (H200, "sm_80", False, "sm_80", False),
+])  # fmt: skip
 def test_target_gpu(
     here: GpuSpec | None,
     arch: str | None,
@@ -185,9 +176,6 @@ def test_an_interruption_keeps_what_was_compiled(
     assert len(journal.read_text().split()) > 3
 
 
-# the compile part
-
-
 def compiled_for(config: TuneConfig) -> list[Variant]:
     """Return the variants that the compile part asks for, in order."""
     compile_part(config, journal_of(config), pool := AtOnce(), no_progress)  # type: ignore[arg-type]
@@ -220,9 +208,6 @@ def test_an_estimate_chooses_a_tile_without_options(folders: Folders) -> None:
         plain = [tile for tile in space(compiled.point, 90) if not options_of(tile)]
         assert estimate.bound == max(fine(job_of(compiled.point, tile, 90, 2)).bound or 0 for tile in plain)
         assert estimate.tile in plain and estimate.estimated and estimate.seconds is None
-
-
-# measuring
 
 
 def slow(tile: Tile) -> float:
@@ -323,9 +308,6 @@ def test_a_tile_that_broke_the_device_is_not_tried_again(folders: Folders) -> No
         measured(assumed_gpu(90, "NVIDIA H100 80GB HBM3"))
 
 
-# on a device, here the CPU under Triton's interpreter
-
-
 @pytest.mark.parametrize(("kernel", "mask"), [*zip(TUNED, ("full", "bounded", "full", "bounded", "full"), strict=True)])
 def test_a_correct_tile_passes_and_is_timed(kernel: str, mask: str) -> None:
     # In fp16 the continued state has another dtype than the result.
@@ -346,15 +328,12 @@ def raise_out_of_resources(results: Any) -> Any:
     raise RuntimeError("out of resource: shared memory\nand more")
 
 
-@pytest.mark.parametrize(
-    ("kernel", "name", "wrong", "message"),
-    [
-        ("forward", "attention_forward", lambda results: (results[0] * torch.nan, results[1]), "error of out is nan"),
-        ("forward", "attention_forward", raise_out_of_resources, r"RuntimeError: out of resource: shared memory$"),
-        ("dq", "attention_dq", add_error, r"error of dq is 0\.00\d*, PyTorch's is "),
-        ("single_pass", "attention_gradients", add_error, r"error of dk is 0\.00\d*, PyTorch's is "),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "name", "wrong", "message"), [
+    ("forward", "attention_forward", lambda results: (results[0] * torch.nan, results[1]), "error of out is nan"),
+    ("forward", "attention_forward", raise_out_of_resources, r"RuntimeError: out of resource: shared memory$"),
+    ("dq", "attention_dq", add_error, r"error of dq is 0\.00\d*, PyTorch's is "),
+    ("single_pass", "attention_gradients", add_error, r"error of dk is 0\.00\d*, PyTorch's is "),
+])  # fmt: skip
 def test_wrong_results_are_reported(
     kernel: str, name: str, wrong: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

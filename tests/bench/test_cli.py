@@ -106,16 +106,13 @@ def run_with_closed_stream(stream: str, arguments: list[str]) -> tuple[int, str]
     return ran.returncode, (ran.stdout or "") + (ran.stderr or "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["dmeo"], "ringattn: No such command 'dmeo'"),
-        (["bench", "foo"], "ringattn bench: No such command 'foo'"),
-        (["bench", "--foo"], "ringattn bench: No such option: --foo"),
-        ([], " Usage: ringattn [OPTIONS] COMMAND"),
-        (["bench"], " Usage: ringattn bench [OPTIONS] COMMAND"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "line"), [
+    (["dmeo"], "ringattn: No such command 'dmeo'"),
+    (["bench", "foo"], "ringattn bench: No such command 'foo'"),
+    (["bench", "--foo"], "ringattn bench: No such option: --foo"),
+    ([], " Usage: ringattn [OPTIONS] COMMAND"),
+    (["bench"], " Usage: ringattn bench [OPTIONS] COMMAND"),
+])  # fmt: skip
 def test_unknown_commands_are_refused(arguments: list[str], line: str) -> None:
     ran = CliRunner().invoke(cli.app, arguments, prog_name="ringattn")
     lines = ran.output.strip("\n ").splitlines()
@@ -131,20 +128,17 @@ def test_options_and_help_reach_the_command(demo: list[object]) -> None:
         assert result.exit_code == 0 and "Print the story." in result.output and "--world" in result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "line"),
-    [
-        (["--end", "exit"], 7, ""),
-        (["--end", "interrupt"], 130, "interrupted"),
-        (["--end", "value"], 2, "ringattn demo: q has 3 dims: 4 are needed"),
-        (["--end", "later"], 2, "ringattn demo: not yet"),
-        (["--end", "flag"], 2, "ringattn demo: --text is odd"),
-        (["--end", "extra"], 2, cli.EXTRA),
-        (["--wrold", "4"], 2, "ringattn demo: No such option: --wrold"),
-        (["--world", "0"], 2, "ringattn demo: Invalid value for '--world': "),
-        (["--layout", "foo"], 2, "ringattn demo: Invalid value for '--layout': 'foo' is not one of 'contiguous', "),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "line"), [
+    (["--end", "exit"], 7, ""),
+    (["--end", "interrupt"], 130, "interrupted"),
+    (["--end", "value"], 2, "ringattn demo: q has 3 dims: 4 are needed"),
+    (["--end", "later"], 2, "ringattn demo: not yet"),
+    (["--end", "flag"], 2, "ringattn demo: --text is odd"),
+    (["--end", "extra"], 2, cli.EXTRA),
+    (["--wrold", "4"], 2, "ringattn demo: No such option: --wrold"),
+    (["--world", "0"], 2, "ringattn demo: Invalid value for '--world': "),
+    (["--layout", "foo"], 2, "ringattn demo: Invalid value for '--layout': 'foo' is not one of 'contiguous', "),
+])  # fmt: skip
 def test_exit_codes_and_messages(arguments: list[str], code: int, line: str, alone: None, demo: list[object]) -> None:
     result = CliRunner().invoke(cli.app, ["demo", *arguments], prog_name="ringattn")
     assert result.exit_code == code and result.output.startswith(line), result.output

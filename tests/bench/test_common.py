@@ -28,9 +28,6 @@ pytestmark = pytest.mark.usefixtures("alone")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-# timing
-
-
 def test_candidates_take_turns() -> None:
     order: list[str] = []
     steps = {name: partial(order.append, name) for name in "abc"}
@@ -82,9 +79,6 @@ def test_what_the_clocks_of_a_gpu_enqueue(monkeypatch: pytest.MonkeyPatch) -> No
         assert 0 <= clocks[name](run) < 60 and cuda.calls == calls
 
 
-# counting
-
-
 def test_packed_documents_depend_on_the_seed() -> None:
     drawn = packed(4096, 64, seed=1)
     assert drawn == packed(4096, 64, seed=1) != packed(4096, 64, seed=2)
@@ -102,9 +96,6 @@ def test_inputs_and_their_flops() -> None:
     assert all(map(torch.equal, drawn[1], drawn[2]))
     assert config.flops == 2 * (12 * 13 // 2) * (6 + 3) * 4 and config.flash_flops == 2 * (12 * 12 // 2) * (6 + 3) * 4
     assert forward_flops(7, heads=3, head_dim=4, batch=2) == 2 * 7 * (4 + 4) * 3 * 2 and BACKWARD_FLOPS == 2.5
-
-
-# errors against float64
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_size": (5, 0)}])
@@ -138,9 +129,6 @@ def test_limits_are_finite_if_rows_see_no_key(monkeypatch: pytest.MonkeyPatch) -
     config = AttentionConfig(64, 1, 2, heads=4, kv_heads=2, head_dim=16, causal=False, seqused_k=(0, 33))
     (q, k, v, dout), options = config.tensors(), config.options(CPU)
     assert max(errors.judge_of(errors.Inputs(q, k, v, dout), options).usual.values()) < 1e-5
-
-
-# provenance
 
 
 def test_provenance_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,18 +47,12 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
 
 
-# -- agreement
-
-
-@pytest.mark.parametrize(
-    ("world", "job"),
-    [
-        (3, replace(TINY, layout="striped", kv_heads=1, layers=2, dtype="bfloat16")),
-        pytest.param(4, replace(TINY, layout="contiguous", kv_heads=4, dtype="float16"), marks=pytest.mark.nightly),
-        # a rank without tokens
-        pytest.param(3, replace(TINY, seqlen=2, steps=1), marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("world", "job"), [
+    (3, replace(TINY, layout="striped", kv_heads=1, layers=2, dtype="bfloat16")),
+    pytest.param(4, replace(TINY, layout="contiguous", kv_heads=4, dtype="float16"), marks=pytest.mark.nightly),
+    # a rank without tokens
+    pytest.param(3, replace(TINY, seqlen=2, steps=1), marks=pytest.mark.nightly),
+])  # fmt: skip
 def test_virtual_ranks_agree_with_one_device(world: int, job: Job) -> None:
     result = compared_virtually(job, world)
     assert len(result.rows) > job.steps and result.failed == []
@@ -82,8 +76,6 @@ def test_weights_depend_only_on_the_seed() -> None:
     assert all(weights(TINY)[name].equal(weight) for name, weight in first.items())
     assert not weights(replace(TINY, seed=1))["head.weight"].equal(first["head.weight"])
 
-
-# -- a broken ring is detected
 
 Attention = Callable[..., Any]
 BROKEN: dict[str, tuple[Attention, str]] = {
@@ -112,9 +104,6 @@ def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch)
         train_virtual_ranks(TINY, read_text(), 2)
 
 
-# -- launching
-
-
 def test_processes_of_this_machine(tmp_path: Path) -> None:
     target, rows, plot = tmp_path / "out.json", tmp_path / "out.csv", tmp_path / "loss.png"
     launchers = {name for names in ranks.LAUNCHERS for name in names}
@@ -139,9 +128,6 @@ def test_a_failing_rank_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(launching, "launch", launch)
     code, output = invoke(*FLAGS)
     assert code == 1 and "a rank failed: rank 1: killed by SIGKILL" in output
-
-
-# -- refusals
 
 
 @pytest.mark.parametrize(("layers", "dims"), rest_nightly([(3, (4, 2, 32)), (1, (4, 4, 64))], (3, (4, 2, 32))))
@@ -191,9 +177,6 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         command.resolve_ranks(4, 3, None)
     with pytest.raises(ValueError, match="rank 5 has no GPU: 8 ranks and 4 GPUs"):
         command.resolve_ranks(None, 1, ranks.Member(rank=5, world=8, local_rank=5, local_world=8))
-
-
-# -- the parts
 
 
 def test_batches_continue_through_the_text_and_wrap_around() -> None:

@@ -115,8 +115,6 @@ def test_files_with_random_values_are_read_or_named(seed: int, tmp_path: Path) -
         assert (ended.exit_code != 2 or f"{name}.json" in told(ended)) and "\x1b" not in ended.output, told(ended)
 
 
-# -- writing
-
 WRITERS: dict[str, tuple[str, ...]] = {
     "show --json": ("show", "--seqlen", "16", "--world", "2", "--json", "FILE.json"),
     "show --csv": ("show", "--seqlen", "16", "--world", "2", "--csv", "FILE.csv"),

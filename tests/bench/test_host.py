@@ -46,15 +46,12 @@ def test_host_time_on_a_cpu_is_a_lower_bound(tmp_path: Path) -> None:
     assert before == (torch.cuda.Event, torch.cuda.Stream, torch.cat)
 
 
-@pytest.mark.parametrize(
-    ("device", "timer", "host", "note", "failed"),
-    [
-        ("cuda", "events", 99.0, command.AHEAD, []),
-        ("cuda", "events", 101.0, command.AHEAD, ["the host is slower than the device in the forward"]),
-        ("cuda", "clock", 101.0, command.BY_CLOCK, []),
-        ("cpu", "clock", 101.0, command.LOWER_BOUND, []),
-    ],
-)
+@pytest.mark.parametrize(("device", "timer", "host", "note", "failed"), [
+    ("cuda", "events", 99.0, command.AHEAD, []),
+    ("cuda", "events", 101.0, command.AHEAD, ["the host is slower than the device in the forward"]),
+    ("cuda", "clock", 101.0, command.BY_CLOCK, []),
+    ("cpu", "clock", 101.0, command.LOWER_BOUND, []),
+])  # fmt: skip
 def test_verdict_on_the_host(device: str, timer: str, host: float, note: str, failed: list[str]) -> None:
     # With the clock timer, host time is part of the compute time.
     rows = [{"phase": FORWARD, "host": host, "compute": 100.0}]

@@ -74,9 +74,6 @@ def largest_error(inputs: Given, results: Sequence[torch.Tensor]) -> float:
     return max(judge.errors(dict(zip(errors.RESULTS, results, strict=False))).values())
 
 
-# results
-
-
 @pytest.mark.parametrize("case", MASKS, ids=named)
 def test_every_mask_is_counted_computed_and_named(case: AttentionConfig) -> None:
     positions = torch.arange(64)
@@ -114,9 +111,6 @@ def test_unavailable_contenders_state_a_reason(monkeypatch: pytest.MonkeyPatch) 
     contender._check_square(inputs, 2, "scores")
     with pytest.raises(Cannot, match="its scores take"):
         contender._check_square(Given.drawn(config(32, batch=2), CPU), 2, "scores")
-
-
-# rows
 
 
 @pytest.mark.usefixtures("quick")
@@ -184,25 +178,19 @@ def test_our_contenders_run_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows.failed == [f"{OURS} is not available: {why}"] and [row["note"] for row in rows.rows] == [why]
 
 
-# targets
-
-
 HOPPER, MARGIN = "ringattn hopper", "ringattn persistent with margin"
 
 
-@pytest.mark.parametrize(
-    ("row", "rates", "by", "values", "words"),
-    [
-        (0, {"forward:ringattn": 100, f"forward:{HOPPER}": 500, "forward:flash": 400, "forward:cudnn": 600}, HOPPER,
-         [1.25, 500 / 600, 500], ["reached", "missed", "missed"]),
-        (0, {}, OURS, [None] * 3, ["not measured"] * 3),
-        (5, {"forward with state:ringattn": 95, "forward:ringattn": 100, f"forward:{HOPPER}": 1}, OURS, [0.95, 0.95],
-         ["reached", "missed"]),
-        # A kernel that leaves multiprocessors free and is slow alone must not look lossless.
-        (6, {"forward:ringattn": 80, "alone:ringattn": 100, f"forward:{MARGIN}": 88, f"alone:{MARGIN}": 89}, MARGIN,
-         [0.88, 0.88], ["reached", "missed"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "rates", "by", "values", "words"), [
+    (0, {"forward:ringattn": 100, f"forward:{HOPPER}": 500, "forward:flash": 400, "forward:cudnn": 600}, HOPPER,
+     [1.25, 500 / 600, 500], ["reached", "missed", "missed"]),
+    (0, {}, OURS, [None] * 3, ["not measured"] * 3),
+    (5, {"forward with state:ringattn": 95, "forward:ringattn": 100, f"forward:{HOPPER}": 1}, OURS, [0.95, 0.95],
+     ["reached", "missed"]),
+    # A kernel that leaves multiprocessors free and is slow alone must not look lossless.
+    (6, {"forward:ringattn": 80, "alone:ringattn": 100, f"forward:{MARGIN}": 88, f"alone:{MARGIN}": 89}, MARGIN,
+     [0.88, 0.88], ["reached", "missed"]),
+])  # fmt: skip
 def test_floors_and_goals(row: int, rates: Any, by: str, values: list[float], words: list[str]) -> None:
     verdicts = list(speed.judged(speed.TARGETS[row], rates))
     assert {number.labels["by"] for number in verdicts} == {by} and not any(number.fails for number in verdicts)
@@ -236,9 +224,6 @@ def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest
     assert parts == [(what, name) for name in seconds for what in (speed.ALONE, FORWARD)]
 
 
-# accuracy
-
-
 @pytest.mark.parametrize(
     ("backend", "dtype", "dims"), [("triton", "float32", (16, 24)), ("aten", "bfloat16", (24, 24))]
 )
@@ -251,9 +236,6 @@ def test_accuracy_holds(backend: str, dtype: str, dims: tuple[int, int]) -> None
 def test_kernels_of_another_gpu_are_unavailable() -> None:
     with pytest.raises(NotHere, match=r"compute capability 9\.0"):
         next(accuracy.accuracy(CPU, backend=accuracy.HOPPER, dtype="float16", head_dim=16, **TINY))
-
-
-# the command
 
 
 def test_memory_is_counted_for_all_contenders(monkeypatch: pytest.MonkeyPatch) -> None:

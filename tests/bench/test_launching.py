@@ -32,23 +32,17 @@ GROUPS = 5
 CPU = torch.device("cpu")
 
 
-# -- ranks
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, None),
-        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Member(3, 8, 1, 2)),
-        ({"RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, Member(4, 8, 0, 4)),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Member(0, 1, 0, 1)),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Member(1, 2, 1, 2)),
-        ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
-         Member(5, 8, 1, 4)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script without srun
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("variables", "expected"), [
+    ({}, None),
+    ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Member(3, 8, 1, 2)),
+    ({"RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, Member(4, 8, 0, 4)),
+    ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Member(0, 1, 0, 1)),
+    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Member(1, 2, 1, 2)),
+    ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+     Member(5, 8, 1, 4)),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script without srun
+    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+])  # fmt: skip
 def test_member_of_a_launcher(
     variables: dict[str, str], expected: Member | None, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,9 +73,6 @@ def test_ranks_that_share_a_gpu_limit_ctas(
     assert launching.sharing(ranks, gpus) == ({} if ctas is None else {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **bound})
     monkeypatch.setenv("NCCL_MAX_CTAS", "2")
     assert launching.sharing(ranks, gpus).get("NCCL_MAX_CTAS") == ("2" if ctas else None)
-
-
-# -- rendezvous
 
 
 def test_address_of_rank_0(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +170,6 @@ def test_successive_groups_listen_on_loopback_only(monkeypatch: pytest.MonkeyPat
     assert interfaces == ["lo", "eth1"]
 
 
-# -- errors of ranks
-
-
 def rank_one_raises(place: Member, device: torch.device) -> None:
     """Raise on rank 1.
 
@@ -244,9 +232,6 @@ def test_errors_without_a_peer_are_raised_at_once(monkeypatch: pytest.MonkeyPatc
     for error in (NotImplementedError("no"), torch.OutOfMemoryError("full"), typer.Exit(1), ValueError("wrong")):
         with pytest.raises(type(error)), consequences_later():
             raise error
-
-
-# -- commands under launchers
 
 
 def two_ranks(launcher: str) -> list[str]:

@@ -29,9 +29,6 @@ pytestmark = pytest.mark.usefixtures("alone")
 CPU = torch.device("cpu")
 
 
-# edges and bytes
-
-
 @pytest.mark.parametrize(
     ("size", "edges"),
     [(1, "0->0"), (2, "0->1 1->0 0<->1 all"), (3, "0->1 1->2 2->0 0<->1 0<->2 1<->2 all")],
@@ -117,9 +114,6 @@ def test_events_are_recorded_after_the_busy_kernel(monkeypatch: pytest.MonkeyPat
     assert on_gpu.calls.index("sleep") < on_gpu.calls.index("transfers")
 
 
-# limits and unavailable transports
-
-
 def test_only_nccl_is_swept() -> None:
     config = LinksConfig((), channels=(None, 4, 16), ctas=(None, 8))
     assert list(runs.limits_of("nccl", config)) == [
@@ -136,9 +130,6 @@ def test_transport_that_does_not_open_is_named_once(must_open: bool) -> None:
     (why,) = rows.failed if must_open else rows.notes
     assert why.startswith("nccl cannot be opened: ") and "cpu" in why
     assert {row["transport"] for row in rows.rows} == {"local"}
-
-
-# beside compute
 
 
 class Slow:
@@ -179,17 +170,11 @@ def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) 
     assert columns["compute slowed"] == pytest.approx(1) and columns["transfer slowed"] == pytest.approx(1, rel=0.1)
 
 
-# flags
-
-
 @pytest.mark.parametrize(
     ("limits", "sizes"), [((8, 64, 2), (8, 16, 32, 64)), ((8, 63, 4), (8, 32)), ((32 << 20, 32 << 20, 2), (32 << 20,))]
 )
 def test_sizes_are_those_of_nccl_tests(limits: tuple[int, int, int], sizes: tuple[int, ...]) -> None:
     assert links.steps(*limits) == sizes
-
-
-# memory
 
 
 def test_memory_of_messages_is_counted() -> None:
@@ -201,9 +186,6 @@ def test_memory_of_messages_is_counted() -> None:
         peak = memory.PeakMemory(CPU)
         assert len(measured(transport, Limits(), config, CPU)) == 1
         assert 0.9 * messages * nbytes < peak.bytes < 1.1 * messages * nbytes
-
-
-# the command
 
 
 def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,13 +210,10 @@ def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(row["compute alone"] > 0 for row in beside if row["transport"] == "process_group")
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}], "nccl, 0->1: 3 bytes arrived wrong"),
-        ([], "no transport can be opened"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "message"), [
+    ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}], "nccl, 0->1: 3 bytes arrived wrong"),
+    ([], "no transport can be opened"),
+])  # fmt: skip
 def test_failures(rows: list[Row], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "spawn", lambda *args, **more: Result("bench links", runs.UNITS, rows))
     assert runs.everywhere(2, LinksConfig(("process_group",))).failed == [message]

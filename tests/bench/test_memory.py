@@ -42,9 +42,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FREE = Needs(10**9, int(1.5e8))
 
 
-# measured
-
-
 def test_peak_memory_includes_freed_memory() -> None:
     first = PeakMemory(CPU)
     torch.ones(50_000_000, dtype=torch.uint8)
@@ -81,9 +78,6 @@ def test_freed_blocks_do_not_count_where_they_are_freed_at_once() -> None:
     assert 127 << 20 < peak < 170 << 20
 
 
-# refusals
-
-
 def test_a_refusal_for_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "free_memory", lambda device: int(100_000_000 / USED + 10))
 
@@ -101,14 +95,11 @@ def test_a_refusal_for_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) ->
     assert re.search(message, str(memory_module.too_large(2048, lambda n: Needs(0, n * 10**5), FREE, unit="tokens")))
 
 
-@pytest.mark.parametrize(
-    ("launcher", "per_rank", "message"),
-    [
-        ({}, True, "--size: 8,192 tokens on each of 4 ranks take 0.2 GB of memory, 0.0 GB are free: 1k fits"),
-        ({}, False, "--size: 32,768 tokens over 4 ranks take 0.2 GB of memory, 0.0 GB are free: 5k fits"),
-        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, True, "take 0.1 GB of memory"),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "per_rank", "message"), [
+    ({}, True, "--size: 8,192 tokens on each of 4 ranks take 0.2 GB of memory, 0.0 GB are free: 1k fits"),
+    ({}, False, "--size: 32,768 tokens over 4 ranks take 0.2 GB of memory, 0.0 GB are free: 5k fits"),
+    ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, True, "take 0.1 GB of memory"),
+])  # fmt: skip
 def test_ranks_that_do_not_fit_this_machine_are_refused(
     alone: None, launcher: dict[str, str], per_rank: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,17 +141,11 @@ def test_ranks_that_a_gpu_holds(
     assert {*devices} == {own, CPU}
 
 
-# the table
-
-
-@pytest.mark.parametrize(
-    ("form", "peak"),
-    [
-        (RingForm(), 338.1e6),
-        (RingForm(two_level=True), 498.6e6),
-        (RingForm(wire_dtype="bfloat16", grad_wire_dtype="bfloat16"), 337.0e6),
-    ],
-)
+@pytest.mark.parametrize(("form", "peak"), [
+    (RingForm(), 338.1e6),
+    (RingForm(two_level=True), 498.6e6),
+    (RingForm(wire_dtype="bfloat16", grad_wire_dtype="bfloat16"), 337.0e6),
+])  # fmt: skip
 def test_every_form_of_a_ring_is_counted(form: RingForm, peak: float) -> None:
     # The peaks come from `bench memory`, without gloo's buffers and rounding to pages.
     counted = memory_table.candidate_bytes(OURS, AttentionConfig(8 * 8192, 8), form)
@@ -213,9 +198,6 @@ def test_kernels_take_no_more_than_counted(monkeypatch: pytest.MonkeyPatch) -> N
         taken = peak.bytes
     counted = memory_table.kernels_bytes(config, 2048, 1, 1, speed.PRODUCT_SIDE["cpu"])
     assert 0.5 * counted < taken < counted
-
-
-# bench memory
 
 
 def test_memory_of_real_processes(alone: None, tmp_path: Path) -> None:

@@ -59,13 +59,10 @@ def test_rate_of_the_slowed_link(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs.link_speed(OverlapConfig(SMALL, ((2, 1, 1),)), 0.5, CPU) == 40 / (0.5 * 4)
 
 
-@pytest.mark.parametrize(
-    ("measured", "columns"),
-    [
-        (times(12), {"exposed": 2e3, "overlap": 75, "efficiency": 100 / 1.2, "bound": 13e3, "within bound": True}),
-        (times(13.01), {"within bound": False}),
-    ],
-)
+@pytest.mark.parametrize(("measured", "columns"), [
+    (times(12), {"exposed": 2e3, "overlap": 75, "efficiency": 100 / 1.2, "bound": 13e3, "within bound": True}),
+    (times(13.01), {"within bound": False}),
+])  # fmt: skip
 def test_columns(measured: Times, columns: dict[str, float]) -> None:
     row = measured.columns()
     assert {name: row[name] for name in columns} == pytest.approx(columns)

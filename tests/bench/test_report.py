@@ -56,16 +56,13 @@ def test_rank_0_alone_writes_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     assert invoke(folder).output == "" and not (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("run/results.json", "results.json is not a folder"),
-        ("empty", "empty holds no results: no file that a command wrote with --json"),
-        ("damaged", "holds no results: no file that a command wrote with --json; a.json: Expecting"),
-        ("run --out .", "cannot write .: it is a folder; name a file in it"),
-        ("run --out nowhere/page.html", "there is no folder nowhere"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ("run/results.json", "results.json is not a folder"),
+    ("empty", "empty holds no results: no file that a command wrote with --json"),
+    ("damaged", "holds no results: no file that a command wrote with --json; a.json: Expecting"),
+    ("run --out .", "cannot write .: it is a folder; name a file in it"),
+    ("run --out nowhere/page.html", "there is no folder nowhere"),
+])  # fmt: skip
 def test_refusals(flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run", results=report_cases.suite())
@@ -81,9 +78,6 @@ def test_an_unwritable_page_keeps_the_results(tmp_path: Path) -> None:
     assert command.write_beside(tmp_path) == str(tmp_path / "report.html")
     write(tmp_path, results={"schema": "other"})
     assert command.write_beside(tmp_path).startswith(f"no report.html: ValueError: {tmp_path} holds no results")
-
-
-# the page
 
 
 def test_page_shows_provenance_failures_and_files_in_order(page: str) -> None:
@@ -158,9 +152,6 @@ def test_numbers_in_cells_are_short() -> None:
     assert len(shown("x" * 10_000)) < 500
 
 
-# charts
-
-
 def drawn(data: dict[str, Any]) -> list[charts.Chart]:
     return charts.charts(Result(**{name: value for name, value in data.items() if name != "schema"}))
 
@@ -196,9 +187,6 @@ def test_axes_and_lines_of_a_chart() -> None:
         assert chart(twice, (1, value), (2, value)) == []
     (many,) = chart({"seqlen": "", "by": "", "ms": "ms"}, *((s, f"n{n}", 1.0) for s in (1, 2) for n in range(20)))
     assert len(many.lines) == 12 and many.title.endswith("first 12 of 20 lines")
-
-
-# pictures of timelines
 
 
 def test_measured_and_predicted_share_one_time_axis() -> None:

@@ -69,18 +69,15 @@ def test_a_failure_ends_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert ended.value.exit_code == 1 and capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"schema": "other"}, "its schema is not"),
-        ({"rows": 3}, "result.rows is 3: it must be of type list"),
-        ({"rows": [{"other": 1}]}, "fields that are not columns of units"),
-        ({"rows": [{"edge": [1]}]}, "must be of type str | bool | float | None"),
-        ({"notes": [3]}, "is 3: it must be of type str"),
-        ({"units": {"edge": 3}}, "is 3: it must be of type str"),
-        ({"extra": 3}, "result has an unknown field 'extra'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "why"), [
+    ({"schema": "other"}, "its schema is not"),
+    ({"rows": 3}, "result.rows is 3: it must be of type list"),
+    ({"rows": [{"other": 1}]}, "fields that are not columns of units"),
+    ({"rows": [{"edge": [1]}]}, "must be of type str | bool | float | None"),
+    ({"notes": [3]}, "is 3: it must be of type str"),
+    ({"units": {"edge": 3}}, "is 3: it must be of type str"),
+    ({"extra": 3}, "result has an unknown field 'extra'"),
+])  # fmt: skip
 def test_files_without_a_result_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text(json.dumps({**FOUND.as_json(), **change}))
@@ -88,16 +85,13 @@ def test_files_without_a_result_are_refused(change: dict[str, Any], why: str, tm
         read(path)
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (11960.4, "11960"),
-        (8803.2, "8803"),
-        (9999.96, "10000"),
-        (0.084, "0.084"),
-        (-12345.6, "-12346"),
-        (2.5e12, "2.5e+12"),
-    ],
-)
+@pytest.mark.parametrize(("number", "text"), [
+    (11960.4, "11960"),
+    (8803.2, "8803"),
+    (9999.96, "10000"),
+    (0.084, "0.084"),
+    (-12345.6, "-12346"),
+    (2.5e12, "2.5e+12"),
+])  # fmt: skip
 def test_numbers_of_one_table_have_no_exponent_beside_others(number: float, text: str) -> None:
     assert cell(number) == text

@@ -41,9 +41,6 @@ def by_name(result: Result) -> dict[str, Any]:
     return {row["candidate"]: row for row in result.rows}
 
 
-# processes
-
-
 def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
     flags = "--seqlen 256,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1 --layout zigzag,striped --batch 2"
     by = "ringattn,baseline,all-gather,Ulysses,PyTorch"  # other libraries take long to import
@@ -181,9 +178,6 @@ def test_counted_memory_matches_the_measured_peaks() -> None:
         assert least < row["peak"] * 1e6 < most, f"{name}: {row['peak']:,} MB, {least:,.0f} to {most:,.0f} bytes"
 
 
-# notes on rows
-
-
 def rows(tokens: int = 1024, world: int = 2, **seconds: float) -> list[Row]:
     names = {"whole": WHOLE, "zigzag": f"{OURS} zigzag", "gather": ALL_GATHER, "heads": ULYSSES,
              "striped": f"{OURS} striped"}  # fmt: skip
@@ -242,9 +236,6 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     assert torch.equal(third.shards[0], first.shards[0].flip(1))
 
 
-# candidates
-
-
 def setting(problem: AttentionConfig, device: str = "cpu", shared: bool = False) -> Setting:
     def ring(group: object) -> Ring:
         raise AssertionError
@@ -272,22 +263,19 @@ def test_candidates_are_chosen_by_name() -> None:
 
 
 @pytest.mark.usefixtures("rank_zero")
-@pytest.mark.parametrize(
-    ("make", "ring_setting", "message"),
-    [
-        (candidates.ulysses, setting(AttentionConfig(64, 3, heads=8, kv_heads=8)), "heads is 8: .* of the 3 ranks"),
-        (candidates.ulysses, setting(AttentionConfig(64, 2), "cuda", shared=True), "one rank per GPU"),
-        (partial(candidates.ulysses_by_ring, 2), setting(AttentionConfig(64, 4, heads=3, kv_heads=3)), "may have 1, 3"),
-        (candidates.all_gather, setting(AttentionConfig(65, 2)), "65 tokens"),
-        (candidates.baseline_ring, setting(AttentionConfig(66, 2)), "66 tokens"),
-        (candidates.baseline_ring, setting(AttentionConfig(64, 2), "cuda"), "CPU's operator"),
-        (candidates.all_cores, setting(AttentionConfig(64, 2, threads=10**6)), "no more threads than one rank has"),
-        (candidates.context_parallel, setting(AttentionConfig(64, 2)), "needs a GPU"),
-        (candidates.context_parallel, setting(AttentionConfig(64, 2, kv_heads=2), "cuda"), "as many key/value heads"),
-        (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16")), "needs a GPU"),
-        (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16"), "cuda"), "is not installed"),
-    ],
-)
+@pytest.mark.parametrize(("make", "ring_setting", "message"), [
+    (candidates.ulysses, setting(AttentionConfig(64, 3, heads=8, kv_heads=8)), "heads is 8: .* of the 3 ranks"),
+    (candidates.ulysses, setting(AttentionConfig(64, 2), "cuda", shared=True), "one rank per GPU"),
+    (partial(candidates.ulysses_by_ring, 2), setting(AttentionConfig(64, 4, heads=3, kv_heads=3)), "may have 1, 3"),
+    (candidates.all_gather, setting(AttentionConfig(65, 2)), "65 tokens"),
+    (candidates.baseline_ring, setting(AttentionConfig(66, 2)), "66 tokens"),
+    (candidates.baseline_ring, setting(AttentionConfig(64, 2), "cuda"), "CPU's operator"),
+    (candidates.all_cores, setting(AttentionConfig(64, 2, threads=10**6)), "no more threads than one rank has"),
+    (candidates.context_parallel, setting(AttentionConfig(64, 2)), "needs a GPU"),
+    (candidates.context_parallel, setting(AttentionConfig(64, 2, kv_heads=2), "cuda"), "as many key/value heads"),
+    (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16")), "needs a GPU"),
+    (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16"), "cuda"), "is not installed"),
+])  # fmt: skip
 def test_refused_candidates(make: Any, ring_setting: Setting, message: str) -> None:
     with pytest.raises(Refused, match=message):
         make(ring_setting)
@@ -303,9 +291,6 @@ def test_a_shared_key_head_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> Non
         sent = candidates.ulysses_by_ring(2, setting(problem)).sent
         by_ring.append((sent or 0) - candidates.exchanged_bytes(problem, 2))
     assert by_ring[0] == by_ring[1] > 0
-
-
-# memory
 
 
 def test_the_rings_of_all_layouts_keep_their_slots() -> None:

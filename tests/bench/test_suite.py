@@ -53,19 +53,13 @@ def results(**changes: Any) -> dict[str, Any]:
     return dict(json.loads(json.dumps(result | changes)))
 
 
-# going on from a folder
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[1]", "it must be a JSON object"),
-        (json.dumps({"schema": "ringattn bench suite 1"}), "its schema is not 'ringattn result'"),
-        (json.dumps(results(case="bench links")), "holds bench links"),
-        (json.dumps(results(units={"part": ""}, rows=[{"part": "x"}])), "holds bench suite"),
-        (json.dumps(results(provenance={**HERE, "ringattn": {"sources": "other"}})), "ringattn.sources other, not"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("[1]", "it must be a JSON object"),
+    (json.dumps({"schema": "ringattn bench suite 1"}), "its schema is not 'ringattn result'"),
+    (json.dumps(results(case="bench links")), "holds bench links"),
+    (json.dumps(results(units={"part": ""}, rows=[{"part": "x"}])), "holds bench suite"),
+    (json.dumps(results(provenance={**HERE, "ringattn": {"sources": "other"}})), "ringattn.sources other, not"),
+])  # fmt: skip
 def test_a_folder_with_other_results_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps(results(provenance={**HERE, "date": "another"})))
     assert suite.earlier(tmp_path, HERE) == [ROW]
@@ -75,23 +69,17 @@ def test_a_folder_with_other_results_is_refused(text: str, message: str, tmp_pat
     assert message in str(refused.value) and "results.json" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--device", "cuda"], "torch finds no CUDA device"),
-        (["--only", "nothing"], "--only is 'nothing': no part's name contains it"),
-        (["--out", __file__], "cannot write to this folder"),
-        (["--out", "/proc/no/suite"], "--out is /proc/no/suite: cannot write to this folder"),
-        (["--budget", "0"], "--budget"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--device", "cuda"], "torch finds no CUDA device"),
+    (["--only", "nothing"], "--only is 'nothing': no part's name contains it"),
+    (["--out", __file__], "cannot write to this folder"),
+    (["--out", "/proc/no/suite"], "--out is /proc/no/suite: cannot write to this folder"),
+    (["--budget", "0"], "--budget"),
+])  # fmt: skip
 def test_refusals(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ran = CliRunner().invoke(suite.app, ["--device", "cpu", *flags], env={"COLUMNS": "300"})
     assert ran.exit_code == 2 and message in ran.output, ran.output
-
-
-# the processes
 
 
 def run(parts: list[Part], out: Path, budget: float = 60.0) -> dict[object, Row]:
@@ -211,9 +199,6 @@ def test_missing_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert processes.short_of(listed, now + 2) == 3
 
 
-# the lists
-
-
 @pytest.mark.parametrize(("device", "gpus"), [("cuda", 2), ("cuda", 4), ("cpu", 0)])
 def test_parts_are_commands_that_leave_a_result(
     device: str, gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -267,9 +252,6 @@ def test_every_candidate_of_four_gpus_is_in_one_part(monkeypatch: pytest.MonkeyP
     names = [{*chosen(["zigzag"], by, [8])} for by in prefixes]
     assert len(names) == 2 and names[0] & names[1] == {WHOLE}
     assert names[0] | names[1] == {*chosen(["zigzag"], (), [8])} - {ALL_CORES, BASELINE}  # these run on the CPU
-
-
-# the command
 
 
 def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

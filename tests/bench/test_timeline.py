@@ -59,16 +59,13 @@ def test_a_trace_reads_back_as_it_was() -> None:
     assert (spans[-1]["ts"], spans[-1]["dur"]) == (250.0, 1250.0)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema": "ringattn timeline 9"}, "schema is 'ringattn timeline 9': a timeline has"),
-        ({"source": "guessed"}, "source is 'guessed': it must be one of measured, predicted"),
-        ({"world": 1}, "an event has rank 1: it must be 0 to 0"),
-        ({"world": "2"}, "world is '2'"),
-        ({"world": 1025}, "timeline.world is 1025: it must be at most 1024"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"schema": "ringattn timeline 9"}, "schema is 'ringattn timeline 9': a timeline has"),
+    ({"source": "guessed"}, "source is 'guessed': it must be one of measured, predicted"),
+    ({"world": 1}, "an event has rank 1: it must be 0 to 0"),
+    ({"world": "2"}, "world is '2'"),
+    ({"world": 1025}, "timeline.world is 1025: it must be at most 1024"),
+])  # fmt: skip
 def test_files_without_a_timeline_are_refused(change: dict[str, Any], message: str) -> None:
     trace = as_chrome(TWO_RANKS)
     trace["otherData"] |= change
@@ -84,9 +81,6 @@ def test_rows_of_a_timeline() -> None:
     ]
     assert result.notes == ["two ranks", "clocks of the ranks agree within 2.0e-06 s", "ranks compute 87.5% of 4 ms"]
     assert result.provenance == {"command": "ringattn"}
-
-
-# clocks
 
 
 def test_clocks_of_other_machines_are_aligned_with_rank_0() -> None:
@@ -121,9 +115,6 @@ def test_processes_with_unknown_clocks_share_none(monkeypatch: pytest.MonkeyPatc
     mine = runs.clock_name()
     monkeypatch.setattr(os, "getpid", lambda: -1)
     assert mine != runs.clock_name()
-
-
-# recorded
 
 
 @pytest.mark.parametrize(("layout", "causal"), [("zigzag", True), ("contiguous", False)])

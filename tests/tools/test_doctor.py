@@ -142,9 +142,6 @@ def test_refusals(flags: str, message: str) -> None:
     assert result.exit_code == 2 and message in result.output and len(result.output.splitlines()) == 1
 
 
-# -- faults
-
-
 def corrupting(source: int, destination: int, *, least: int = 0) -> Callable[[LocalTransport, Any], None]:
     """Return a `LocalTransport._receive` that flips a bit of every large enough message on one edge."""
     original = LocalTransport._receive
@@ -244,9 +241,6 @@ def test_a_rank_that_does_not_answer_fails(monkeypatch: pytest.MonkeyPatch, targ
     assert "no answer from rank 1" in failing(target, "--world", "2")["all ranks answer"]
 
 
-# -- the machine
-
-
 MAPS = """\
 7f0-7f1 r-xp 00000000 08:01 11 /venv/nvidia/nccl/lib/libnccl.so.2
 7f1-7f2 r--p 00001000 08:01 11 /venv/nvidia/nccl/lib/libnccl.so.2
@@ -306,9 +300,6 @@ def test_findings_of_the_machine(finding: Finding, status: str, text: str) -> No
     assert finding.status == status and text in finding.text, finding
     assert bool(finding.todo) == (status == FAIL)
     assert f"{machine.IMPLICIT_ORDER}=1; " not in finding.text
-
-
-# -- parts
 
 
 def test_edges_of_a_round_share_no_node() -> None:

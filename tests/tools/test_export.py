@@ -108,8 +108,6 @@ def test_the_manifest_says_what_and_whence(export: Export) -> None:
         assert str(ROOT).encode() not in (export.folder / kernel["cubin"]).read_bytes()
 
 
-# tiles from tables
-
 ENTRIES = [
     entry(POINT, Tile(64, 64, 4, 2)),
     entry(POINT._replace(length=1024, group=16), Tile(32, 64, 4, 2)),
@@ -129,20 +127,17 @@ def tiles_of(config: ExportConfig) -> Tiles:
     return chosen_tiles.__wrapped__(config)
 
 
-@pytest.mark.parametrize(
-    ("changed", "name", "tile", "source"),
-    [
-        ({}, "forward", Tile(64, 64, 4, 2), AT_8192),  # the longest point with the largest group
-        ({}, "dq", None, NEVER),  # an estimate is not a default
-        ({"gpu": None}, "forward", None, NEVER),
-        ({"bounded": True}, "forward", None, "is for forward_kernel='hopper', which is not exported"),
-        ({"bounded": True, "forward_kernel": "hopper"}, "forward", HOPPER, AT_8192),
-        ({"forward_kernel": "hopper"}, "forward", None, "is for forward_kernel='portable', which is not exported"),
-        ({"backward": "single_pass"}, "gradients", Tile(32, 128, 4, 1), AT_8192),
-        ({"backward": "hopper"}, "gradients", hopper_backward_launch.default_tile(128), NEVER),  # not in a table
-        ({"backward": "single_pass", "head_dim": 192, "head_dim_v": 192}, "gradients", Tile(16, 32, 8, 1), AT_8192),
-    ],
-)
+@pytest.mark.parametrize(("changed", "name", "tile", "source"), [
+    ({}, "forward", Tile(64, 64, 4, 2), AT_8192),  # the longest point with the largest group
+    ({}, "dq", None, NEVER),  # an estimate is not a default
+    ({"gpu": None}, "forward", None, NEVER),
+    ({"bounded": True}, "forward", None, "is for forward_kernel='hopper', which is not exported"),
+    ({"bounded": True, "forward_kernel": "hopper"}, "forward", HOPPER, AT_8192),
+    ({"forward_kernel": "hopper"}, "forward", None, "is for forward_kernel='portable', which is not exported"),
+    ({"backward": "single_pass"}, "gradients", Tile(32, 128, 4, 1), AT_8192),
+    ({"backward": "hopper"}, "gradients", hopper_backward_launch.default_tile(128), NEVER),  # not in a table
+    ({"backward": "single_pass", "head_dim": 192, "head_dim_v": 192}, "gradients", Tile(16, 32, 8, 1), AT_8192),
+])  # fmt: skip
 def test_tiles_of_a_table(
     changed: dict[str, Any], name: str, tile: Tile | None, source: str, folders: tuple[Path, Path]
 ) -> None:
@@ -199,23 +194,20 @@ def test_the_bounds_of_a_causal_mask(export: Export) -> None:
     assert pairs[11:] == [(1, 3), (2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("--arch 75", f"it must be one of {', '.join(f'sm_{arch}' for arch in ARCHS)}"),
-        ("--role lone", f"role is lone: it must be one of {', '.join(ROLES)}"),
-        ("", "TRITON_INTERPRET is set"),
-        ("--forward-kernel fast", "forward_kernel is fast: it must be one of portable, hopper"),
-        ("--backward one", "single_pass_deterministic, hopper"),
-        ("--arch 80 --forward-kernel hopper", "supports GPUs of compute capability 9.0"),
-        ("--forward-kernel hopper --head-dim 96", "supports 64, 128, 256"),
-        ("--backward hopper --no-grouped", "grouped is False: with backward='hopper' it must be True"),
-        ("--backward single_pass --head-dim 192", "has no tile for a single-pass backward that fits sm_90; "),
-        ("--gpu x --config-dir /nowhere", "config_dir is '/nowhere': there is no such folder; `ringattn tune"),
-        ("--config-dir .", "--config-dir is given without --gpu"),
-        ("--gpu NVIDIA-H100", "there is no table of NVIDIA-H100, sm_90, for this version of Triton; "),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ("--arch 75", f"it must be one of {', '.join(f'sm_{arch}' for arch in ARCHS)}"),
+    ("--role lone", f"role is lone: it must be one of {', '.join(ROLES)}"),
+    ("", "TRITON_INTERPRET is set"),
+    ("--forward-kernel fast", "forward_kernel is fast: it must be one of portable, hopper"),
+    ("--backward one", "single_pass_deterministic, hopper"),
+    ("--arch 80 --forward-kernel hopper", "supports GPUs of compute capability 9.0"),
+    ("--forward-kernel hopper --head-dim 96", "supports 64, 128, 256"),
+    ("--backward hopper --no-grouped", "grouped is False: with backward='hopper' it must be True"),
+    ("--backward single_pass --head-dim 192", "has no tile for a single-pass backward that fits sm_90; "),
+    ("--gpu x --config-dir /nowhere", "config_dir is '/nowhere': there is no such folder; `ringattn tune"),
+    ("--config-dir .", "--config-dir is given without --gpu"),
+    ("--gpu NVIDIA-H100", "there is no table of NVIDIA-H100, sm_90, for this version of Triton; "),
+])  # fmt: skip
 def test_unsupported_exports(arguments: str, expected: str, tmp_path: Path, folders: tuple[Path, Path]) -> None:
     flags = ["--arch", "sm_90", *arguments.split(), "--out-dir", str(tmp_path / "out")]
     done = CliRunner().invoke(app, flags, env=WIDE)
