@@ -135,13 +135,13 @@ def test_every_snippet_is_tested() -> None:
 
 def sections(kind: str) -> list[Any]:
     """Return the sections that run on this kind of ranks; slow ones are marked nightly."""
-    found = []
+    parameters = []
     for key in python_sections():
         setup = SETUPS.get(key)
         ranks = "virtual" if setup and setup.virtual else "processes" if setup and setup.processes else "here"
         if ranks == kind:
-            found.append(pytest.param(key, marks=[pytest.mark.nightly] * bool(setup and setup.nightly)))
-    return found
+            parameters.append(pytest.param(key, marks=[pytest.mark.nightly] * bool(setup and setup.nightly)))
+    return parameters
 
 
 THIRD_PARTY_WARNINGS = pytest.mark.filterwarnings(  # other packages warn on import
@@ -311,14 +311,14 @@ RUNNABLE = ("show", "predict")
 
 
 def runnable() -> list[Any]:
-    found = []
+    parameters = []
     for command in commands():
         arguments = own_arguments(command.text) if command.fenced else None
         if arguments and arguments[0] in RUNNABLE and "kernels.json" not in arguments:
-            found.append(
+            parameters.append(
                 pytest.param(arguments, id=command_id(command), marks=[pytest.mark.nightly] * ("predict" in arguments))
             )
-    return found
+    return parameters
 
 
 @pytest.mark.parametrize("arguments", runnable())

@@ -111,12 +111,12 @@ def test_public_folders_use_no_private_attributes(folder: str) -> None:
             yield from ((path.name, node) for node in ast.walk(ast.parse(path.read_text())))
 
     functions = (node for folder in ("ring", "comm") for _, node in nodes(folder) if isinstance(node, ast.FunctionDef))
-    ours = {node.name for node in functions if node.name.startswith("_") and not node.name.startswith("__")}
-    assert {"_entered", "_agree"} <= ours
+    private = {node.name for node in functions if node.name.startswith("_") and not node.name.startswith("__")}
+    assert {"_entered", "_agree"} <= private
     used = {
         (file, node.attr)
         for file, node in nodes(folder)
-        if isinstance(node, ast.Attribute) and node.attr in ours
+        if isinstance(node, ast.Attribute) and node.attr in private
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
     }
     assert not used
@@ -288,10 +288,10 @@ def test_no_other_module_at_the_root() -> None:
 
 def test_every_dependency_is_pinned() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
-    wanted = [*PYPROJECT["project"]["dependencies"], *(name for extra in extras.values() for name in extra)]
+    requirements = [*PYPROJECT["project"]["dependencies"], *(name for extra in extras.values() for name in extra)]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.partition("==")[0] for line in lines if "==" in line}
-    assert {re.split(r"[<>=]", name)[0] for name in wanted} <= pinned
+    assert {re.split(r"[<>=]", name)[0] for name in requirements} <= pinned
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
@@ -351,8 +351,8 @@ def test_tests_run_in_a_clone_of_any_name(name: str, tmp_path: Path) -> None:
     workers = "0" if name == ANOTHER else "1"
     command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "-k", "names or bits"]
     files = ["tests/support/test_names.py", "tests/properties/test_processes.py"]
-    done = subprocess.run([*command, *files], cwd=clone, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run([*command, *files], cwd=clone, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def run(code: str, folder: Path) -> None:
@@ -420,19 +420,19 @@ def test_installs_with_an_old_setuptools(tmp_path: Path) -> None:
     copy_clone(clone)
     shutil.copy(ROOT / ".gitignore", clone)
 
-    def done(*command: str | Path) -> str:
+    def result(*command: str | Path) -> str:
         return subprocess.run(command, cwd=clone, check=True, capture_output=True, text=True).stdout
 
-    done("git", "init", "--quiet")
-    done("git", "add", "--all")
-    done(sys.executable, "-m", "venv", python.parents[1])
+    result("git", "init", "--quiet")
+    result("git", "add", "--all")
+    result(sys.executable, "-m", "venv", python.parents[1])
     # Python 3.11's venv ships this version; later Pythons need 66.1
     setuptools = "65.5.0" if sys.version_info < (3, 12) else "66.1.0"
-    done(python, "-m", "pip", "install", "--quiet", f"setuptools=={setuptools}", "wheel")
-    done(python, "-m", *install.split(" "))
-    assert done("git", "ls-files", "--others", "--modified", "--exclude-standard") == ""
+    result(python, "-m", "pip", "install", "--quiet", f"setuptools=={setuptools}", "wheel")
+    result(python, "-m", *install.split(" "))
+    assert result("git", "ls-files", "--others", "--modified", "--exclude-standard") == ""
     script = "from importlib.metadata import metadata; print(metadata('ringattn'))"
-    assert "License :: OSI Approved :: MIT License" in done(python, "-c", script)
+    assert "License :: OSI Approved :: MIT License" in result(python, "-c", script)
     (package,) = python.parents[1].glob("lib/python3*/site-packages/ringattn")
     assert {path.parent.name for path in package.glob("*/__init__.py")} == {*FOLDERS}
     assert (package.parent / f"ringattn-{ringattn.__version__}.dist-info" / "LICENSE").is_file()

@@ -37,20 +37,20 @@ def test_gate_names_the_problem(kernel: str, change: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize(("full", "wanted"), [(True, CONSUMERS), (False, 3 * CONSUMERS)])
-def test_the_hopper_forward_has_three_loops_unless_it_is_full(full: bool, wanted: int) -> None:
+def test_the_hopper_forward_has_three_loops_unless_it_is_full(full: bool, expected: int) -> None:
     variant = replace(VARIANT, full=full, options=(("forward_kernel", "hopper"),))
     for count in (CONSUMERS, 3 * CONSUMERS):
-        found = hopper_problems(variant, replace(CLEAN, loops=CLEAN.loops * count), "")
-        message = f"{count} main loops, expected {wanted}"
-        assert (message in found) is (count != wanted)
+        failures = hopper_problems(variant, replace(CLEAN, loops=CLEAN.loops * count), "")
+        message = f"{count} main loops, expected {expected}"
+        assert (message in failures) is (count != expected)
 
 
 @pytest.mark.parametrize(("more", "fits"), [(-1, False), (0, True), (1024, True), (1025, False)])
 def test_the_hopper_backward_takes_the_shared_memory_of_its_launch(more: int, fits: bool) -> None:
     variant = replace(VARIANT, kernel="single_pass", tile=Tile(64, 128, 8, 2), options=(("backward", "hopper"),))
     shared = hopper_backward_launch.shared_bytes(128, variant.tile) + more
-    found = hopper_problems(variant, replace(CLEAN, shared=shared), "")
-    assert any(why.startswith(f"{shared} bytes of shared memory") for why in found) is not fits
+    failures = hopper_problems(variant, replace(CLEAN, shared=shared), "")
+    assert any(why.startswith(f"{shared} bytes of shared memory") for why in failures) is not fits
 
 
 FEW, MANY = 16, 17

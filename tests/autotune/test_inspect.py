@@ -50,8 +50,8 @@ def test_an_invalid_spec_is_refused() -> None:
 @pytest.mark.parametrize("specs", [[], ["90:bf16:128:dq", "90:bf16:64:hopper"]])
 def test_specs_name_variants(specs: list[str], problems: list[str], tmp_path: Path) -> None:
     code, _ = run(*specs, "--json", str(report := tmp_path / "report.json"))
-    wanted = [str(selected) for spec in specs or DEFAULT for selected in select(spec)]
-    assert code == 0 and [row["variant"] for row in read(report).rows] == wanted
+    expected = [str(selected) for spec in specs or DEFAULT for selected in select(spec)]
+    assert code == 0 and [row["variant"] for row in read(report).rows] == expected
 
 
 def test_gate_fails_if_a_variant_has_problems(problems: list[str]) -> None:

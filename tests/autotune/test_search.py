@@ -52,9 +52,9 @@ def test_the_fastest_is_chosen_and_slow_candidates_get_few_runs(best: int) -> No
 
 @pytest.mark.parametrize("count", [0, 4, 18])
 def test_the_search_takes_the_planned_number_of_readings(count: int) -> None:
-    gpu, taken = StandIn(steady, besides=lambda tile: 1.0), []
-    search(TILES[:count], BASELINE, gpu.wrong, gpu.run, lambda: 1.0, done=lambda: taken.append(1))
-    assert len(taken) == len(gpu.timed) == planned(count)
+    gpu, readings_done = StandIn(steady, besides=lambda tile: 1.0), []
+    search(TILES[:count], BASELINE, gpu.wrong, gpu.run, lambda: 1.0, done=lambda: readings_done.append(1))
+    assert len(readings_done) == len(gpu.timed) == planned(count)
 
 
 def test_a_wrong_candidate_is_never_timed() -> None:

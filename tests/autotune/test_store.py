@@ -94,8 +94,8 @@ def test_tables_are_private_and_read_back(folders: Folders) -> None:
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o600
-    made = [folders[0], *folders[0].parents][: len(folders[0].relative_to(folders[1].parent).parts)]
-    assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700] * 3
+    created = [folders[0], *folders[0].parents][: len(folders[0].relative_to(folders[1].parent).parts)]
+    assert [folder.stat().st_mode & 0o777 for folder in created] == [0o700] * 3
     key = ("forward", tables.DTYPES["bf16"], 128, 128, 4, True)
     assert tuned(H200).tile(key, 8192) == TILE
     save(folders[0], H200, [entry(tile=BASELINE)])

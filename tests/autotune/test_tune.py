@@ -354,13 +354,13 @@ def test_a_device_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     point = Point("forward", "fp32", 16, 16, 2, "full", 40)
-    trials, drawn = DeviceTrials(point, SHAPE, CPU), []
+    trials, sums_of_runs = DeviceTrials(point, SHAPE, CPU), []
     monkeypatch.setattr(
-        compile_, "attention_forward", lambda q, k, v, **how: drawn.append([float(x.sum()) for x in (q, k, v)])
+        compile_, "attention_forward", lambda q, k, v, **how: sums_of_runs.append([float(x.sum()) for x in (q, k, v)])
     )
     for _ in range(3):
         trials.run(Tile(16, 16, 4, 1))
-    timed = drawn[1:]  # the first run compiles
+    timed = sums_of_runs[1:]  # the first run compiles
     assert len(timed) == 3
     assert all(len({*sums}) == 3 for sums in zip(*timed, strict=True))
 

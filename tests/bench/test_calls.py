@@ -80,12 +80,12 @@ def test_a_planted_error_is_found(
 
 def test_difference_of_a_wrong_row() -> None:
     exact = torch.randn(2, 50, 3, 8, dtype=torch.float64)
-    ours = exact.float().clone()
-    assert calls.difference(ours, exact) < 1e-6
-    ours[1, 7, 2] *= 1.1
-    assert 0.01 < calls.difference(ours, exact) < 0.2
-    ours[0, 0, 0, 0] = torch.nan
-    assert calls.difference(ours, exact) == torch.inf
+    result = exact.float().clone()
+    assert calls.difference(result, exact) < 1e-6
+    result[1, 7, 2] *= 1.1
+    assert 0.01 < calls.difference(result, exact) < 0.2
+    result[0, 0, 0, 0] = torch.nan
+    assert calls.difference(result, exact) == torch.inf
     lse = torch.tensor([[[1.0, -torch.inf]]])
     assert calls.difference(lse, lse.double()) == 0
     assert calls.difference(lse, torch.ones(1, 1, 2).double()) == torch.inf

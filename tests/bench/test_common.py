@@ -80,9 +80,9 @@ def test_what_the_clocks_of_a_gpu_enqueue(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_packed_documents_depend_on_the_seed() -> None:
-    drawn = packed(4096, 64, seed=1)
-    assert drawn == packed(4096, 64, seed=1) != packed(4096, 64, seed=2)
-    assert drawn[0] == 0 and drawn[-1] == 4096 and drawn == sorted({*drawn}) and 32 < len(drawn) < 128
+    ends = packed(4096, 64, seed=1)
+    assert ends == packed(4096, 64, seed=1) != packed(4096, 64, seed=2)
+    assert ends[0] == 0 and ends[-1] == 4096 and ends == sorted({*ends}) and 32 < len(ends) < 128
     with pytest.raises(ValueError, match=r"documents is 0: .* at least 1"):
         packed(64, 0, seed=0)
 
@@ -91,9 +91,9 @@ def test_inputs_and_their_flops() -> None:
     config = AttentionConfig(12, 2, heads=4, kv_heads=2, head_dim=6, head_dim_v=3, seed=3)
     assert [x.shape for x in config.tensors()] == [(1, 12, 4, 6), (1, 12, 2, 6), (1, 12, 2, 3), (1, 12, 4, 3)]
     assert all(torch.equal(a, b) for a, b in zip(config.tensors(), config.tensors(), strict=True))
-    drawn = [config.drawn(rank, CPU) for rank in (0, 1, 1)]
-    assert [x.shape[1] for x in drawn[0]] == [6] * 4 and not any(map(torch.equal, drawn[0], drawn[1]))
-    assert all(map(torch.equal, drawn[1], drawn[2]))
+    inputs = [config.drawn(rank, CPU) for rank in (0, 1, 1)]
+    assert [x.shape[1] for x in inputs[0]] == [6] * 4 and not any(map(torch.equal, inputs[0], inputs[1]))
+    assert all(map(torch.equal, inputs[1], inputs[2]))
     assert config.flops == 2 * (12 * 13 // 2) * (6 + 3) * 4 and config.flash_flops == 2 * (12 * 12 // 2) * (6 + 3) * 4
     assert forward_flops(7, heads=3, head_dim=4, batch=2) == 2 * 7 * (4 + 4) * 3 * 2 and BACKWARD_FLOPS == 2.5
 

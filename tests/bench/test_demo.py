@@ -89,10 +89,10 @@ BROKEN: dict[str, tuple[Attention, str]] = {
 
 @pytest.mark.parametrize("name", rest_nightly(BROKEN, "gradient"))
 def test_exit_code_of_a_broken_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention, found = BROKEN[name]
+    attention, message = BROKEN[name]
     monkeypatch.setattr(train, "ring_attention", attention)
     code, output = invoke(*FLAGS, "--world", "1")
-    assert code == 1 and found in output.partition("DISAGREE")[2], output
+    assert code == 1 and message in output.partition("DISAGREE")[2], output
 
 
 def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,10 @@ def test_distance() -> None:
 @pytest.mark.parametrize(("value", "fails"), [(1, False), (2, True), (math.nan, True), (None, True)])
 def test_numbers_fail_above_their_limit(value: float | None, fails: bool) -> None:
     limited, free = Number("x", value, "s", {"by": "me"}, limit=1), Number("rate", 9.0, "GB/s", {"D": 64})
-    made = result_of("a", [limited, free], {})
-    assert made.failed == [f"x (by me) is {value}, at most 1 allowed"] * fails
-    assert made.notes == ["rate: 9 GB/s"] and list(made.units)[:5] == ["number", "value", "unit", "by", "D"]
-    assert made.rows[1]["D"] == 64 and "D" not in made.rows[0]
+    result = result_of("a", [limited, free], {})
+    assert result.failed == [f"x (by me) is {value}, at most 1 allowed"] * fails
+    assert result.notes == ["rate: 9 GB/s"] and list(result.units)[:5] == ["number", "value", "unit", "by", "D"]
+    assert result.rows[1]["D"] == 64 and "D" not in result.rows[0]
     judged = [Number("bar", 1.0, "times", {"verdict": verdict}) for verdict in ("reached", "missed", "reached")]
     assert result_of("a", judged, {}).notes == ["2 reached, 1 missed"]
 

@@ -50,9 +50,9 @@ def test_bad_file_is_named(reader: str, alone: None, tmp_path: Path, monkeypatch
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # the suite sets the variable itself
     os.mkfifo(path := tmp_path / "results.json")
     places = {"FILE": path, "FOLDER": tmp_path}
-    ended = run(*(places.get(word, word) for word in READERS[reader]))
-    assert ended.exit_code == 2 and isinstance(ended.exception, SystemExit), ended.output
-    assert "results.json" in told(ended) and "no regular file" in told(ended), told(ended)
+    result = run(*(places.get(word, word) for word in READERS[reader]))
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+    assert "results.json" in told(result) and "no regular file" in told(result), told(result)
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.json"]
 
 
@@ -63,12 +63,12 @@ def test_bad_files_are_left_out_of_the_page(tmp_path: Path) -> None:
         (folder / name).write_text(text)
     os.mkfifo(folder / "fifo.json")
     (folder / os.fsdecode(b"\x1b]0;\xff.json")).write_text("{")  # not UTF-8, and with a terminal escape
-    ended = run("report", folder)
-    assert ended.exit_code == 0 and "\x1b" not in ended.output, ended.output
+    result = run("report", folder)
+    assert result.exit_code == 0 and "\x1b" not in result.output, result.output
     page = (folder / "report.html").read_text()
     assert SOUND in page
     for name in [*bad, "fifo.json", "?]0;?.json"]:
-        assert f"<strong>not read</strong>: {name}: " in page and f"skipped: {name}: " in told(ended), name
+        assert f"<strong>not read</strong>: {name}: " in page and f"skipped: {name}: " in told(result), name
 
 
 def test_failed_charts_are_left_out_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,12 +77,12 @@ def test_failed_charts_are_left_out_of_the_page(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(drawing, "draw", fails)
     folder = report_cases.write(tmp_path / "run", **report_cases.everything())
-    ended = run("report", folder)
+    result = run("report", folder)
     page = (folder / "report.html").read_text()
-    assert ended.exit_code == 0 and SOUND in page and "\x1b" not in ended.output
+    assert result.exit_code == 0 and SOUND in page and "\x1b" not in result.output
     for name in ("measured.json", "predicted.json"):
         assert f"<strong>not read</strong>: {name}: it cannot be drawn: KeyError" in page
-        assert f"skipped: {name}: it cannot be drawn" in told(ended)
+        assert f"skipped: {name}: it cannot be drawn" in told(result)
 
 
 VALUES: tuple[Any, ...] = (None, True, -1, 1.5, 10**299, 1e-320, "", "1e9", "$\\frac{", "\x1b[2J", [], {}, [None])
@@ -106,13 +106,13 @@ def test_files_with_random_values_are_read_or_named(seed: int, tmp_path: Path) -
             holder, key = draw.choice([*places_in(data)])
             holder[key] = copy.deepcopy(draw.choice(VALUES))
         report_cases.write(tmp_path, **{name: data})
-    ended = run("report", tmp_path)
-    assert ended.exit_code == 0 and ended.exception is None, ended.exception
-    assert SOUND in (tmp_path / "report.html").read_text() and "\x1b" not in ended.output
+    result = run("report", tmp_path)
+    assert result.exit_code == 0 and result.exception is None, result.exception
+    assert SOUND in (tmp_path / "report.html").read_text() and "\x1b" not in result.output
     for name, flag in PREDICT_FLAGS.items():
-        ended = run("predict", "--tokens", "1k", "--world", "2", flag, tmp_path / f"{name}.json")
-        assert isinstance(ended.exception, SystemExit | None) and ended.exit_code in (0, 1, 2), ended.exception
-        assert (ended.exit_code != 2 or f"{name}.json" in told(ended)) and "\x1b" not in ended.output, told(ended)
+        result = run("predict", "--tokens", "1k", "--world", "2", flag, tmp_path / f"{name}.json")
+        assert isinstance(result.exception, SystemExit | None) and result.exit_code in (0, 1, 2), result.exception
+        assert (result.exit_code != 2 or f"{name}.json" in told(result)) and "\x1b" not in result.output, told(result)
 
 
 WRITERS: dict[str, tuple[str, ...]] = {
@@ -140,9 +140,9 @@ def test_bad_target_is_named(writer: str, bad: str, tmp_path: Path) -> None:
     name = next(word for word in WRITERS[writer] if word.startswith("FILE."))
     NO_TARGETS[bad](target := tmp_path / name)
     places = {name: target, "FOLDER": tmp_path / "run"}
-    ended = run(*(places.get(word, word) for word in WRITERS[writer]))
-    assert ended.exit_code == 2 and isinstance(ended.exception, SystemExit), ended.output
-    assert f"cannot write {target}: " in told(ended) and "; name a" in told(ended), told(ended)
+    result = run(*(places.get(word, word) for word in WRITERS[writer]))
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+    assert f"cannot write {target}: " in told(result) and "; name a" in told(result), told(result)
     assert {path.name for path in tmp_path.iterdir()} == {"precious", "run", name}
 
 
@@ -159,9 +159,9 @@ def test_bad_folder_is_named(flag: str, alone: None, tmp_path: Path, monkeypatch
         monkeypatch.setattr(f"ringattn.{work}", lambda *_, **__: pytest.fail("it started"))
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/no"), Path("/proc")):
-        ended = run(*FOLDERS[flag], flag, folder)
-        assert ended.exit_code == 2 and len(ended.output.splitlines()) == 1, ended.output
-        assert f"{flag} is {folder}: cannot write to this folder" in ended.output
+        result = run(*FOLDERS[flag], flag, folder)
+        assert result.exit_code == 2 and len(result.output.splitlines()) == 1, result.output
+        assert f"{flag} is {folder}: cannot write to this folder" in result.output
     flags.check_folder(flag, tmp_path / "a" / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -174,8 +174,8 @@ def test_dash_writes_only_rows_to_standard_output(tmp_path: Path, monkeypatch: p
     assert json.loads(run(*words, "--json", "-").stdout)["case"] == "show"
     refused = [(*words, "--csv", "-", "--json", "-"), (*words, "--out", "-"), (*WRITERS["predict --trace"][:-1], "-")]
     for arguments in [*refused, ("bench", "timeline", "--trace", "-")]:
-        ended = run(*arguments)
-        assert ended.exit_code == 2 and "standard output" in ended.output, ended.output
+        result = run(*arguments)
+        assert result.exit_code == 2 and "standard output" in result.output, result.output
     assert {path.name for path in tmp_path.iterdir()} == {"rows"}
 
 

@@ -108,5 +108,5 @@ def test_flags_that_do_not_apply_are_refused(words: list[str], message: str) -> 
         flags.check_needs(context, {"b": "a"})
         flags.check_apart(context, "a", "d")
 
-    ended = CliRunner().invoke(app, words, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
-    assert ended.exit_code == (2 if message else 0) and message in ended.output, ended.output
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert result.exit_code == (2 if message else 0) and message in result.output, result.output

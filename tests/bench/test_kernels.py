@@ -94,8 +94,8 @@ def test_every_mask_is_counted_computed_and_named(case: AttentionConfig) -> None
         step()
     assert torch.equal(ready.results[0], before)  # no step overwrites the judged results
     if not case.is_plain:
-        theirs = contender.sdpa(contender.CPU_SDPA["math"], inputs)
-        assert largest_error(inputs, theirs.results) < 1e-4
+        expected = contender.sdpa(contender.CPU_SDPA["math"], inputs)
+        assert largest_error(inputs, expected.results) < 1e-4
         with pytest.raises(Cannot, match="full and causal"):
             contender.sdpa(contender.CPU_SDPA["ATen operator"], inputs)
 
@@ -116,8 +116,8 @@ def test_unavailable_contenders_state_a_reason(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("quick")
 def test_every_pass_is_timed_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
-    everyone = contender.contenders(torch.device("cuda"))
-    monkeypatch.setattr(speed, "contenders", lambda device: everyone)
+    contenders = contender.contenders(torch.device("cuda"))
+    monkeypatch.setattr(speed, "contenders", lambda device: contenders)
     rows = speed.measure(config(32, 1, 1, head_dim_v=16), Clock(CPU), seconds=0.0)
     assert rows.failed == [] and all(row.keys() <= speed.UNITS.keys() for row in rows.rows)
     by = {(row["by"], row["pass"]): row for row in rows.rows}
@@ -155,8 +155,8 @@ def test_a_wrong_result_fails(who: str, wrong: float, monkeypatch: pytest.Monkey
         ready.results[1] = ready.results[1] * wrong
         return ready
 
-    everyone = [Contender(who, make), Contender("math", make)]
-    monkeypatch.setattr(speed, "contenders", lambda device: everyone)
+    contenders = [Contender(who, make), Contender("math", make)]
+    monkeypatch.setattr(speed, "contenders", lambda device: contenders)
     (why,) = speed.measure(
         config(40, 1, 1), Clock(CPU), seconds=0
     ).failed  # errors of other libraries are only reported

@@ -156,10 +156,10 @@ def listening() -> list[str]:
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # another thread closed the file
             links.append(os.readlink(path))
-    mine = {link[8:-1] for link in links if link.startswith("socket:[")}
+    own_sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     sockets = [line.split() for table in tables for line in table]
-    return [fields[1].partition(":")[0] for fields in sockets if fields[3] == "0A" and fields[9] in mine]
+    return [fields[1].partition(":")[0] for fields in sockets if fields[3] == "0A" and fields[9] in own_sockets]
 
 
 def test_successive_groups_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:

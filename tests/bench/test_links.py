@@ -71,14 +71,14 @@ def test_rows_of_a_world_where_a_byte_is_lost(monkeypatch: pytest.MonkeyPatch) -
         return measured(Spoiling(group, CPU), Limits(), config, CPU)
 
     with LocalWorld(3, device="cpu") as world:
-        everyone = world.run(run)
-    assert all(rows == everyone[0] for rows in everyone)
-    columns = [(row["way"], row["edge"], row["size"]) for row in everyone[0]]
+        rows_per_rank = world.run(run)
+    assert all(rows == rows_per_rank[0] for rows in rows_per_rank)
+    columns = [(row["way"], row["edge"], row["size"]) for row in rows_per_rank[0]]
     assert columns == [(way.name, way.edge, nbytes) for way in ways(3) for nbytes in config.sizes]
-    for row in everyone[0]:
+    for row in rows_per_rank[0]:
         assert row["time"] > 0 and set(row) < set(runs.UNITS)
         assert row["algbw"] == row["busbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
-    wrong = {row["edge"]: row["#wrong"] for row in everyone[0] if row["size"] == 1000}
+    wrong = {row["edge"]: row["#wrong"] for row in rows_per_rank[0] if row["size"] == 1000}
     assert wrong == {"0->1": 3, "1->2": 0, "2->0": 0, "0<->1": 3, "1<->2": 3, "0<->2": 0, "all": 3}
 
 
@@ -101,11 +101,11 @@ def test_a_transfer_waits_for_the_fences_given() -> None:
 
 
 def test_products_on_a_gpu_are_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: Any = []
-    monkeypatch.setattr(torch, "randn", lambda *_, device, dtype: drawn.append(dtype) or torch.empty(1))
+    dtypes: Any = []
+    monkeypatch.setattr(torch, "randn", lambda *_, device, dtype: dtypes.append(dtype) or torch.empty(1))
     for device in ("cuda", "cpu"):
         runs.step_of(MATMUL, torch.device(device))
-    assert drawn == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
 def test_events_are_recorded_after_the_busy_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,16 +251,16 @@ def test_compute_beside_a_transfer(text: str, device: str, name: str) -> None:
 
 @pytest.mark.parametrize("transport", ["all", "nccl"])
 def test_flags_of_a_gpu_reach_the_measurement(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: Any = []
+    configs: Any = []
     monkeypatch.setattr(flags, "device_name", lambda text: "cuda")
     monkeypatch.setattr(flags, "check_transport", lambda *_: None)
     monkeypatch.setattr(links, "finish", lambda *_: None)
     monkeypatch.setattr(provenance, "provenance", lambda device: {})
     monkeypatch.setattr(runs, "check_room", lambda *_, launched: None)
-    monkeypatch.setattr(runs, "everywhere", lambda ranks, config: asked.append(config) or Result("bench links", {}))
+    monkeypatch.setattr(runs, "everywhere", lambda ranks, config: configs.append(config) or Result("bench links", {}))
     words = f"--transport {transport} --channels 4,auto --ctas 8 -n 7 -w 3 -c 2"
     ran = CliRunner().invoke(cli.app, ["bench", "links", *words.split()])
     assert ran.exit_code == 0, ran.output
-    (config,) = asked
+    (config,) = configs
     assert (config.channels, config.ctas, config.must_open) == ((4, None), (8,), transport != "all")
     assert (config.iters, config.warmup, config.checks, config.beside) == (7, 3, 2, FORWARD)

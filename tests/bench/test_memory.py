@@ -68,8 +68,8 @@ def test_the_allocator_setting_is_restored(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     with freed_at_once(CPU):
         assert said == [(memory_module.M_MMAP_THRESHOLD, memory_module.MAPPED_BYTES)]
-    kept = memory_module.KEPT_BYTES
-    assert said[1:] == [(memory_module.M_MMAP_THRESHOLD, kept), (memory_module.M_TRIM_THRESHOLD, 2 * kept)]
+    before = memory_module.KEPT_BYTES
+    assert said[1:] == [(memory_module.M_MMAP_THRESHOLD, before), (memory_module.M_TRIM_THRESHOLD, 2 * before)]
 
 
 def test_freed_blocks_do_not_count_where_they_are_freed_at_once() -> None:
@@ -195,9 +195,9 @@ def test_kernels_take_no_more_than_counted(monkeypatch: pytest.MonkeyPatch) -> N
     with freed_at_once(CPU):
         peak = PeakMemory(CPU)
         speed.measure(config, clock, seconds=0, by=by)
-        taken = peak.bytes
+        peak_bytes = peak.bytes
     counted = memory_table.kernels_bytes(config, 2048, 1, 1, speed.PRODUCT_SIDE["cpu"])
-    assert 0.5 * counted < taken < counted
+    assert 0.5 * counted < peak_bytes < counted
 
 
 def test_memory_of_real_processes(alone: None, tmp_path: Path) -> None:

@@ -24,6 +24,6 @@ def test_every_benchmark_runs_and_the_json_has_provenance(tmp_path: Path) -> Non
     assert result.returncode == 0, result.stdout + result.stderr
     written = json.loads(file.read_text())
     assert len(written["benchmarks"]) >= LEAST_BENCHMARKS
-    assert all(one["stats"]["median"] > 0 for one in written["benchmarks"])
+    assert all(benchmark["stats"]["median"] > 0 for benchmark in written["benchmarks"])
     assert written["provenance"]["versions"]["torch"] == torch.__version__
     assert "ringattn.bench.micro" in written["provenance"]["command"]

@@ -47,7 +47,7 @@ STEADY = Steady("steady", 1.0, 1.0, H100.memory, H100.multiprocessors, H100.capa
 
 
 def seconds(call: Call, links: Links, speed: Speed = STEADY) -> tuple[float, ...]:
-    return tuple(each.seconds for each in predicted(call, speed, links))
+    return tuple(simulated.seconds for simulated in predicted(call, speed, links))
 
 
 def late(inside: float, between: float | None = None) -> Links:
@@ -195,11 +195,11 @@ def test_worst_hop_grows_with_contiguous_shards_over_nodes() -> None:
 
 
 def test_an_array_of_lengths_matches_single_calls() -> None:
-    both = predicted(Call(8192, 40, kv_heads=8), H100, LINKS, tokens=np.array([1024.0, 4096.0]))
-    each = [predicted(Call(tokens, 40, kv_heads=8), H100, LINKS) for tokens in (1024, 4096)]
-    for together, *alone in zip(both, *each, strict=True):
-        assert together.seconds.tolist() == pytest.approx([other.seconds for other in alone])
-        assert together.exposed.tolist() == pytest.approx([other.exposed for other in alone])
+    batched = predicted(Call(8192, 40, kv_heads=8), H100, LINKS, tokens=np.array([1024.0, 4096.0]))
+    single = [predicted(Call(tokens, 40, kv_heads=8), H100, LINKS) for tokens in (1024, 4096)]
+    for batch, *alone in zip(batched, *single, strict=True):
+        assert batch.seconds.tolist() == pytest.approx([other.seconds for other in alone])
+        assert batch.exposed.tolist() == pytest.approx([other.exposed for other in alone])
 
 
 def test_tokens_for_ninety_percent() -> None:
@@ -236,13 +236,14 @@ def test_memory_does_not_grow_with_the_ring() -> None:
 def test_timelines_list_every_event(mask: Mask) -> None:
     call = replace(SMALL, tokens=256, mask=mask, nodes=2)
     passes = predicted(call, H100, LINKS)
-    drawn = timeline("a ring", passes, call)
-    assert drawn.seconds == pytest.approx(sum(each.seconds for each in passes))
+    line = timeline("a ring", passes, call)
+    assert line.seconds == pytest.approx(sum(each.seconds for each in passes))
     for rank in range(4):
         for lane in ("compute", "slot 0", "slot 1", "slot 2"):
-            mine = sorted((e for e in drawn.events if (e.rank, e.lane) == (rank, lane)), key=lambda e: e.begin)
-            assert (mine or lane == "slot 2") and all(a.end <= b.begin + 1e-12 for a, b in pairwise(mine)), (rank, lane)
-    moved = {lane: sorted((e.name, e.nbytes) for e in drawn.events if e.lane == lane) for lane in ("send", "receive")}
+            events = sorted((e for e in line.events if (e.rank, e.lane) == (rank, lane)), key=lambda e: e.begin)
+            assert events or lane == "slot 2", (rank, lane)
+            assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(events)), (rank, lane)
+    moved = {lane: sorted((e.name, e.nbytes) for e in line.events if e.lane == lane) for lane in ("send", "receive")}
     assert moved["send"] == moved["receive"]
 
 
@@ -311,11 +312,11 @@ def test_key_heads_are_repeated_if_ranks_outnumber_them() -> None:
         "Ulysses 2 x ring 4", "Ulysses 4 x ring 2", "Ulysses 8 x ring 1"
     }  # fmt: skip
     assert names["Ulysses 8 x ring 1"].note == "8 ranks exchange heads, key heads 4 times"
-    every = replace(call, kv_heads=8)
-    assert exchange_seconds(call, 8, INPUTS) == exchange_seconds(every, 8, INPUTS) > exchange_seconds(call, 2, INPUTS)
-    more = [way.memory for way in ways(every, INPUTS) if way.name == "Ulysses 8 x ring 1"]
+    full = replace(call, kv_heads=8)
+    assert exchange_seconds(call, 8, INPUTS) == exchange_seconds(full, 8, INPUTS) > exchange_seconds(call, 2, INPUTS)
+    memory = [way.memory for way in ways(full, INPUTS) if way.name == "Ulysses 8 x ring 1"]
     inputs_and_results = 4 * 8192 * 6 * 128 * 2  # six heads in 16 bits
-    assert more == [names["Ulysses 8 x ring 1"].memory + inputs_and_results]
+    assert memory == [names["Ulysses 8 x ring 1"].memory + inputs_and_results]
 
 
 @pytest.mark.parametrize("perturbation", [Perturbation({3: 2.0}), Perturbation({3: 2.0}, 0.2)], ids=["slow", "both"])
@@ -332,19 +333,19 @@ def test_every_way_has_the_same_perturbation(perturbation: Perturbation) -> None
 
 def test_ways_that_do_not_fit_come_last() -> None:
     call, inputs = Call(8192, 32, nodes=4, kv_heads=4), replace(INPUTS, phases=FORWARD)
-    every = {way.name: way for way in ways(call, inputs)}
-    exactly = every["all-gather of K/V"].memory
+    by_name = {way.name: way for way in ways(call, inputs)}
+    exactly = by_name["all-gather of K/V"].memory
     assert all(way.passes for way in ways(call, inputs, capacity=exactly) if way.memory <= exactly)
     *fitting, gathered = ways(call, inputs, capacity=exactly - 1)
     assert gathered.name == "all-gather of K/V" and gathered.note.startswith("does not fit: needs 956 MB")
-    assert not gathered.passes and fitting == [way for way in every.values() if way.name != gathered.name]
+    assert not gathered.passes and fitting == [way for way in by_name.values() if way.name != gathered.name]
 
 
 @pytest.mark.parametrize("sees_first", [True, False])
 def test_a_tile_with_the_last_visible_row_is_an_edge(sees_first: bool) -> None:
     rows = torch.arange(3 * TILE_ROWS)
-    seen = (rows < TILE_ROWS + 5) == sees_first
-    lo = torch.where(seen | (not sees_first), 0, 9).int()
-    hi = torch.where(seen | sees_first, 9, 0).int()
+    visible = (rows < TILE_ROWS + 5) == sees_first
+    lo = torch.where(visible | (not sees_first), 0, 9).int()
+    hi = torch.where(visible | sees_first, 9, 0).int()
     area = area_of(Bounds(lo, hi), len(rows), 9)
-    assert (area.pairs, area.edges) == (9 * int(seen.sum()), TILE_ROWS)
+    assert (area.pairs, area.edges) == (9 * int(visible.sum()), TILE_ROWS)

@@ -33,8 +33,8 @@ def results(*arguments: str) -> dict[str, Any]:
     """Return the JSON of a call."""
     done = invoke(*arguments, "--json", "-")
     assert done.exit_code == 0, done.output
-    made: dict[str, Any] = json.loads(done.output)
-    return made
+    result: dict[str, Any] = json.loads(done.output)
+    return result
 
 
 def own(*arguments: str) -> dict[str, Any]:
@@ -96,9 +96,9 @@ def test_text_and_files_of_one_ring(tmp_path: Path) -> None:
     flags = ["--gpus", "4", "--nodes", "2", "--kv-heads", "8", "--gpu", "a800", "--nics", "1", "--slow", "2=1.25"]
     done = invoke(*flags, *files)
     assert done.exit_code == 0, done.output
-    made = read(target)
+    result = read(target)
     first, second, *_ = done.output.splitlines()
-    assert re.fullmatch(r".+: \d+% of ideal", first) and made.notes[-1] == f"best: {first}"
+    assert re.fullmatch(r".+: \d+% of ideal", first) and result.notes[-1] == f"best: {first}"
     assert second.startswith("8,192 tokens on each of 4 A800 on 2 nodes, B1, zigzag, causal")
     for fragment in (
         "47 GB/s per NIC, 1 NIC per node",
@@ -107,14 +107,14 @@ def test_text_and_files_of_one_ring(tmp_path: Path) -> None:
         "Layout.balanced",
     ):
         assert fragment in " ".join(done.output.split())
-    assert [row["way"] for row in csv.DictReader(rows.read_text().splitlines())] == [row["way"] for row in made.rows]
-    for row in made.rows:
+    assert [row["way"] for row in csv.DictReader(rows.read_text().splitlines())] == [row["way"] for row in result.rows]
+    for row in result.rows:
         assert row["TFLOP/s"] * (row["fwd"] + row["bwd"]) == pytest.approx(
             1e-9 * 3.5 * 4 * 128 * 32 * whole(4 * 8192, causal=True).pairs / 4
         )
         assert 0 < row["worst hop"] <= row["exposed"] * (1 + 1e-9) and row["exposed"] < row["fwd"] + row["bwd"]
     assert from_chrome(json.loads(trace.read_text())).world == 4
-    assert made.provenance["call"]["tokens"] == 8192 and made.provenance["speed"]["name"] == "A800"
+    assert result.provenance["call"]["tokens"] == 8192 and result.provenance["speed"]["name"] == "A800"
 
 
 def test_text_of_a_large_ring_fits_a_terminal() -> None:
@@ -136,8 +136,8 @@ def test_other_masks_than_full_and_causal() -> None:
     masks = ("", "--prefix-length 1", "--prefix-length 3k", "--prefix-length 4k", "--full")
     causal, prefix_of_one, most, every, full = (own(*flags, *mask.split())["fwd"] for mask in masks)
     assert prefix_of_one == causal and every == full and causal < most < full
-    made = results(*flags, "--prefix-length", "3k")
-    assert [row["way"] for row in made["rows"]] == ["flat ring"] and "other methods need at least 2 GPUs" in made[
+    result = results(*flags, "--prefix-length", "3k")
+    assert [row["way"] for row in result["rows"]] == ["flat ring"] and "other methods need at least 2 GPUs" in result[
         "notes"
     ][0]
     blocks = own(*flags, *["--tokens", "8k", "--full", "--block-mask", "strided,block=128,stride=1k"])
@@ -156,9 +156,9 @@ def test_memory_of_a_forward_alone() -> None:
     ("gpu", "peak"), [("B200", 2250), ("L40S", 362), ("A10", 125), ("h100-PCIe", 756), ("H100", 989)]
 )
 def test_presets_ignore_case(gpu: str, peak: int) -> None:
-    made = results(*TWO, "--gpu", gpu, "--link", "NVLink4")
-    assert made["provenance"]["speed"]["peak"] == peak * 1e12
-    assert made["provenance"]["links"]["inside"]["source"].startswith("450 GB/s")
+    result = results(*TWO, "--gpu", gpu, "--link", "NVLink4")
+    assert result["provenance"]["speed"]["peak"] == peak * 1e12
+    assert result["provenance"]["links"]["inside"]["source"].startswith("450 GB/s")
     assert f"(assumed); published peak {peak}" in invoke(*TWO, "--gpu", gpu).output
 
 
@@ -175,14 +175,14 @@ def test_the_gpu_of_a_file_is_found_by_name(name: str, base: str, tmp_path: Path
 
 def test_text_names_the_nic_and_the_range_of_a_flat_ring() -> None:
     nodes = (*TWO[2:], "--gpus", "8", "--nodes", "2", "--tokens", "2k")
-    told = invoke(*nodes).output
-    assert "between nodes 47 GB/s per NIC, one NIC per GPU (assumed: 400G InfiniBand" in told.replace("\n", " ")
-    given = invoke(*nodes, "--link-between", "ib200", "--nics", "2").output.replace("\n", " ")
-    assert "between nodes 23 GB/s per NIC, 2 NICs per node (200G InfiniBand" in given
-    made = results(*nodes)
-    (note,) = [one for one in " ".join(made["notes"]).split("flat ring: ")[1:2]]
+    text = invoke(*nodes).output
+    assert "between nodes 47 GB/s per NIC, one NIC per GPU (assumed: 400G InfiniBand" in text.replace("\n", " ")
+    with_nics = invoke(*nodes, "--link-between", "ib200", "--nics", "2").output.replace("\n", " ")
+    assert "between nodes 23 GB/s per NIC, 2 NICs per node (200G InfiniBand" in with_nics
+    result = results(*nodes)
+    (note,) = [word for word in " ".join(result["notes"]).split("flat ring: ")[1:2]]
     slow, fast = (float(number) for number in re.findall(r"([\d.]+) ms", note)[:2])
-    row = next(row for row in made["rows"] if row["way"] == "flat ring")
+    row = next(row for row in result["rows"] if row["way"] == "flat ring")
     assert fast < slow and slow == pytest.approx(row["fwd"] + row["bwd"], rel=1e-3)
     wide = next(row for row in results(*nodes, "--link-between", "188,20us")["rows"] if row["way"] == "flat ring")
     assert fast == pytest.approx(wide["fwd"] + wide["bwd"], rel=1e-3)
@@ -195,7 +195,7 @@ QUESTIONS = Path(__file__).parents[2] / "docs" / "questions.md"
 def test_the_example_of_the_faq() -> None:
     text = QUESTIONS.read_text().partition("## Why not gather")[2]
     table = {
-        name.strip(): [float(one.split()[0].replace(",", "")) for one in cells]
+        name.strip(): [float(word.split()[0].replace(",", "")) for word in cells]
         for name, *cells in (line.strip("|").split("|") for line in text.splitlines() if line.startswith("| "))
         if "*" not in name
     }
@@ -218,7 +218,7 @@ def test_the_example_of_the_faq() -> None:
     call = Call(tokens, ranks, heads=32, kv_heads=32)
     gathered = ranks * tokens * width * 4
     slots = call.memory(backward=False)["K/V slots"]
-    assert table["K and V on a GPU"] == [pytest.approx(one / 1e9, abs=0.05) for one in (gathered, slots)]
+    assert table["K and V on a GPU"] == [pytest.approx(word / 1e9, abs=0.05) for word in (gathered, slots)]
     received = (ranks - 1) * tokens * width * 4
     gather, attention = received / bandwidth, 4 * tokens * ranks * tokens * width / flops
     for number in (

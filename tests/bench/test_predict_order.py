@@ -53,10 +53,10 @@ def measured(case: Case, target: Path) -> dict[int, dict[str, float]]:
     flags = f"--world {case.world} --batch {case.batch} --heads {HEADS} --kv-heads {case.kv_heads} --repeats 3"
     flags += f" --head-dim {HEAD_DIM} --by {OURS},{ULYSSES} --bytes-per-second {case.rate} --device cpu"
     lengths = ",".join(map(str, case.lengths))
-    ended = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["bench", "ring", *flags.split(), "--seqlen", lengths, "--json", str(target)], catch_exceptions=False
     )
-    assert ended.exit_code == 0, ended.output
+    assert result.exit_code == 0, result.output
     seconds: dict[int, dict[str, float]] = {}
     for row in read(target).rows:
         seconds.setdefault(row["tokens"], {})[row["candidate"]] = row["time"] / 1e3

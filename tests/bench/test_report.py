@@ -236,8 +236,8 @@ def test_an_svg_does_not_depend_on_rounding_of_the_layout() -> None:
 def test_pictures_use_the_colours_of_the_page(page: str) -> None:
     # In the page's dark form there must be no white box and no dark text.
     svgs = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert svgs and all("var(--paper)" in one and "var(--ink)" in one for one in svgs)
-    assert not any(getattr(LIGHT, name) in one for one in svgs for name in OF_THE_PAGE)
+    assert svgs and all("var(--paper)" in svg and "var(--ink)" in svg for svg in svgs)
+    assert not any(getattr(LIGHT, name) in svg for svg in svgs for name in OF_THE_PAGE)
     assert all(f"--{name}:" in page for name in OF_THE_PAGE)
 
 
@@ -250,9 +250,9 @@ def test_a_partly_filled_column_does_not_split_lines() -> None:
     rows += [{"transport": "local", "channels": None, "size": 4**i, "busbw": i + 2.0} for i in range(3)]
     for row in rows[2::3]:
         row |= {"compute": "matmul", "compute note": "why"}
-    made = charts.chart_of("links", rows, units)
-    assert made is not None
-    assert {name: len(points) for name, points in made.lines.items()} == {
+    chart = charts.chart_of("links", rows, units)
+    assert chart is not None
+    assert {name: len(points) for name, points in chart.lines.items()} == {
         "nccl, channels 1": 3, "nccl, channels 4": 3, "local": 3,
     }  # fmt: skip
 

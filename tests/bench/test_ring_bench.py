@@ -50,19 +50,19 @@ def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
     assert not result.failed and result.provenance["versions"]
     for tokens in (256, 512):
         rows = by_name(Result("", {}, [row for row in result.rows if row["tokens"] == tokens]))
-        ours = [f"{OURS} {layout}" for layout in ("zigzag", "striped")]
-        assert {WHOLE, *ours, BASELINE, ALL_GATHER, ULYSSES} <= set(rows)
+        rings = [f"{OURS} {layout}" for layout in ("zigzag", "striped")]
+        assert {WHOLE, *rings, BASELINE, ALL_GATHER, ULYSSES} <= set(rows)
         assert all(row["over tolerance"] == "" and row["error"] < 1e-4 for row in rows.values())
-        for part, names in (("exposed", (*ours, BASELINE, ALL_GATHER, ULYSSES)), ("compute", ours)):
-            here = [rows[name][part] / rows[name]["time"] for name in names if rows[name][part] is not None]
-            assert all(0 <= ratio <= 1 for ratio in here), part  # the part is missing if the machine was busy
+        for part, names in (("exposed", (*rings, BASELINE, ALL_GATHER, ULYSSES)), ("compute", rings)):
+            ratios = [rows[name][part] / rows[name]["time"] for name in names if rows[name][part] is not None]
+            assert all(0 <= ratio <= 1 for ratio in ratios), part  # the part is missing if the machine was busy
         kv, queries = 2 * 2 * 16 * 4, 4 * 16 * 4
         assert rows[ALL_GATHER]["sent"] * 1e6 == tokens // 2 * 2 * kv  # K/V sent, fp32 dK/dV returned
         assert rows[ULYSSES]["sent"] * 1e6 == tokens // 2 * (4 * queries + 2 * kv) // 2
-        assert rows[ours[0]]["sent"] * 1e6 == tokens // 2 * 3 * kv  # the local dK/dV never leave
+        assert rows[rings[0]]["sent"] * 1e6 == tokens // 2 * 3 * kv  # the local dK/dV never leave
         assert rows[BASELINE]["sent"] * 1e6 == tokens // 2 * 4 * kv
         flops = 3.5 * 4 * 16 * 4 * tokens * (tokens + 1) / 2
-        for name, ranks in ((WHOLE, 1), (ours[0], 2)):
+        for name, ranks in ((WHOLE, 1), (rings[0], 2)):
             row = rows[name]
             assert row["rate of a rank"] == pytest.approx(flops / (row["time"] / 1e3) / ranks / 1e12)
             assert row["of ideal"] == pytest.approx(100 * rows[WHOLE]["time"] / 2 / row["time"])

@@ -92,8 +92,8 @@ def test_it_passes_what_tritons_own_launcher_passes(
             assert record.symbol.decode() == kernel["symbol"]
             assert record.allowed == kernel["shared_memory"] or kernel["shared_memory"] <= 48 * 1024
             names = [parameter["name"] for parameter in export.kernels[name]["parameters"]]
-            ours = [*zip(names, (value.hex() for value in record.passed()), strict=True)]
-            assert ours == [*zip(names, call["values"], strict=True)], (name, case)
+            passed = [*zip(names, (value.hex() for value in record.passed()), strict=True)]
+            assert passed == [*zip(names, call["values"], strict=True)], (name, case)
 
 
 def launched(export: Export, name: str, **changed: int) -> tuple[int, dict[str, Map]]:
