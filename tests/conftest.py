@@ -36,7 +36,6 @@ class PlainRoot:
 
     Otherwise pytest puts the root's parent first in ``sys.path``, and a clone called ``ringattn`` shadows the installed
     package.
-
     """
 
     @staticmethod
@@ -72,7 +71,6 @@ def one_core() -> Iterator[None]:
     """Pin the process to one core.
 
     Virtual ranks are threads and take turns under the GIL. On one core no rank waits for another thread to wake up.
-
     """
     cores = os.sched_getaffinity(0)
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

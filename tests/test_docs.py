@@ -51,7 +51,7 @@ MOST_LINES, MOST_COLUMNS = 150, 100
 # files that commands or users write
 WRITTEN_FILES = {"launcher.c", "manifest.json", "config.json"}
 PAGES_WITH_C = {
-    "kernels/VENDORING.md": "C with cuda.h: tests/tools/test_export_launch.py compiles and runs such a program",
+    "kernels/VENDORING.md": "C with cuda.h: tests/tools/test_export_launch.py compiles and runs such a program"
 }
 """Pages with C snippets, and the test that covers them."""
 

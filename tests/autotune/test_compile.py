@@ -10,16 +10,7 @@ import torch
 
 from ringattn.autotune import measure
 from ringattn.autotune.candidates import job_of
-from ringattn.autotune.compile import (
-    FEATURES,
-    MEMORY_BOUND,
-    META,
-    Sizes,
-    Variant,
-    compiled,
-    launches,
-    select,
-)
+from ringattn.autotune.compile import FEATURES, MEMORY_BOUND, META, Sizes, Variant, compiled, launches, select
 from ringattn.autotune.measure import DeviceTrials, checked_sides
 from ringattn.autotune.space import Shape
 from ringattn.bench.common.errors import Judge

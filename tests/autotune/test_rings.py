@@ -82,9 +82,8 @@ def test_damaged_files_are_skipped_with_a_warning(folders: Folders) -> None:
     save_ring(package, H200, ring_entry(setting=DEFAULT))
     with pytest.warns(UserWarning, match=reason):
         assert ring_settings(POINT, H200) == DEFAULT
-    assert (
-        ring_settings(POINT, H200, package) == DEFAULT
-    )  # an explicit folder skips the damaged file, without a warning
+    # an explicit folder skips the damaged file, without a warning
+    assert ring_settings(POINT, H200, package) == DEFAULT
     with pytest.raises(RefusedTable, match=reason):  # the damaged file is not overwritten
         save_ring(user, H200, ring_entry())
 

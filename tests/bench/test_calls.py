@@ -42,9 +42,8 @@ def test_calls_cover_every_argument() -> None:
     assert {call.sink for call in all_calls} == {True, False}
     on_one_gpu = device_cases.CASES["cuda"]["local-4"]
     assert isinstance(on_one_gpu, partial) and on_one_gpu.func is drawn_calls
-    assert all(
-        call.fits("local", on_one_gpu.keywords["world"]) for call in all_calls
-    )  # including two-level rings and meshes
+    # including two-level rings and meshes
+    assert all(call.fits("local", on_one_gpu.keywords["world"]) for call in all_calls)
 
 
 @pytest.mark.parametrize("name", rest_nightly(CALLS, *OFTEN))

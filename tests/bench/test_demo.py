@@ -32,9 +32,8 @@ from ringattn.examples.train import Job, JobError, Part, Run, Training, read_tex
 from ..support.forked import results
 from ..support.nightly import rest_nightly
 
-TINY = Job(
-    seqlen=203, steps=3, layers=1, heads=4, kv_heads=2, head_dim=8, lr=1e-2
-)  # 203 is not divisible by any tested world
+# 203 is not divisible by any tested world
+TINY = Job(seqlen=203, steps=3, layers=1, heads=4, kv_heads=2, head_dim=8, lr=1e-2)
 FLAGS = [
     f"--{name.replace('_', '-')}={getattr(TINY, name)}" for name in ("seqlen", "steps", "layers", "head_dim", "lr")
 ]
@@ -141,7 +140,6 @@ def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder
     """Return the measured and the counted peak.
 
     Runs in a fresh process, because free blocks on a used heap would hide allocations.
-
     """
     heads, kv_heads, head_dim = dims
     job = Job(2048, 1, layers, heads, kv_heads, head_dim)

@@ -157,9 +157,8 @@ def test_a_wrong_result_fails(who: str, wrong: float, monkeypatch: pytest.Monkey
 
     contenders = [Contender(who, make), Contender("math", make)]
     monkeypatch.setattr(speed, "contenders", lambda device: contenders)
-    (why,) = speed.measure(
-        config(40, 1, 1), Clock(CPU), seconds=0
-    ).failed  # errors of other libraries are only reported
+    # errors of other libraries are only reported
+    (why,) = speed.measure(config(40, 1, 1), Clock(CPU), seconds=0).failed
     assert why.startswith(f"backward by {who}: error of dq is ")
 
 

@@ -137,7 +137,6 @@ def groups_and_listeners() -> tuple[list[float], list[str], list[str]]:
     """Sum over several successive groups.
 
     Return the sums, the addresses (hexadecimal) on which the last group listens, and its network interfaces.
-
     """
     place = member()
     assert place is not None
@@ -174,7 +173,6 @@ def rank_one_raises(place: Member, device: torch.device) -> None:
     """Raise on rank 1.
 
     An error of another rank could have caused this kind of error, so rank 1 reports late; rank 0 reports later.
-
     """
     if place.rank == 1:
         raise RuntimeError("rank 1 has had enough")
@@ -185,9 +183,8 @@ def test_the_failing_ranks_error_is_reported(capfd: pytest.CaptureFixture[str]) 
     with pytest.raises(typer.Exit) as ended:
         spawn(2, rank_one_raises)
     printed = capfd.readouterr().err
-    assert (
-        ended.value.exit_code == 1 and printed.count("rank 1 has had enough") == 2
-    )  # in the message and in the traceback
+    # in the message and in the traceback
+    assert ended.value.exit_code == 1 and printed.count("rank 1 has had enough") == 2
     assert printed.count("Traceback") == 1
 
 

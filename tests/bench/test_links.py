@@ -30,8 +30,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("size", "edges"),
-    [(1, "0->0"), (2, "0->1 1->0 0<->1 all"), (3, "0->1 1->2 2->0 0<->1 0<->2 1<->2 all")],
+    ("size", "edges"), [(1, "0->0"), (2, "0->1 1->0 0<->1 all"), (3, "0->1 1->2 2->0 0<->1 0<->2 1<->2 all")]
 )
 def test_directions_cover_every_edge(size: int, edges: str) -> None:
     rounds = ways(size)

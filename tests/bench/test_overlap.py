@@ -175,7 +175,6 @@ def measured(config: OverlapConfig, seconds: float) -> list[Any]:
     """Return rows of rings with prefetch 1 and 0.
 
     Measure again for some seconds, because the machine may be too busy at first.
-
     """
     ends = time.monotonic() + seconds
     while True:

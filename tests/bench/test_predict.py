@@ -209,9 +209,8 @@ def test_tokens_for_ninety_percent() -> None:
     assert percent_of_ideal(call, INPUTS, np.array([needed * 0.9])) < 90
     slow = Inputs(H100, Links(Link(5e9, 0.0), Link(5e9, 0.0)), phases=FORWARD)
     assert (tokens_needed(call, slow) or 0) > needed
-    assert (
-        tokens_needed(replace(call, layout="contiguous"), INPUTS) is None
-    )  # at any length half of the hops wait for the last rank
+    # at any length half of the hops wait for the last rank
+    assert tokens_needed(replace(call, layout="contiguous"), INPUTS) is None
 
 
 def test_ideal_is_one_device_with_all_the_work() -> None:
@@ -291,9 +290,8 @@ def test_exchanges_across_nodes_use_the_slow_link() -> None:
     call = Call(64, 8, nodes=4, kv_heads=4)
     assert exchange_seconds(call, 4, inputs) == pytest.approx(2 * 10)
     assert exchanged(call, 4, inputs)[0].seconds == pytest.approx(2 * 10 + 10 + 1)
-    assert exchanged(call, 2, inputs)[0].seconds == pytest.approx(
-        3 * 10 + 1, abs=1e-3
-    )  # the exchange stays inside a node
+    # the exchange stays inside a node
+    assert exchanged(call, 2, inputs)[0].seconds == pytest.approx(3 * 10 + 1, abs=1e-3)
     by_rate = [Inputs(inputs.speed, Links(Link(1e9, 0.0, "", rate), Link(1e9, 0.0))) for rate in (None, 0.5e9)]
     moved = 64 * 128 * 2 * (2 * 32 + 2 * 4) / 2  # half of q, k, v and out stays on its rank
     assert [exchange_seconds(call, 2, links) for links in by_rate] == pytest.approx([moved / 1e9, moved / 0.5e9])

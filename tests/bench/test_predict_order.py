@@ -2,7 +2,6 @@
 
 The links between ranks are slowed so that bytes decide, as between GPUs, and not wake-ups of processes on shared
 cores. The predictor knows the rate of the links and the speed of one process.
-
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Every number has its source beside it. The predictor gets a GPU's published attention speed or its preset, and the
 nominal speed of the links. The kernel constants were checked on the first row of the first table only, the host's on
 the last table; none was fitted.
-
 """
 
 from __future__ import annotations

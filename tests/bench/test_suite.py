@@ -214,9 +214,8 @@ def test_parts_are_commands_that_leave_a_result(
         if module == "ringattn":
             name = " ".join(words[: 1 + (words[0] == "bench")])
             app = import_module(f"ringattn.{cli.COMMANDS[name][0]}").app
-            context = typer.main.get_command(app).make_context(
-                name, words[len(name.split()) :]
-            )  # raises on unknown flags
+            # raises on unknown flags
+            context = typer.main.get_command(app).make_context(name, words[len(name.split()) :])
             if name == "bench links":
                 assert steps(*(context.params[flag] for flag in ("minbytes", "maxbytes", "stepfactor")))
         else:
@@ -301,9 +300,8 @@ def test_rehearsal_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ran = CliRunner().invoke(cli.app, flags)
     assert ran.exit_code == 0, ran.output
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert (
-        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180
-    )  # CPU time, because other processes may be running
+    # CPU time, because other processes may be running
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180
     rows = read(tmp_path / "results.json").rows
     assert [row["part"] for row in rows] == [part.name for part in parts.gpu_parts()]
     assert {row["state"] for row in rows} == {"done"}

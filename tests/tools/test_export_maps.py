@@ -34,9 +34,8 @@ from ..support.nightly import rest_nightly
 pytestmark = [needs_compiler, EXPORTED]
 
 OLD, NEW = 13010, 13020  # CUDA versions of a driver that sets one descriptor bit wrongly, and of a driver that is right
-KNOWN = (
-    OLD if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) else NEW
-)  # Triton 3.6 does not correct the bit
+# Triton 3.6 does not correct the bit
+KNOWN = OLD if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) else NEW
 CASES = [
     {"batch": 2, "rows": 300, "columns": 260, "key_heads": 2, "group": 3, "driver": NEW},
     {"batch": 1, "rows": 40, "columns": 1, "key_heads": 1, "group": 2, "driver": KNOWN},
@@ -48,9 +47,8 @@ CASES = [
 def triton_calls_by_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
     """Return a function from a config's name to the calls that Triton's launcher makes in each case."""
     folder = tmp_path_factory.mktemp("driver")
-    built(
-        folder / "libcuda.so.1", DATA / "driver.c", options=("-Wl,-soname,libcuda.so.1",)
-    )  # the name that Triton loads
+    # the name that Triton loads
+    built(folder / "libcuda.so.1", DATA / "driver.c", options=("-Wl,-soname,libcuda.so.1",))
 
     @cache
     def triton_calls(nightly: bool) -> dict[str, list[dict[str, Any]]]:

@@ -195,9 +195,8 @@ def test_files_agree_with_the_schedule(target: Path) -> None:
     assert of_ranks(call, "sends forward") == [*plan.bytes(per_token)]
     assert of_ranks(call, "sends backward") == [*plan.bytes(per_token, per_token)]
     assert of_ranks(call, "visible pairs") == [10, 5, 21]
-    assert call["balance"] == 36 / (
-        3 * (10 + 12 + 4)
-    )  # the sum over hops of the slowest rank's pairs: ranks 0, 2 and 1
+    # the sum over hops of the slowest rank's pairs: ranks 0, 2 and 1
+    assert call["balance"] == 36 / (3 * (10 + 12 + 4))
     sends = [(row["rank"], row["index"], row["kv_to"]) for row in result.rows]
     assert sends == [(rank, hop.index, hop.kv_to) for rank in range(3) for hop in plan.hops(rank)]
     with table.open() as file:
