@@ -15,8 +15,6 @@ from ringattn.autotune.sass import Loop, Mix, basic_blocks, matrix_loops, mix_of
 from ringattn.kernels import Tile, hopper_backward_launch
 from ringattn.kernels.hopper.steps import CONSUMERS
 
-# the gate
-
 CLEAN = Compiled(registers=255, stack=0, shared=160_000, tensor_memory=0, loops=(Loop(16, 0, 1, False),))
 VARIANT = Variant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
 
@@ -62,9 +60,9 @@ FEW, MANY = 16, 17
     ({"head_dim": 256}, MANY),
     ({"dtype": "fp32"}, MANY),
     ({"options": (("persistent", True),)}, 0),
-    ({"kernel": "dkdv", "options": (("persistent", True),)}, FEW),  # the loop over tiles needs registers
+    ({"kernel": "dkdv", "options": (("persistent", True),)}, FEW),  # its outer loop walks over tiles
     ({"kernel": "dkdv", "options": (("order", "longest"),)}, 0),
-    ({"kernel": "single_pass_deterministic"}, FEW),  # waiting for the turn needs registers
+    ({"kernel": "single_pass_deterministic"}, FEW),  # waits for its turn to add
     ({"kernel": "single_pass"}, 0),
 ])  # fmt: skip
 def test_number_of_spills_that_the_gate_tolerates(changed: dict[str, Any], most: int) -> None:

@@ -97,7 +97,7 @@ def test_a_closed_pipe_ends_a_command_silently(arguments: list[str]) -> None:
 
 
 def run_with_closed_stream(stream: str, arguments: list[str]) -> tuple[int, str]:
-    """Return the exit code of a command with one stream run_with_closed_stream, and its output on the other."""
+    """Return the exit code of a command with one stream closed, and its output on the other."""
     read, write = os.pipe()
     os.close(read)
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: write}

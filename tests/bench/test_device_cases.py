@@ -75,7 +75,7 @@ def test_virtual_ranks_against_one() -> None:
 
 
 def wrong() -> dict[str, float]:
-    """Return the fraction of wrong results of each kind over all dtypes and shapes."""
+    """Return the sum of each number over all dtypes and shapes."""
     counts = {"wrong codes": 0.0, "wrong scales": 0.0, "wrong numbers": 0.0}
     for number in device_cases.fp8(CPU, dtypes=("float32", "float16"), shapes=((1, 130, 2, 8), (2, 20, 1, 40))):
         assert number.limit == 0 and number.value is not None

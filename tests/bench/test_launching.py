@@ -244,7 +244,9 @@ def two_ranks(launcher: str) -> list[str]:
 
 def launched(launcher: str, *arguments: str) -> str:
     """Return the output of ``python -m ringattn ARGUMENTS`` on two ranks."""
-    names = {name for names in (*LAUNCHERS, JOB) for name in names} - {"SLURM_JOB_ID"}  # keep an allocation
+    names = {name for names in (*LAUNCHERS, JOB) for name in names} - {
+        "SLURM_JOB_ID"
+    }  # keep the job id of an allocation
     env = {name: value for name, value in os.environ.items() if name not in names and not name.startswith("MASTER_")}
     command = [*two_ranks(launcher), sys.executable, "-m", "ringattn", *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)

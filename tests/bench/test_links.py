@@ -178,7 +178,7 @@ def test_sizes_are_those_of_nccl_tests(limits: tuple[int, int, int], sizes: tupl
 
 def test_memory_of_messages_is_counted() -> None:
     nbytes, transport = 16 << 20, LocalTransport(single_rank(), CPU)
-    measured(transport, Limits(), LinksConfig(("local",), sizes=(64,), iters=1), CPU)  # loads lazily loaded libraries
+    measured(transport, Limits(), LinksConfig(("local",), sizes=(64,), iters=1), CPU)  # the first run loads libraries
     config = LinksConfig(("local",), sizes=(nbytes,), iters=1, warmup=0)
     messages = runs.BUFFERS + runs.CHECKED["cpu"]
     with memory.freed_at_once(CPU):

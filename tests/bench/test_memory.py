@@ -122,8 +122,7 @@ SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "2"}
 def test_ranks_that_a_gpu_holds(
     alone: None, variables: dict[str, str], gpus: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # srun may show each rank only its own GPU, torchrun shows all of them, and a rank checks the free memory of its
-    # own.
+    # srun may show each rank only its own GPU, and torchrun shows all of them. A rank checks the memory of its own GPU.
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     devices: list[torch.device] = []
@@ -191,7 +190,7 @@ def test_kernels_take_no_more_than_counted(monkeypatch: pytest.MonkeyPatch) -> N
         2048, heads=2, kv_heads=2, head_dim=32, dtype="bfloat16", layout="contiguous", block_mask=longformer
     )
     by, clock = ("ringattn", "ATen operator"), Clock(CPU)
-    speed.measure(replace(config, seqlen=128), clock, seconds=0, by=by)  # loads lazily loaded libraries
+    speed.measure(replace(config, seqlen=128), clock, seconds=0, by=by)  # the first run loads libraries
     with freed_at_once(CPU):
         peak = PeakMemory(CPU)
         speed.measure(config, clock, seconds=0, by=by)

@@ -161,7 +161,7 @@ def test_a_message_waits_for_both_ends(behind: int) -> None:
 
 
 def test_transfers_slow_concurrent_launches() -> None:
-    # Six seconds of transfers take 0.1 of the speed of the three launches of 1.8 s beside them.
+    # Transfers of 6 s take 0.1 of the speed of the three launches of 1.8 s beside them.
     ops = (Op(INSIDE, "K/V", 0, 0, ()), *(Op(COMPUTE, FOLD, hop, 0, ()) for hop in range(4)))
     program = Program(0, "forward", ops)
     times = slowed(program, [0.0, *[np.array([1.8, 6.0])] * 4], [np.array([6.0, 1.0])] + [0.0] * 4, 0.1)

@@ -27,8 +27,8 @@ def links(inside: str) -> Links:
 
 
 # github.com/zhuzilin/ring-flash-attention, README, "Performance Summary" (read 2026-11): 8192 tokens per GPU.
-# Iterations per second of flash-attention on one GPU, forward and forward with backward, and the percentage of this
-# rate that each of 8 GPUs reaches in its rings; 32 query and 8 key heads of 128, bf16, causal.
+# Iterations per second of flash-attention on one GPU, forward and forward with backward, and the percentage of an
+# eighth of it that rings reach on 8 GPUs; 32 query and 8 key heads of 128, bf16, causal.
 ALONE = {"h800": (591.5, 154.7), "a100": (373.4, 94.7)}
 PERCENT = [
     ("h800", "contiguous", 52.1, 53.9), ("h800", "zigzag", 85.2, 90.2), ("h800", "striped", 74.4, 82.9),

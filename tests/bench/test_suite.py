@@ -114,7 +114,7 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
             part("silent", FILE),
             part("last", code="print('here')"),
         ],
-        tmp_path, budget=500.0,  # a short part gets 3 seconds of it
+        tmp_path, budget=500.0,  # the part gets 3 seconds of it
     )  # fmt: skip
     assert {name: row["state"] for name, row in result.items()} == {
         "good": "done", "plain": "done", "raises": "failed", "crashes": "failed", "lacks": "not here",

@@ -46,8 +46,6 @@ EVENTS = (
 TWO_RANKS = Timeline("two ranks", "measured", 2, EVENTS, {"provenance": {"command": "ringattn"}, "clock_error": 2e-6})
 """Rank 0 computes for 3 of 4 ms and waits for 1 ms; rank 1 computes for all 4 ms."""
 
-# the trace
-
 
 def test_a_trace_reads_back_as_it_was() -> None:
     # A trace has a process per rank and a thread per lane, in microseconds.
