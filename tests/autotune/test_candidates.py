@@ -145,10 +145,10 @@ def test_every_schedule_of_the_best_tiles_is_ranked(tmp_path: Path) -> None:
     first, ranked = (rank(work, tmp_path / "journal", 7, schedules_of) for schedules_of in (0, 2))
     assert [bool(options_of(tile)) for tile in first.tiles] == [True] * 5 + [False] * 2
     assert ranked.tiles[:7] == first.tiles
-    candidates_ = [other for tile in first.tiles[5:] for other in schedules(tile, POINT, 90)]
-    compiling = [tile for tile in candidates_ if not options_of(tile).get("persistent")]
-    assert {*ranked.tiles[7:]} == {*compiling} and len(compiling) == 2 * 3 and len(candidates_) == 2 * 11
-    assert {*ranked.dropped} == {*first.dropped, *candidates_} - {*compiling}
+    schedules_of_best = [other for tile in first.tiles[5:] for other in schedules(tile, POINT, 90)]
+    compiling = [tile for tile in schedules_of_best if not options_of(tile).get("persistent")]
+    assert {*ranked.tiles[7:]} == {*compiling} and len(compiling) == 2 * 3 and len(schedules_of_best) == 2 * 11
+    assert {*ranked.dropped} == {*first.dropped, *schedules_of_best} - {*compiling}
 
 
 @pytest.mark.compiles("kernels/attention.py", "autotune/candidates.py", "autotune/gate.py", "autotune/pool.py")
