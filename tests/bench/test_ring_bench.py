@@ -56,17 +56,17 @@ def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
         for part, names in (("exposed", (*rings, BASELINE, ALL_GATHER, ULYSSES)), ("compute", rings)):
             ratios = [rows[name][part] / rows[name]["time"] for name in names if rows[name][part] is not None]
             assert all(0 <= ratio <= 1 for ratio in ratios), part  # the part is missing if the machine was busy
-        kv, queries = 2 * 2 * 16 * 4, 4 * 16 * 4
+        kv, queries = 2 * 2 * 2 * 16 * 4, 2 * 4 * 16 * 4  # bytes per token of both batch rows
         assert rows[ALL_GATHER]["sent"] * 1e6 == tokens // 2 * 2 * kv  # K/V sent, fp32 dK/dV returned
         assert rows[ULYSSES]["sent"] * 1e6 == tokens // 2 * (4 * queries + 2 * kv) // 2
         assert rows[rings[0]]["sent"] * 1e6 == tokens // 2 * 3 * kv  # the local dK/dV never leave
         assert rows[BASELINE]["sent"] * 1e6 == tokens // 2 * 4 * kv
-        flops = 3.5 * 4 * 16 * 4 * tokens * (tokens + 1) / 2
+        flops = 2 * 3.5 * 4 * 16 * 4 * tokens * (tokens + 1) / 2
         for name, ranks in ((WHOLE, 1), (rings[0], 2)):
             row = rows[name]
             assert row["rate of a rank"] == pytest.approx(flops / (row["time"] / 1e3) / ranks / 1e12)
             assert row["of ideal"] == pytest.approx(100 * rows[WHOLE]["time"] / 2 / row["time"])
-            assert row["throughput"] == pytest.approx(tokens / (row["time"] / 1e3))
+            assert row["throughput"] == pytest.approx(2 * tokens / (row["time"] / 1e3))
     assert runs.ONE_RUN in result.notes
     assert f"not available: {CONTEXT_PARALLEL}: it has no sharding strategy" in ran.stdout
     assert [note.split()[2] for note in result.notes[-3:-1]] == [ALL_GATHER, ULYSSES]

@@ -284,7 +284,7 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     code, states, text = call("--only", "last")
     assert code == 0 and len(states) == 3 and "1 parts have results" in text and "first" not in text
     assert count.read_text() == "x"
-    assert "1 parts take up to" in call("--only", "fails")[2]  # a failed part runs again
+    assert "1 parts take at most" in call("--only", "fails")[2]  # a failed part runs again
     listed[0] = replace(listed[0], command=(*listed[0].command, "another"))
     assert "1 parts take at most 25 s" in call("--only", "first")[2] and count.read_text() == "xx"
 

@@ -218,8 +218,19 @@ def test_late_ranks_are_named_and_a_gather_can_be_stopped() -> None:
         first.publish(f"gather1/{rank}", 0)
     gather(second, 0.3)
     reasons = iter([None, None, "the watchdog has had enough"])
+    waiting = opened(HashStore(), 0, 2)
     with pytest.raises(TransportError, match="shapes: the watchdog has had enough"):
-        opened(HashStore(), 0, 2).gather(0, what="shapes", stop=lambda: next(reasons))
+        waiting.gather(0, what="shapes", stop=lambda: next(reasons))
+    waiting.stop = lambda: "it is over"
+    with pytest.raises(TransportError, match="shapes: it is over"):
+        waiting.scope("ring").gather(0, what="shapes", timeout=5.0)
+
+
+def test_a_closed_connection_gives_its_socket_back(host: StoreHost) -> None:
+    connection = StoreConnection(host.client())
+    files = len(os.listdir("/proc/self/fd"))
+    connection.close()
+    until(lambda: len(os.listdir("/proc/self/fd")) < files)
 
 
 def test_a_killed_store_is_an_error_at_once(host: StoreHost, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,7 +48,7 @@ from ringattn.comm.world import DEFAULT_TIMEOUT, single_rank
 
 from ..support.cuda.device import install_streams
 from ..support.cuda.nccl import Fabric, install_nccl
-from ..support.transport_cases import on_ranks, until
+from ..support.transport_cases import HANGS, on_ranks, until
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -285,6 +287,13 @@ def test_what_is_kept_ends_on_its_device_and_the_connection_first(monkeypatch: p
     monkeypatch.setattr(kept, "on_device", on_device)
     kept.end({key: SimpleNamespace(close=str) for key in (cuda, (cuda, 4.0), kept.CONNECTION)})
     assert entered == [CPU, cuda, cuda]
+
+
+def test_what_is_kept_for_a_destroyed_group_ends_when_another_one_is_used(gloo: dist.ProcessGroup) -> None:
+    destroyed, closed = Mock(spec=dist.ProcessGroup), threading.Event()
+    kept._KEPT[destroyed] = {kept.CONNECTION: SimpleNamespace(close=closed.set)}
+    kept.kept_of(gloo)
+    assert closed.wait(HANGS)
 
 
 def test_what_is_left_of_a_failed_group_of_transfers_is_ended(

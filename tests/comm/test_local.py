@@ -14,6 +14,8 @@ import torch
 from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, TransportError, WorldAborted
 from ringattn.comm.world import Hub
 
+from ..support.watch_cases import Clock
+
 CPU = torch.device("cpu")
 
 
@@ -175,6 +177,9 @@ def test_misuse_is_refused() -> None:
     world.close()
     world.close()
     refused(lambda: world.run(exchange), "this LocalWorld is closed")
+    with world_of(2) as left:
+        pass
+    refused(lambda: left.run(exchange), "this LocalWorld is closed")
 
 
 def test_a_line_of_a_world_that_has_failed_has_failed_too() -> None:
@@ -188,3 +193,17 @@ def test_a_line_of_a_world_that_has_failed_has_failed_too() -> None:
     assert after.returned([0, 1]) == [1]
     with pytest.raises(WorldAborted, match="another rank raised KeyError"):
         after.take("box", 0, "rank 1 waits", 0, 60.0)
+
+
+def test_a_wait_that_other_ranks_interrupt_is_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, clock, waits = Hub(2, 60.0), Clock(monkeypatch), list[float]()
+
+    def interrupted(seconds: float) -> bool:
+        clock.now += 1
+        waits.append(seconds)
+        return seconds > 0 and len(waits) < 9
+
+    monkeypatch.setattr(hub._changed, "wait", interrupted)
+    with pytest.raises(TransportError, match="nothing happened for 2 s"):
+        hub.take("box", 1, "rank 0 waits", 0, 2.0)
+    assert waits == [2, 1, 0]

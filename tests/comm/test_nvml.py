@@ -202,6 +202,7 @@ def test_info_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
             Nic("eth1", 25),
         ),
     )
+    assert nvml.device_info(GPU, sys=tree / "nowhere").pcie == (BUS,)
     assert nvml.nics_of(tree / "nowhere") == nvml.pcie_path(tree / "nowhere") == nvml.pcie_path(tree / "class") == ()
 
 

@@ -31,7 +31,7 @@ from ringattn.comm import (
     transport_names,
     unregister_transport,
 )
-from ringattn.comm.testing import check_transport
+from ringattn.comm.testing import LARGE, check_transport
 
 WORLD, TOKENS, HEADS, HEAD_DIM = 3, 24, 2, 16
 KV_BYTES = 2 * (TOKENS // WORLD) * HEADS * HEAD_DIM * 4
@@ -232,17 +232,24 @@ class Broken:
     """A local transport with a mistake."""
 
     def __init__(self, group: LocalGroup, device: torch.device, mistake: str, **_: object) -> None:
-        self.inner, self.mistake = LocalTransport(group, device), mistake
+        self.inner, self.mistake, self.posts = LocalTransport(group, device), mistake, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
+        self.posts += 1
         given = [*receives]
         if self.mistake == "order":
             given = given[::-1]
-        fence = self.inner.post(sends=sends, receives=given, after=() if self.mistake == "after" else after)
-        if self.mistake == "bits" and given:
+        if self.mistake == "early":
+            sends = [Message(message.peer, message.tensor.clone()) for message in sends]
+        try:
+            fence = self.inner.post(sends=sends, receives=given, after=() if self.mistake == "after" else after)
+        except ValueError as error:
+            raise RuntimeError if self.mistake == "refusal" else error from error
+        large = given and given[-1].tensor.nbytes >= LARGE
+        if given and (self.mistake == "bits" or (self.mistake == "large" and large) or self.mistake == f"{self.posts}"):
             fence.wait()
             given[-1].tensor.flatten()[-1:].add_(1)
         return DONE if self.mistake == "fence" else fence
@@ -260,7 +267,11 @@ class Broken:
     [
         ("order", "a_pair_matches_in_order"),
         ("after", "nothing_leaves_before_after_is_over"),
+        ("early", "nothing_leaves_before_after_is_over"),
         ("bits", "a_pair_matches_in_order"),
+        ("large", "sizes_and_dtypes_arrive_bit_for_bit"),
+        ("40", "a_ring_reuses_its_slots"),
+        ("refusal", "wrong_messages_are_refused"),
         ("fence", "a_sent_buffer_is_free"),
         ("gather", "gather_is_in_rank_order"),
         ("abort", "an_aborted_transport_refuses_posts"),

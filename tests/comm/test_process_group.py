@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -111,3 +112,16 @@ def test_work_that_ends_after_an_abort_does_not_undo_it() -> None:
     with pytest.raises(TransportError, match=r"^rank 3 is gone$"):
         stream.submit(lambda: None)
     assert not over.is_set()
+
+
+def test_an_interrupt_goes_on_behind_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def receive(group: object, peer: int) -> Mock:
+        asked.append(peer)
+        return Mock(wait=Mock(side_effect=RuntimeError("Timed out" if peer else "Connection closed by peer")))
+
+    monkeypatch.setattr(process_group, "receive_nothing", receive)
+    monkeypatch.setattr(process_group.dist, "get_backend_config", lambda group: "cpu:gloo")
+    assert process_group._interrupt(Mock(size=lambda: 4, rank=lambda: 1))
+    assert asked == [0, 2]

@@ -143,6 +143,12 @@ def test_last_steps_are_those_of_the_edge_first(monkeypatch: pytest.MonkeyPatch)
     assert many.watches[0]._last_steps(post) == text
 
 
+def test_a_rank_publishes_its_table_under_its_own_number() -> None:
+    ranks, _ = running(3)
+    ranks.watches[1].tick()
+    assert [ranks.controls[0].look(f"table/{rank}") is not None for rank in range(3)] == [False, True, False]
+
+
 def test_ticks_without_a_turn_to_gossip_move_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = running(2)[0].watches[0]
     exchange, warn = Mock(return_value={}), Mock()
@@ -154,13 +160,17 @@ def test_ticks_without_a_turn_to_gossip_move_no_table(monkeypatch: pytest.Monkey
     warn.assert_called_once()
 
 
-def test_failures_are_heard_for_a_while_after_a_call(clock: Clock) -> None:
+@pytest.mark.parametrize(("compares", "seconds"), [(False, 0.0), (True, 100.0)])
+def test_failures_are_heard_while_ranks_compare_a_call_and_after_it(
+    compares: bool, seconds: float, clock: Clock
+) -> None:
     ranks, fences = running(2)
     fences[0].finish()
     clock.now += 4.0
     ranks.watches[0].end()
+    ranks.watches[0]._waiting = compares
     ranks.controls[1].publish("failure", (1, "TransportError", "a reason"))
-    clock.now += module.GRACE_SECONDS
+    clock.now += module.GRACE_SECONDS + seconds
     ranks.watches[0].tick()
     assert "a reason" in str(ranks.watches[0].stopped())
 
@@ -556,6 +566,15 @@ def test_only_streams_of_a_gpu_end_the_process(
     watch.failed(TransportError("the connection is gone"))
     assert ended == codes and os.EX_TEMPFAIL == 75
     assert ("this process ends: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(codes)
+
+
+def test_fences_of_a_gpu_are_not_waited_for() -> None:
+    """The host would make a stream wait."""
+    watch = Watch(controls(2)[0], deadline=3.0, device=torch.device("cuda", 0), transports=list)
+    fence = Mock(done=Mock(return_value=True))
+    watch.posted("a hop", fence, [DONE], [(1, 8)], [])
+    watch._posts.poll(time.monotonic())
+    fence.wait.assert_not_called()
 
 
 def test_the_first_failure_stays_and_aborts_once(caplog: pytest.LogCaptureFixture) -> None:

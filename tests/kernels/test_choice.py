@@ -201,6 +201,13 @@ def test_launches_of_other_kinds_are_planned_anew(gpu: Folders) -> None:
         assert [planned(made, launch) for launch in launches[::order]] == fresh[::order]
 
 
+def test_a_backward_asks_nothing_of_the_tile_of_the_forward() -> None:
+    x, config = inputs(SIZES), KernelConfig(forward=Tile(32, 32, 4, 1), dq=SMALL, dkdv=SMALL)
+    bounds = Bounds(None, None, None, BlockSparseIndex(torch.ones(1, 1, dtype=torch.bool), 48))
+    zero = torch.zeros_like(x.dout), x.q, x.k, x.v, x.dout, torch.zeros(SIZES.batch, 4, 24)
+    assert not attention_backward(*zero, bounds=bounds, config=config)[0].any()
+
+
 def test_a_pair_of_slots_is_asked_for_once() -> None:
     """By keys and by values: one of them may be aligned and the other not."""
     x, asked = inputs(SIZES), list[int]()
@@ -286,6 +293,12 @@ def test_requested_single_pass_uses_its_measured_tile(gpu: Folders) -> None:
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def test_a_margin_of_the_whole_gpu_is_refused_before_the_first_hop() -> None:
+    x, config = inputs(SIZES), KernelConfig(SMALL, SMALL, SMALL, persistent=True, sm_margin=10_000)
+    with pytest.raises(ValueError, match=r"config\.sm_margin is 10000: this GPU has"):
+        fused.Triton().check(x.q, x.v, scores=Scores(), block=None, config=config)
 
 
 @pytest.mark.parametrize("field", ["forward", "dq", "dkdv", "single_pass"])

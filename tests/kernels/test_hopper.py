@@ -30,7 +30,7 @@ from ringattn.kernels import (
     launch,
 )
 from ringattn.kernels.bounds import tile_range
-from ringattn.kernels.gpu import assumed_gpu
+from ringattn.kernels.gpu import assumed_gpu, shared_limit
 from ringattn.kernels.hopper import steps
 
 from ..support import gluon_stand_in, kernel_cases
@@ -321,6 +321,13 @@ REFUSALS: list[tuple[Callable[..., Any], Inputs, dict[str, Any], str]] = [
 def test_refusals(launches: Launches, call: Any, x: Inputs, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(x, **options)
+
+
+def test_barriers_have_a_kibibyte_of_shared_memory() -> None:
+    room = shared_limit(hopper_launch.ARCH) - 1024
+    hopper_launch.check_room("config.forward", 128, room, "stages")
+    with pytest.raises(ValueError, match=r"config\.forward needs 232449 bytes of shared memory at head dim 128"):
+        hopper_launch.check_room("config.forward", 128, room + 1, "stages")
 
 
 def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,9 +176,9 @@ def test_heads_in_chunks_are_those_of_all_heads(name: str) -> None:
 
 def test_seeds_and_thresholds_are_words() -> None:
     for seed in (0, 5, 2**63 - 1, 2**63, 2**64 - 1):
-        *seed_halves, head_low, head_high = (int(half) for half in counter_of(seed, 3))
+        *seed_halves, head_low, head_high = (int(half) for half in counter_of(seed, 7 << 16 | 3))
         assert sum(half << 16 * place for place, half in enumerate(seed_halves)) == seed
-        assert (head_low, head_high) == (3, 0)
+        assert (head_low, head_high) == (3, 7)
     assert Scores(dropout_p=1 - 2**-40).threshold == (1 << 32) - 1, "the threshold stays a 32-bit word"
 
 

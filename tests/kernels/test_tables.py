@@ -101,6 +101,12 @@ def test_broken_files_are_refused_with_their_path(tmp_path: Path) -> None:
             read(path)
 
 
+@pytest.mark.parametrize(("kernel", "rows"), [("forward", 64), ("dq", 64), ("dkdv", 16), ("single_pass", 16)])
+def test_a_tile_takes_room_for_the_pair_that_its_kernel_streams(kernel: str, rows: int) -> None:
+    point = POINT._replace(kernel=kernel, dtype="bf16", head_dim=128, head_dim_v=64)
+    assert tables.least_shared(point, Tile(16, 64, 4, 3)) == 2 * rows * (128 + 64) * 2
+
+
 def test_no_name_of_a_gpu_leaves_the_folder() -> None:
     names = {"NVIDIA H200": "nvidia-h200", "../../.ssh/id\x00": "ssh-id", "A" * 500: "a" * 80, "sm_90": "sm-90"}
     assert {gpu: file_name(gpu, (3, 7)) for gpu in names} == {

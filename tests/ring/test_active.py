@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from ringattn.bench.common.attention import packed
 from ringattn.ring.schedule import active as module
 from ringattn.ring.schedule.active import LESS, active_shards, sent_keys
 from ringattn.ring.schedule.layout import Documents, Layout
-from ringattn.ring.schedule.mask import Mask
+from ringattn.ring.schedule.mask import BlockMask, Mask
 from ringattn.ring.schedule.schedule import Schedule, schedule
 
 from ..support.layouts import NAMES, block_layouts, block_masks, layouts, masks, named, seen_shards, sees
@@ -120,3 +121,12 @@ def test_fragmented_shards_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "MOST", 7)
     assert sent_keys(layout, mask, layout) == layout
     sent_keys.cache_clear()
+
+
+@pytest.mark.parametrize("spans", [[[(0, 4)], [(8, 8)]], [[(0, 8)], [(8, 4)]]])
+def test_a_part_of_a_block_is_refused_on_any_rank(spans: list[list[tuple[int, int]]]) -> None:
+    mask = Mask(blocks=BlockMask(torch.ones(3, 3, dtype=torch.bool), 8))
+    with pytest.raises(ValueError, match="with block_mask the spans must be runs of"):
+        active_shards(Layout([*spans, [(16, 8)]]), mask, Layout.contiguous(24, 3))
+    with pytest.raises(ValueError, match="with block_mask the spans must be runs of"):
+        active_shards(Layout([[(16, 8)], *spans]), mask, Layout.contiguous(24, 3))

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from importlib import import_module
 from typing import Any
 
@@ -28,7 +29,7 @@ from ringattn.ring import prepare as prepare_module
 from ringattn.ring import ring as ring_module
 from ringattn.ring.args import ENTRIES, AttentionArgs, Compare, Options
 from ringattn.ring.ops import pack_args
-from ringattn.ring.prepare import Call, autocast, prepare
+from ringattn.ring.prepare import Call, autocast, prepare, sink_of
 from ringattn.ring.schedule.layout import Documents
 
 from ..support.forked import results
@@ -67,6 +68,7 @@ DOORS: dict[str, Door] = {
     "positions of a rank": (HALVES.positions, {"rank": 0}),
     "shard of a rank": (HALVES.shard, {"x": WHOLE, "rank": 0}),
     "whole of shards": (HALVES.unshard, {"shards": [WHOLE[:, :4], WHOLE[:, 4:]]}),
+    "sink_of": (sink_of, {"q": WHOLE, "learnable_sink": None}),
     "shard": (shard, {"x": WHOLE, "layout": None}),
     "unshard": (unshard, {"x": WHOLE, "layout": None, "grad": "slice"}),
     "positions": (positions, {"seqlen": 8, "layout": None}),
@@ -98,6 +100,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"learnable_sink": torch.zeros(3)}, r"learnable_sink is \[3\] on cpu: it must be \[4\] on cpu"),
     ({"learnable_sink": torch.zeros(4).int()}, "learnable_sink is .*: it must be a floating tensor"),
     ({"block_mask": torch.ones(2, 3).bool()}, r"block_mask is \[2, 3\] blocks of 4 .* must be \[2, 2\]"),
+    ({"block_mask": torch.ones(0, 2).bool()}, r"block_mask is \[0, 2\]: it must be bool \[query blocks, key blocks\]"),
     ({"block_mask": torch.ones(3, 3).bool()}, "block_mask has 3 blocks for 8 queries.* BlockMask"),
     ({"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"}, "the block mask has blocks of 8"),
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
@@ -165,6 +168,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Ring", {"direction": 2}, "direction is 2: it must be 1"),
     ("Ring", {"slots": 1.5}, r"slots is 1.5: it must be a whole number from 1 to 2\^16"),
     ("Ring", {"prefetch": 3}, "prefetch is 3: with 3 slots it must be 0 to 2"),
+    ("Ring", {"deadline": True}, "deadline is True: it must be a positive number"),
+    ("Ring", {"deadline": Fraction(1, 10**400)}, r"deadline is Fraction.*: it must be a positive number"),
     ("Ring", {"deadline": 0}, "deadline is 0: it must be a positive number of seconds, 1e9 at most, or None"),
     ("Ring", {"topology": Topology.grid(2, 2)}, "topology has 4 ranks, the group has 1"),
     ("Ring", {"wire_dtype": [3]}, r"wire_dtype is \[3\]: it must be one of None, torch.bfloat16"),
@@ -218,6 +223,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "holds position 5 on rank 0 and on rank 1: a position",
     ),
     ("Layout", {"spans_per_rank": [[(9, 1)], [(0, 4, 3)]]}, "holds position 9 on rank 0 and on rank 1"),
+    ("sink_of", {"learnable_sink": torch.zeros(4, device="meta")}, r"is \[4\] on meta: it must be \[4\] on cpu"),
     ("BlockMask", {"visible": [[True]]}, r"block_mask is \[\[True\]\]: it must be bool \[query blocks, key blocks\]"),
     ("BlockMask", {"visible": torch.zeros(3).bool()}, r"block_mask is torch.bool \[3\]: it must be bool"),
     ("BlockMask", {"visible": torch.zeros(3, 3, device="meta").bool()}, "block_mask is on meta: it must be on the CPU"),

@@ -96,3 +96,13 @@ def test_a_sink_beyond_the_range_of_small_scores() -> None:
     q = torch.full((1, 8, 1, 16), 3.0)
     out = ring_attention(q, q, q, window_size=(2, 2), learnable_sink=torch.tensor([200.0]))
     assert torch.equal(out, torch.zeros_like(q))
+
+
+def test_slopes_of_a_batch_row_serve_that_row_beside_padding() -> None:
+    q, k, v = torch.randn(3, 3, 20, 4, 16)
+    slopes, used = torch.rand(3, 4), [5, 20, 11]
+    whole = ring_attention(q, k, v, alibi_slopes=slopes, seqused_k=used, backend="aten")
+    for row, keys in enumerate(used):
+        near = slice(row, row + 1)
+        alone = ring_attention(q[near], k[near], v[near], alibi_slopes=slopes[row], seqused_k=[keys], backend="aten")
+        torch.testing.assert_close(whole[near], alone)

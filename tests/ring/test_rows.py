@@ -157,6 +157,7 @@ def test_dropout_counts_the_packed_sequence(world: int) -> None:
     [
         ({"cu_seqlens": [[0, 9, 36]] * BATCH}, {"cu_seqlens": [0, 9, 36]}),
         ({"cu_seqlens": torch.tensor([[0, 9, 36]] * BATCH)}, {"cu_seqlens": [0, 9, 36]}),
+        ({"cu_seqlens": [[0, 9, 36], [0, 9, 9, 36], [0, 9, 36, 36]]}, {"cu_seqlens": [0, 9, 36]}),
         ({"key_mask": torch.ones(BATCH, TOKENS, dtype=torch.bool), "leftpad_k": [0] * BATCH}, {}),
         ({"key_mask": torch.tensor([[36], [7], [0]]) > AT}, {"seqused_k": [36, 7, 0]}),
         ({"key_mask": torch.tensor([[36], [7], [0]]) > AT, "seqused_k": [30, 9, 1]}, {"seqused_k": [30, 7, 0]}),
@@ -182,6 +183,7 @@ ROWS: dict[str, Any] = {"key_mask": HOLES}
         (ROWS | {"block_mask": longformer(4, [(0, 2)])}, "block_mask is given with key_mask, by which batch rows see"),
         (HIDING["documents"] | {"causal": True, "prefix_length": 3}, "prefix_length is given with cu_seqlens, by"),
         (HIDING["left padding"] | {"alibi_slopes": torch.ones(BATCH, 4)}, "alibi_slopes is given with leftpad_k, by"),
+        ({"cu_seqlens": [[0, 36], [0, 9, 40], [0, 36]]}, r"cu_seqlens\[1\] ends at 40: it must end at 36, the number"),
         ({"key_mask": HOLES[:, :-1]}, r"key_mask is torch.bool \[3, 35\]: it must be bool \[3, 36\]"),
         ({"key_mask": HOLES.long()}, r"key_mask is torch.int64 \[3, 36\]: it must be bool"),
         ({"key_mask": HOLES.to("meta")}, "key_mask is on meta: it must be on the CPU"),

@@ -63,6 +63,12 @@ def test_every_byte_that_moves_is_recorded(flat: Traces) -> None:
     assert sum(sent) == sum(received)
 
 
+def test_the_last_dkv_that_leave_a_rank_are_those_of_the_other_node() -> None:
+    for rank, (_, moved, _) in enumerate(traces(nodes=2)):
+        last = [span.name for span in moved if (span.phase, span.kind, span.hop) == ("backward", "send", WORLD - 1)]
+        assert {*last} == {f"dK/dV of {other}" for other in range(WORLD) if other // 2 != rank // 2}
+
+
 def test_spans_do_not_overlap_and_transfers_end_after_they_begin(flat: Traces) -> None:
     for spans, moved, _ in flat:
         assert all(span.end >= span.begin for span in (*spans, *moved))
@@ -81,6 +87,7 @@ def test_a_slot_holds_one_thing_at_a_time(flat: Traces, nodes: int, settings: di
         for span in (slot for slot in slots if slot.kind.startswith("slot")):
             read = [use for use in spans if (use.phase, use.hop, use.kind) == (span.phase, span.hop, "compute")]
             assert all(span.begin <= c.begin and c.end <= span.end for c in read)
+        assert {span.phase for span in slots} == {"forward", "backward"}
         kept = [span.name for span in slots if span.phase == "forward"]
         assert len(kept) == len(set(kept)) == WORLD - 1
 

@@ -7,6 +7,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -72,6 +73,10 @@ def a_warm_up_names_wrong_bytes_everywhere(transport: Transport, device: torch.d
         transport.warm_up([(source, 0)])
     with pytest.raises(TransportError, match=f"the warm-up of the {transport.name} transport failed"):
         transport.warm_up([(source, 0)])  # the edge is not warm
+    if transport.rank == 0:
+        transport.post = Mock(side_effect=ValueError("no such peer"))  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match="rank 0: no such peer"):
+        transport.warm_up([(0, 0)])
 
 
 BESIDE = edges_are_warmed_up_once, a_warm_up_names_wrong_bytes_everywhere
