@@ -1,10 +1,10 @@
-"""What every test relies on: Triton's interpreter, seeds, and properties that are the same on every run."""
+"""Set-up and fixtures of all tests: Triton's interpreter, seeds, and profiles of property tests."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; workers and child processes inherit it
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read on import of triton, inherited by workers
 
 from collections.abc import Iterator
 from itertools import chain
@@ -20,19 +20,23 @@ from .support.interpreter import quicken
 
 quicken()
 
-# no deadline: the first call of an interpreted kernel is slow; derandomized: a change fails for what it changed
+# No deadline, because the first call of an interpreted kernel is slow. Derandomized, so that a failure comes from the
+# change under test.
 settings.register_profile("default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nightly", settings.get_profile("default"), max_examples=2000, derandomize=False)
 
 
 def profile(markexpr: str) -> str:
-    """Of properties, by ``-m``: thousands of examples where nightly tests alone are asked for."""
+    """Return the Hypothesis profile for pytest's ``-m``: "nightly" if the expression starts with nightly."""
     return "nightly" if markexpr.split(" ")[0] == "nightly" else "default"
 
 
 class PlainRoot:
-    """A plugin of pytest: the root is a folder as any, else its parent comes first in ``sys.path``, and a clone that is
-    called ``ringattn`` before the installed package."""
+    """Pytest plugin that collects the root as a plain folder.
+
+    Otherwise pytest puts the root's parent first in ``sys.path``, and a clone called ``ringattn`` shadows the installed
+    package.
+    """
 
     @staticmethod
     def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -50,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """`tox -e nightly -- FILE` asks for two kinds of tests, and a file may hold one of them alone."""
+    # `tox -e nightly -- FILE` runs pytest twice, and a file may have tests for only one of the runs.
     config = session.config
     named = config.args_source is pytest.Config.ArgsSource.ARGS and not config.option.keyword
     if named and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and profile(config.option.markexpr) == "nightly":
@@ -64,7 +68,10 @@ def _seed() -> None:
 
 @pytest.fixture(scope="module")
 def one_core() -> Iterator[None]:
-    """Ranks that are threads take turns under Python's lock: on one core none waits until another one has woken up."""
+    """Pin the process to one core.
+
+    Virtual ranks are threads and take turns under the GIL. On one core no rank waits for another thread to wake up.
+    """
     cores = os.sched_getaffinity(0)
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     os.sched_setaffinity(0, {sorted(cores)[worker % len(cores)]})
@@ -74,7 +81,7 @@ def one_core() -> Iterator[None]:
 
 @pytest.fixture
 def forward_rings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """One entry for each forward ring of each rank from now on."""
+    """Return a list that gains an entry for every forward ring of every rank."""
     from ringattn.ring import loop
 
     runs: list[object] = []
@@ -90,16 +97,16 @@ def forward_rings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 @pytest.fixture
 def poison() -> Iterator[None]:
-    """Fill what ``torch.empty`` and its kin return with NaN, so that an output nobody wrote cannot pass."""
+    """Fill the results of ``torch.empty`` and its kin with NaN, so that an unwritten output fails the test."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)  # what switches `fill_uninitialized_memory` (on by default) on
+    torch.use_deterministic_algorithms(True)  # `fill_uninitialized_memory` (on by default) needs this
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As started by hand, whatever the tests run under: no variable of a launcher is set."""
+    """Delete the environment variables of launchers, so that a command runs as if started by hand."""
     from ringattn.bench.common.ranks import JOB, LAUNCHERS, TORCHRUN
 
     for name in {*chain(*LAUNCHERS, JOB), TORCHRUN, "MASTER_ADDR", "MASTER_PORT"}:

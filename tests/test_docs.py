@@ -1,4 +1,4 @@
-"""The pages: links and named files exist, every command is told, and the README stays short."""
+"""Tests of the pages: links and files exist, snippets and commands run, and the README stays short."""
 
 from __future__ import annotations
 
@@ -48,34 +48,34 @@ from .support.snippets import (
 )
 
 MOST_LINES, MOST_COLUMNS = 150, 100
-# written by commands, or into the user's folders
-MADE = {"launcher.c", "manifest.json", "config.json"}
-CHECKED_ELSEWHERE = {
-    "kernels/VENDORING.md": "C with cuda.h: tests/tools/test_export_launch.py compiles and runs such a program",
+# files that commands or users write
+WRITTEN_FILES = {"launcher.c", "manifest.json", "config.json"}
+PAGES_WITH_C = {
+    "kernels/VENDORING.md": "C with cuda.h: tests/tools/test_export_launch.py compiles and runs such a program"
 }
-"""Pages whose C is not run here, and why."""
+"""Pages with C snippets, and the test that covers them."""
 
 
 def links(text: str) -> Iterator[str]:
-    """Targets within this repository, of links and pictures."""
+    """Yield the targets of links and pictures inside this repository."""
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
         if "://" not in target:
             yield target
 
 
 def anchors(text: str) -> set[str]:
-    """What a heading is called behind a ``#``: lower case, spaces as dashes, without signs."""
+    """Return the anchors of a page's headings: lower case, dashes for spaces, no punctuation."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     return {anchor(heading) for heading in headings}
 
 
 def named_files(text: str) -> set[str]:
-    """Paths between backquotes; a folder in capitals stands for any."""
+    """Return the paths between backquotes, except under a placeholder folder in capitals."""
     names = re.findall(r"`([\w./-]+\.(?:py|md|json|svg|toml))`", text)
     return {name for name in names if "/" in name and not any(part.isupper() for part in name.split("/")[:-1])}
 
 
-def test_the_reader_of_pages() -> None:
+def test_links_anchors_and_files_of_a_page() -> None:
     page = "# A page, `x`\n[a](b.md#c) ![d](e.svg) <https://f>\n```\n# no heading [x](y)\n```\n[g](https://h)"
     page += " `i/j.py` `DIR/k.json`"
     assert list(links(page)) == ["b.md#c", "e.svg"]
@@ -84,7 +84,7 @@ def test_the_reader_of_pages() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     wrong = []
     for target in links(page.read_text()):
         name, _, anchor = target.partition("#")
@@ -97,9 +97,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name not in DATED], ids=lambda path: str(path.relative_to(ROOT))
 )
-def test_named_files_are_there(page: Path) -> None:
-    """From the root, or from the page's own folder."""
-    named = {name for name in named_files(page.read_text()) if Path(name).name not in MADE}
+def test_named_files_exist(page: Path) -> None:
+    named = {name for name in named_files(page.read_text()) if Path(name).name not in WRITTEN_FILES}
     assert {name for name in named if not (ROOT / name).exists() and not (page.parent / name).exists()} == set()
 
 
@@ -114,47 +113,43 @@ def test_the_readme_is_short() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= MOST_LINES
     long = [line for line in lines if len(line) > MOST_COLUMNS and not line.startswith(("|", "python3"))]
-    assert long == []  # but for tables, and commands that are copied whole
+    assert long == []  # tables and commands may be longer
 
 
-# --- snippets ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_reader_of_snippets() -> None:
+def test_snippets_of_a_page() -> None:
     page = "# A\n```python\nx\n```\n## B `c`\n ````py  \n```\n````\n`ringattn show\n--world 2`, `x`"
     found, _ = parse("p.md", page)
-    assert [one[1:] for one in found] == [("a", 2, "python", "x\n"), ("b-c", 6, "py", "```\n")]
+    assert [snippet[1:] for snippet in found] == [("a", 2, "python", "x\n"), ("b-c", 6, "py", "```\n")]
     with pytest.raises(ValueError, match=r"p\.md:2: this fence is never closed"):
         parse("p.md", "a\n```sh\nb")
     assert own_arguments("torchrun … -m x && y") is None
     assert own_arguments("srun -N 2 .venv/bin/ringattn show --out FILE …  # c") == ["show", "--out", "file.json"]
 
 
-def test_no_snippet_is_skipped() -> None:
-    """Every fence is of a language that a test below runs or reads, and every setup is of a section with Python."""
-    unknown = {f"{one.page}:{one.line}": one.language for one in snippets() if one.language not in LANGUAGES}
+def test_every_snippet_is_tested() -> None:
+    unknown = {f"{x.page}:{x.line}": x.language for x in snippets() if x.language not in LANGUAGES}
     assert unknown == {}
-    assert {one.page for one in snippets() if one.language == "c"} == {*CHECKED_ELSEWHERE}
+    assert {snippet.page for snippet in snippets() if snippet.language == "c"} == {*PAGES_WITH_C}
     assert SETUPS.keys() <= python_sections().keys()
 
 
 def sections(kind: str) -> list[Any]:
-    """Sections by how many ranks they run on; slow ones at night."""
-    found = []
+    """Return the sections that run on this kind of ranks; slow ones are marked nightly."""
+    parameters = []
     for key in python_sections():
-        one = SETUPS.get(key)
-        how = "here" if one is None else "virtual" if one.virtual else "processes" if one.processes else "here"
-        if how == kind:
-            found.append(pytest.param(key, marks=[pytest.mark.nightly] * (one is not None and one.nightly)))
-    return found
+        setup = SETUPS.get(key)
+        ranks = "virtual" if setup and setup.virtual else "processes" if setup and setup.processes else "here"
+        if ranks == kind:
+            parameters.append(pytest.param(key, marks=[pytest.mark.nightly] * bool(setup and setup.nightly)))
+    return parameters
 
 
-OF_OTHERS = pytest.mark.filterwarnings(  # what other packages warn of when they are imported
+THIRD_PARTY_WARNINGS = pytest.mark.filterwarnings(  # other packages warn on import
     "ignore::UserWarning:megatron", "ignore::DeprecationWarning", "ignore::FutureWarning"
 )
 
 
-@OF_OTHERS
+@THIRD_PARTY_WARNINGS
 @pytest.mark.parametrize("key", sections("here"))
 def test_python_runs(key: str) -> None:
     names = execute(key)
@@ -162,7 +157,7 @@ def test_python_runs(key: str) -> None:
         CHECKS[key](names)
 
 
-@OF_OTHERS
+@THIRD_PARTY_WARNINGS
 @pytest.mark.parametrize("key", sections("virtual"))
 def test_python_runs_on_virtual_ranks(key: str) -> None:
     with LocalWorld(SETUPS[key].virtual) as world:
@@ -171,33 +166,33 @@ def test_python_runs_on_virtual_ranks(key: str) -> None:
 
 @pytest.mark.parametrize("key", sections("processes"))
 def test_python_runs_on_processes(key: str) -> None:
-    results(SETUPS[key].processes, partial(in_a_process, key))
+    results(SETUPS[key].processes, partial(execute_quietly, key))
 
 
-def in_a_process(key: str, rank: int) -> None:
+def execute_quietly(key: str, rank: int) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other packages
+        warnings.simplefilter("ignore")  # from other packages
         execute(key)
 
 
 def check_training(names: dict[str, Any]) -> None:
-    """Call its function on four virtual ranks: losses and gradients sum to those of the whole."""
+    """Check that losses and gradients of four virtual ranks sum to those of one device."""
     tokens = torch.randint(256, (1, 65), generator=torch.Generator().manual_seed(0))
 
-    def trained(group: GroupLike) -> list[Tensor]:
+    def train_step(group: GroupLike) -> list[Tensor]:
         model = Decoder(layers=1, heads=2, kv_heads=1, head_dim=8)
         model.initialize(0)
         loss = names["backward"](model, tokens, group)
         return [loss, *(parameter.grad for parameter in model.parameters())]
 
     with LocalWorld(4) as world:
-        parts = world.run(trained)
-    for whole, *ranks in zip(trained(None), *parts, strict=True):
+        parts = world.run(train_step)
+    for whole, *ranks in zip(train_step(None), *parts, strict=True):
         torch.testing.assert_close(sum(ranks), whole)
 
 
 def check_trainer(names: dict[str, Any]) -> None:
-    """Train its class for a step."""
+    """Check that the section's trainer trains the model for a step."""
     from transformers import TrainingArguments
 
     with TemporaryDirectory() as folder:
@@ -216,36 +211,34 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "docs/training.md#train-your-model": check_training,
     "docs/integrations.md#trainer": check_trainer,
 }
-"""What is checked of a section once it has run, beside that it does."""
+"""Extra checks of the names that a section defined."""
 
 
-def test_json_of_pages_is_read(tmp_path: Path) -> None:
-    (table,) = [one for one in snippets() if one.language == "json"]
+def test_the_json_table_of_the_pages_is_valid(tmp_path: Path) -> None:
+    (table,) = [snippet for snippet in snippets() if snippet.language == "json"]
     (tmp_path / "nvidia-h200_triton-3.7.json").write_text(table.text)
     assert tables_of(assumed_gpu(90, "NVIDIA H200"), str(tmp_path))
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
-
-ELSEWHERE = {"git", "python3", "python", "pip", "tox", "pytest", "ruff", "torchrun", "srun", "mpirun"}
-"""Programs of others; of their arguments the files, the modules and the environments of tox are looked up."""
+OTHER_PROGRAMS = {"git", "python3", "python", "pip", "tox", "pytest", "ruff", "torchrun", "srun", "mpirun"}
+"""Other programs; only the files, modules and tox environments of their arguments are checked."""
 
 
-def told(command: Command) -> str:
+def command_id(command: Command) -> str:
     return f"{command.page}:{command.line} {command.text}"
 
 
 def check_flags(name: str, arguments: list[str], *, fenced: bool) -> None:
-    """Parse a whole command; of a span of code, which may end anywhere, see that its flags exist."""
+    """Check that a command parses; for an inline span, which may be cut, check only that its flags exist."""
     command = typer.main.get_command(import_module(f"ringattn.{cli.COMMANDS[name][0]}").app)
     if fenced:
         command.make_context(name, arguments, **cli.HELP)
         return
-    known = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
-    assert {one for one in arguments if re.match(r"--?[a-z]", one)} <= known
+    known = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word for word in arguments if re.match(r"--?[a-z]", word)} <= known
 
 
-@pytest.mark.parametrize("command", [*commands()], ids=told)
+@pytest.mark.parametrize("command", [*commands()], ids=command_id)
 def test_commands_have_the_flags_that_pages_use(
     command: Command, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,19 +249,19 @@ def test_commands_have_the_flags_that_pages_use(
     elif (name := " ".join(arguments[: (depth := 1 + (arguments[:1] == ["bench"]))])) in cli.COMMANDS:
         check_flags(name, arguments[depth:], fenced=command.fenced)
     else:  # `ringattn COMMAND --help`, `ringattn --version`
-        assert CliRunner().invoke(cli.app, [one for one in arguments if one != "COMMAND"]).exit_code == 0
+        assert CliRunner().invoke(cli.app, [word for word in arguments if word != "COMMAND"]).exit_code == 0
 
 
 def check_others(words: list[str]) -> None:
-    """Look up what a command of another program names: modules, files, environments."""
-    words = [word for word in words if "=" not in word or word.startswith("-")]  # variables before a command
-    assert words[0].rpartition("/")[2] in ELSEWHERE
+    """Check that the modules, files and environments that another program's command names exist."""
+    words = [word for word in words if "=" not in word or word.startswith("-")]  # without leading variables
+    assert words[0].rpartition("/")[2] in OTHER_PROGRAMS
     for flag, value in pairwise(words):
         if flag == "-m" and value.startswith("ringattn"):
             assert find_spec(value)
         if flag == "-m" and value == train.__name__:
             train.parse([word for word in words[words.index(value) + 1 :] if word != "…"])
-        if flag == "-m" and value.startswith("tests."):  # no part of the installed package
+        if flag == "-m" and value.startswith("tests."):  # tests are not installed
             assert (ROOT / f"{value.replace('.', '/')}.py").exists()
         if flag == "-e" and words[0].endswith("tox"):
             assert re.search(rf"\[testenv:{value}\]", (ROOT / "tox.ini").read_text())
@@ -280,12 +273,12 @@ STATUS = ROOT / "bench" / "results" / "STATUS.md"
 
 
 def status_commands() -> list[str]:
-    """Spans of code that name tests or parts of the suite."""
+    """Return the code spans of STATUS.md that name tests or parts of the suite."""
     return [span for span in re.findall(r"`([^`]+)`", STATUS.read_text()) if "pytest" in span or "--only" in span]
 
 
 def missing_target(span: str, parts: Collection[str]) -> str:
-    """Return what a span names that does not exist: a test file, a test, a case or a part of the suite."""
+    """Return the test files, tests and suite parts of a code span that do not exist."""
     words = shlex.split(span)
     files = [ROOT / word for word in words if word.startswith("tests/")]
     missing = [str(path) for path in files if not path.exists()]
@@ -298,7 +291,7 @@ def missing_target(span: str, parts: Collection[str]) -> str:
     return " ".join(missing)
 
 
-def test_status_names_tests_and_parts_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_and_parts_named_in_status_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     parts = [part.name for part in gpu_parts()]
     assert len(status_commands()) > 30
@@ -313,17 +306,19 @@ def test_status_names_tests_and_parts_that_exist(monkeypatch: pytest.MonkeyPatch
     assert cases and {*cases} <= CASES["cuda"].keys()
 
 
-RUN = ("show", "predict")
-"""Commands that need no GPU, no ranks and no files of others: those of the fences run."""
+RUNNABLE = ("show", "predict")
+"""Commands that run here: they need no GPU, no ranks and no other files."""
 
 
 def runnable() -> list[Any]:
-    found = []
-    for one in commands():
-        arguments = own_arguments(one.text) if one.fenced else None
-        if arguments and arguments[0] in RUN and "kernels.json" not in arguments:
-            found.append(pytest.param(arguments, id=told(one), marks=[pytest.mark.nightly] * ("predict" in arguments)))
-    return found
+    parameters = []
+    for command in commands():
+        arguments = own_arguments(command.text) if command.fenced else None
+        if arguments and arguments[0] in RUNNABLE and "kernels.json" not in arguments:
+            parameters.append(
+                pytest.param(arguments, id=command_id(command), marks=[pytest.mark.nightly] * ("predict" in arguments))
+            )
+    return parameters
 
 
 @pytest.mark.parametrize("arguments", runnable())
@@ -333,15 +328,15 @@ def test_commands_run(arguments: list[str], alone: None, tmp_path: Path, monkeyp
     assert ran.exit_code == 0, ran.output
 
 
-@pytest.mark.parametrize("one", [one for one in snippets() if one.language == "console"], ids=lambda one: one.page)
-def test_commands_print_what_pages_show(one: Any, alone: None) -> None:
-    command, _, shown = one.text.partition("\n")
+@pytest.mark.parametrize("snippet", [x for x in snippets() if x.language == "console"], ids=lambda x: x.page)
+def test_commands_print_what_pages_show(snippet: Any, alone: None) -> None:
+    command, _, shown = snippet.text.partition("\n")
     ran = CliRunner().invoke(cli.app, own_arguments(command), prog_name="ringattn")
     assert ran.exit_code == 0 and shown.strip() in ran.output, ran.output
 
 
 @pytest.mark.parametrize("folder", ["", "ring", "kernels", "comm", "reference"])
-def test_every_public_name_is_on_the_page_of_the_api(folder: str) -> None:
+def test_api_page_has_every_public_name(folder: str) -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     module = import_module(".".join(["ringattn", *filter(None, [folder])]))
     names = {name for name in module.__all__ if callable(getattr(module, name))}

@@ -1,4 +1,4 @@
-"""The house: which folder may import which, what the package holds, and what an import costs."""
+"""Tests of the repository's rules: imports between folders, names, docstrings, packaging and import cost."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ ARROWS = {
     "reference": set[str](),
     "examples": {*ringattn.__all__},
 }
-"""What each folder may import of ours, beside itself; ``autotune``, ``bench`` and ``tools``: anything but tests."""
+"""What else of this package each folder may import; ``autotune``, ``bench`` and ``tools`` may import all but tests."""
 
 
 def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
-    """Dotted names that a module of ``package`` imports, wherever in the file, relative ones made absolute."""
+    """Yield the absolute dotted names that a module of ``package`` imports, lazily or not."""
     for node in ast.walk(ast.parse(source)):
         yield from imported(node, package)
 
@@ -61,12 +61,12 @@ def imports_of(folder: str) -> Iterator[tuple[Path, str]]:
 
 
 def ours(name: str) -> str | None:
-    """``ringattn.kernels.bounds`` -> ``kernels``; the root itself is ''; None for what is not ours."""
+    """Return the first name below ``ringattn``, '' for the root itself, and None for other packages."""
     first, _, rest = name.partition(".")
     return rest.partition(".")[0] if first == "ringattn" else None
 
 
-def test_the_reader_of_imports() -> None:
+def test_imports_of_a_module() -> None:
     expected: dict[str, set[str | None]] = {
         "import ringattn.kernels.bounds as b": {"kernels"},
         "import ringattn": {""},
@@ -81,17 +81,17 @@ def test_the_reader_of_imports() -> None:
 
 
 @pytest.mark.parametrize("folder", sorted(ARROWS))
-def test_imports_run_one_way(folder: str) -> None:
+def test_imports_follow_the_layers(folder: str) -> None:
     allowed = {None, folder, *ARROWS[folder]}
     assert [(str(path), name) for path, name in imports_of(folder) if ours(name) not in allowed] == []
 
 
 PUBLIC_FOLDERS = ("integrations", "examples")
-"""Folders that users copy from: they import public names alone."""
+"""Folders that users copy from, which therefore import only public names."""
 
 
 @pytest.mark.parametrize("folder", PUBLIC_FOLDERS)
-def test_public_folders_import_public_names_alone(folder: str) -> None:
+def test_public_folders_import_only_public_names(folder: str) -> None:
     public = {"ringattn": {*ringattn.__all__} - {*FOLDERS} | {"__version__"}}
     public |= {f"ringattn.{name}": {*import_module(f"ringattn.{name}").__all__} for name in ("comm", "kernels")}
     private = {
@@ -105,18 +105,18 @@ def test_public_folders_import_public_names_alone(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", PUBLIC_FOLDERS)
-def test_public_folders_use_no_private_attribute_of_ours(folder: str) -> None:
+def test_public_folders_use_no_private_attributes(folder: str) -> None:
     def nodes(folder: str) -> Iterator[tuple[str, ast.AST]]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield from ((path.name, node) for node in ast.walk(ast.parse(path.read_text())))
 
     functions = (node for folder in ("ring", "comm") for _, node in nodes(folder) if isinstance(node, ast.FunctionDef))
-    ours = {node.name for node in functions if node.name.startswith("_") and not node.name.startswith("__")}
-    assert {"_entered", "_agree"} <= ours
+    private = {node.name for node in functions if node.name.startswith("_") and not node.name.startswith("__")}
+    assert {"_entered", "_agree"} <= private
     used = {
         (file, node.attr)
         for file, node in nodes(folder)
-        if isinstance(node, ast.Attribute) and node.attr in ours
+        if isinstance(node, ast.Attribute) and node.attr in private
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
     }
     assert not used
@@ -126,23 +126,19 @@ def test_nobody_imports_the_tests() -> None:
     assert [(str(path), name) for folder in FOLDERS for path, name in imports_of(folder) if ours(name) == "tests"] == []
 
 
-MODULE_CIRCLES = set[str]()
-FOLDER_CIRCLES = set[str]()
-"""Circles of imports that still have to be broken; an entry that is no circle any more fails the test."""
-
 Graph = dict[str, set[str]]
 
 
-def unchecked(node: ast.AST) -> Iterator[ast.AST]:
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes below ``node``, lazy imports included, but not those under ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(node):
         if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
             yield child
-            yield from unchecked(child)
+            yield from runtime_nodes(child)
 
 
 def module_graph(root: Path) -> Graph:
-    """Return which module imports which, without tests; names leave out ``ringattn.``.
+    """Return the modules that each module outside the tests imports, without the prefix ``ringattn.``.
 
     An import of a package alone is no edge: its ``__init__.py`` gathers what is below it.
     """
@@ -151,7 +147,7 @@ def module_graph(root: Path) -> Graph:
     graph: Graph = {}
     for module, path in names.items():
         package, targets = ("ringattn", *module.split(".")[:-1]), set[str]()
-        for node in unchecked(ast.parse(path.read_text())):
+        for node in runtime_nodes(ast.parse(path.read_text())):
             for name in imported(node, package):
                 full = name.removeprefix("ringattn.")
                 targets |= {full, full.rpartition(".")[0]} & names.keys()  # a module, or a name in one
@@ -160,7 +156,7 @@ def module_graph(root: Path) -> Graph:
 
 
 def folder_graph(modules: Graph) -> Graph:
-    """Return which folder imports from which: its modules, not those of folders below it."""
+    """Return which folders the modules directly in each folder import from."""
     graph: Graph = {}
     for module, targets in modules.items():
         folder = module.rpartition(".")[0]
@@ -168,7 +164,7 @@ def folder_graph(modules: Graph) -> Graph:
     return graph
 
 
-def circles(graph: Graph) -> set[str]:
+def import_cycles(graph: Graph) -> set[str]:
     """Return the strongly connected components of two or more nodes, each as its sorted nodes."""
 
     def reached(start: str) -> set[str]:
@@ -184,16 +180,16 @@ def circles(graph: Graph) -> set[str]:
     return {" ".join(sorted(ring)) for ring in rings if len(ring) > 1}
 
 
-def test_no_circles_of_imports() -> None:
+def test_no_import_cycles() -> None:
     modules = module_graph(ROOT)
-    assert circles(modules) == MODULE_CIRCLES
-    assert circles(folder_graph(modules)) == FOLDER_CIRCLES
+    assert not import_cycles(modules)
+    assert not import_cycles(folder_graph(modules))
 
 
-def test_circles_are_found(tmp_path: Path) -> None:
+def test_import_cycles_are_found(tmp_path: Path) -> None:
     for name, source in {
         "kernels/a.py": "from .device.b import x",
-        "kernels/device/b.py": "def late():\n    from ..c import y",  # folders, not modules
+        "kernels/device/b.py": "def late():\n    from ..c import y",  # a cycle of folders, not of modules
         "kernels/c.py": "from . import d\nif TYPE_CHECKING:\n    from . import a",
         "kernels/d.py": "import ringattn.kernels.c as c",
         "kernels/__init__.py": "from . import a",
@@ -201,29 +197,82 @@ def test_circles_are_found(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source)
     modules = module_graph(tmp_path)
-    assert circles(modules) == {"kernels.c kernels.d"}
-    assert circles(folder_graph(modules)) == {"kernels kernels.device"}
+    assert import_cycles(modules) == {"kernels.c kernels.d"}
+    assert import_cycles(folder_graph(modules)) == {"kernels kernels.device"}
 
 
 @pytest.mark.parametrize(("folder", "allowed"), [("kernels", {"torch", "triton"}), ("reference", {"torch"})])
-def test_folders_that_need_no_more_than(folder: str, allowed: set[str]) -> None:
+def test_folders_import_only_allowed_packages(folder: str, allowed: set[str]) -> None:
     used = {name.partition(".")[0] for _, name in imports_of(folder)} - {"ringattn"} - sys.stdlib_module_names
     assert used <= allowed
 
 
-def test_nothing_that_other_ranks_send_is_unpickled() -> None:
-    """Whoever reaches the port of a store could run commands on every rank; torch's collectives of objects pickle."""
+def test_data_from_other_ranks_is_never_unpickled() -> None:
+    # Anyone who reaches the port of a store could run commands on every rank. PyTorch's object collectives pickle, too.
     assert [path for path, name in imports_of("comm") if name in ("pickle", "marshal", "shelve")] == []
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     collective = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\(")
     assert [path for path in files if collective.search(path.read_text())] == []
 
 
-def test_every_folder_is_known() -> None:
+UNCLEAR_OPENINGS = re.compile(
+    "(What|Of|Who|Whose|Whom|Where|As|That|Which|Nothing|Everything|Whatever|By|From|In|On|With|Until|Why|How|And|Also"
+    r"|Its|Their|Those|They|All|One|Every)\b"
+)
+"""First words of a docstring that do not say what the code does."""
+SAME_NAMES = {"register"}
+"""Public names that several modules may define, because the framework prescribes them."""
+
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+def unclear_docstrings(tree: ast.Module) -> Iterator[str]:
+    """Yield the first lines of docstrings that match `UNCLEAR_OPENINGS`.
+
+    A class or module may open with All, One or Every.
+    """
+    for node in ast.walk(tree):
+        text = (ast.get_docstring(node) or "") if isinstance(node, Definition | ast.Module) else ""
+        match = UNCLEAR_OPENINGS.match(text.lstrip("`*"))
+        if match and (isinstance(node, ast.FunctionDef) or match[1] not in ("All", "One", "Every")):
+            yield text.splitlines()[0]
+
+
+def repeated_names(trees: dict[str, ast.Module]) -> set[str]:
+    """Return the public functions and classes that more than one module defines."""
+    names = [
+        node.name
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, Definition) and not node.name.startswith("_") and node.name != "main"
+    ]
+    return {name for name in names if names.count(name) > 1}
+
+
+def test_docstrings_say_what_the_code_does() -> None:
+    files = [*ROOT.glob("*.py"), *(path for name in (*FOLDERS, "tests") for path in (ROOT / name).rglob("*.py"))]
+    assert [(str(path), line) for path in files for line in unclear_docstrings(ast.parse(path.read_text()))] == []
+
+
+def test_public_names_are_unique() -> None:
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    trees = {str(path): ast.parse(path.read_text()) for path in paths}
+    functions = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    assert sorted({node.name for node in functions if node.name.endswith("_of")}) == []
+    assert repeated_names(trees) <= SAME_NAMES
+
+
+def test_unclear_words_are_found() -> None:
+    riddle, verb = 'def f():\n    """Of one loop."""', 'def f():\n    """Return one loop."""'
+    assert [*unclear_docstrings(ast.parse(riddle))] == ["Of one loop."] and not [*unclear_docstrings(ast.parse(verb))]
+    assert repeated_names({name: ast.parse("def f(): ...\nclass _C: ...") for name in "ab"}) == {"f"}
+
+
+def test_every_folder_has_an_import_rule() -> None:
     assert {*FOLDERS} <= {*ARROWS, "autotune", "bench", "tools"}
 
 
-def test_package_list_is_the_folders() -> None:
+def test_pyproject_lists_every_package() -> None:
     inner = {path.parent.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py")}
     expected = {"ringattn"} | {".".join(("ringattn", *path.parts)) for path in inner}
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == expected
@@ -235,10 +284,10 @@ def test_no_other_module_at_the_root() -> None:
 
 def test_every_dependency_is_pinned() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
-    wanted = [*PYPROJECT["project"]["dependencies"], *(name for extra in extras.values() for name in extra)]
+    requirements = [*PYPROJECT["project"]["dependencies"], *(name for extra in extras.values() for name in extra)]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.partition("==")[0] for line in lines if "==" in line}
-    assert {re.split(r"[<>=]", name)[0] for name in wanted} <= pinned
+    assert {re.split(r"[<>=]", name)[0] for name in requirements} <= pinned
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
@@ -247,7 +296,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert command in (ROOT / "README.md").read_text().splitlines()
 
 
-def test_properties_are_drawn_anew_in_nightly_runs_alone() -> None:
+def test_only_nightly_runs_draw_random_examples() -> None:
     tox = ConfigParser()
     tox.read(ROOT / "tox.ini")
     marks = re.findall(r'pytest .*-m "(.*?)"', tox["testenv:nightly"]["commands"])
@@ -256,15 +305,12 @@ def test_properties_are_drawn_anew_in_nightly_runs_alone() -> None:
     assert profile(options[options.index("-m") + 1]) == profile("") == "default"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["nightly and idle"], 0),
-        pytest.param(["nightly and idle", "-k", "none_such"], 5, marks=pytest.mark.nightly),
-        pytest.param(["idle"], 5, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_file_without_such_tests_fails_no_nightly_run(arguments: list[str], code: int) -> None:
+@pytest.mark.parametrize(("arguments", "code"), [
+    (["nightly and idle"], 0),
+    pytest.param(["nightly and idle", "-k", "none_such"], 5, marks=pytest.mark.nightly),
+    pytest.param(["idle"], 5, marks=pytest.mark.nightly),
+])  # fmt: skip
+def test_a_file_without_nightly_tests_passes(arguments: list[str], code: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", "-m", *arguments]
     assert subprocess.run([*command, ROOT / "tests" / "comm" / "test_nvml.py"], capture_output=True).returncode == code
 
@@ -285,25 +331,24 @@ def test_names():
 """
 
 
-def copied(clone: Path) -> None:
-    """What a clone has, but for the results of measurements."""
+def copy_clone(clone: Path) -> None:
+    """Copy this clone without build outputs and measured results."""
     leave = shutil.ignore_patterns("__pycache__", ".*", "build", "dist", "mutants", "*.egg-info", "results", "shared")
     shutil.copytree(ROOT, clone, ignore=leave)
 
 
 @pytest.mark.parametrize("name", rest_nightly(CLONES, ANOTHER))
-def test_clones_of_every_name(name: str, tmp_path: Path) -> None:
-    """Tests have one name, and import what is installed here: in their processes, and at night under xdist, too."""
+def test_tests_run_in_a_clone_of_any_name(name: str, tmp_path: Path) -> None:
     clone = tmp_path / name
-    copied(clone)
+    copy_clone(clone)
     (clone / "tests" / "support" / "test_names.py").write_text(
         NAMES.format(file=ringattn.__file__, beside=str(tmp_path))
     )
     workers = "0" if name == ANOTHER else "1"
     command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "-k", "names or bits"]
     files = ["tests/support/test_names.py", "tests/properties/test_processes.py"]
-    done = subprocess.run([*command, *files], cwd=clone, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run([*command, *files], cwd=clone, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def run(code: str, folder: Path) -> None:
@@ -365,26 +410,25 @@ def test_files_beside_the_modules_are_installed() -> None:
 
 @pytest.mark.nightly
 def test_installs_with_an_old_setuptools(tmp_path: Path) -> None:
-    """As a vendor's container has it, by the README's command; git ignores all that stays in the clone."""
     install = "pip install --no-deps --no-build-isolation ."
     assert install in (ROOT / "README.md").read_text().splitlines()
     clone, python = tmp_path / "clone", tmp_path / "venv" / "bin" / "python"
-    copied(clone)
+    copy_clone(clone)
     shutil.copy(ROOT / ".gitignore", clone)
 
-    def done(*command: str | Path) -> str:
+    def result(*command: str | Path) -> str:
         return subprocess.run(command, cwd=clone, check=True, capture_output=True, text=True).stdout
 
-    done("git", "init", "--quiet")
-    done("git", "add", "--all")
-    done(sys.executable, "-m", "venv", python.parents[1])
-    # what Python 3.11's venv ships; later Pythons take none that is older than 66.1
+    result("git", "init", "--quiet")
+    result("git", "add", "--all")
+    result(sys.executable, "-m", "venv", python.parents[1])
+    # Python 3.11's venv ships this version; later Pythons need 66.1
     setuptools = "65.5.0" if sys.version_info < (3, 12) else "66.1.0"
-    done(python, "-m", "pip", "install", "--quiet", f"setuptools=={setuptools}", "wheel")
-    done(python, "-m", *install.split(" "))
-    assert done("git", "ls-files", "--others", "--modified", "--exclude-standard") == ""
+    result(python, "-m", "pip", "install", "--quiet", f"setuptools=={setuptools}", "wheel")
+    result(python, "-m", *install.split(" "))
+    assert result("git", "ls-files", "--others", "--modified", "--exclude-standard") == ""
     script = "from importlib.metadata import metadata; print(metadata('ringattn'))"
-    assert "License :: OSI Approved :: MIT License" in done(python, "-c", script)
+    assert "License :: OSI Approved :: MIT License" in result(python, "-c", script)
     (package,) = python.parents[1].glob("lib/python3*/site-packages/ringattn")
     assert {path.parent.name for path in package.glob("*/__init__.py")} == {*FOLDERS}
     assert (package.parent / f"ringattn-{ringattn.__version__}.dist-info" / "LICENSE").is_file()

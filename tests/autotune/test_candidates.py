@@ -1,4 +1,4 @@
-"""Compiling candidates: workers that may crash and hang, results that are kept, and the order they give."""
+"""Tests of compiling candidates: worker processes, the journal of results, and the ranking."""
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ HEADS = 32
 TILE = Tile(128, 128, 8, 2)
 
 
-# worker processes
-
-
-def test_every_job_has_its_result_until_the_budget_is_spent_or_the_user_interrupts() -> None:
+def test_jobs_run_until_the_budget_ends_or_the_user_interrupts() -> None:
     results: dict[int, Any] = {}
 
     def interrupted(number: int, result: int) -> None:
@@ -52,9 +49,9 @@ def test_every_job_has_its_result_until_the_budget_is_spent_or_the_user_interrup
         pool.run(range(14, 99), results.__setitem__, lambda: 60.0 * (next(begun) < 12))
         assert len(results) == 9 + 12
         pool.run([3], results.__setitem__, lambda: 1.0)  # hangs
-        assert 3 not in results, "what the budget ends has not failed"
+        assert 3 not in results, "a job ended by the budget has not failed"
         pool.run([5, 6, 7], interrupted)
-    assert not multiprocessing.active_children(), "workers outlive an interruption"
+    assert not multiprocessing.active_children(), "workers survive an interruption"
 
 
 @pytest.mark.nightly
@@ -64,15 +61,12 @@ def test_a_crash_or_hang_fails_only_its_own_job() -> None:
         pool.run([0, 1, 2, 3, 4], results.__setitem__)
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert results == {
-        0: "off",  # a compiler has no interpreter
+        0: "off",  # workers compile, so the interpreter is off
         1: Failure("ValueError: one is"),
         2: Failure("its process died with exit code 7"),
         3: Failure("it did not end in time and was killed"),
         4: "off",
     }
-
-
-# results
 
 
 def compiler_of(pool: AtOnce, path: Path, **how: Any) -> Compiler:
@@ -100,7 +94,7 @@ def test_compiled_results_are_reused(tmp_path: Path) -> None:
     second = again([*jobs, job_of(POINT, jobs[0].tile, 80, HEADS)])
     assert len(pool.seen) == len(jobs) + 1
     assert {job: second[job] for job in jobs} == first
-    # lengths and heads share their binaries, but for those that 16 divides
+    # Lengths and heads share binaries, because Triton only distinguishes multiples of 16.
     again([*jobs_of(POINT._replace(length=32768)), *jobs_of(POINT._replace(group=8))])
     assert len(pool.seen) == len(jobs) + 1
     again(jobs_of(POINT._replace(group=16)))
@@ -118,10 +112,10 @@ def test_failed_candidates_are_dropped_with_the_reason(tmp_path: Path) -> None:
     assert {*ranked.dropped} | {*ranked.tiles} == {*tiles}
     for tile, reason in ranked.dropped.items():
         assert reason == ("PassManager::run failed" if tile.num_stages == 4 else "serialised wgmma in a loop")
-    # and what the entry refuses, in its words, without a worker
+    # A tile that the kernel's entry refuses is dropped with the entry's message, and no worker runs.
     job, pool = job_of(POINT, large := Tile(128, 128, 8, 4), 86, HEADS), AtOnce()
     (refused,) = compiler_of(pool, tmp_path / "other")([job]).values()
-    assert not pool.seen and f"config.forward is {large}: it takes at least" in refused.problems[0]
+    assert not pool.seen and f"config.forward is {large}: " in refused.problems[0]
 
 
 def test_a_tile_compiles_in_every_role_or_is_dropped(tmp_path: Path) -> None:
@@ -138,8 +132,9 @@ def test_a_tile_compiles_in_every_role_or_is_dropped(tmp_path: Path) -> None:
     assert ranked.dropped == {tile: f"spills as {role}" for tile, role in bad.items()}
 
 
-def test_the_best_are_kept_in_every_schedule_too(tmp_path: Path) -> None:
-    """The best two without options; in all roles, and whatever does not compile is dropped alone."""
+def test_every_schedule_of_the_best_tiles_is_ranked(tmp_path: Path) -> None:
+    # The ranking adds every schedule of the best two tiles without options. A schedule must compile in every role; one
+    # that fails is dropped alone.
 
     def work(job: Variant) -> CompileResult:
         options = dict(job.options)
@@ -150,18 +145,14 @@ def test_the_best_are_kept_in_every_schedule_too(tmp_path: Path) -> None:
     first, ranked = (rank(work, tmp_path / "journal", 7, schedules_of) for schedules_of in (0, 2))
     assert [bool(options_of(tile)) for tile in first.tiles] == [True] * 5 + [False] * 2
     assert ranked.tiles[:7] == first.tiles
-    every = [other for tile in first.tiles[5:] for other in schedules(tile, POINT, 90)]
-    kept = [tile for tile in every if not options_of(tile).get("persistent")]
-    assert {*ranked.tiles[7:]} == {*kept} and len(kept) == 2 * 3 and len(every) == 2 * 11
-    assert {*ranked.dropped} == {*first.dropped, *every} - {*kept}
-
-
-# the compiler itself, in worker processes
+    schedules_of_best = [other for tile in first.tiles[5:] for other in schedules(tile, POINT, 90)]
+    compiling = [tile for tile in schedules_of_best if not options_of(tile).get("persistent")]
+    assert {*ranked.tiles[7:]} == {*compiling} and len(compiling) == 2 * 3 and len(schedules_of_best) == 2 * 11
+    assert {*ranked.dropped} == {*first.dropped, *schedules_of_best} - {*compiling}
 
 
 @pytest.mark.compiles("kernels/attention.py", "autotune/candidates.py", "autotune/gate.py", "autotune/pool.py")
 def test_candidates_are_compiled(tmp_path: Path) -> None:
-    """Real ones: a clean tile has a bound, and one that spills is dropped."""
     point = POINT._replace(head_dim=64, head_dim_v=64)
     jobs = {
         "good": job_of(point, Tile(64, 64, 4, 2), 90, HEADS),

@@ -1,4 +1,4 @@
-"""What a variant launches, by the entries themselves; variants by name."""
+"""Tests of variants: the launches of each variant, and variants selected by name."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ import torch
 
 from ringattn.autotune import measure
 from ringattn.autotune.candidates import job_of
-from ringattn.autotune.compile import (
-    FEATURES,
-    MEMORY_BOUND,
-    META,
-    Sizes,
-    Variant,
-    compiled,
-    launches,
-    select,
-)
+from ringattn.autotune.compile import FEATURES, MEMORY_BOUND, META, Sizes, Variant, compiled, launches, select
 from ringattn.autotune.measure import DeviceTrials, checked_sides
 from ringattn.autotune.space import Shape
 from ringattn.bench.common.errors import Judge
@@ -46,8 +37,8 @@ def test_every_role_and_feature_of_a_kernel_is_launched(kernel: str, features: t
     assert {launched.name for launched in roles.values()} == {variant(kernel).function}
 
 
-def test_numbers_are_what_triton_makes_constants_and_assumptions_of() -> None:
-    """Of 1, of multiples of 16 and of all others; 64 bits where a number takes them."""
+def test_sizes_that_triton_specializes_change_the_signature() -> None:
+    # Triton specializes arguments that are 1, are multiples of 16, or need 64 bits.
     sizes = Sizes(1, 256, 512, 8, 4)
     same = variant(sizes=sizes).launch.signature
     assert variant(sizes=sizes._replace(queries=1024, keys=64)).launch.signature == same
@@ -57,22 +48,19 @@ def test_numbers_are_what_triton_makes_constants_and_assumptions_of() -> None:
     assert far.arguments[0].stride_b == 1 << 32 and "i64/16" in far.signature and "i64" not in same
 
 
-@pytest.mark.parametrize(
-    ("word", "changed", "message"),
-    [
-        ("hopper", {"arch": 80}, "supports GPUs of compute capability 9.0"),
-        ("hopper", {"features": ("seqused_k",)}, "is launched as forward_kernel, not as hopper_kernel"),
-        ("hopper_backward", {"head_dim": 256, "head_dim_v": 256}, "supports 64, 128"),
-    ],
-)
-def test_what_the_hopper_kernels_are_not_written_for(word: str, changed: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("word", "changed", "message"), [
+    ("hopper", {"arch": 80}, "supports GPUs of compute capability 9.0"),
+    ("hopper", {"features": ("seqused_k",)}, "is launched as forward_kernel, not as hopper_kernel"),
+    ("hopper_backward", {"head_dim": 256, "head_dim_v": 256}, "supports 64, 128"),
+])  # fmt: skip
+def test_unsupported_hopper_variants(word: str, changed: dict[str, Any], message: str) -> None:
     (hopper,) = select(f"90:bf16:128:middle:{word}:full:gqa")
     assert hopper.launch.name == hopper.function == f"{word}_kernel"
     with pytest.raises(ValueError, match=message):
         _ = replace(hopper, **changed).launch
 
 
-def test_nothing_is_compiled_where_kernels_are_interpreted_or_nobody_asked() -> None:
+def test_interpreted_and_meta_launches_do_not_compile() -> None:
     with pytest.raises(ValueError, match="TRITON_INTERPRET is set"):
         compiled(variant().launch, 90)
     q = torch.empty(1, 16, 2, 16, device=META)
@@ -80,7 +68,7 @@ def test_nothing_is_compiled_where_kernels_are_interpreted_or_nobody_asked() -> 
         attention_forward(q, q, q)
 
 
-def test_all_launches_of_an_entry_are_seen() -> None:
+def test_all_launches_of_an_entry_point_are_recorded() -> None:
     q, k = torch.empty(1, 64, 8, 64, device=META), torch.empty(1, 64, 2, 64, device=META)
     lse = torch.empty(1, 8, 64, device=META)
     config = KernelConfig(TILE, TILE, TILE, dkdv_splits=2)
@@ -89,10 +77,8 @@ def test_all_launches_of_an_entry_are_seen() -> None:
 
 
 @pytest.mark.parametrize(("kernel", "mask"), [*zip(TUNED, (*MASKS, *MASKS, "full"), strict=True)])
-def test_what_is_timed_and_checked_is_what_was_compiled(
-    kernel: str, mask: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the signature, so that it lies in Triton's cache; every tile schedule of a kernel too."""
+def test_timed_and_checked_launches_were_compiled(kernel: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Equal signatures mean that timing finds the binary in Triton's cache.
 
     monkeypatch.setattr(
         measure, "judge_of", lambda inputs, options: Judge((), (), {"out": inputs.dout, "lse": inputs.dlse}, {}, {})
@@ -102,68 +88,60 @@ def test_what_is_timed_and_checked_is_what_was_compiled(
         "dq": [{}, {"order": "longest", "persistent": True}],
         "dkdv": [{}, {"dkdv_splits": 2}, {"dkdv_epilogue": "descriptors"}, {"order": "longest"}],
     }
-    tried = [with_options(Tile(64, 32, 4, 2), choice) for choice in options.get(kernel, [{}])]
+    tiles = [with_options(Tile(64, 32, 4, 2), choice) for choice in options.get(kernel, [{}])]
     if kernel == "forward":
-        tried.append(with_options(Tile(128, 64, 8, 2), {"forward_kernel": "hopper"}))
+        tiles.append(with_options(Tile(128, 64, 8, 2), {"forward_kernel": "hopper"}))
     for shape in (Shape(32, 8, 64, 64), Shape(6, 2, 64, 64), Shape(16, 1, 64, 64)):
         point = Point(kernel, "bf16", 64, 64, shape.group, mask, 8192)
         trials = DeviceTrials(point, shape, META)
         checked = [(role, checked_sides(point)) for role in ("first", "middle", "last")]
-        for tile in tried:
+        for tile in tiles:
             if shape.group % int(options_of(tile).get("dkdv_splits", 1)):
                 continue
             jobs = [job_of(point, tile, 90, shape.heads, *launch) for launch in (("middle", None), *checked)]
-            known = {job.launch.signature for job in jobs}
+            compiled_signatures = {job.launch.signature for job in jobs}
             for part, count in ((lambda: trials._launch(tile), 1), (lambda: trials._results(tile), 3)):  # noqa: B023
                 launched = [call for call in launches(part, 90) if call.name not in ("delta_kernel", "reduce_kernel")]
-                assert len(launched) == count and {call.signature for call in launched} <= known, tile
+                assert len(launched) == count, tile
+                assert {call.signature for call in launched} <= compiled_signatures, tile
 
 
-# variants by name
-
-
-@pytest.mark.parametrize(
-    ("spec", "kernels", "count", "options"),
-    [
-        ("90:bf16:128", {*TUNED, *MEMORY_BOUND}, 5 * 4 * 2 * 2 + 2 * 4 * 2 + 1 + 2, None),
-        ("90:bf16:256:middle:full:gqa", {"forward", "dq", "dkdv", "reduce"}, 5, None),  # no single pass fits
-        ("90:bf16:192/128:quantize", {"quantize"}, 2, ""),
-        ("sm_90:bf16:128:middle:forward:64x64x4x1", {"forward"}, 4, ""),
-        ("90:bf16:128:middle:full:gqa:64x64x4x1", {*TUNED}, 5, ""),  # and none that has no tile
-        ("90:bf16:128:softcap:only:full:gqa", {*TUNED}, 5, ""),
-        ("90:bf16:128:middle:order=longest:persistent=True", {"forward", "dq", "dkdv"}, 12,
-         "order=longest persistent=True"),
-        ("90:bf16:128:pack_gqa=True", {"forward", "dq"}, 16, "pack_gqa=True"),
-        ("90:bf16:128:middle:forward:order=heads", {"forward"}, 4, ""),  # which is the default
-        ("90:bf16:128/64:dkdv_epilogue=descriptors", {"dkdv"}, 16, "dkdv_epilogue=descriptors"),
-        ("90:bf16:128:hopper", {"forward"}, 16, "forward_kernel=hopper"),
-        ("90:bf16:256:hopper_backward", {"single_pass"}, 16, "backward=hopper"),  # whose entry says what it takes
-        ("80:fp32:40:quantize", {"quantize"}, 1, ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spec", "kernels", "count", "options"), [
+    ("90:bf16:128", {*TUNED, *MEMORY_BOUND}, 5 * 4 * 2 * 2 + 2 * 4 * 2 + 1 + 2, None),
+    ("90:bf16:256:middle:full:gqa", {"forward", "dq", "dkdv", "reduce"}, 5, None),  # no single-pass tile fits
+    ("90:bf16:192/128:quantize", {"quantize"}, 2, ""),
+    ("sm_90:bf16:128:middle:forward:64x64x4x1", {"forward"}, 4, ""),
+    ("90:bf16:128:middle:full:gqa:64x64x4x1", {*TUNED}, 5, ""),  # no kernel without a tile
+    ("90:bf16:128:softcap:only:full:gqa", {*TUNED}, 5, ""),
+    ("90:bf16:128:middle:order=longest:persistent=True", {"forward", "dq", "dkdv"}, 12,
+     "order=longest persistent=True"),
+    ("90:bf16:128:pack_gqa=True", {"forward", "dq"}, 16, "pack_gqa=True"),
+    ("90:bf16:128:middle:forward:order=heads", {"forward"}, 4, ""),  # the default is dropped
+    ("90:bf16:128/64:dkdv_epilogue=descriptors", {"dkdv"}, 16, "dkdv_epilogue=descriptors"),
+    ("90:bf16:128:hopper", {"forward"}, 16, "forward_kernel=hopper"),
+    ("90:bf16:256:hopper_backward", {"single_pass"}, 16, "backward=hopper"),  # its entry point checks the head dim
+    ("80:fp32:40:quantize", {"quantize"}, 1, ""),
+])  # fmt: skip
 def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str | None) -> None:
     variants = select(spec)
-    assert {each.kernel for each in variants} == kernels and len(variants) == len({*variants}) == count
+    assert {variant.kernel for variant in variants} == kernels and len(variants) == len({*variants}) == count
     if options is not None:
-        assert {" ".join(f"{name}={value}" for name, value in each.options) for each in variants} == {options}
+        assert {" ".join(f"{name}={value}" for name, value in variant.options) for variant in variants} == {options}
     defaults = {field.name: field.default for field in fields(KernelConfig)}
-    assert all(defaults[name] != value for each in variants for name, value in each.options)
+    assert all(defaults[name] != value for variant in variants for name, value in variant.options)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("h100:bf16:64", "spec is 'h100:bf16:64': it must be ARCH:DTYPE:D"),
-        ("75:bf16:64", "arch is '75': it must be one of 80, 86"),
-        ("90:bf16:64:128x128", "tile is '128x128': it must be QxKxWARPSxSTAGES"),
-        ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE with one of forward_kernel, order"),
-        ("90:bf16:64:order=best", "option order is 'best': it must be one of heads, longest"),
-        ("90:bf16:64:only:mha:forward:pack_gqa=True", "it needs several query heads per key head, gqa"),
-        ("80:bf16:128:dkdv_epilogue=descriptors", "it needs sm_90 or higher"),
-        ("90:bf16:128:forward:dkdv_epilogue=descriptors", "it is an option of dkdv, not of forward"),
-        ("90:bf16:128:delta:order=longest", "no kernel takes all of these words, or it has no default tile"),
-    ],
-)  # fmt: skip
-def test_a_spec_that_names_nothing_says_why(spec: str, message: str) -> None:
+@pytest.mark.parametrize(("spec", "message"), [
+    ("h100:bf16:64", "spec is 'h100:bf16:64': it must be ARCH:DTYPE:D"),
+    ("75:bf16:64", "arch is '75': it must be one of 80, 86"),
+    ("90:bf16:64:128x128", "tile is '128x128': it must be QxKxWARPSxSTAGES"),
+    ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE with one of forward_kernel, order"),
+    ("90:bf16:64:order=best", "option order is 'best': it must be one of heads, longest"),
+    ("90:bf16:64:only:mha:forward:pack_gqa=True", "it needs several query heads per key head, gqa"),
+    ("80:bf16:128:dkdv_epilogue=descriptors", "it needs sm_90 or higher"),
+    ("90:bf16:128:forward:dkdv_epilogue=descriptors", "it is an option of dkdv, not of forward"),
+    ("90:bf16:128:delta:order=longest", "no kernel takes all of these words, or it has no default tile"),
+])  # fmt: skip
+def test_invalid_specs_are_refused(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("(", r"\(")):
         select(spec)

@@ -1,4 +1,4 @@
-"""``ringattn inspect``: what it is asked, what it says, and what the defaults compile to."""
+"""Tests of ``ringattn inspect``: its arguments, its report, and the bounds of the default tiles."""
 
 from __future__ import annotations
 
@@ -36,35 +36,34 @@ def run(*arguments: str) -> tuple[int, str]:
 
 @pytest.fixture
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What every variant has, which all compile to the same."""
+    """Return the problems of every variant; fill the list to make the gate fail."""
     wrong: list[str] = []
     monkeypatch.setattr(inspection, "inspect_variant", lambda variant: row_of(variant, COMPILED, wrong))
     return wrong
 
 
-def test_a_spec_that_names_nothing_is_refused() -> None:
+def test_an_invalid_spec_is_refused() -> None:
     code, output = run("75:bf16:64")
     assert code == 2 and "arch is '75': it must be one of 80, 86, 89, 90, 100, 120" in output
 
 
 @pytest.mark.parametrize("specs", [[], ["90:bf16:128:dq", "90:bf16:64:hopper"]])
 def test_specs_name_variants(specs: list[str], problems: list[str], tmp_path: Path) -> None:
-    code, _ = run(*specs, "--json", str(report := tmp_path / "told.json"))
-    wanted = [str(selected) for spec in specs or DEFAULT for selected in select(spec)]
-    assert code == 0 and [row["variant"] for row in read(report).rows] == wanted
+    code, _ = run(*specs, "--json", str(report := tmp_path / "report.json"))
+    expected = [str(selected) for spec in specs or DEFAULT for selected in select(spec)]
+    assert code == 0 and [row["variant"] for row in read(report).rows] == expected
 
 
-def test_the_gate_fails_where_a_variant_does_not_pass(problems: list[str]) -> None:
-    """It fits: nothing but the gate asks for more."""
-    for wrong, ended in (([], 0), ([WRONG], 1)):
-        problems[:] = wrong
+def test_gate_fails_if_a_variant_has_problems(problems: list[str]) -> None:
+    for found, exit_code in (([], 0), ([WRONG], 1)):
+        problems[:] = found
         assert run("90:bf16:128:dq:middle")[0] == 0
         code, output = run("90:bf16:128:dq:middle", "--gate")
-        assert code == ended and (WRONG in output) == bool(wrong)
+        assert code == exit_code and (WRONG in output) == bool(found)
     assert "best: dq sm_90 bf16 D128" in output and output.index("best: ") < output.index("FAILED: ")
 
 
-def test_what_does_not_fit_fails_without_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_fit_fails_without_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     large = replace(COMPILED, shared=300_000)
     monkeypatch.setattr(inspection, "compile_variant", lambda variant: (large, ["300000 bytes of shared memory"]))
     row = inspect_variant(VARIANT)
@@ -73,15 +72,14 @@ def test_what_does_not_fit_fails_without_the_gate(monkeypatch: pytest.MonkeyPatc
     assert code == 1 and "300000 bytes of shared memory; does not fit an SM of sm_90" in output
 
 
-def test_what_the_entry_refuses_is_a_row() -> None:
-    """Here kernels are interpreted, and of a tile that is too large the entry says so before."""
+def test_a_variant_that_its_entry_point_refuses_has_a_row() -> None:
     (large,) = select("86:bf16:128:middle:forward:full:mha:128x128x8x3")
     row = inspect_variant(large)
     assert "a block of sm_86 has 101,376" in row["problems"] and not row["blocks"] and row["bound"] is None
 
 
 def inspect(*arguments: str) -> list[dict[str, Any]]:
-    """In a process of its own: here kernels are interpreted, so there is nothing to compile."""
+    """Return the rows that ``ringattn inspect`` prints in a process without Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "ringattn", "inspect", "--json", "-", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -90,26 +88,26 @@ def inspect(*arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
-# The lowest that the command has said since it was there; more is welcome, and then raise them
+# Lowest bounds, in percent of peak, that the default tiles ever had. Raise them when a kernel improves.
 LEAST_BOUNDS = {"forward": 65.0, "dq": 87.0, "dkdv": 57.0}
 
 
 @pytest.mark.compiles("90:bf16:128:middle", "90:fp32:64:middle:forward", "90:bf16:128:middle:hopper")
 def test_the_report_of_the_defaults() -> None:
-    """The kernels that most hops of a ring run on the main GPU."""
-    more = "90:fp32:64:middle:forward:full:mha:64x32x4x2", "90:bf16:128:middle:full:mha:hopper"
-    *report, wide, hopper = inspect("--gate", *DEFAULT, *more)
+    extra = "90:fp32:64:middle:forward:full:mha:64x32x4x2", "90:bf16:128:middle:full:mha:hopper"
+    *report, fp32, hopper = inspect("--gate", *DEFAULT, *extra)
     assert [row["kernel"] for row in report] == [*LEAST_BOUNDS]
     for row in report:
         assert row["arch"] == "sm_90" and row["blocks"] == 1 and not row["spills"] and not row["problems"]
         assert row["exponentials"] > 0 and row["bound"] >= LEAST_BOUNDS[row["kernel"]], row["variant"]
     forward = report[0]
-    # 128 x 128 scores and a rescaling for each of a thread's two rows; products of 128 x 128 x 128 twice by 64x128x16
+    # 128 x 128 scores over 256 threads, and a rescaling for each of a thread's two rows.
+    # Two products of 128 x 128 x 128, by instructions of 64x128x16.
     assert (forward["exponentials"], forward["matrix"]) == (128 * 128 // 256 + 2, 16)
     assert forward["loops"] == "16 16 16"
     assert forward["products"] == 2 * 128**3 / 2048
-    # `tf32x3`: products of fp32 are three of half the rate
-    assert wide["products"] * MULTIPROCESSOR_SPECS[90].products == 3 * 2 * 64 * 32 * (64 + 64)
-    # two warpgroups take turns: what one does beside its products the other fills with its own
+    # An fp32 product runs as three TF32 products at half the rate (`tf32x3`).
+    assert fp32["products"] * MULTIPROCESSOR_SPECS[90].products == 3 * 2 * 64 * 32 * (64 + 64)
+    # Two warpgroups alternate: the softmax of one overlaps with the products of the other.
     assert (hopper["loops"], hopper["threads"], hopper["products"]) == ("16 16", 384, 2 * 64 * 128 * 128 / 2048)
     assert hopper["bound"] > 95

@@ -1,4 +1,4 @@
-"""The search on a GPU that is not there: who gets time, who wins, and what ends it."""
+"""Tests of the search on a simulated GPU: shares of time, the choice of the best tile, and the budget."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLENTY = 1e9
 
 
 def steady(tile: Tile) -> float:
-    """The later in TILES, the slower; the baseline is the slowest."""
+    """Return a time that grows with the index in TILES; the baseline is the slowest."""
     return 1.0 + (TILES.index(tile) if tile in TILES else 99) / 100
 
 
@@ -51,10 +51,10 @@ def test_the_fastest_is_chosen_and_slow_candidates_get_few_runs(best: int) -> No
 
 
 @pytest.mark.parametrize("count", [0, 4, 18])
-def test_planned_readings_are_those_taken(count: int) -> None:
-    gpu, taken = StandIn(steady, besides=lambda tile: 1.0), []
-    search(TILES[:count], BASELINE, gpu.wrong, gpu.run, lambda: 1.0, done=lambda: taken.append(1))
-    assert len(taken) == len(gpu.timed) == planned(count)
+def test_the_search_takes_the_planned_number_of_readings(count: int) -> None:
+    gpu, readings_done = StandIn(steady, besides=lambda tile: 1.0), []
+    search(TILES[:count], BASELINE, gpu.wrong, gpu.run, lambda: 1.0, done=lambda: readings_done.append(1))
+    assert len(readings_done) == len(gpu.timed) == planned(count)
 
 
 def test_a_wrong_candidate_is_never_timed() -> None:
@@ -65,13 +65,10 @@ def test_a_wrong_candidate_is_never_timed() -> None:
     assert searched(StandIn(steady, bad=dict.fromkeys([BASELINE, *TILES], "wrong"))).best is None
 
 
-@pytest.mark.parametrize(
-    ("besides", "best"),
-    [
-        ({TILES[0]: 9.0, TILES[1]: 1.2}, TILES[1]),
-        ({TILES[-1]: 0.5}, TILES[-1]),  # the slowest alone is the best of all beside a transfer
-    ],
-)
+@pytest.mark.parametrize(("besides", "best"), [
+    ({TILES[0]: 9.0, TILES[1]: 1.2}, TILES[1]),
+    ({TILES[-1]: 0.5}, TILES[-1]),  # slowest alone, fastest beside a transfer
+])  # fmt: skip
 def test_time_alone_and_beside_a_transfer_decides(besides: dict[Tile, float], best: Tile) -> None:
     outcome = searched(StandIn(steady, besides=lambda tile: besides.get(tile, 1.3)))
     assert outcome.best == best
@@ -82,13 +79,13 @@ def readings(*seconds: float) -> list[Reading]:
     return [Reading(second) for second in seconds]
 
 
-def test_what_is_within_the_spread_of_the_baseline_is_not_chosen() -> None:
+def test_a_gain_within_the_spread_of_the_baseline_is_not_chosen() -> None:
     noisy, steadily = readings(0.8, 0.9, 1.0, 1.1, 1.2), readings(*[1.0] * 5)
     assert best_of({"default": noisy, "other": readings(*[0.95] * 5)}, "default") == "default"
     assert best_of({"default": noisy, "other": readings(*[0.7] * 5)}, "default") == "other"
     assert best_of({"default": steadily, "other": readings(*[0.95] * 5)}, "default") == "other"
     assert best_of({"default": steadily, "other": readings(0.1, 0.1, 0.1)}, "default") == "default", "not a finalist"
-    assert best_of({"default": readings(1.0)}, "default") is None, "one run tells nothing"
+    assert best_of({"default": readings(1.0)}, "default") is None, "one run is not enough"
 
 
 def test_throttled_runs_are_repeated() -> None:
@@ -111,16 +108,15 @@ def test_repeats_end_at_the_budget() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 3.0, 30.0, 85.0])
 def test_search_ends_at_its_budget(seconds: float) -> None:
-    """Checks are paid for, too; of what was timed often enough the best is the answer."""
     gpu = StandIn(steady)
     outcome = searched(gpu, seconds)
-    assert gpu.now <= seconds + 1.99 * bool(seconds)  # the reading that was under way
+    assert gpu.now <= seconds + 1.99 * bool(seconds)  # the last reading may end late
     assert outcome.complete == (gpu.now < seconds) and (outcome.best is not None) == (seconds >= 85)
     assert outcome.best is None or len(outcome.readings[outcome.best]) >= LEAST_TURNS
     assert bool(gpu.timed) == (len(gpu.checked) == 1 + len(TILES)) == (seconds > 0.25 * 19)
 
 
-def test_a_reading_has_the_reasons_that_make_it_slower() -> None:
+def test_a_reading_keeps_only_throttling_reasons() -> None:
     clocks = {"sm_mhz": 1200, "throttled": ("idle", "power cap", "clocks set by the user")}
     assert Reading.of(0.25, clocks) == Reading(0.25, ("power cap",), {"sm_mhz": 1200.0})
     assert samples(readings(1.0, 2.0, 3.0)).median == 2.0
@@ -131,4 +127,4 @@ def test_shares_of_a_budget() -> None:
     whole = Budget(100.0, gpu.clock)
     first = whole.share(4)
     gpu.now += 10
-    assert (first.left(), whole.share(3).left()) == (15, 30), "what the first leaves, the others have"
+    assert (first.left(), whole.share(3).left()) == (15, 30), "the others get what the first leaves"

@@ -1,4 +1,4 @@
-"""What may be tried at a point: pure, and nothing that arithmetic already rules out."""
+"""Tests of the candidate tiles and schedules at a point."""
 
 from __future__ import annotations
 
@@ -46,20 +46,17 @@ def test_every_point_has_candidates_that_fit(arch: int) -> None:
     assert space(POINT._replace(length=1, dtype="fp32"), arch), "a short shard still has tiles"
 
 
-@pytest.mark.parametrize(
-    ("tile", "changed", "arch", "worth"),
-    [
-        (Tile(128, 128, 8, 4), {}, 86, False),  # 196,608 bytes of shared memory, where there are 101,376
-        (Tile(128, 128, 8, 2), {}, 90, True),
-        (Tile(64, 64, 4, 1), {"length": 32}, 90, False),  # a side is longer than the shard
-        (Tile(32, 16, 4, 1), {}, 90, False),  # 4 scores per thread
-        (Tile(32, 32, 4, 1), {}, 90, True),  # 8
-        (Tile(128, 128, 4, 2), {}, 90, False),  # 128 x 128 sums and as many scores: 256 values per thread
-        (Tile(128, 128, 4, 2), {}, 100, True),  # tensor memory holds them
-        (Tile(64, 128, 4, 2), {"length": 64}, 90, False),  # longer than the shard
-    ],
-)
-def test_what_arithmetic_leaves(tile: Tile, changed: dict[str, Any], arch: int, worth: bool) -> None:
+@pytest.mark.parametrize(("tile", "changed", "arch", "worth"), [
+    (Tile(128, 128, 8, 4), {}, 86, False),  # needs 196,608 bytes of shared memory, has 101,376
+    (Tile(128, 128, 8, 2), {}, 90, True),
+    (Tile(64, 64, 4, 1), {"length": 32}, 90, False),  # a block is longer than the shard
+    (Tile(32, 16, 4, 1), {}, 90, False),  # too few scores per thread: 4
+    (Tile(32, 32, 4, 1), {}, 90, True),  # 8 scores per thread
+    (Tile(128, 128, 4, 2), {}, 90, False),  # accumulators and scores of 128 x 128: 256 values per thread
+    (Tile(128, 128, 4, 2), {}, 100, True),  # tensor memory holds the accumulators
+    (Tile(64, 128, 4, 2), {"length": 64}, 90, False),  # a block is longer than the shard
+])  # fmt: skip
+def test_tiles_that_cannot_work_are_no_candidates(tile: Tile, changed: dict[str, Any], arch: int, worth: bool) -> None:
     assert is_worth_compiling(tile, POINT._replace(**changed), arch) is worth
     assert values_kept(Tile(128, 128, 4, 2), POINT) / 128 == 256 > MOST_VALUES
 
@@ -73,19 +70,14 @@ def test_a_program_keeps_its_accumulators_and_scores(kernel: str, values: int) -
     assert values_kept(Tile(64, 32, 4, 2), point) == values
 
 
-@pytest.mark.parametrize(
-    ("changed", "arch", "stages"),
-    [
-        ({}, 90, {64: [2, 3, 4], 128: [2, 3]}),  # 232,448 B: 32 KB of queries, and by stage 32 or 64 KB
-        ({"head_dim": 256, "head_dim_v": 256}, 90, {64: [2]}),
-        ({"dtype": "fp32"}, 90, {}),
-        ({"head_dim_v": 64}, 90, {}),
-        ({}, 100, {}),
-    ],
-)
-def test_the_hopper_forward_is_tried_where_it_is_written_for(
-    changed: dict[str, Any], arch: int, stages: dict[int, list[int]]
-) -> None:
+@pytest.mark.parametrize(("changed", "arch", "stages"), [
+    ({}, 90, {64: [2, 3, 4], 128: [2, 3]}),  # 232,448 bytes hold 32 KB of queries and 32 or 64 KB per stage
+    ({"head_dim": 256, "head_dim_v": 256}, 90, {64: [2]}),
+    ({"dtype": "fp32"}, 90, {}),
+    ({"head_dim_v": 64}, 90, {}),
+    ({}, 100, {}),
+])  # fmt: skip
+def test_hopper_forward_candidates(changed: dict[str, Any], arch: int, stages: dict[int, list[int]]) -> None:
     by_head_dim: dict[int, list[int]] = {}
     for tile in space(POINT._replace(**changed), arch):
         if options_of(tile):
@@ -94,7 +86,7 @@ def test_the_hopper_forward_is_tried_where_it_is_written_for(
     assert by_head_dim == stages
 
 
-def test_what_is_tried_is_what_a_table_takes() -> None:
+def test_candidate_options_are_valid_in_tables() -> None:
     for kernel in TUNED:
         config = {**CONFIG_FIELDS[kernel], **SCHEDULE_FIELDS[kernel]}
         assert {*config} == {*OPTIONS[kernel]}, "an option that no table is made with"
@@ -103,23 +95,19 @@ def test_what_is_tried_is_what_a_table_takes() -> None:
             assert DEFAULTS[name] in values
 
 
-@pytest.mark.parametrize(
-    ("kernel", "group", "arch", "head_dims", "count"),
-    [
-        # orders; not, all but a margin, and all multiprocessors; packed or not
-        ("forward", 4, 90, (128, 128), 2 * 3 * 2 - 1),
-        ("dq", 1, 90, (128, 128), 2 * 3 - 1),
-        ("dkdv", 4, 90, (128, 128), 2 * 3 * 3 * 2 - 1),  # 1, 2 and 4 splits; by pointers or descriptors
-        ("dkdv", 3, 90, (128, 64), 2 * 3 * 2 - 1),
-        ("dkdv", 3, 80, (128, 64), 2 * 3 - 1),  # no descriptors: on such GPUs, and of such head dims
-        ("dkdv", 3, 90, (128, 96), 2 * 3 - 1),
-        ("single_pass", 4, 90, (128, 128), 0),
-    ],
-)
-def test_schedules_are_tried_with_the_best_tiles(
+@pytest.mark.parametrize(("kernel", "group", "arch", "head_dims", "count"), [
+    # two orders; not persistent, persistent with and without a margin; packed or not
+    ("forward", 4, 90, (128, 128), 2 * 3 * 2 - 1),
+    ("dq", 1, 90, (128, 128), 2 * 3 - 1),
+    ("dkdv", 4, 90, (128, 128), 2 * 3 * 3 * 2 - 1),  # 1, 2 and 4 splits; pointers or descriptors
+    ("dkdv", 3, 90, (128, 64), 2 * 3 * 2 - 1),
+    ("dkdv", 3, 80, (128, 64), 2 * 3 - 1),  # no descriptors on this GPU or with this head dim
+    ("dkdv", 3, 90, (128, 96), 2 * 3 - 1),
+    ("single_pass", 4, 90, (128, 128), 0),
+])  # fmt: skip
+def test_number_of_schedules_of_a_tile(
     kernel: str, group: int, arch: int, head_dims: tuple[int, int], count: int
 ) -> None:
-    """Not with every tile: what they change is not what the loop does."""
     point = POINT._replace(kernel=kernel, group=group, head_dim=head_dims[0], head_dim_v=head_dims[1])
     tiles = space(point, arch)
     assert not any({*options_of(tile)} - {"forward_kernel"} for tile in tiles)
@@ -132,11 +120,11 @@ def test_schedules_are_tried_with_the_best_tiles(
     assert not any(schedules(tile, point, arch) for tile in tiles if options_of(tile))
 
 
-def test_the_nearest_are_the_tile_and_its_neighbours() -> None:
+def test_nearest_returns_the_tile_and_its_neighbours() -> None:
     tiles, middle = space(POINT, 90), Tile(64, 64, 4, 2)
     chosen = nearest(tiles, middle, 6)
     assert chosen[0] == middle and not any(options_of(tile) for tile in chosen)
-    assert {*chosen[1:]} == {  # half or twice of one number, or a stage more or less
+    assert {*chosen[1:]} == {  # one number halved or doubled, or one stage more or less
         Tile(32, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 1), Tile(64, 64, 4, 3)
     }  # fmt: skip
 
@@ -150,20 +138,14 @@ def test_points_of_a_model() -> None:
     assert gpu_for_arch("sm_120")[:2] == ("sm_120", 120)
 
 
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (lambda: Shape(6, 4, 64, 64), "heads is 6: it must be a multiple of the 4 heads of keys"),
-        (lambda: Shape(6, 0, 64, 64), "heads is 6"),
-        (lambda: Shape(4, 4, 64, 257), "value_dim is 257: it must be 1 to 256"),
-        (lambda: Shape(4, 4, 64, 64, "fp8"), "dtype is 'fp8': it must be one of bf16, fp16, fp32"),
-        (lambda: points_of(Shape(1, 1, 64, 64), [8192, 0], causal=True), "seqlen is [8192, 0]: it takes"),
-        (
-            lambda: gpu_for_arch("sm_91"),
-            "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("made", "message"), [
+    (lambda: Shape(6, 4, 64, 64), "heads is 6: it must be a multiple of the 4 heads of keys"),
+    (lambda: Shape(6, 0, 64, 64), "heads is 6"),
+    (lambda: Shape(4, 4, 64, 257), "value_dim is 257: it must be 1 to 256"),
+    (lambda: Shape(4, 4, 64, 64, "fp8"), "dtype is 'fp8': it must be one of bf16, fp16, fp32"),
+    (lambda: points_of(Shape(1, 1, 64, 64), [8192, 0], causal=True), "seqlen is [8192, 0]: it takes"),
+    (lambda: gpu_for_arch("sm_91"), "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
+])  # fmt: skip
 def test_invalid_points_and_gpus_are_refused(made: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         made()

@@ -1,4 +1,4 @@
-"""What tuning leaves on the disk: a journal that survives anything, tables that are whole, private and never worse."""
+"""Tests of the files of tuning: the journal of compiled results, and the tables."""
 
 from __future__ import annotations
 
@@ -49,14 +49,11 @@ def line_of(value: str, key: str = '"a"', digest: str = '"digest"', more: str = 
     return f'{{"digest": {digest}, "key": {key}, "value": {value}{more}}}'
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{", "[]", "null", "[" * 100_000, "\xff\x00", line_of("3"), line_of("[]"), line_of("{}", key="1"),
-        line_of('{"n": NaN}'), line_of('{"n": 3}', more=', "m": 3'), line_of('{"n": 3}', digest="1"),
-        line_of('{"n": ' + "[" * 40 + "]" * 40 + "}"), line_of('{"n": "\\ud800"}'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("line", [
+    "{", "[]", "null", "[" * 100_000, "\xff\x00", line_of("3"), line_of("[]"), line_of("{}", key="1"),
+    line_of('{"n": NaN}'), line_of('{"n": 3}', more=', "m": 3'), line_of('{"n": 3}', digest="1"),
+    line_of('{"n": ' + "[" * 40 + "]" * 40 + "}"), line_of('{"n": "\\ud800"}'),
+])  # fmt: skip
 def test_invalid_journal_lines_are_skipped(line: str, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_text(line + "\n")
@@ -65,17 +62,14 @@ def test_invalid_journal_lines_are_skipped(line: str, tmp_path: Path) -> None:
     assert Journal(path, "digest").get("a", dict) == {"n": 1}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {},
-        {"problems": "abc"},
-        {"problems": [], "bound": "fast"},
-        {"problems": [], "bound": True},
-        {"problems": [], "a": 1},
-    ],
-)
-def test_values_of_another_kind_are_found_out_again(value: dict[str, object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [
+    {},
+    {"problems": "abc"},
+    {"problems": [], "bound": "fast"},
+    {"problems": [], "bound": True},
+    {"problems": [], "a": 1},
+])  # fmt: skip
+def test_values_of_the_wrong_type_are_replaced(value: dict[str, object], tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal", "digest")
     journal.put("a", value)
     for opened in (journal, Journal(tmp_path / "journal", "digest")):
@@ -84,16 +78,13 @@ def test_values_of_another_kind_are_found_out_again(value: dict[str, object], tm
         assert opened.get("a", CompileResult) == good
 
 
-def test_a_journal_that_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(b"\n" * (MOST_BYTES + 1))
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     for name in ("large", "fifo", "folder"):
         with pytest.raises(ValueError, match=f"{tmp_path / name} cannot be read"):
             Journal(tmp_path / name, "digest")
-
-
-# the tables
 
 
 def test_tables_are_private_and_read_back(folders: Folders) -> None:
@@ -103,8 +94,8 @@ def test_tables_are_private_and_read_back(folders: Folders) -> None:
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o600
-    made = [folders[0], *folders[0].parents][: len(folders[0].relative_to(folders[1].parent).parts)]
-    assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700] * 3
+    created = [folders[0], *folders[0].parents][: len(folders[0].relative_to(folders[1].parent).parts)]
+    assert [folder.stat().st_mode & 0o777 for folder in created] == [0o700] * 3
     key = ("forward", tables.DTYPES["bf16"], 128, 128, 4, True)
     assert tuned(H200).tile(key, 8192) == TILE
     save(folders[0], H200, [entry(tile=BASELINE)])
@@ -133,7 +124,7 @@ def test_a_table_that_cannot_be_read_is_left_as_it_is(folders: Folders) -> None:
 def test_a_failed_write_keeps_the_old_table(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(folders[0], H200, [entry()])
     before = path.read_text()
-    with pytest.raises(ValueError, match="bytes of shared memory"):  # which a reader refuses
+    with pytest.raises(ValueError, match="bytes of shared memory"):  # a reader would refuse the entry
         save(folders[0], H200, [entry(tile=Tile(128, 512, 8, 3))])
 
     def interrupted(*paths: object) -> None:

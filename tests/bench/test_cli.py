@@ -1,4 +1,4 @@
-"""The command line before any command: names, help, version, what it hands on, and how every command ends."""
+"""Tests of the command line as a whole: command names, help, completion, exit codes and interruptions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAVY = ("torch", "triton", "cupy", "matplotlib")
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A command that keeps what it was given, in place of ``bench/demo/command.py``."""
+    """Replace ``ringattn demo`` by a command that records its arguments in the returned list."""
     arguments: list[object] = []
     ends = {
         "exit": typer.Exit(7), "interrupt": KeyboardInterrupt(), "value": ValueError("q has 3 dims:\n  4 are needed"),
@@ -41,7 +41,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     def run(
         text: str = "", world: int = typer.Option(1, min=1), end: str = "", layout: LayoutName | None = None
     ) -> None:
-        """The whole story."""
+        """Print the story."""
         arguments.extend((text, world))
         if end:
             raise ends[end]
@@ -59,26 +59,25 @@ def test_version(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "meant"),
+    ("arguments", "suggestion"),
     [(["timeline"], "ringattn bench timeline"), (["bench", "predict"], "ringattn predict"), (["bench", "host s"], "")],
 )
-def test_a_command_of_the_other_group_is_named(arguments: list[str], meant: str) -> None:
+def test_a_command_in_the_wrong_group_is_suggested(arguments: list[str], suggestion: str) -> None:
     ran = CliRunner().invoke(cli.app, arguments, prog_name="ringattn")
     assert ran.exit_code == 2 and len(ran.output.splitlines()) == 1
-    assert ran.output.rstrip("\n").endswith(f"Did you mean `{meant}`?") == bool(meant)
+    assert ran.output.rstrip("\n").endswith(f"Did you mean `{suggestion}`?") == bool(suggestion)
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "completions"),
     [("ringattn pre", ["predict"]), ("ringattn predict --ti", []), ("ringattn predict --sl", ["--slots", "--slow"]),
      ("ringattn bench ho", ["host"]), ("ringattn bench host --tim", ["--timer"]),
      ("ringattn show --layout z", ["zigzag"])],
 )  # fmt: skip
-def test_completion(words: str, wanted: list[str]) -> None:
-    """Of the shell, also of the flags of commands that are imported when they are used."""
+def test_completion(words: str, completions: list[str]) -> None:
     environment = {"_RINGATTN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     ran = CliRunner().invoke(cli.app, [], prog_name="ringattn", env=environment)
-    assert (ran.exit_code, ran.output.split()) == (0, wanted)
+    assert (ran.exit_code, ran.output.split()) == (0, completions)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -91,14 +90,14 @@ CLOSED = [["show"], ["--help"], ["show", "-h"], ["--version"], ["predict", "--js
 
 
 @pytest.mark.parametrize("arguments", rest_nightly(CLOSED, *CLOSED[:2]), ids=" ".join)
-def test_a_reader_that_ends_early_is_no_error(arguments: list[str]) -> None:
-    """As ``ringattn show | head -1`` does: silent, with the exit code of a process that SIGPIPE ends in a shell."""
-    assert closed("stdout", arguments) == (141, "")
-    assert arguments != ["--help"] or closed("stderr", ["no-such-command"]) == (141, "")
+def test_a_closed_pipe_ends_a_command_silently(arguments: list[str]) -> None:
+    # Like `ringattn show | head -1`: no message, and the exit code of a process that SIGPIPE ends in a shell.
+    assert run_with_closed_stream("stdout", arguments) == (141, "")
+    assert arguments != ["--help"] or run_with_closed_stream("stderr", ["no-such-command"]) == (141, "")
 
 
-def closed(stream: str, arguments: list[str]) -> tuple[int, str]:
-    """Exit code of a command whose stream nobody reads, and what it writes to the other one."""
+def run_with_closed_stream(stream: str, arguments: list[str]) -> tuple[int, str]:
+    """Return the exit code of a command with one stream closed, and its output on the other."""
     read, write = os.pipe()
     os.close(read)
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: write}
@@ -107,55 +106,47 @@ def closed(stream: str, arguments: list[str]) -> tuple[int, str]:
     return ran.returncode, (ran.stdout or "") + (ran.stderr or "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["dmeo"], "ringattn: No such command 'dmeo'"),
-        (["bench", "foo"], "ringattn bench: No such command 'foo'"),
-        (["bench", "--foo"], "ringattn bench: No such option: --foo"),
-        ([], " Usage: ringattn [OPTIONS] COMMAND"),
-        (["bench"], " Usage: ringattn bench [OPTIONS] COMMAND"),
-    ],
-)
-def test_no_such_command(arguments: list[str], line: str) -> None:
-    """In one line; where there is none, the help."""
+@pytest.mark.parametrize(("arguments", "line"), [
+    (["dmeo"], "ringattn: No such command 'dmeo'"),
+    (["bench", "foo"], "ringattn bench: No such command 'foo'"),
+    (["bench", "--foo"], "ringattn bench: No such option: --foo"),
+    ([], " Usage: ringattn [OPTIONS] COMMAND"),
+    (["bench"], " Usage: ringattn bench [OPTIONS] COMMAND"),
+])  # fmt: skip
+def test_unknown_commands_are_refused(arguments: list[str], line: str) -> None:
     ran = CliRunner().invoke(cli.app, arguments, prog_name="ringattn")
     lines = ran.output.strip("\n ").splitlines()
     assert ran.exit_code == 2 and lines[0].startswith(line.strip()) and (len(lines) == 1) == ("No such" in line)
     assert "No such" in line or lines[-1].startswith("╰")
 
 
-def test_options_and_help_are_the_commands_own(demo: list[object]) -> None:
+def test_options_and_help_reach_the_command(demo: list[object]) -> None:
     result = CliRunner().invoke(cli.app, ["demo", "--world", "4", "--text", "a b"])
     assert result.exit_code == 0 and demo == ["a b", 4], result.output
     for flag in ("-h", "--help"):
         result = CliRunner().invoke(cli.app, ["demo", flag])
-        assert result.exit_code == 0 and "The whole story." in result.output and "--world" in result.output
+        assert result.exit_code == 0 and "Print the story." in result.output and "--world" in result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "line"),
-    [
-        (["--end", "exit"], 7, ""),
-        (["--end", "interrupt"], 130, "interrupted"),
-        (["--end", "value"], 2, "ringattn demo: q has 3 dims: 4 are needed"),
-        (["--end", "later"], 2, "ringattn demo: not yet"),
-        (["--end", "flag"], 2, "ringattn demo: --text is odd"),
-        (["--end", "extra"], 2, cli.EXTRA),
-        (["--wrold", "4"], 2, "ringattn demo: No such option: --wrold"),
-        (["--world", "0"], 2, "ringattn demo: Invalid value for '--world': "),
-        (["--layout", "foo"], 2, "ringattn demo: Invalid value for '--layout': 'foo' is not one of 'contiguous', "),
-    ],
-)
-def test_how_a_command_ends(arguments: list[str], code: int, line: str, alone: None, demo: list[object]) -> None:
-    """In one line."""
+@pytest.mark.parametrize(("arguments", "code", "line"), [
+    (["--end", "exit"], 7, ""),
+    (["--end", "interrupt"], 130, "interrupted"),
+    (["--end", "value"], 2, "ringattn demo: q has 3 dims: 4 are needed"),
+    (["--end", "later"], 2, "ringattn demo: not yet"),
+    (["--end", "flag"], 2, "ringattn demo: --text is odd"),
+    (["--end", "extra"], 2, cli.EXTRA),
+    (["--wrold", "4"], 2, "ringattn demo: No such option: --wrold"),
+    (["--world", "0"], 2, "ringattn demo: Invalid value for '--world': "),
+    (["--layout", "foo"], 2, "ringattn demo: Invalid value for '--layout': 'foo' is not one of 'contiguous', "),
+])  # fmt: skip
+def test_exit_codes_and_messages(arguments: list[str], code: int, line: str, alone: None, demo: list[object]) -> None:
     result = CliRunner().invoke(cli.app, ["demo", *arguments], prog_name="ringattn")
     assert result.exit_code == code and result.output.startswith(line), result.output
     assert len(result.output.splitlines()) == (1 if line else 0) and "Input" not in result.output
 
 
 def test_only_rank_0_reports_an_interruption(demo: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors are printed by every rank, for they may be one rank's."""
+    # Every rank prints its own errors.
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     interrupted, later = (CliRunner().invoke(cli.app, ["demo", "--end", end]) for end in ("interrupt", "later"))
@@ -168,7 +159,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """Of every command, in one process: what is heavy would stay."""
+    # All commands run in one process, because a heavy module would stay imported.
     commands = [["-h"], ["bench", "--help"], *([*name.split(), "-h"] for name in cli.COMMANDS)]
     result = python(f"""
 import sys
@@ -185,8 +176,7 @@ for arguments in {commands!r}:
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_help_in_80_columns(name: str) -> None:
-    """Nothing is cut, and lines end where the next word does not fit."""
+def test_help_fits_80_columns(name: str) -> None:
     lines = CliRunner().invoke(cli.app, [*name.split(), "-h"], env={"COLUMNS": "80"}).output.splitlines()
     assert not [line for line in lines if line.endswith("… │")]
     text = [line.strip() for line in lines if "│" not in line]
@@ -214,18 +204,17 @@ main()
 
 
 def test_an_interruption_ends_ranks_and_command() -> None:
-    """Of processes that the command starts: nothing but one line, and no rank stays."""
     command = [sys.executable, "-m", "ringattn", "bench", "memory", "--world", "2", "--tokens", "8k"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        # shells start background jobs with SIGINT ignored, which children inherit
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and len(children(process.pid)) < 2:
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    out, _ = process.communicate(timeout=28)  # torch's agent would give its ranks 30 seconds
+    os.killpg(process.pid, signal.SIGINT)  # Ctrl-C in a terminal
+    out, _ = process.communicate(timeout=28)  # PyTorch's elastic agent would wait 30 seconds for its ranks
     assert (process.returncode, out) == (130, "interrupted\n")
 
 
@@ -237,7 +226,7 @@ def children(pid: int) -> list[str]:
 
 
 def test_no_help_has_words_in_brackets() -> None:
-    """Rich takes them for markup, and shows nothing in their place."""
+    # Rich takes words in brackets for markup and hides them.
     folder = Path(cli.__file__).parent
     hidden = [
         f"{path.relative_to(folder)}: {text}"

@@ -1,4 +1,4 @@
-"""What all benches share: how they time, count, judge errors, and say where a number comes from."""
+"""Tests of what the benches share: timing, counts, errors against float64, and provenance."""
 
 from __future__ import annotations
 
@@ -28,18 +28,15 @@ pytestmark = pytest.mark.usefixtures("alone")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-# timing
-
-
 def test_candidates_take_turns() -> None:
     order: list[str] = []
     steps = {name: partial(order.append, name) for name in "abc"}
-    taken = interleaved(steps, Clock(CPU), repeats=3, warmup=1, limits={"c": 1})
+    timed = interleaved(steps, Clock(CPU), repeats=3, warmup=1, limits={"c": 1})
     assert "".join(order) == "abc" + "abc" + "ab" + "ab"
-    assert {name: len(samples.seconds) for name, samples in taken.items()} == {"a": 3, "b": 3, "c": 1}
+    assert {name: len(samples.seconds) for name, samples in timed.items()} == {"a": 3, "b": 3, "c": 1}
 
 
-def test_time_is_that_of_the_step_on_the_slowest_member() -> None:
+def test_time_of_a_step_is_that_of_the_slowest_rank() -> None:
     class Slow(timing.Team):
         def ready(self) -> None:
             order.append("ready")
@@ -64,14 +61,14 @@ def test_samples() -> None:
     assert counts == [10, timing.LEAST, timing.MOST]
 
 
-def test_clocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By events and graphs the device is kept busy while the host enqueues; the cache is flushed first."""
+def test_what_the_clocks_of_a_gpu_enqueue(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The events and graph clocks keep the device busy while the host enqueues. All clocks flush the cache first.
     cuda = FakeCuda(monkeypatch)
     flushed: Any = SimpleNamespace(zero_=lambda: cuda.calls.append("flush"))
-    made = {name: Clock(GPU, timer=name, _flush=flushed) for name in ("", "graph", "clock")}
-    assert made[""].timer == "events" and Clock(CPU).timer == "clock"
-    with made["graph"].stage():
-        step = made["graph"].prepared(lambda: cuda.calls.append("step"))
+    clocks = {name: Clock(GPU, timer=name, _flush=flushed) for name in ("", "graph", "clock")}
+    assert clocks[""].timer == "events" and Clock(CPU).timer == "clock"
+    with clocks["graph"].stage():
+        step = clocks["graph"].prepared(lambda: cuda.calls.append("step"))
     assert cuda.calls == ["stream of priority 0", "step", "synchronize", "capture", "step"]
     for name, run, calls in (
         ("", lambda: cuda.calls.append("step"), ["synchronize", "sleep", "flush", "step"]),
@@ -79,38 +76,31 @@ def test_clocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("clock", lambda: cuda.calls.append("step"), ["flush", "synchronize", "step", "synchronize"]),
     ):
         cuda.calls.clear()
-        assert 0 <= made[name](run) < 60 and cuda.calls == calls
+        assert 0 <= clocks[name](run) < 60 and cuda.calls == calls
 
 
-# counting
-
-
-def test_documents_are_drawn_by_a_seed() -> None:
-    drawn = packed(4096, 64, seed=1)
-    assert drawn == packed(4096, 64, seed=1) != packed(4096, 64, seed=2)
-    assert drawn[0] == 0 and drawn[-1] == 4096 and drawn == sorted({*drawn}) and 32 < len(drawn) < 128
+def test_packed_documents_depend_on_the_seed() -> None:
+    ends = packed(4096, 64, seed=1)
+    assert ends == packed(4096, 64, seed=1) != packed(4096, 64, seed=2)
+    assert ends[0] == 0 and ends[-1] == 4096 and ends == sorted({*ends}) and 32 < len(ends) < 128
     with pytest.raises(ValueError, match=r"documents is 0: .* at least 1"):
         packed(64, 0, seed=0)
 
 
 def test_inputs_and_their_flops() -> None:
-    """The same inputs on every rank; drawn by each its own, of as many tokens as it holds."""
     config = AttentionConfig(12, 2, heads=4, kv_heads=2, head_dim=6, head_dim_v=3, seed=3)
     assert [x.shape for x in config.tensors()] == [(1, 12, 4, 6), (1, 12, 2, 6), (1, 12, 2, 3), (1, 12, 4, 3)]
     assert all(torch.equal(a, b) for a, b in zip(config.tensors(), config.tensors(), strict=True))
-    drawn = [config.drawn(rank, CPU) for rank in (0, 1, 1)]
-    assert [x.shape[1] for x in drawn[0]] == [6] * 4 and not any(map(torch.equal, drawn[0], drawn[1]))
-    assert all(map(torch.equal, drawn[1], drawn[2]))
+    inputs = [config.drawn(rank, CPU) for rank in (0, 1, 1)]
+    assert [x.shape[1] for x in inputs[0]] == [6] * 4 and not any(map(torch.equal, inputs[0], inputs[1]))
+    assert all(map(torch.equal, inputs[1], inputs[2]))
     assert config.flops == 2 * (12 * 13 // 2) * (6 + 3) * 4 and config.flash_flops == 2 * (12 * 12 // 2) * (6 + 3) * 4
     assert forward_flops(7, heads=3, head_dim=4, batch=2) == 2 * 7 * (4 + 4) * 3 * 2 and BACKWARD_FLOPS == 2.5
 
 
-# errors against float64
-
-
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_size": (5, 0)}])
-def test_exact_results_are_the_reference(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "BLOCK_BYTES", 8 * 24 * 2 * 7)  # 7 rows at a time
+def test_exact_results_match_the_reference(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "BLOCK_BYTES", 8 * 24 * 2 * 7)  # 7 rows per block
     q, dout = torch.randn(1, 24, 4, 8), torch.randn(1, 24, 4, 8)
     k, v, dlse = torch.randn(1, 24, 2, 8), torch.randn(1, 24, 2, 8), torch.randn(1, 4, 24)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
@@ -129,8 +119,8 @@ def test_exact_results_are_the_reference(options: Any, monkeypatch: pytest.Monke
     assert judge.limits == {name: pytest.approx(2 * usual[name] + eps * size) for name, size in sizes.items()}
 
 
-def test_limits_hold_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where PyTorch's attention makes NaN of such rows."""
+def test_limits_are_finite_if_rows_see_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    # This PyTorch attention returns NaN for rows that see no key.
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor, **_: Any) -> Any:
         return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~attn_mask, -math.inf).softmax(-1) @ v
@@ -141,10 +131,7 @@ def test_limits_hold_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(errors.judge_of(errors.Inputs(q, k, v, dout), options).usual.values()) < 1e-5
 
 
-# provenance
-
-
-def test_provenance_names_everything_and_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/some/folder/ringattn", "bench", "ring", "--json", "my file"])
     stated = provenance(CPU)
     assert stated["command"] == "ringattn bench ring --json 'my file'"
@@ -176,7 +163,7 @@ def test_provenance_changes_with_sources_and_checkout(tmp_path: Path, monkeypatc
     assert origin.cpu()["memory_gib"] == 12.0
 
 
-def test_progress_into_a_pipe_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_progress_into_a_pipe_prints_few_lines(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     from ringattn.bench.common import progress as module
 
     seconds = iter(range(0, 100, 4))
@@ -190,7 +177,7 @@ def test_progress_into_a_pipe_is_a_line_now_and_then(monkeypatch: pytest.MonkeyP
         assert capfd.readouterr() == ("", "".join(f"{line}\n" for line in lines))
 
 
-def test_a_stopwatch_adds_up_its_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopwatch_sums_its_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 5.0, 7.0])
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     watch = timing.Stopwatch(CPU)

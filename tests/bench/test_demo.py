@@ -1,4 +1,4 @@
-"""``ringattn demo``: sharded and whole agree, a broken ring is found out, and every way to start it works."""
+"""Tests of ``ringattn demo``: sharded and unsharded training agree, and a broken ring is detected."""
 
 from __future__ import annotations
 
@@ -32,38 +32,33 @@ from ringattn.examples.train import Job, JobError, Part, Run, Training, read_tex
 from ..support.forked import results
 from ..support.nightly import rest_nightly
 
-TINY = Job(seqlen=203, steps=3, layers=1, heads=4, kv_heads=2, head_dim=8, lr=1e-2)  # 203: no world divides it
+# 203 is not divisible by any tested world
+TINY = Job(seqlen=203, steps=3, layers=1, heads=4, kv_heads=2, head_dim=8, lr=1e-2)
 FLAGS = [
     f"--{name.replace('_', '-')}={getattr(TINY, name)}" for name in ("seqlen", "steps", "layers", "head_dim", "lr")
 ]
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
-    """Exit code and output, on one line and without frames."""
+    """Return the exit code and the output as one line without frames."""
     result = CliRunner().invoke(command.app, arguments, env={"TERMINAL_WIDTH": "200", "COLUMNS": "200"})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
 
 
-# -- agreement
-
-
-@pytest.mark.parametrize(
-    ("world", "job"),
-    [
-        (3, replace(TINY, layout="striped", kv_heads=1, layers=2, dtype="bfloat16")),
-        pytest.param(4, replace(TINY, layout="contiguous", kv_heads=4, dtype="float16"), marks=pytest.mark.nightly),
-        # a rank without tokens
-        pytest.param(3, replace(TINY, seqlen=2, steps=1), marks=pytest.mark.nightly),
-    ],
-)
-def test_virtual_ranks_agree_with_the_whole(world: int, job: Job) -> None:
+@pytest.mark.parametrize(("world", "job"), [
+    (3, replace(TINY, layout="striped", kv_heads=1, layers=2, dtype="bfloat16")),
+    pytest.param(4, replace(TINY, layout="contiguous", kv_heads=4, dtype="float16"), marks=pytest.mark.nightly),
+    # a rank without tokens
+    pytest.param(3, replace(TINY, seqlen=2, steps=1), marks=pytest.mark.nightly),
+])  # fmt: skip
+def test_virtual_ranks_agree_with_one_device(world: int, job: Job) -> None:
     result = compared_virtually(job, world)
     assert len(result.rows) > job.steps and result.failed == []
 
 
 def compared_virtually(job: Job, world: int) -> Result:
-    """The demo's result where all ranks are on one GPU."""
+    """Return the demo's result with all ranks as threads."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compare, "train_sharded", compare.train_virtually)
         result = compare.compare(job, read_text(), world)
@@ -71,7 +66,7 @@ def compared_virtually(job: Job, world: int) -> Result:
     return result
 
 
-def test_weights_do_not_depend_on_who_else_draws_random_numbers() -> None:
+def test_weights_depend_only_on_the_seed() -> None:
     def weights(job: Job) -> dict[str, Tensor]:
         return prepare_whole(job, b"text", torch.device("cpu"))[0].model.state_dict()
 
@@ -81,12 +76,10 @@ def test_weights_do_not_depend_on_who_else_draws_random_numbers() -> None:
     assert not weights(replace(TINY, seed=1))["head.weight"].equal(first["head.weight"])
 
 
-# -- a broken ring is found out
-
 Attention = Callable[..., Any]
 BROKEN: dict[str, tuple[Attention, str]] = {
     "mask": (lambda q, k, v, **how: ring_attention(q, k, v, **{**how, "causal": False}), "loss at step 1"),
-    # the value of k, 1.0001 times its gradient
+    # same value of k, gradient times 1.0001
     "gradient": (lambda q, k, v, **how: ring_attention(q, k + 1e-4 * (k - k.detach()), v, **how),
                  "key.weight at step 1"),
     "nan": (lambda q, k, v, **how: ring_attention(q, k, v, **how) * math.nan, "loss at step 1: nan"),
@@ -95,10 +88,10 @@ BROKEN: dict[str, tuple[Attention, str]] = {
 
 @pytest.mark.parametrize("name", rest_nightly(BROKEN, "gradient"))
 def test_exit_code_of_a_broken_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention, found = BROKEN[name]
+    attention, message = BROKEN[name]
     monkeypatch.setattr(train, "ring_attention", attention)
     code, output = invoke(*FLAGS, "--world", "1")
-    assert code == 1 and found in output.partition("DISAGREE")[2], output
+    assert code == 1 and message in output.partition("DISAGREE")[2], output
 
 
 def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +101,6 @@ def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(train, "Training", made)
     with pytest.raises(JobError, match="text differs between ranks"):
         train_virtual_ranks(TINY, read_text(), 2)
-
-
-# -- every way to start it
 
 
 def test_processes_of_this_machine(tmp_path: Path) -> None:
@@ -130,7 +120,7 @@ def test_processes_of_this_machine(tmp_path: Path) -> None:
         assert [float(row["sharded"]) for row in csv.DictReader(file) if row["name"] == "loss"] == losses
 
 
-def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_rank_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(*_: object) -> bool:
         raise ChildProcessError("rank 1: killed by SIGKILL")
 
@@ -139,18 +129,18 @@ def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 1 and "a rank failed: rank 1: killed by SIGKILL" in output
 
 
-# -- what is refused
-
-
 @pytest.mark.parametrize(("layers", "dims"), rest_nightly([(3, (4, 2, 32)), (1, (4, 4, 64))], (3, (4, 2, 32))))
-def test_memory_is_what_was_counted(layers: int, dims: tuple[int, int, int], tmp_path: Path) -> None:
-    """Of float64, which takes most; to a half: what PyTorch's operators take for a moment is not counted."""
+def test_counted_memory_matches_the_measured_peak(layers: int, dims: tuple[int, int, int], tmp_path: Path) -> None:
+    # float64 takes the most memory. Temporaries of PyTorch's operators are not counted, hence the wide limits.
     ((peak, counted),) = results(1, partial(peak_and_count, layers=layers, dims=dims, folder=tmp_path))
     assert 0.75 * counted < peak < 1.5 * counted
 
 
 def peak_and_count(rank: int, *, layers: int, dims: tuple[int, int, int], folder: Path) -> tuple[int, int]:
-    """In a process of its own: in one that has run other tests the holes of its heap would count."""
+    """Return the measured and the counted peak.
+
+    Runs in a fresh process, because free blocks on a used heap would hide allocations.
+    """
     heads, kv_heads, head_dim = dims
     job = Job(2048, 1, layers, heads, kv_heads, head_dim)
     training, _ = prepare_whole(job, read_text(), torch.device("cpu"))
@@ -187,10 +177,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         command.resolve_ranks(None, 1, ranks.Member(rank=5, world=8, local_rank=5, local_world=8))
 
 
-# -- the parts
-
-
-def test_text_goes_on_with_every_row_and_begins_again_at_its_end() -> None:
+def test_batches_continue_through_the_text_and_wrap_around() -> None:
     part = Part(0, slice(1, 2), torch.tensor([0, 2]), compare.pytorch_attention, lambda x: x[None])
     training = Training(replace(TINY, seqlen=3, batch=2), b"abcdefg", torch.device("cpu"), part)
     assert training.optimizer.defaults["betas"] == (0.9, 0.95)
@@ -202,13 +189,13 @@ def turned(x: Tensor, *positions: int) -> Tensor:
     return rotate(x, rotation(torch.tensor(positions), x.shape[-1], x.dtype))
 
 
-def test_rotation_depends_on_distance_alone() -> None:
+def test_rotary_scores_depend_only_on_distance() -> None:
     q, k = torch.randn(2, 1, 1, 3, 8, dtype=torch.float64)
     at = [turned(x, p) for x, p in ((q, 7), (k, 3), (q, 104), (k, 100))]
     torch.testing.assert_close((at[0] * at[1]).sum(-1), (at[2] * at[3]).sum(-1))
     assert turned(q, 0).equal(q)
     x, shard = torch.randn(1, 9, 2, 8), torch.tensor([1, 4, 8])
-    assert turned(x[:, shard], *shard.tolist()).equal(turned(x, *range(9))[:, shard])  # the same bits on every shard
+    assert turned(x[:, shard], *shard.tolist()).equal(turned(x, *range(9))[:, shard])  # bitwise equal on every shard
 
 
 def test_a_comparison_fails_on_nan() -> None:
@@ -218,7 +205,7 @@ def test_a_comparison_fails_on_nan() -> None:
     assert not any(comparison_row(0, "loss", **{**right, **change})["agrees"] for change in wrong)
 
 
-def test_every_compared_step_counts() -> None:
+def test_a_difference_in_a_late_step_fails() -> None:
     def run(*gradients: float) -> Trained:
         steps = {step: {"w": torch.tensor([value])} for step, value in zip((0, 2), gradients, strict=True)}
         same = dict.fromkeys(range(3), 1.0)

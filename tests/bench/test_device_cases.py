@@ -1,4 +1,4 @@
-"""What the suite measures itself: launches, ceilings, fp8, virtual ranks; and the rows that a case leaves."""
+"""Tests of the suite's own measurements: launches, ceilings, fp8, virtual ranks, and the rows of a case."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_distance() -> None:
 @pytest.mark.parametrize(("value", "fails"), [(1, False), (2, True), (math.nan, True), (None, True)])
 def test_numbers_fail_above_their_limit(value: float | None, fails: bool) -> None:
     limited, free = Number("x", value, "s", {"by": "me"}, limit=1), Number("rate", 9.0, "GB/s", {"D": 64})
-    made = result_of("a", [limited, free], {})
-    assert made.failed == [f"x (by me) is {value}, at most 1 allowed"] * fails
-    assert made.notes == ["rate: 9 GB/s"] and list(made.units)[:5] == ["number", "value", "unit", "by", "D"]
-    assert made.rows[1]["D"] == 64 and "D" not in made.rows[0]
+    result = result_of("a", [limited, free], {})
+    assert result.failed == [f"x (by me) is {value}, at most 1 allowed"] * fails
+    assert result.notes == ["rate: 9 GB/s"] and list(result.units)[:5] == ["number", "value", "unit", "by", "D"]
+    assert result.rows[1]["D"] == 64 and "D" not in result.rows[0]
     judged = [Number("bar", 1.0, "times", {"verdict": verdict}) for verdict in ("reached", "missed", "reached")]
     assert result_of("a", judged, {}).notes == ["2 reached, 1 missed"]
 
@@ -42,7 +42,7 @@ def test_a_case_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     def case(device: torch.device, *, missing: bool, worst: float = 0.0) -> Any:
         yield Number("error", worst, "", limit=1.0)
-        assert read(file).rows[0]["value"] == worst  # of one that is killed, too
+        assert read(file).rows[0]["value"] == worst  # the file is complete even if the case is killed later
         if missing:
             raise NotHere("no such library")
         yield Number("rate", 5.0, "GB/s")
@@ -62,7 +62,7 @@ def test_first_cases_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (copy.unit, copy.labels["bytes"]) == ("GB/s", 4096)
     monkeypatch.setattr(memory, "free_memory", lambda device: 8000)
     product, copy = device_cases.ceilings(CPU, side=64, dtype="float32", nbytes=4096)
-    assert (product.unit, copy.labels["bytes"]) == ("TFLOP/s", 2000)  # of what is free a quarter, twice
+    assert (product.unit, copy.labels["bytes"]) == ("TFLOP/s", 2000)  # a read and a write of a quarter of free memory
 
 
 def test_virtual_ranks_against_one() -> None:
@@ -75,7 +75,7 @@ def test_virtual_ranks_against_one() -> None:
 
 
 def wrong() -> dict[str, float]:
-    """How much of each kind is, over all dtypes and shapes."""
+    """Return the sum of each number over all dtypes and shapes."""
     counts = {"wrong codes": 0.0, "wrong scales": 0.0, "wrong numbers": 0.0}
     for number in device_cases.fp8(CPU, dtypes=("float32", "float16"), shapes=((1, 130, 2, 8), (2, 20, 1, 40))):
         assert number.limit == 0 and number.value is not None
@@ -83,7 +83,7 @@ def wrong() -> dict[str, float]:
     return counts
 
 
-def test_what_is_wrong_or_not_written_in_fp8_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_or_unwritten_fp8_codes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def off(x: Tensor, out: Tensor, scale: Tensor) -> None:
         quantize(x, out, scale)
         out.view(torch.uint8)[0, 3, 0, 2] ^= 1
@@ -93,7 +93,7 @@ def test_what_is_wrong_or_not_written_in_fp8_counts(monkeypatch: pytest.MonkeyPa
     assert x.isnan().any() and x.isinf().any() and (x == 0).any()
     assert not x.is_contiguous() and x.stride(-1) == 1
     monkeypatch.setattr(device_cases, "quantize", off)
-    assert wrong()["wrong codes"] == 4  # of two dtypes and two shapes
+    assert wrong()["wrong codes"] == 4  # one per dtype and shape
     monkeypatch.setattr(device_cases, "quantize", quantize)
     monkeypatch.setattr(device_cases, "dequantize", lambda x, scale, out: dequantize(x, scale, out.clone()))
     rows = wrong()

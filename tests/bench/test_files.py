@@ -1,4 +1,4 @@
-"""Every file that a user names, read or written: what is none of ours is told in a line, and never waited for."""
+"""Tests of the files that a user names: unusable ones are reported in one line and never block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..support import report_cases
 from ..support.nightly import rest_nightly
 
 WIDE = {"COLUMNS": "400", "TERMINAL_WIDTH": "400"}
-SOUND = "memory per rank differs"  # on the page of report_cases.memory()
+SOUND = "memory per rank differs"  # text on the page of report_cases.memory()
 
 
 def run(*arguments: object) -> Any:
@@ -47,12 +47,12 @@ READERS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_bad_file_is_named(reader: str, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the suite sets its own
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the suite sets the variable itself
     os.mkfifo(path := tmp_path / "results.json")
     places = {"FILE": path, "FOLDER": tmp_path}
-    ended = run(*(places.get(word, word) for word in READERS[reader]))
-    assert ended.exit_code == 2 and isinstance(ended.exception, SystemExit), ended.output
-    assert "results.json" in told(ended) and "no regular file" in told(ended), told(ended)
+    result = run(*(places.get(word, word) for word in READERS[reader]))
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+    assert "results.json" in told(result) and "no regular file" in told(result), told(result)
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.json"]
 
 
@@ -62,13 +62,13 @@ def test_bad_files_are_left_out_of_the_page(tmp_path: Path) -> None:
     for name, text in bad.items():
         (folder / name).write_text(text)
     os.mkfifo(folder / "fifo.json")
-    (folder / os.fsdecode(b"\x1b]0;\xff.json")).write_text("{")  # of no text, and of a terminal's commands
-    ended = run("report", folder)
-    assert ended.exit_code == 0 and "\x1b" not in ended.output, ended.output
+    (folder / os.fsdecode(b"\x1b]0;\xff.json")).write_text("{")  # not UTF-8, and with a terminal escape
+    result = run("report", folder)
+    assert result.exit_code == 0 and "\x1b" not in result.output, result.output
     page = (folder / "report.html").read_text()
     assert SOUND in page
     for name in [*bad, "fifo.json", "?]0;?.json"]:
-        assert f"<strong>not read</strong>: {name}: " in page and f"skipped: {name}: " in told(ended), name
+        assert f"<strong>not read</strong>: {name}: " in page and f"skipped: {name}: " in told(result), name
 
 
 def test_failed_charts_are_left_out_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,18 +77,18 @@ def test_failed_charts_are_left_out_of_the_page(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(drawing, "draw", fails)
     folder = report_cases.write(tmp_path / "run", **report_cases.everything())
-    ended = run("report", folder)
+    result = run("report", folder)
     page = (folder / "report.html").read_text()
-    assert ended.exit_code == 0 and SOUND in page and "\x1b" not in ended.output
+    assert result.exit_code == 0 and SOUND in page and "\x1b" not in result.output
     for name in ("measured.json", "predicted.json"):
         assert f"<strong>not read</strong>: {name}: it cannot be drawn: KeyError" in page
-        assert f"skipped: {name}: it cannot be drawn" in told(ended)
+        assert f"skipped: {name}: it cannot be drawn" in told(result)
 
 
 VALUES: tuple[Any, ...] = (None, True, -1, 1.5, 10**299, 1e-320, "", "1e9", "$\\frac{", "\x1b[2J", [], {}, [None])
 FILES = report_cases.everything()
-ASKED = {"kernels": "--kernels", "links": "--link"}
-"""Files that `predict` reads, too, and by which flag."""
+PREDICT_FLAGS = {"kernels": "--kernels", "links": "--link"}
+"""Files that `predict` reads, and the flag for each."""
 
 
 def places_in(data: Any) -> Iterator[tuple[Any, Any]]:
@@ -98,8 +98,7 @@ def places_in(data: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("seed", rest_nightly(range(25), 0))
-def test_other_values_anywhere(seed: int, tmp_path: Path) -> None:
-    """Beside a sound file: on the page, or named there; and read by `predict`, or refused by name."""
+def test_files_with_random_values_are_read_or_named(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     report_cases.write(tmp_path, sound=report_cases.memory())
     for name, data in copy.deepcopy(FILES).items():
@@ -107,16 +106,14 @@ def test_other_values_anywhere(seed: int, tmp_path: Path) -> None:
             holder, key = draw.choice([*places_in(data)])
             holder[key] = copy.deepcopy(draw.choice(VALUES))
         report_cases.write(tmp_path, **{name: data})
-    ended = run("report", tmp_path)
-    assert ended.exit_code == 0 and ended.exception is None, ended.exception
-    assert SOUND in (tmp_path / "report.html").read_text() and "\x1b" not in ended.output
-    for name, flag in ASKED.items():
-        ended = run("predict", "--tokens", "1k", "--world", "2", flag, tmp_path / f"{name}.json")
-        assert isinstance(ended.exception, SystemExit | None) and ended.exit_code in (0, 1, 2), ended.exception
-        assert (ended.exit_code != 2 or f"{name}.json" in told(ended)) and "\x1b" not in ended.output, told(ended)
+    result = run("report", tmp_path)
+    assert result.exit_code == 0 and result.exception is None, result.exception
+    assert SOUND in (tmp_path / "report.html").read_text() and "\x1b" not in result.output
+    for name, flag in PREDICT_FLAGS.items():
+        result = run("predict", "--tokens", "1k", "--world", "2", flag, tmp_path / f"{name}.json")
+        assert isinstance(result.exception, SystemExit | None) and result.exit_code in (0, 1, 2), result.exception
+        assert (result.exit_code != 2 or f"{name}.json" in told(result)) and "\x1b" not in result.output, told(result)
 
-
-# -- written
 
 WRITERS: dict[str, tuple[str, ...]] = {
     "show --json": ("show", "--seqlen", "16", "--world", "2", "--json", "FILE.json"),
@@ -138,15 +135,14 @@ NO_TARGETS: dict[str, Callable[[Path], None]] = {
     ("writer", "bad"), [*((writer, "link") for writer in WRITERS), *(("show --json", bad) for bad in NO_TARGETS)]
 )
 def test_bad_target_is_named(writer: str, bad: str, tmp_path: Path) -> None:
-    """Before the work."""
     report_cases.write(tmp_path / "run", memory=report_cases.memory())
     (tmp_path / "precious").write_text("kept")
     name = next(word for word in WRITERS[writer] if word.startswith("FILE."))
     NO_TARGETS[bad](target := tmp_path / name)
     places = {name: target, "FOLDER": tmp_path / "run"}
-    ended = run(*(places.get(word, word) for word in WRITERS[writer]))
-    assert ended.exit_code == 2 and isinstance(ended.exception, SystemExit), ended.output
-    assert f"cannot write {target}: " in told(ended) and "; name a" in told(ended), told(ended)
+    result = run(*(places.get(word, word) for word in WRITERS[writer]))
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+    assert f"cannot write {target}: " in told(result) and "; name a" in told(result), told(result)
     assert {path.name for path in tmp_path.iterdir()} == {"precious", "run", name}
 
 
@@ -159,19 +155,18 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("flag", FOLDERS)
 def test_bad_folder_is_named(flag: str, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the work."""
     for work in ("bench.suite.processes.run", "autotune.tune.tune", "tools.export.kernels.export"):
         monkeypatch.setattr(f"ringattn.{work}", lambda *_, **__: pytest.fail("it started"))
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/no"), Path("/proc")):
-        ended = run(*FOLDERS[flag], flag, folder)
-        assert ended.exit_code == 2 and len(ended.output.splitlines()) == 1, ended.output
-        assert f"{flag} is {folder}: cannot write to this folder" in ended.output
+        result = run(*FOLDERS[flag], flag, folder)
+        assert result.exit_code == 2 and len(result.output.splitlines()) == 1, result.output
+        assert f"{flag} is {folder}: cannot write to this folder" in result.output
     flags.check_folder(flag, tmp_path / "a" / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_dash_is_standard_output_of_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dash_writes_only_rows_to_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = WRITERS["show --csv"][:-2]
     output, _ = run(*words, "--csv", "-"), run(*words, "--csv", tmp_path / "rows")
@@ -179,12 +174,12 @@ def test_a_dash_is_standard_output_of_rows_alone(tmp_path: Path, monkeypatch: py
     assert json.loads(run(*words, "--json", "-").stdout)["case"] == "show"
     refused = [(*words, "--csv", "-", "--json", "-"), (*words, "--out", "-"), (*WRITERS["predict --trace"][:-1], "-")]
     for arguments in [*refused, ("bench", "timeline", "--trace", "-")]:
-        ended = run(*arguments)
-        assert ended.exit_code == 2 and "standard output" in ended.output, ended.output
+        result = run(*arguments)
+        assert result.exit_code == 2 and "standard output" in result.output, result.output
     assert {path.name for path in tmp_path.iterdir()} == {"rows"}
 
 
-def test_link_that_came_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_link_created_during_the_work_is_kept(tmp_path: Path) -> None:
     NO_TARGETS["link to nothing"](target := tmp_path / "a.json")
     with pytest.raises(typer.BadParameter, match=r"cannot write .*a\.json: "):
         write_json(target, {})
@@ -192,7 +187,6 @@ def test_link_that_came_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_written_files_read_back(tmp_path: Path) -> None:
-    """Also where a longer file was; a number that is not finite comes back as one that failed."""
     (target := tmp_path / "a.json").write_text("x" * 1000)
     write_json(target, {"a": (1.5, float("nan"), {"b": -float("inf")})})
     assert json.loads(target.read_text()) == read_object(target) == {"a": [1.5, None, {"b": None}]}

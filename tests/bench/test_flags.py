@@ -1,4 +1,4 @@
-"""Sizes as they are typed and told, and flags that have no say."""
+"""Tests of flags: sizes as typed and as printed, and flags that do not apply."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringattn.ring.wire import grad_wire_of, wire_of
 
 
 @given(st.integers(0, 2**40))
-def test_binary_is_what_size_reads(count: int) -> None:
+def test_size_reads_what_binary_prints(count: int) -> None:
     assert size(binary(count)) == count
 
 
@@ -38,34 +38,31 @@ def test_parsers() -> None:
     assert flags.pattern("bigbird,block=8,window=2,global=1,random=3,seed=5").parameters["seed"] == 5
 
 
-@pytest.mark.parametrize(
-    ("check", "arguments", "message"),
-    [
-        *((size, (text,), "a whole number below 10^18") for text in ("", "-1", "1.5k", "9" * 19)),
-        (flags.counts, ("2,0",), "'0': it must be a whole number from 1"),
-        (flags.head_dims, ("64,257",), "'257': it must be a whole number from 1 to 256"),
-        (flags.window, ("3",), "'3' is not a window"),
-        (flags.dtype_name, ("int8",), "'int8': it must be one of fp32, bf16, fp16, float16"),
-        (flags.grad_wire_dtype, ("float8_e4m3fn",), "one of fp32, bf16, float32, bfloat16"),
-        (flags.pattern, ("spiral,block=3",), "'spiral' is not a pattern"),
-        (flags.pattern, ("strided,block=3",), "takes strided,block=SIZE,stride=SIZE"),
-        (flags.pattern, ("strided,block=3,stride=4,seed=2",), "'strided,block=3,stride=4,seed=2'"),
-        (flags.kv_heads_of, (4, 3), "--kv-heads is 3 and --heads is 4"),
-        (flags.check_chunks, ([1, 9], 8), "--chunks is 1,9: it must be 1 to 8"),
-        (flags.check_chunks, ([0], 8), "--chunks is 0: it must be 1 to 8"),
-        (flags.check_transport, ("magic", "cpu", 2), "--transport is 'magic': it takes auto, local"),
-        (flags.check_transport, ("nccl", "cpu", 2), "--transport is nccl, for cuda, and the device is cpu"),
-        (
-            flags.check_transport,
-            ("local", "cpu", 2),
-            "--transport is local, which works within one process, and --world is 2",
-        ),
-        (flags.device_name, ("tpu",), "--device is 'tpu': it takes cpu or cuda"),
-        (flags.timer_on, ("cpu", "events"), "--timer is 'events': on cpu it must be one of clock"),
-        (flags.timer_on, ("cuda", "sundial"), "on cuda it must be one of events, graph, clock"),
-        (flags.timer_of_rings, ("cuda", "graph"), "on cuda it must be one of events, clock"),
-    ],
-)
+@pytest.mark.parametrize(("check", "arguments", "message"), [
+    *((size, (text,), "a whole number below 10^18") for text in ("", "-1", "1.5k", "9" * 19)),
+    (flags.counts, ("2,0",), "'0': it must be a whole number from 1"),
+    (flags.head_dims, ("64,257",), "'257': it must be a whole number from 1 to 256"),
+    (flags.window, ("3",), "'3' is not a window"),
+    (flags.dtype_name, ("int8",), "'int8': it must be one of fp32, bf16, fp16, float16"),
+    (flags.grad_wire_dtype, ("float8_e4m3fn",), "one of fp32, bf16, float32, bfloat16"),
+    (flags.pattern, ("spiral,block=3",), "'spiral' is not a pattern"),
+    (flags.pattern, ("strided,block=3",), "takes strided,block=SIZE,stride=SIZE"),
+    (flags.pattern, ("strided,block=3,stride=4,seed=2",), "'strided,block=3,stride=4,seed=2'"),
+    (flags.kv_heads_of, (4, 3), "--kv-heads is 3 and --heads is 4"),
+    (flags.check_chunks, ([1, 9], 8), "--chunks is 1,9: it must be 1 to 8"),
+    (flags.check_chunks, ([0], 8), "--chunks is 0: it must be 1 to 8"),
+    (flags.check_transport, ("magic", "cpu", 2), "--transport is 'magic': it takes auto, local"),
+    (flags.check_transport, ("nccl", "cpu", 2), "--transport is nccl, for cuda, and the device is cpu"),
+    (
+        flags.check_transport,
+        ("local", "cpu", 2),
+        "--transport is local, which works within one process, and --world is 2",
+    ),
+    (flags.device_name, ("tpu",), "--device is 'tpu': it takes cpu or cuda"),
+    (flags.timer_on, ("cpu", "events"), "--timer is 'events': on cpu it must be one of clock"),
+    (flags.timer_on, ("cuda", "sundial"), "on cuda it must be one of events, graph, clock"),
+    (flags.timer_of_rings, ("cuda", "graph"), "on cuda it must be one of events, clock"),
+])  # fmt: skip
 def test_refusals(check: Callable[..., object], arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(typer.BadParameter) as refused:
         check(*arguments)
@@ -78,8 +75,8 @@ def test_defaults() -> None:
     flags.check_transport("process_group", "cpu", 2)
 
 
-def test_constants_are_those_of_the_code() -> None:
-    """Repeated, for a flag must not import torch."""
+def test_constants_of_flags_match_the_code() -> None:
+    # Flags repeat these constants, because their modules must not import torch.
     assert flags.MAX_HEAD_DIM == checks.MAX_HEAD_DIM and flags.KV_SLOTS == schedule.KV_SLOTS
     assert {*attention.DTYPES.values()} == {*checks.DTYPES}
     assert {name: dtype.itemsize for name, dtype in attention.DTYPES.items()} == flags.DTYPE_BYTES
@@ -88,16 +85,13 @@ def test_constants_are_those_of_the_code() -> None:
     assert grad_wire_of("bfloat16") is not None and grad_wire_of("float32") is None
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], ""),
-        (["--a", "1", "--b", "2", "--json", "-"], ""),
-        (["--c", "3"], "--c has no effect in this mode"),
-        (["--b", "2"], "--b is given without --a"),
-        (["--a", "1", "--d-long", "4"], "--a and --d-long are both given: pass one of them"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ([], ""),
+    (["--a", "1", "--b", "2", "--json", "-"], ""),
+    (["--c", "3"], "--c has no effect in this mode"),
+    (["--b", "2"], "--b is given without --a"),
+    (["--a", "1", "--d-long", "4"], "--a and --d-long are both given: pass one of them"),
+])  # fmt: skip
 def test_flags_that_do_not_apply_are_refused(words: list[str], message: str) -> None:
     app = typer.Typer()
 
@@ -114,5 +108,5 @@ def test_flags_that_do_not_apply_are_refused(words: list[str], message: str) -> 
         flags.check_needs(context, {"b": "a"})
         flags.check_apart(context, "a", "d")
 
-    ended = CliRunner().invoke(app, words, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
-    assert ended.exit_code == (2 if message else 0) and message in ended.output, ended.output
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert result.exit_code == (2 if message else 0) and message in result.output, result.output

@@ -1,4 +1,4 @@
-"""``bench host``: every hop is posted and launched, how often Python is called for it, and who has to be ahead."""
+"""Tests of ``bench host``: posts, launches and Python calls per hop, and the verdict on the host."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def problem(tokens: int, heads: int, head_dim: int) -> AttentionConfig:
     return AttentionConfig(HOPS * tokens, HOPS, causal=False, layout="contiguous", **sizes)
 
 
-def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
+def test_host_time_on_a_cpu_is_a_lower_bound(tmp_path: Path) -> None:
     target, before = tmp_path / "h.json", (torch.cuda.Event, torch.cuda.Stream, torch.cat)
     words = "bench host --tokens 256 --heads 4 --head-dim 16 --chunks 2 --device cpu"
     result = CliRunner().invoke(cli.app, [*words.split(), "--json", str(target)])
@@ -46,23 +46,20 @@ def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
     assert before == (torch.cuda.Event, torch.cuda.Stream, torch.cat)
 
 
-@pytest.mark.parametrize(
-    ("device", "timer", "host", "note", "failed"),
-    [
-        ("cuda", "events", 99.0, command.AHEAD, []),
-        ("cuda", "events", 101.0, command.AHEAD, ["the host is slower than the device in the forward"]),
-        ("cuda", "clock", 101.0, command.BY_CLOCK, []),
-        ("cpu", "clock", 101.0, command.LOWER_BOUND, []),
-    ],
-)
+@pytest.mark.parametrize(("device", "timer", "host", "note", "failed"), [
+    ("cuda", "events", 99.0, command.AHEAD, []),
+    ("cuda", "events", 101.0, command.AHEAD, ["the host is slower than the device in the forward"]),
+    ("cuda", "clock", 101.0, command.BY_CLOCK, []),
+    ("cpu", "clock", 101.0, command.LOWER_BOUND, []),
+])  # fmt: skip
 def test_verdict_on_the_host(device: str, timer: str, host: float, note: str, failed: list[str]) -> None:
-    """Timed by clock, host time is part of the compute, and there is no note."""
+    # With the clock timer, host time is part of the compute time.
     rows = [{"phase": FORWARD, "host": host, "compute": 100.0}]
     assert command.verdict(rows, device, timer) == (note, failed)
 
 
-def test_columns_are_of_one_hop(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([8e-3, 6e-3] * len(PHASES))  # of a pass, with launches and without
+def test_columns_are_per_hop(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([8e-3, 6e-3] * len(PHASES))  # seconds per pass with and without launches
     monkeypatch.setattr(hop, "posting", lambda step, device: next(seconds))
     monkeypatch.setattr(hop, "calls_of", lambda step: 2 * HOPS)
     columns = {"host": pytest.approx(8e3 / HOPS), "of it Triton": pytest.approx(2e3 / HOPS), "Python calls": 2}
@@ -71,7 +68,6 @@ def test_columns_are_of_one_hop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rank of a ring: a group of transfers per hop and pass, and the launches of its hops; each is watched."""
     posts: list[tuple[int, int]] = []
     launches: list[str] = []
     post = NcclTransport.post
@@ -85,9 +81,9 @@ def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> No
     def run(kernel: Any, *args: object, **named: object) -> None:
         launches.append(kernel.__name__)
 
-    # not monkeypatch: undone after the block, it would put the stand-in of no_device back for good
+    # Not monkeypatch: undone after the block, monkeypatch would restore the stub of `no_device` for good.
     with hop.ring_of_one(CPU) as ring, patch.object(type(forward_kernel), "run", run):
-        shard = hop.shard_of(problem(32, 2, 16), ring, CPU)  # which runs a forward
+        shard = hop.shard_of(problem(32, 2, 16), ring, CPU)  # runs a forward
         assert posts == [(2, 2)] * (HOPS - 1) and launches == ["forward_kernel"] * HOPS
         posts.clear()
         launches.clear()
@@ -98,15 +94,15 @@ def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_python_calls_of_a_hop() -> None:
-    """What ``calls_of`` counts: functions of this package and of the standard library; a count, so that it is exact."""
+    # `calls_of` counts Python functions of this package and of the standard library. The count is deterministic.
     with hop.ring_of_one(CPU) as ring:
         shard = hop.shard_of(problem(256, 4, 64), ring, CPU)
         calls = [hop.calls_of(lambda phase=phase: shard.run(phase, TOGETHER)) / HOPS for phase in PHASES]  # type: ignore[misc]
     assert calls[0] <= 110 and calls[1] <= 260
 
 
-def test_a_kernel_compiled_afterwards_is_a_real_one() -> None:
-    """A kernel keeps the compiler that its first launch found."""
+def test_kernels_compile_normally_after_the_bench() -> None:
+    # A kernel keeps the compiler of its first launch.
     code = """
 import torch, triton
 from ringattn.bench.common.attention import AttentionConfig

@@ -1,4 +1,4 @@
-"""``bench kernels`` and the table of targets: what is computed, how errors are judged, and what is told."""
+"""Tests of ``bench kernels``: results, errors, rates and the table of targets."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
 NOT_HERE = {"ringattn hopper", "ringattn hopper single pass", "ringattn dkdv by descriptors"}
-"""They take sm_90."""
+"""Contenders that need sm_90."""
 TINY: dict[str, Any] = {"seqlen": 24, "heads": (2, 1)}
 SIZES = speed.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run of each contender, beside a small matrix product."""
+    """Measure one run of each contender and a small matrix product."""
     monkeypatch.setattr(timing, "LEAST", 1)
     monkeypatch.setattr(timing, "MOST", 1)
     monkeypatch.setattr(speed, "PRODUCT_SIDE", {"cpu": 16})
@@ -58,7 +58,7 @@ MASKS = [
     config(causal=False),
     config(prefix_length=11),
     config(causal=False, batch=2, seqused_k=(0, 33)),
-    config(batch=2, seqused_k=(64, 31), window=(9, 0)),  # rows behind a window see nothing
+    config(batch=2, seqused_k=(64, 31), window=(9, 0)),  # rows past a window see no key
     config(batch=2, seqused_k=(50, 9), block_mask=STRIDED),
     config(batch=2, block_mask=longformer(8, 3), seqused_k=(64, 2)),
     config(causal=False, batch=2, block_mask=longformer(6, 40), cu_seqlens=(0, 20, 64)),
@@ -74,11 +74,8 @@ def largest_error(inputs: Given, results: Sequence[torch.Tensor]) -> float:
     return max(judge.errors(dict(zip(errors.RESULTS, results, strict=False))).values())
 
 
-# what is computed
-
-
 @pytest.mark.parametrize("case", MASKS, ids=named)
-def test_every_mask_is_counted_computed_and_told(case: AttentionConfig) -> None:
+def test_every_mask_is_counted_computed_and_named(case: AttentionConfig) -> None:
     positions = torch.arange(64)
     visible = by_batch(reference.visible(positions, positions, **case.options(CPU))).expand(case.batch, 1, 64, 64)
     assert case.pairs == int(visible.sum()) and case.flops == 4 * case.pairs * 16 * 4
@@ -95,15 +92,15 @@ def test_every_mask_is_counted_computed_and_told(case: AttentionConfig) -> None:
     before = ready.results[0].clone()
     for step in ready.steps.values():
         step()
-    assert torch.equal(ready.results[0], before)  # no step writes into what is judged
+    assert torch.equal(ready.results[0], before)  # no step overwrites the judged results
     if not case.is_plain:
-        theirs = contender.sdpa(contender.CPU_SDPA["math"], inputs)
-        assert largest_error(inputs, theirs.results) < 1e-4
+        expected = contender.sdpa(contender.CPU_SDPA["math"], inputs)
+        assert largest_error(inputs, expected.results) < 1e-4
         with pytest.raises(Cannot, match="full and causal"):
             contender.sdpa(contender.CPU_SDPA["ATen operator"], inputs)
 
 
-def test_what_does_not_compute_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_contenders_state_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Given.drawn(config(32, window=(4, 0)), CPU)
     with pytest.raises(Cannot, match="only for a GPU"):
         contender.flex(inputs)
@@ -116,15 +113,11 @@ def test_what_does_not_compute_says_why(monkeypatch: pytest.MonkeyPatch) -> None
         contender._check_square(Given.drawn(config(32, batch=2), CPU), 2, "scores")
 
 
-# rows
-
-
 @pytest.mark.usefixtures("quick")
 def test_every_pass_is_timed_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The contenders of a GPU, played by the interpreter."""
     FakeCuda(monkeypatch)
-    everyone = contender.contenders(torch.device("cuda"))
-    monkeypatch.setattr(speed, "contenders", lambda device: everyone)
+    contenders = contender.contenders(torch.device("cuda"))
+    monkeypatch.setattr(speed, "contenders", lambda device: contenders)
     rows = speed.measure(config(32, 1, 1, head_dim_v=16), Clock(CPU), seconds=0.0)
     assert rows.failed == [] and all(row.keys() <= speed.UNITS.keys() for row in rows.rows)
     by = {(row["by"], row["pass"]): row for row in rows.rows}
@@ -145,7 +138,7 @@ def test_the_best_of_ours_is_compared_shape_by_shape() -> None:
     assert speed.compare(rows[:2]) == "no other contender"
 
 
-def test_rates_are_of_the_visible_area() -> None:
+def test_rates_count_only_visible_pairs() -> None:
     full = config(4096, 16, 16, head_dim=64, causal=False)
     row = speed._row("backward:x", Samples((2.5e-3,)), full, 100.0)
     rate = 4 * 4096**2 * 64 * 16 / 1e-3 / 1e12
@@ -162,14 +155,15 @@ def test_a_wrong_result_fails(who: str, wrong: float, monkeypatch: pytest.Monkey
         ready.results[1] = ready.results[1] * wrong
         return ready
 
-    everyone = [Contender(who, make), Contender("math", make)]
-    monkeypatch.setattr(speed, "contenders", lambda device: everyone)
-    (why,) = speed.measure(config(40, 1, 1), Clock(CPU), seconds=0).failed  # others are told, not judged
+    contenders = [Contender(who, make), Contender("math", make)]
+    monkeypatch.setattr(speed, "contenders", lambda device: contenders)
+    # errors of other libraries are only reported
+    (why,) = speed.measure(config(40, 1, 1), Clock(CPU), seconds=0).failed
     assert why.startswith(f"backward by {who}: error of dq is ")
 
 
 @pytest.mark.usefixtures("quick")
-def test_ours_must_be_there_also_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_contenders_run_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = Clock.prepared
 
     def refuse(clock: Clock, step: Any) -> Any:
@@ -183,34 +177,27 @@ def test_ours_must_be_there_also_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> 
     assert rows.failed == [f"{OURS} is not available: {why}"] and [row["note"] for row in rows.rows] == [why]
 
 
-# targets
-
-
 HOPPER, MARGIN = "ringattn hopper", "ringattn persistent with margin"
 
 
-@pytest.mark.parametrize(
-    ("row", "rates", "by", "values", "words"),
-    [
-        (0, {"forward:ringattn": 100, f"forward:{HOPPER}": 500, "forward:flash": 400, "forward:cudnn": 600}, HOPPER,
-         [1.25, 500 / 600, 500], ["reached", "missed", "missed"]),
-        (0, {}, OURS, [None] * 3, ["not measured"] * 3),
-        (5, {"forward with state:ringattn": 95, "forward:ringattn": 100, f"forward:{HOPPER}": 1}, OURS, [0.95, 0.95],
-         ["reached", "missed"]),
-        # one that leaves room, and is slow alone, does not seem to lose nothing
-        (6, {"forward:ringattn": 80, "alone:ringattn": 100, f"forward:{MARGIN}": 88, f"alone:{MARGIN}": 89}, MARGIN,
-         [0.88, 0.88], ["reached", "missed"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "rates", "by", "values", "words"), [
+    (0, {"forward:ringattn": 100, f"forward:{HOPPER}": 500, "forward:flash": 400, "forward:cudnn": 600}, HOPPER,
+     [1.25, 500 / 600, 500], ["reached", "missed", "missed"]),
+    (0, {}, OURS, [None] * 3, ["not measured"] * 3),
+    (5, {"forward with state:ringattn": 95, "forward:ringattn": 100, f"forward:{HOPPER}": 1}, OURS, [0.95, 0.95],
+     ["reached", "missed"]),
+    # A kernel that leaves multiprocessors free and is slow alone must not look lossless.
+    (6, {"forward:ringattn": 80, "alone:ringattn": 100, f"forward:{MARGIN}": 88, f"alone:{MARGIN}": 89}, MARGIN,
+     [0.88, 0.88], ["reached", "missed"]),
+])  # fmt: skip
 def test_floors_and_goals(row: int, rates: Any, by: str, values: list[float], words: list[str]) -> None:
-    """The best of ours counts, and a ratio is of the same variant."""
     verdicts = list(speed.judged(speed.TARGETS[row], rates))
     assert {number.labels["by"] for number in verdicts} == {by} and not any(number.fails for number in verdicts)
     assert [number.value for number in verdicts] == pytest.approx(values)
     assert [number.labels["verdict"] for number in verdicts] == words
 
 
-def test_targets_are_judged_by_rates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_depend_only_on_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "_shape", lambda *_: iter([Number("forward", 9.0, "elements", {"by": OURS})]))
     monkeypatch.setattr(speed, "_beside_a_transfer", lambda *_: iter(()))
     verdicts = [number.labels["verdict"] for number in speed.targets(CPU, sizes=SIZES) if "verdict" in number.labels]
@@ -219,7 +206,6 @@ def test_targets_are_judged_by_rates_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than the slowest variant; a copy that goes wrong fails the part."""
     lasts: Any = []
     seconds = {one.name: number for number, one in enumerate(speed.BESIDE[-2:], 1)}
     variants = [SimpleNamespace(name=name, config=lambda *_, name=name, **how: name) for name in seconds]
@@ -237,9 +223,6 @@ def test_a_forward_is_timed_beside_a_longer_copy(wrong: int, monkeypatch: pytest
     assert parts == [(what, name) for name in seconds for what in (speed.ALONE, FORWARD)]
 
 
-# accuracy
-
-
 @pytest.mark.parametrize(
     ("backend", "dtype", "dims"), [("triton", "float32", (16, 24)), ("aten", "bfloat16", (24, 24))]
 )
@@ -249,15 +232,12 @@ def test_accuracy_holds(backend: str, dtype: str, dims: tuple[int, int]) -> None
     assert [number for number in rows if number.fails] == []
 
 
-def test_kernels_of_another_gpu_are_not_here() -> None:
+def test_kernels_of_another_gpu_are_unavailable() -> None:
     with pytest.raises(NotHere, match=r"compute capability 9\.0"):
         next(accuracy.accuracy(CPU, backend=accuracy.HOPPER, dtype="float16", head_dim=16, **TINY))
 
 
-# the command
-
-
-def test_room_is_counted_for_our_contenders_and_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_counted_for_all_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Any = []
     monkeypatch.setattr(memory_table, "kernels_bytes", lambda config, seqlen, *counts: asked.append(counts[:2]) or 0)
     command._check_room([config()], 2, 3, CPU)

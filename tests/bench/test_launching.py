@@ -1,4 +1,4 @@
-"""Under every launcher: who is which rank, where ranks meet, and commands that mpirun, srun and torchrun start."""
+"""Tests of launchers: ranks, rendezvous, errors of ranks, and commands under mpirun, srun and torchrun."""
 
 from __future__ import annotations
 
@@ -32,24 +32,18 @@ GROUPS = 5
 CPU = torch.device("cpu")
 
 
-# -- who is which rank
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, None),
-        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Member(3, 8, 1, 2)),
-        ({"RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, Member(4, 8, 0, 4)),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Member(0, 1, 0, 1)),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Member(1, 2, 1, 2)),
-        ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
-         Member(5, 8, 1, 4)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script, without srun
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
-    ],
-)  # fmt: skip
-def test_place_under_a_launcher(
+@pytest.mark.parametrize(("variables", "expected"), [
+    ({}, None),
+    ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Member(3, 8, 1, 2)),
+    ({"RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, Member(4, 8, 0, 4)),
+    ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Member(0, 1, 0, 1)),
+    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Member(1, 2, 1, 2)),
+    ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+     Member(5, 8, 1, 4)),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script without srun
+    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+])  # fmt: skip
+def test_member_of_a_launcher(
     variables: dict[str, str], expected: Member | None, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -70,7 +64,7 @@ def test_ranks_of_a_machine_share_cores(alone: None, monkeypatch: pytest.MonkeyP
     ("ranks", "gpus", "ctas"),
     [(1, 1, None), (2, 0, None), (4, 4, None), (2, 1, ""), (4, 2, ""), (3, 1, "4"), (5, 2, "4")],
 )
-def test_more_than_two_ranks_of_a_gpu_bound_their_ctas(
+def test_ranks_that_share_a_gpu_limit_ctas(
     ranks: int, gpus: int, ctas: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
@@ -81,10 +75,7 @@ def test_more_than_two_ranks_of_a_gpu_bound_their_ctas(
     assert launching.sharing(ranks, gpus).get("NCCL_MAX_CTAS") == ("2" if ctas else None)
 
 
-# -- where they meet
-
-
-def test_rank_0_of_several_machines(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_of_rank_0(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     here, place = Member(1, 4, 1, 4), Member(2, 4, 0, 2)
     assert process_group._address(here) == "127.0.0.1"
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
@@ -105,9 +96,8 @@ def test_rank_0_of_several_machines(alone: None, monkeypatch: pytest.MonkeyPatch
 def test_ranks_of_one_machine_use_the_loopback_interface(
     names: tuple[str, ...], address: str | None, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 does not wait for other machines."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable
         monkeypatch.delenv(name)
     for name, value in zip(names, ("0", "1", "0", "1"), strict=True):
         monkeypatch.setenv(name, value)
@@ -124,7 +114,7 @@ def test_ranks_of_one_machine_use_the_loopback_interface(
 
 
 def free_port() -> int:
-    """One that the system gives to nobody who does not name it, and of this process alone."""
+    """Return a free port below the ephemeral range; the search starts at a different port in each process."""
     ports: list[int] = [*PORTS]
     first = os.getpid() % len(ports)
     for port in ports[first:] + ports[:first]:
@@ -133,7 +123,7 @@ def free_port() -> int:
     raise OSError("no port is free")
 
 
-def test_every_job_has_a_port(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_job_has_its_own_port(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = {process_group._port()}
     for name, values in {"PMIX_NAMESPACE": ("1961558017", "1961623553"), "SLURM_STEP_ID": ("0", "1")}.items():
         monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -144,8 +134,10 @@ def test_every_job_has_a_port(alone: None, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def groups_and_listeners() -> tuple[list[float], list[str], list[str]]:
-    """A sum in each of many groups, with nothing between one's end and the next one's begin; and, of the last one, the
-    addresses that this rank listens on (hexadecimal, as the kernel writes them), and the interfaces."""
+    """Sum over several successive groups.
+
+    Return the sums, the addresses (hexadecimal) on which the last group listens, and its network interfaces.
+    """
     place = member()
     assert place is not None
     sums: list[float] = []
@@ -161,27 +153,27 @@ def groups_and_listeners() -> tuple[list[float], list[str], list[str]]:
 def listening() -> list[str]:
     links = []
     for path in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed by another thread
+        with suppress(OSError):  # another thread closed the file
             links.append(os.readlink(path))
-    mine = {link[8:-1] for link in links if link.startswith("socket:[")}
+    own_sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     sockets = [line.split() for table in tables for line in table]
-    return [fields[1].partition(":")[0] for fields in sockets if fields[3] == "0A" and fields[9] in mine]
+    return [fields[1].partition(":")[0] for fields in sockets if fields[3] == "0A" and fields[9] in own_sockets]
 
 
 def test_successive_groups_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's interface is kept."""
+    # NCCL_SOCKET_IFNAME is set by the user and stays.
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
     sums, addresses, interfaces = launch(2, groups_and_listeners)
     assert sums == [2.0] * GROUPS and {*addresses} == {"0100007F"}  # 127.0.0.1
     assert interfaces == ["lo", "eth1"]
 
 
-# -- whose error it is
-
-
 def rank_one_raises(place: Member, device: torch.device) -> None:
-    """What could be another's fault, and is not: it is late with it, and rank 0, whose connection closes, later."""
+    """Raise on rank 1.
+
+    An error of another rank could have caused this kind of error, so rank 1 reports late; rank 0 reports later.
+    """
     if place.rank == 1:
         raise RuntimeError("rank 1 has had enough")
     dist.barrier()
@@ -191,12 +183,13 @@ def test_the_failing_ranks_error_is_reported(capfd: pytest.CaptureFixture[str]) 
     with pytest.raises(typer.Exit) as ended:
         spawn(2, rank_one_raises)
     printed = capfd.readouterr().err
-    assert ended.value.exit_code == 1 and printed.count("rank 1 has had enough") == 2  # its line, and its error
+    # in the message and in the traceback
+    assert ended.value.exit_code == 1 and printed.count("rank 1 has had enough") == 2
     assert printed.count("Traceback") == 1
 
 
 def leave(how: str, folder: str) -> None:
-    """Rank 1 ends, rank 0 would go on for minutes."""
+    """End rank 1; rank 0 would run for minutes."""
     assert member() is not None
     Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
     if os.environ["RANK"] == "1":
@@ -207,7 +200,7 @@ def leave(how: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "message"), [("killed", "killed by SIGKILL"), ("exits", "exit code 7")])
-def test_a_rank_that_ends_ends_the_others(how: str, message: str, tmp_path: Path) -> None:
+def test_a_rank_that_exits_ends_the_others(how: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match=f"rank 1: {message}"):
         launch(2, leave, how, str(tmp_path))
     assert not any(Path("/proc", (tmp_path / rank).read_text()).exists() for rank in "01")
@@ -218,31 +211,28 @@ def wait_for_ever(folder: str) -> None:
     time.sleep(300)
 
 
-def test_no_rank_outlives_the_process_that_started_it(tmp_path: Path) -> None:
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     code = f"from {__name__} import launch, wait_for_ever; launch(2, wait_for_ever, {str(tmp_path)!r})"
     starter = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while starter.poll() is None and not all((tmp_path / rank).exists() for rank in "01"):
         time.sleep(0.01)
-    time.sleep(0.1)  # until they are written
+    time.sleep(0.1)  # until the pids are written
     starter.kill()
     starter.wait()
     pids = [(tmp_path / rank).read_text() for rank in "01"]
-    while any(Path("/proc", pid, "exe").exists() for pid in pids):  # until the test's time is over
+    while any(Path("/proc", pid, "exe").exists() for pid in pids):  # the test's timeout ends the loop
         time.sleep(0.01)
 
 
-def test_errors_that_no_peer_caused_are_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_without_a_peer_are_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     for error in (NotImplementedError("no"), torch.OutOfMemoryError("full"), typer.Exit(1), ValueError("wrong")):
         with pytest.raises(type(error)), consequences_later():
             raise error
 
 
-# -- commands that launchers start
-
-
 def two_ranks(launcher: str) -> list[str]:
-    """What to put before a command so that it runs twice; without this launcher the test is skipped."""
+    """Return the launcher's words that run a command on two ranks, or skip the test."""
     if launcher == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     if shutil.which(launcher) is None:
@@ -253,8 +243,10 @@ def two_ranks(launcher: str) -> list[str]:
 
 
 def launched(launcher: str, *arguments: str) -> str:
-    """What ``python -m ringattn ARGUMENTS`` prints on two ranks."""
-    names = {name for names in (*LAUNCHERS, JOB) for name in names} - {"SLURM_JOB_ID"}  # an allocation is kept
+    """Return the output of ``python -m ringattn ARGUMENTS`` on two ranks."""
+    names = {name for names in (*LAUNCHERS, JOB) for name in names} - {
+        "SLURM_JOB_ID"
+    }  # keep the job id of an allocation
     env = {name: value for name, value in os.environ.items() if name not in names and not name.startswith("MASTER_")}
     command = [*two_ranks(launcher), sys.executable, "-m", "ringattn", *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
@@ -262,7 +254,7 @@ def launched(launcher: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_mpirun_and_only_rank_0_prints() -> None:
+def test_only_rank_0_prints_under_mpirun() -> None:
     small = ["-b", "1k", "-e", "1k", "-n", "1", "-w", "0", "--beside", "none"]
     assert launched("mpirun", "bench", "links", *small).count("0<->1") == 1
 
@@ -282,7 +274,7 @@ LAUNCHED = {
     "show --seqlen 16 --world 2 --causal": "dK/dV: N of shard N",
     "bench memory --tokens 2k --heads 4": "difference between worlds",
 }
-"""Commands, and what must be printed once."""
+"""Text that each command prints exactly once."""
 
 
 @pytest.mark.nightly
@@ -294,7 +286,7 @@ def test_every_command_under_every_launcher(command: str, launcher: str, tmp_pat
 
 
 @pytest.mark.parametrize("bench", ["ring", "overlap", "links", "timeline"])
-def test_another_world_than_the_launchers_is_refused(bench: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_must_match_the_launcher(bench: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in zip(LAUNCHERS[0], ("0", "3", "0", "3"), strict=True):
         monkeypatch.setenv(name, value)
     ran: list[int] = []

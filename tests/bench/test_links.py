@@ -1,4 +1,4 @@
-"""``bench links``: which bytes move when, how they are checked, what is timed, and what is refused."""
+"""Tests of ``bench links``: edges, byte checks, timing beside compute, flags and memory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,10 @@ pytestmark = pytest.mark.usefixtures("alone")
 CPU = torch.device("cpu")
 
 
-# which bytes move
-
-
 @pytest.mark.parametrize(
-    ("size", "edges"),
-    [(1, "0->0"), (2, "0->1 1->0 0<->1 all"), (3, "0->1 1->2 2->0 0<->1 0<->2 1<->2 all")],
+    ("size", "edges"), [(1, "0->0"), (2, "0->1 1->0 0<->1 all"), (3, "0->1 1->2 2->0 0<->1 0<->2 1<->2 all")]
 )
-def test_ways_cover_every_edge(size: int, edges: str) -> None:
+def test_directions_cover_every_edge(size: int, edges: str) -> None:
     rounds = ways(size)
     assert [way.edge for way in rounds] == edges.split()
     ring = [way.pairs[0] for way in rounds if way.name == ONE_WAY]
@@ -54,7 +50,7 @@ def test_pattern_of_shifted_swapped_and_old_bytes_differs() -> None:
 
 
 class Spoiling(LocalTransport):
-    """Loses the last byte of every message that rank 1 receives."""
+    """Transport that loses the last byte of every message to rank 1."""
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
         before = [int(message.tensor[-1]) for message in receives]
@@ -74,14 +70,14 @@ def test_rows_of_a_world_where_a_byte_is_lost(monkeypatch: pytest.MonkeyPatch) -
         return measured(Spoiling(group, CPU), Limits(), config, CPU)
 
     with LocalWorld(3, device="cpu") as world:
-        everyone = world.run(run)
-    assert all(rows == everyone[0] for rows in everyone)
-    columns = [(row["way"], row["edge"], row["size"]) for row in everyone[0]]
+        rows_per_rank = world.run(run)
+    assert all(rows == rows_per_rank[0] for rows in rows_per_rank)
+    columns = [(row["way"], row["edge"], row["size"]) for row in rows_per_rank[0]]
     assert columns == [(way.name, way.edge, nbytes) for way in ways(3) for nbytes in config.sizes]
-    for row in everyone[0]:
+    for row in rows_per_rank[0]:
         assert row["time"] > 0 and set(row) < set(runs.UNITS)
         assert row["algbw"] == row["busbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
-    wrong = {row["edge"]: row["#wrong"] for row in everyone[0] if row["size"] == 1000}
+    wrong = {row["edge"]: row["#wrong"] for row in rows_per_rank[0] if row["size"] == 1000}
     assert wrong == {"0->1": 3, "1->2": 0, "2->0": 0, "0<->1": 3, "1<->2": 3, "0<->2": 0, "all": 3}
 
 
@@ -99,26 +95,22 @@ def test_a_transfer_waits_for_the_fences_given() -> None:
     )
     ends = runs.Ends(transport, runs.Way(ONE_WAY, ((0, 1),)), 4, CPU)  # type: ignore[arg-type]
     assert ends.post() is DONE
-    ends.enqueue(2)  # behind what the current stream did before
+    ends.enqueue(2)  # behind the current stream's work
     assert waits == [(), [DONE], [DONE]]
 
 
 def test_products_on_a_gpu_are_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: Any = []
-    monkeypatch.setattr(torch, "randn", lambda *_, device, dtype: drawn.append(dtype) or torch.empty(1))
+    dtypes: Any = []
+    monkeypatch.setattr(torch, "randn", lambda *_, device, dtype: dtypes.append(dtype) or torch.empty(1))
     for device in ("cuda", "cpu"):
         runs.step_of(MATMUL, torch.device(device))
-    assert drawn == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
-def test_events_stand_behind_what_keeps_the_device_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host posts while the device is busy, and waits at the end."""
+def test_events_are_recorded_after_the_busy_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = FakeCuda(monkeypatch)
     runs.seconds_of(lambda: on_gpu.calls.append("transfers"), CPU, "events")
     assert on_gpu.calls.index("sleep") < on_gpu.calls.index("transfers")
-
-
-# limits, and what does not open
 
 
 def test_only_nccl_is_swept() -> None:
@@ -139,11 +131,8 @@ def test_transport_that_does_not_open_is_named_once(must_open: bool) -> None:
     assert {row["transport"] for row in rows.rows} == {"local"}
 
 
-# beside compute
-
-
 class Slow:
-    """A transport whose posts take a while, one after the other, by a clock that compute moves, too."""
+    """Transport whose posts take time, one after the other, on a simulated clock shared with compute."""
 
     name, rank, size = "slow", 0, 1
 
@@ -180,9 +169,6 @@ def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) 
     assert columns["compute slowed"] == pytest.approx(1) and columns["transfer slowed"] == pytest.approx(1, rel=0.1)
 
 
-# flags
-
-
 @pytest.mark.parametrize(
     ("limits", "sizes"), [((8, 64, 2), (8, 16, 32, 64)), ((8, 63, 4), (8, 32)), ((32 << 20, 32 << 20, 2), (32 << 20,))]
 )
@@ -190,21 +176,15 @@ def test_sizes_are_those_of_nccl_tests(limits: tuple[int, int, int], sizes: tupl
     assert links.steps(*limits) == sizes
 
 
-# memory
-
-
-def test_messages_are_counted_as_they_are_kept() -> None:
+def test_memory_of_messages_is_counted() -> None:
     nbytes, transport = 16 << 20, LocalTransport(single_rank(), CPU)
-    measured(transport, Limits(), LinksConfig(("local",), sizes=(64,), iters=1), CPU)  # loads what loads once
+    measured(transport, Limits(), LinksConfig(("local",), sizes=(64,), iters=1), CPU)  # the first run loads libraries
     config = LinksConfig(("local",), sizes=(nbytes,), iters=1, warmup=0)
     messages = runs.BUFFERS + runs.CHECKED["cpu"]
     with memory.freed_at_once(CPU):
         peak = memory.PeakMemory(CPU)
         assert len(measured(transport, Limits(), config, CPU)) == 1
         assert 0.9 * messages * nbytes < peak.bytes < 1.1 * messages * nbytes
-
-
-# the command
 
 
 def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,20 +209,16 @@ def test_links_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(row["compute alone"] > 0 for row in beside if row["transport"] == "process_group")
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}], "nccl, 0->1: 3 bytes arrived wrong"),
-        ([], "no transport can be opened"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "message"), [
+    ([{"transport": "nccl", "edge": "0->1", "#wrong": 3}], "nccl, 0->1: 3 bytes arrived wrong"),
+    ([], "no transport can be opened"),
+])  # fmt: skip
 def test_failures(rows: list[Row], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "spawn", lambda *args, **more: Result("bench links", runs.UNITS, rows))
     assert runs.everywhere(2, LinksConfig(("process_group",))).failed == [message]
 
 
 def test_best_is_the_fastest_of_all_edges_between_processes() -> None:
-    """At the largest size; a single edge, or copies between virtual ranks, say less."""
     rows: list[Row] = [
         {"transport": transport, "edge": edge, "size": size, "algbw": rate, "channels": 4, "way": "ring"}
         for transport, edge, size, rate in [
@@ -268,22 +244,22 @@ def test_settling_waits_for_the_stream_of_the_device(monkeypatch: pytest.MonkeyP
     ("text", "device", "name"),
     [("", "cuda", FORWARD), ("", "cpu", MATMUL), ("forward", "cuda", FORWARD), ("none", "cpu", "none")],
 )
-def test_what_computes_beside_a_transfer(text: str, device: str, name: str) -> None:
+def test_compute_beside_a_transfer(text: str, device: str, name: str) -> None:
     assert links.beside_name(text, device) == name
 
 
 @pytest.mark.parametrize("transport", ["all", "nccl"])
 def test_flags_of_a_gpu_reach_the_measurement(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: Any = []
+    configs: Any = []
     monkeypatch.setattr(flags, "device_name", lambda text: "cuda")
     monkeypatch.setattr(flags, "check_transport", lambda *_: None)
     monkeypatch.setattr(links, "finish", lambda *_: None)
     monkeypatch.setattr(provenance, "provenance", lambda device: {})
     monkeypatch.setattr(runs, "check_room", lambda *_, launched: None)
-    monkeypatch.setattr(runs, "everywhere", lambda ranks, config: asked.append(config) or Result("bench links", {}))
+    monkeypatch.setattr(runs, "everywhere", lambda ranks, config: configs.append(config) or Result("bench links", {}))
     words = f"--transport {transport} --channels 4,auto --ctas 8 -n 7 -w 3 -c 2"
     ran = CliRunner().invoke(cli.app, ["bench", "links", *words.split()])
     assert ran.exit_code == 0, ran.output
-    (config,) = asked
+    (config,) = configs
     assert (config.channels, config.ctas, config.must_open) == ((4, None), (8,), transport != "all")
     assert (config.iters, config.warmup, config.checks, config.beside) == (7, 3, 2, FORWARD)

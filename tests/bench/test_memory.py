@@ -1,4 +1,4 @@
-"""The peak memory of a stretch of code, the table of what a rank takes, what does not fit, and ``bench memory``."""
+"""Tests of memory: measured peaks, the table of counted memory, refusals, and ``bench memory``."""
 
 from __future__ import annotations
 
@@ -42,10 +42,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FREE = Needs(10**9, int(1.5e8))
 
 
-# measured
-
-
-def test_peak_memory_counts_what_was_given_back() -> None:
+def test_peak_memory_includes_freed_memory() -> None:
     first = PeakMemory(CPU)
     torch.ones(50_000_000, dtype=torch.uint8)
     assert 49e6 < first.bytes < 70e6
@@ -65,26 +62,23 @@ def peak_of_freed_blocks(rank: int) -> int:
         return peak.bytes
 
 
-def test_freed_blocks_are_kept_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocator_setting_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda *option: said.append(option))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     with freed_at_once(CPU):
         assert said == [(memory_module.M_MMAP_THRESHOLD, memory_module.MAPPED_BYTES)]
-    kept = memory_module.KEPT_BYTES
-    assert said[1:] == [(memory_module.M_MMAP_THRESHOLD, kept), (memory_module.M_TRIM_THRESHOLD, 2 * kept)]
+    before = memory_module.KEPT_BYTES
+    assert said[1:] == [(memory_module.M_MMAP_THRESHOLD, before), (memory_module.M_TRIM_THRESHOLD, 2 * before)]
 
 
 def test_freed_blocks_do_not_count_where_they_are_freed_at_once() -> None:
     (peak,) = results(1, peak_of_freed_blocks)
-    # 192 MiB if freed blocks stay resident; pages of libraries that a fork touches first may add 20 MiB
+    # Freed blocks that stay resident would give 192 MiB. Library pages first touched after the fork may add 20 MiB.
     assert 127 << 20 < peak < 170 << 20
 
 
-# what does not fit
-
-
-def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_for_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "free_memory", lambda device: int(100_000_000 / USED + 10))
 
     def ask(size: int, needed: Callable[[int], Needs] = lambda size: Needs(1000 * size)) -> None:
@@ -101,15 +95,12 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
     assert re.search(message, str(memory_module.too_large(2048, lambda n: Needs(0, n * 10**5), FREE, unit="tokens")))
 
 
-@pytest.mark.parametrize(
-    ("launcher", "per_rank", "message"),
-    [
-        ({}, True, "--size: 8,192 tokens on each of 4 ranks take 0.2 GB of memory, 0.0 GB are free: 1k fits"),
-        ({}, False, "--size: 32,768 tokens over 4 ranks take 0.2 GB of memory, 0.0 GB are free: 5k fits"),
-        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, True, "take 0.1 GB of memory"),
-    ],
-)
-def test_what_the_ranks_of_this_machine_do_not_hold(
+@pytest.mark.parametrize(("launcher", "per_rank", "message"), [
+    ({}, True, "--size: 8,192 tokens on each of 4 ranks take 0.2 GB of memory, 0.0 GB are free: 1k fits"),
+    ({}, False, "--size: 32,768 tokens over 4 ranks take 0.2 GB of memory, 0.0 GB are free: 5k fits"),
+    ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, True, "take 0.1 GB of memory"),
+])  # fmt: skip
+def test_ranks_that_do_not_fit_this_machine_are_refused(
     alone: None, launcher: dict[str, str], per_rank: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in launcher.items():
@@ -131,7 +122,7 @@ SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "2"}
 def test_ranks_that_a_gpu_holds(
     alone: None, variables: dict[str, str], gpus: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """srun may show each rank its own GPU alone; torchrun shows all; and a rank looks at what is free on its own."""
+    # srun may show each rank only its own GPU, and torchrun shows all of them. A rank checks the memory of its own GPU.
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     devices: list[torch.device] = []
@@ -149,26 +140,20 @@ def test_ranks_that_a_gpu_holds(
     assert {*devices} == {own, CPU}
 
 
-# the table
-
-
-@pytest.mark.parametrize(
-    ("form", "peak"),
-    [
-        (RingForm(), 338.1e6),
-        (RingForm(two_level=True), 498.6e6),
-        (RingForm(wire_dtype="bfloat16", grad_wire_dtype="bfloat16"), 337.0e6),
-    ],
-)
+@pytest.mark.parametrize(("form", "peak"), [
+    (RingForm(), 338.1e6),
+    (RingForm(two_level=True), 498.6e6),
+    (RingForm(wire_dtype="bfloat16", grad_wire_dtype="bfloat16"), 337.0e6),
+])  # fmt: skip
 def test_every_form_of_a_ring_is_counted(form: RingForm, peak: float) -> None:
-    """What `bench memory` measured, apart from what gloo holds and what is rounded to pages."""
+    # The peaks come from `bench memory`, without gloo's buffers and rounding to pages.
     counted = memory_table.candidate_bytes(OURS, AttentionConfig(8 * 8192, 8), form)
     assert counted == pytest.approx(peak, rel=memory_bench.ALLOWED_SPREAD)
     assert counted == sum(memory_table.ring_parts(AttentionConfig(8 * 8192, 8), form).values())
 
 
 def test_a_forward_alone_is_counted_without_gradients() -> None:
-    """What `bench memory` measured after the forward (178 to 187 MB), apart from the dout that it draws before."""
+    # `bench memory` measured 178 to 187 MB after the forward; it draws dout before.
     config = AttentionConfig(8 * 8192, 8)
     assert memory_table.candidate_bytes(OURS, config, backward=False) == pytest.approx(182e6, rel=0.05)
     wired = RingForm(two_level=True, wire_dtype="bfloat16", grad_wire_dtype="bfloat16")
@@ -188,7 +173,7 @@ def test_a_gpu_adds_dq_of_the_whole_up_in_fp32() -> None:
 
 
 def test_every_ring_of_an_overlap_and_of_a_search_is_counted() -> None:
-    """What was measured of two processes: 1,183.6 MB in fp32, 775.8 in bf16; 1,309.1 MB more of 12k tokens more."""
+    # Two processes took 1,183.6 MB in fp32, 775.8 MB in bf16, and 1,309.1 MB more with 12k more tokens.
     slots = [slots for _ in (1, 2) for slots in (1, 2, 3) for ahead in (0, 1) if ahead < slots]
     for dtype, peak in (("float32", 1183.6e6), ("bfloat16", 775.8e6)):
         config = AttentionConfig(2 * 2048, 2, head_dim=128, dtype=dtype)
@@ -197,24 +182,21 @@ def test_every_ring_of_an_overlap_and_of_a_search_is_counted() -> None:
     assert long - short == pytest.approx(1309.1e6, rel=0.01)
 
 
-def test_kernels_take_no_more_than_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a mask in parts, which takes the most."""
+def test_kernels_take_no_more_than_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A mask in parts takes the most memory.
     monkeypatch.setattr(timing, "LEAST", 1)
     longformer = Pattern("longformer", {"window": 64, "global": 16})
     config = AttentionConfig(
         2048, heads=2, kv_heads=2, head_dim=32, dtype="bfloat16", layout="contiguous", block_mask=longformer
     )
     by, clock = ("ringattn", "ATen operator"), Clock(CPU)
-    speed.measure(replace(config, seqlen=128), clock, seconds=0, by=by)  # loads what loads once
+    speed.measure(replace(config, seqlen=128), clock, seconds=0, by=by)  # the first run loads libraries
     with freed_at_once(CPU):
         peak = PeakMemory(CPU)
         speed.measure(config, clock, seconds=0, by=by)
-        taken = peak.bytes
+        peak_bytes = peak.bytes
     counted = memory_table.kernels_bytes(config, 2048, 1, 1, speed.PRODUCT_SIDE["cpu"])
-    assert 0.5 * counted < taken < counted
-
-
-# bench memory
+    assert 0.5 * counted < peak_bytes < counted
 
 
 def test_memory_of_real_processes(alone: None, tmp_path: Path) -> None:
@@ -223,15 +205,15 @@ def test_memory_of_real_processes(alone: None, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     (row,) = read(tmp_path / "m.json").rows
     tensor = 1024 * 4 * 64 * 4 / 1e6
-    # four inputs, out and three gradients; three slots of K/V and two of accumulators; what the operator returns
-    # of the least rank: one may touch pages late that are not of the ring (6 MB more were seen once)
+    # Four inputs, out and three gradients; three slots of K/V and two of accumulators; the operator's results.
+    # The smallest rank counts, because a rank may touch unrelated pages late (6 MB were seen once).
     assert 18 * tensor < row["least rank"] < 24 * tensor and row["least rank"] <= row["peak"] and row["relative"] == 1
     assert row["inputs and results"] == pytest.approx(8 * tensor) and 5 * tensor < row["after forward"] < row["peak"]
 
 
 @pytest.mark.nightly
 def test_memory_of_two_level_rings_is_constant(alone: None) -> None:
-    # a process may take 2 MB more than another of the same work: 2% of a rank's memory here, 6% with 1k tokens
+    # Processes with the same work differ by up to 2 MB: 2% of a rank's memory here, 6% with 1k tokens.
     command = "bench memory --nodes 2 --world 4,8 --tokens 4k --heads 4"
     result = CliRunner().invoke(cli.app, command.split())
     assert result.exit_code == 0 and "2 nodes" in result.output, result.output
@@ -250,7 +232,7 @@ def test_memory_that_grows_fails(last: int, code: int, alone: None, monkeypatch:
     assert first == {
         "world": 2, "peak": 100, "least rank": 99, "after forward": 20, "inputs and results": 5, "relative": 1,
     }  # fmt: skip
-    assert second["relative"] == third["relative"] == last / 100  # to the first
+    assert second["relative"] == third["relative"] == last / 100  # relative to the first
 
 
 def test_worlds_within_a_launcher() -> None:

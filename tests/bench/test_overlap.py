@@ -1,4 +1,4 @@
-"""``bench overlap``: what is timed, what follows, and that a ring hides its communication."""
+"""Tests of ``bench overlap``: what is timed, the verdicts, and that a ring hides its communication."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ SMALL = AttentionConfig(3 * 24, 3, heads=4, kv_heads=2, head_dim=16, causal=True
 
 
 def times(together: float, communication: float = 8.0) -> Times:
-    """Compute alone takes 10 seconds."""
+    """Return times of a step whose compute alone takes 10 seconds."""
     return Times(Samples((10.0,)), Samples((communication,)), Samples((together,)), 4)
 
 
-def test_the_link_is_as_fast_as_its_share_of_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_of_the_slowed_link(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = SimpleNamespace(run=print, nbytes=dict(zip(PHASES, (10, 30), strict=True)))
     monkeypatch.setattr(runs, "Ring", lambda **_: nullcontext())
     monkeypatch.setattr(runs, "Shard", lambda *_: shard)
@@ -59,20 +59,17 @@ def test_the_link_is_as_fast_as_its_share_of_compute(monkeypatch: pytest.MonkeyP
     assert runs.link_speed(OverlapConfig(SMALL, ((2, 1, 1),)), 0.5, CPU) == 40 / (0.5 * 4)
 
 
-@pytest.mark.parametrize(
-    ("measured", "columns"),
-    [
-        (times(12), {"exposed": 2e3, "overlap": 75, "efficiency": 100 / 1.2, "bound": 13e3, "within bound": True}),
-        (times(13.01), {"within bound": False}),
-    ],
-)
+@pytest.mark.parametrize(("measured", "columns"), [
+    (times(12), {"exposed": 2e3, "overlap": 75, "efficiency": 100 / 1.2, "bound": 13e3, "within bound": True}),
+    (times(13.01), {"within bound": False}),
+])  # fmt: skip
 def test_columns(measured: Times, columns: dict[str, float]) -> None:
     row = measured.columns()
     assert {name: row[name] for name in columns} == pytest.approx(columns)
     assert {"phase", "slots", "prefetch", "chunks", *row} == set(runs.UNITS)
 
 
-def test_a_step_is_both_passes_run_by_run() -> None:
+def test_a_step_adds_both_passes_of_each_run() -> None:
     forward = Times(Samples((1.0,) * 3), Samples((8.0,) * 3), Samples((1.0, 9.0, 2.0)), 4)
     backward = Times(Samples((3.0,) * 3), Samples((7.0,) * 3), Samples((9.0, 2.0, 3.0)), 4)
     assert step_of(forward, backward) == (
@@ -86,15 +83,13 @@ def test_verdict_on_the_third_buffer() -> None:
         for chunks, together in seconds.items():
             common = {"phase": STEP, "slots": slots, "chunks": chunks, "spread": float(slots)}
             rows.append({**common, "prefetch": slots - 1, "together": together})
-            rows.append({**common, "prefetch": 0, "together": 0.1})  # blocking: not what is compared
+            rows.append({**common, "prefetch": 0, "together": 0.1})  # blocking rings are not compared
     assert verdict(rows, 2).endswith("third buffer: +10.0% ±3.0% with 1 chunk, -5.0% ±3.0% with 2 chunks")
     assert verdict(rows, 1).endswith("third buffer: +10.0% with 1 chunk, -5.0% with 2 chunks")
     assert "not measured" in verdict(rows[:4], 2)
 
 
 def test_timed_steps_equal_ring_attention_bitwise() -> None:
-    """The steps that are timed compute what ``ring_attention`` computes, to the bit."""
-
     revised: dict[int, Any] = {}
 
     def run(group: LocalGroup) -> tuple[list[Tensor], list[Tensor]]:
@@ -114,7 +109,6 @@ def test_timed_steps_equal_ring_attention_bitwise() -> None:
 
 
 def test_compute_alone_posts_nothing_and_communication_alone_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute alone posts nothing and counts what it would; communication alone posts that and computes nothing."""
     world = SMALL.world
     moved: dict[int, int] = dict.fromkeys(range(world), 0)
     computed: dict[int, int] = dict.fromkeys(range(world), 0)
@@ -155,8 +149,8 @@ def test_compute_alone_posts_nothing_and_communication_alone_computes_nothing(mo
                 assert of_rank[phase, COMPUTE] == (0, computes) and of_rank[phase, COMMUNICATION] == (nbytes, 0)
 
 
-def test_communication_alone_waits_for_what_arrives() -> None:
-    """The next pass may use the slots again."""
+def test_communication_alone_waits_for_arrivals() -> None:
+    # The next pass reuses the slots.
     arrived = Mock(return_value=())
     runs.Nothing().dkdv(accum=arrived)
     arrived.assert_called_once_with()
@@ -171,14 +165,17 @@ def test_overlap_of_real_processes(tmp_path: Path) -> None:
     settings = [(row["slots"], row["prefetch"], row["chunks"]) for row in result.rows if row["phase"] == STEP]
     assert settings == [(s, p, c) for c in (1, 2) for s, p in ((1, 0), (2, 0), (2, 1))]
     assert all(row["bound"] > row["compute"] > 0 and row["communication"] > 0 for row in result.rows)
-    assert len({row["compute"] for row in result.rows if row["phase"] == STEP}) == 2  # once for each number of chunks
+    assert len({row["compute"] for row in result.rows if row["phase"] == STEP}) == 2  # one value per number of chunks
     assert "skipped: prefetch is 1: with 1 slots it must be 0 to 0" in ran.stdout
     assert "over process_group, link throttled to" in ran.stdout
     assert "not measured" in result.notes[-1] and result.provenance["versions"]
 
 
 def measured(config: OverlapConfig, seconds: float) -> list[Any]:
-    """Rows of rings with prefetch 1 and 0; measured anew, for a while, where the machine may have been too busy."""
+    """Return rows of rings with prefetch 1 and 0.
+
+    Measure again for some seconds, because the machine may be too busy at first.
+    """
     ends = time.monotonic() + seconds
     while True:
         result: Result = spawn(2, runs.measure, config)
@@ -192,8 +189,8 @@ def measured(config: OverlapConfig, seconds: float) -> list[Any]:
 @pytest.mark.nightly
 @pytest.mark.idle
 def test_prefetch_hides_communication_that_prefetch_0_exposes() -> None:
-    """Communication alone is 0.8 of compute: a step takes the larger, a chunk and 5%; with prefetch 0 it does not."""
-    # four query heads to a key head: the fewer bytes, the less of a core the network of the host itself takes
+    # Communication alone takes 0.8 of compute. With prefetch a step takes at most the larger of both, a chunk and 5%.
+    # With four query heads per key head, loopback transfers take less CPU time.
     problem = AttentionConfig(
         2 * 3072, 2, heads=16, kv_heads=4, causal=False, layout="contiguous", transport="process_group"
     )

@@ -1,4 +1,4 @@
-"""The predictor: the loops that run, on a counted clock, against sums that can be done by hand."""
+"""Tests of the predictor on a simulated clock, against results computed by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORWARD = ("forward",)
 
 
 class Steady(Speed):
-    """A GPU on which every launch takes a second, half of one for each kernel of a backward; its host takes none."""
+    """GPU whose launches take 1 s, each backward kernel 0.5 s, and whose host takes no time."""
 
     def seconds(self, what: str, area: object, call: object, *, hop: int) -> float:
         return {FOLD: 1.0, DQ: 0.5, DKDV: 0.5}.get(what, 0.0)
@@ -47,11 +47,11 @@ STEADY = Steady("steady", 1.0, 1.0, H100.memory, H100.multiprocessors, H100.capa
 
 
 def seconds(call: Call, links: Links, speed: Speed = STEADY) -> tuple[float, ...]:
-    return tuple(each.seconds for each in predicted(call, speed, links))
+    return tuple(simulated.seconds for simulated in predicted(call, speed, links))
 
 
 def late(inside: float, between: float | None = None) -> Links:
-    """Links of which only the latency counts."""
+    """Return links with a latency and unlimited rate."""
     return Links(Link(1e30, inside), Link(1e30, inside if between is None else between))
 
 
@@ -63,39 +63,39 @@ OWN = Layout([[(0, 8), (48, 16)], [(8, 16)], [(32, 16)], [(24, 8)]])
     ("zigzag", 1, Mask(causal=True, documents=Documents([0, 8, 40, 64]))),
     (OWN, 2, Mask(causal=True, window=(20, 0), blocks=BlockMask(torch.arange(256).view(16, 16) % 7 != 3, 4))),
 ])  # fmt: skip
-def test_programs_move_what_the_schedule_says(layout: Any, mask: Mask, nodes: int) -> None:
+def test_programs_send_the_bytes_of_the_schedule(layout: Any, mask: Mask, nodes: int) -> None:
     call = replace(SMALL, layout=layout, mask=mask, nodes=nodes)
-    made = schedule(call.held, mask, topology=call.topology)
+    plans = schedule(call.held, mask, topology=call.topology)
     per_token = 2 * call.kv_heads * call.head_dim
     for phase, dkv in zip(PASSES, (0, 4 * per_token), strict=True):
         for plan in call.plans():
             ops = record(call, plan, phase, tokens=call.held.lengths[plan.rank]).ops
             sent = sum(nbytes for op in ops for _, nbytes in op.sends)
-            assert sent == made.bytes(2 * per_token, dkv)[plan.rank]
+            assert sent == plans.bytes(2 * per_token, dkv)[plan.rank]
             launched = [op.hop for op in ops if op.what in (FOLD, DKDV)]
-            # dK/dV of the own shard are written even if no query of this rank sees it
+            # dK/dV of the local shard are written even if no local query sees it.
             assert {*launched} - {0} == {hop.index for hop in plan.hops if hop.computes} - {0}
     assert call.memory()
-    predicted(call, H100, LINKS)  # every message has its other end, and nobody waits forever
+    predicted(call, H100, LINKS)  # every send has a receive, and no rank waits forever
 
 
 @pytest.mark.parametrize(("layout", "world", "nodes"), [("zigzag", 4, 2), ("striped", 3, 1), ("contiguous", 4, 1)])
-def test_plain_plans_and_areas_are_those_of_the_ring(layout: str, world: int, nodes: int) -> None:
-    """Their bounds are not looked up: what each launch sees is known from whose shard it is."""
+def test_plain_plans_match_looked_up_plans(layout: str, world: int, nodes: int) -> None:
+    # Plain plans look up no bounds, because the owner of a shard determines what a launch sees.
     call = Call(512, world, layout, nodes=nodes)
-    looked_up = replace(call, mask=Mask(causal=True, prefix=1)).plans()  # sees as much, and is not plain
-    for mine, theirs in zip(call.plans(), looked_up, strict=True):
+    looked_up = replace(call, mask=Mask(causal=True, prefix=1)).plans()  # sees the same pairs, but is not plain
+    for plan, expected in zip(call.plans(), looked_up, strict=True):
         for name in ("hops", "dkv_returns", "kv_slots", "dkv_slots", "last", "lengths"):
-            assert getattr(mine, name) == getattr(theirs, name)
-        for hop in mine.hops:
+            assert getattr(plan, name) == getattr(expected, name)
+        for hop in plan.hops:
             if hop.computes:
-                area = call.plain_area((hop.shard > mine.rank) - (hop.shard < mine.rank), 512)
-                assert area == area_of(theirs.hop_masks[hop.index][0].bounds, 512, 512)
-                pairs = visible_pairs(CAUSAL, call.held.positions(mine.rank), call.held.positions(hop.shard))
+                area = call.plain_area((hop.shard > plan.rank) - (hop.shard < plan.rank), 512)
+                assert area == area_of(expected.hop_masks[hop.index][0].bounds, 512, 512)
+                pairs = visible_pairs(CAUSAL, call.held.positions(plan.rank), call.held.positions(hop.shard))
                 assert area.pairs == pairs
 
 
-def test_areas_of_blocks_are_their_pairs() -> None:
+def test_areas_of_a_block_mask_count_its_pairs() -> None:
     call = Call(512, 2, "contiguous", Mask(blocks=bigbird(1024, 128, window=3, global_=1, random=1)))
     for plan in call.plans():
         for hop in plan.hops:
@@ -106,35 +106,34 @@ def test_areas_of_blocks_are_their_pairs() -> None:
 
 
 def test_exposed_communication_by_hand() -> None:
-    """Hidden behind a hop's second; else one transfer after the other, then the last hop's compute."""
     assert seconds(SMALL, late(0.0)) == pytest.approx((4, 4))
     assert seconds(SMALL, late(0.4))[0] == pytest.approx(4)
-    assert seconds(SMALL, late(0.2))[1] == pytest.approx(4)  # K/V and dK/dV take turns on one stream
+    assert seconds(SMALL, late(0.2))[1] == pytest.approx(4)  # K/V and dK/dV alternate on one stream
     assert seconds(SMALL, late(0.7))[1] > 4.2
     forward = predicted(SMALL, STEADY, late(10.0))[0]
     assert forward.seconds == pytest.approx(3 * 10 + 1) and forward.exposed == pytest.approx(forward.seconds - 4)
-    assert forward.worst == pytest.approx(9)  # the first of them comes beside the own shard's second
+    assert forward.worst == pytest.approx(9)  # the local shard's launch hides 1 s of the first transfer
     (last,) = predicted(replace(SMALL, layout="contiguous"), STEADY, late(10.0), phases=FORWARD)
-    assert last.exposed == pytest.approx(27)  # of the rank that is done last: the first waits for nobody
+    assert last.exposed == pytest.approx(27)  # of the rank that finishes last; the first rank waits for no one
     links, call = Links(Link(1e9, 0.0), Link(1e9, 0.0)), replace(SMALL, tokens=4096, kv_heads=4)
     assert seconds(replace(call, chunks=4), links, H100)[0] < seconds(call, links, H100)[0]
 
 
 def test_gradients_wait_behind_prefetched_keys() -> None:
-    """On one stream in the order of posting: every slot more lets one more group of K/V pass before the first dK/dV."""
+    # Transfers run in posting order. Each further slot lets one more group of K/V pass before the first dK/dV.
     call = Call(2048, 8, kv_heads=32)
     times = [seconds(replace(call, slots=slots), LINKS, replace(H100, host=0.0))[1] for slots in (2, 3, 4, 7)]
     assert times == sorted(times) and times[-1] > 1.1 * times[0]
 
 
 def test_rail_transfers_are_hidden_behind_an_outer_step() -> None:
-    """Eight ranks on two nodes, a link between them that takes three hops."""
+    # A transfer between the two nodes takes as long as three hops.
     call = replace(SMALL, world=8, nodes=2)
     assert seconds(call, late(0.1, 3.0))[0] == pytest.approx(8)
     assert seconds(replace(call, two_level=False), late(0.1, 3.0))[0] > 15
 
 
-def test_nics_are_shared_by_the_gpus_that_send_at_once() -> None:
+def test_concurrent_senders_share_nics() -> None:
     links = Links(Link(1e30, 0.0), Link(4e9, 1e-3), nics=2)
     assert [links.far(senders).rate for senders in (1, 2, 4, 8)] == [4e9, 4e9, 2e9, 1e9]
     assert links.beside(4).far(1).rate == 2e9 and links.far(8).latency == 1e-3
@@ -146,7 +145,7 @@ def test_nics_are_shared_by_the_gpus_that_send_at_once() -> None:
 
 @pytest.mark.parametrize("behind", [0, 1])
 def test_a_message_waits_for_both_ends(behind: int) -> None:
-    """One rank sends after a launch of two seconds, or the other receives after it: one second more, either way."""
+    # One rank posts after a launch of 2 s, and the transfer takes 1 s, whichever rank is late.
     key = Key("forward", 0, Kind.KV, 1, 0)
     groups: list[Any] = [{"sends": ((1, 8),)}, {"receives": ((0, 8),)}]
     programs, costs = [], []
@@ -156,20 +155,20 @@ def test_a_message_waits_for_both_ends(behind: int) -> None:
         costs.append([2.0 if rank == behind else 0.0, 0.0])
     assert [track.seconds for track in run(programs, costs, lambda a, b, nbytes: 1.0)] == [3.0, 3.0]
     issued = run(programs, costs, lambda a, b, nbytes: 1.0, host=lambda op: 4.0)
-    assert [track.seconds for track in issued] == [9.0, 9.0]  # the host comes to the second operation after 8 s
+    assert [track.seconds for track in issued] == [9.0, 9.0]  # the host issues the second operation after 8 s
     with pytest.raises(ValueError, match="wait for each other forever"):
         run(programs[:1], costs[:1], lambda a, b, nbytes: 0.0)
 
 
 def test_transfers_slow_concurrent_launches() -> None:
-    """Six seconds of transfers posted at once, beside the three launches of 1.8 s that follow: 0.1 less speed."""
+    # Transfers of 6 s take 0.1 of the speed of the three launches of 1.8 s beside them.
     ops = (Op(INSIDE, "K/V", 0, 0, ()), *(Op(COMPUTE, FOLD, hop, 0, ()) for hop in range(4)))
     program = Program(0, "forward", ops)
     times = slowed(program, [0.0, *[np.array([1.8, 6.0])] * 4], [np.array([6.0, 1.0])] + [0.0] * 4, 0.1)
     assert [time.tolist() for time in times[1:]] == [[2.0, 6.1], [2.0, 6.0], [2.0, 6.0], [1.8, 6.0]]
     call = Call(8192, 8, kv_heads=32)
     few, more = (seconds(replace(call, slots=slots), LINKS, replace(H100, host=0.0))[0] for slots in (2, 8))
-    assert few == pytest.approx(more, rel=1e-3)  # whatever is posted early, as many bytes pass beside as many launches
+    assert few == pytest.approx(more, rel=1e-3)  # early posts do not change the bytes that overlap with launches
 
 
 @pytest.mark.parametrize("call", [
@@ -177,39 +176,41 @@ def test_transfers_slow_concurrent_launches() -> None:
     Call(1024, 36, kv_heads=8, nodes=9, two_level=False, chunks=2),
     Call(2048, 36, nodes=2, kv_heads=8, wire_dtype="bfloat16", dtype="float32"),
 ], ids=lambda call: f"{call.layout}-{call.world}-{call.nodes}")  # fmt: skip
-def test_large_rings_are_on_a_straight_line(call: Call) -> None:
-    """Through two small ones, against a whole simulation: zigzag, striped, contiguous, flat and of two levels, GQA."""
-    for line, every in zip(predicted(call, H100, LINKS), predicted(call, H100, LINKS, simulated=True), strict=True):
-        assert not line.tracks and len(every.tracks) == call.world
-        assert (line.seconds, line.exposed) == pytest.approx((every.seconds, every.exposed), rel=1e-9, abs=1e-12)
-        assert line.worst == pytest.approx(every.worst, abs=1e-9)
+def test_extrapolated_rings_match_the_simulation(call: Call) -> None:
+    # A large ring is extrapolated from two small rings and compared with a full simulation.
+    for line, simulated in zip(predicted(call, H100, LINKS), predicted(call, H100, LINKS, simulated=True), strict=True):
+        assert not line.tracks and len(simulated.tracks) == call.world
+        assert (line.seconds, line.exposed) == pytest.approx(
+            (simulated.seconds, simulated.exposed), rel=1e-9, abs=1e-12
+        )
+        assert line.worst == pytest.approx(simulated.worst, abs=1e-9)
 
 
 def test_worst_hop_grows_with_contiguous_shards_over_nodes() -> None:
-    """Of other rings it is that of any size; here the last rank's gradients wait for one more node."""
+    # Only here the worst hop depends on the size: the last rank's gradients wait for one more node.
     call = Call(1024, 40, "contiguous", kv_heads=8, nodes=10, two_level=False)
-    line, every = (predicted(call, H100, LINKS, phases=PASSES[1:], simulated=whole)[0] for whole in (False, True))
-    assert line.seconds == pytest.approx(every.seconds, rel=1e-9)
-    assert line.worst == pytest.approx(every.worst, rel=0.02)
+    line, simulated = (predicted(call, H100, LINKS, phases=PASSES[1:], simulated=whole)[0] for whole in (False, True))
+    assert line.seconds == pytest.approx(simulated.seconds, rel=1e-9)
+    assert line.worst == pytest.approx(simulated.worst, rel=0.02)
 
 
-def test_lengths_are_calls() -> None:
-    both = predicted(Call(8192, 40, kv_heads=8), H100, LINKS, tokens=np.array([1024.0, 4096.0]))
-    each = [predicted(Call(tokens, 40, kv_heads=8), H100, LINKS) for tokens in (1024, 4096)]
-    for together, *alone in zip(both, *each, strict=True):
-        assert together.seconds.tolist() == pytest.approx([other.seconds for other in alone])
-        assert together.exposed.tolist() == pytest.approx([other.exposed for other in alone])
+def test_an_array_of_lengths_matches_single_calls() -> None:
+    batched = predicted(Call(8192, 40, kv_heads=8), H100, LINKS, tokens=np.array([1024.0, 4096.0]))
+    single = [predicted(Call(tokens, 40, kv_heads=8), H100, LINKS) for tokens in (1024, 4096)]
+    for batch, *alone in zip(batched, *single, strict=True):
+        assert batch.seconds.tolist() == pytest.approx([other.seconds for other in alone])
+        assert batch.exposed.tolist() == pytest.approx([other.exposed for other in alone])
 
 
 def test_tokens_for_ninety_percent() -> None:
-    """A length less is not enough, slower links ask for more; of causal contiguous shards no length is enough."""
     call = Call(8192, 40, kv_heads=8)
     needed = tokens_needed(call, INPUTS)
     assert needed is not None and percent_of_ideal(call, INPUTS, np.array([float(needed)])) >= 90
     assert percent_of_ideal(call, INPUTS, np.array([needed * 0.9])) < 90
     slow = Inputs(H100, Links(Link(5e9, 0.0), Link(5e9, 0.0)), phases=FORWARD)
     assert (tokens_needed(call, slow) or 0) > needed
-    assert tokens_needed(replace(call, layout="contiguous"), INPUTS) is None  # half of all hops wait for the last rank
+    # at any length half of the hops wait for the last rank
+    assert tokens_needed(replace(call, layout="contiguous"), INPUTS) is None
 
 
 def test_ideal_is_one_device_with_all_the_work() -> None:
@@ -234,18 +235,18 @@ def test_memory_does_not_grow_with_the_ring() -> None:
 def test_timelines_list_every_event(mask: Mask) -> None:
     call = replace(SMALL, tokens=256, mask=mask, nodes=2)
     passes = predicted(call, H100, LINKS)
-    drawn = timeline("a ring", passes, call)
-    assert drawn.seconds == pytest.approx(sum(each.seconds for each in passes))
+    line = timeline("a ring", passes, call)
+    assert line.seconds == pytest.approx(sum(each.seconds for each in passes))
     for rank in range(4):
         for lane in ("compute", "slot 0", "slot 1", "slot 2"):
-            mine = sorted((e for e in drawn.events if (e.rank, e.lane) == (rank, lane)), key=lambda e: e.begin)
-            assert (mine or lane == "slot 2") and all(a.end <= b.begin + 1e-12 for a, b in pairwise(mine)), (rank, lane)
-    moved = {lane: sorted((e.name, e.nbytes) for e in drawn.events if e.lane == lane) for lane in ("send", "receive")}
+            events = sorted((e for e in line.events if (e.rank, e.lane) == (rank, lane)), key=lambda e: e.begin)
+            assert events or lane == "slot 2", (rank, lane)
+            assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(events)), (rank, lane)
+    moved = {lane: sorted((e.name, e.nbytes) for e in line.events if e.lane == lane) for lane in ("send", "receive")}
     assert moved["send"] == moved["receive"]
 
 
-def test_jitter_is_many_draws() -> None:
-    """Each draw is a whole run; the slowest rank of a draw sets its time."""
+def test_jitter_draws_many_runs() -> None:
     call, jitter = Call(4096, 8, kv_heads=8), Perturbation(jitter=0.1)
     none, some, again = (
         predicted(call, H100, LINKS, luck, phases=FORWARD)[0] for luck in (Perturbation(), jitter, jitter)
@@ -258,13 +259,12 @@ def test_jitter_is_many_draws() -> None:
     assert abs(np.corrcoef(draws.reshape(4, -1))[np.triu_indices(4, 1)]).max() < 0.05
 
 
-def test_balanced_shards_make_up_for_a_slow_rank() -> None:
-    """Shards in proportion to speeds lose little more than the speed that is gone."""
+def test_balanced_shards_compensate_for_a_slow_rank() -> None:
     inputs = replace(INPUTS, perturbation=Perturbation({1: 2.0}), phases=FORWARD)
     even, slow, balanced = straggling(Call(256, 8, kv_heads=8), inputs)
     assert even < balanced < slow and balanced < 1.25 * 8 / 7.5 * even
     even, same, _ = straggling(Call(256, 8), replace(inputs, perturbation=Perturbation(jitter=0.2)))
-    assert even == same  # jitter is on both sides
+    assert even == same  # jitter affects even and balanced shards alike
 
 
 @pytest.mark.parametrize(("call", "names"), [
@@ -284,42 +284,42 @@ def test_ways_are_ordered_by_time(call: Call, names: set[str]) -> None:
     assert [way.seconds for way in results] == sorted(way.seconds for way in results)
 
 
-def test_groups_over_nodes_go_over_the_slow_link() -> None:
-    """A second per launch, ten per message between nodes: q, k and v, then out, then the ring's one."""
+def test_exchanges_across_nodes_use_the_slow_link() -> None:
+    # A launch takes 1 s and a message between nodes 10 s: one exchange for q, k and v, one for out, and the ring's hop.
     inputs = Inputs(replace(STEADY, memory=1e30), late(0.0, 10.0), phases=FORWARD)
     call = Call(64, 8, nodes=4, kv_heads=4)
     assert exchange_seconds(call, 4, inputs) == pytest.approx(2 * 10)
     assert exchanged(call, 4, inputs)[0].seconds == pytest.approx(2 * 10 + 10 + 1)
-    assert exchanged(call, 2, inputs)[0].seconds == pytest.approx(3 * 10 + 1, abs=1e-3)  # inside a node
+    # the exchange stays inside a node
+    assert exchanged(call, 2, inputs)[0].seconds == pytest.approx(3 * 10 + 1, abs=1e-3)
     by_rate = [Inputs(inputs.speed, Links(Link(1e9, 0.0, "", rate), Link(1e9, 0.0))) for rate in (None, 0.5e9)]
-    moved = 64 * 128 * 2 * (2 * 32 + 2 * 4) / 2  # of all heads of q, k, v and out half stays
+    moved = 64 * 128 * 2 * (2 * 32 + 2 * 4) / 2  # half of q, k, v and out stays on its rank
     assert [exchange_seconds(call, 2, links) for links in by_rate] == pytest.approx([moved / 1e9, moved / 0.5e9])
 
 
 def test_a_backward_exchanges_as_much_as_its_forward() -> None:
-    """dout there, dq, dk and dv home: the bytes of out, q, k and v the other way."""
+    # The backward sends dout, dq, dk and dv, which have the sizes of out, q, k and v.
     call, inputs = Call(64, 4, kv_heads=4), Inputs(replace(STEADY, memory=1e30), late(10.0))
-    assert [one.exposed for one in exchanged(call, 4, inputs)] == pytest.approx([20, 20])
+    assert [step.exposed for step in exchanged(call, 4, inputs)] == pytest.approx([20, 20])
 
 
-def test_key_heads_are_repeated_where_there_are_fewer_than_ranks() -> None:
-    """They travel, are kept and are computed with like others; a rank's own k and v stay what they are."""
+def test_key_heads_are_repeated_if_ranks_outnumber_them() -> None:
     call = Call(8192, 8, heads=8, kv_heads=2)
     names = {way.name: way for way in ways(call, INPUTS)}
     assert {name for name in names if name.startswith("Ulysses")} == {
         "Ulysses 2 x ring 4", "Ulysses 4 x ring 2", "Ulysses 8 x ring 1"
     }  # fmt: skip
     assert names["Ulysses 8 x ring 1"].note == "8 ranks exchange heads, key heads 4 times"
-    every = replace(call, kv_heads=8)
-    assert exchange_seconds(call, 8, INPUTS) == exchange_seconds(every, 8, INPUTS) > exchange_seconds(call, 2, INPUTS)
-    more = [way.memory for way in ways(every, INPUTS) if way.name == "Ulysses 8 x ring 1"]
-    inputs_and_results = 4 * 8192 * 6 * 128 * 2  # of six heads, in 16 bits
-    assert more == [names["Ulysses 8 x ring 1"].memory + inputs_and_results]
+    full = replace(call, kv_heads=8)
+    assert exchange_seconds(call, 8, INPUTS) == exchange_seconds(full, 8, INPUTS) > exchange_seconds(call, 2, INPUTS)
+    memory = [way.memory for way in ways(full, INPUTS) if way.name == "Ulysses 8 x ring 1"]
+    inputs_and_results = 4 * 8192 * 6 * 128 * 2  # six heads in 16 bits
+    assert memory == [names["Ulysses 8 x ring 1"].memory + inputs_and_results]
 
 
 @pytest.mark.parametrize("perturbation", [Perturbation({3: 2.0}), Perturbation({3: 2.0}, 0.2)], ids=["slow", "both"])
 def test_every_way_has_the_same_perturbation(perturbation: Perturbation) -> None:
-    """Collectives take as long as the slowest rank, exchanges of heads as long as the slowest of their group."""
+    # Collectives take as long as the slowest rank, exchanges of heads as long as the slowest rank of their group.
     call = Call(8192, 8, kv_heads=8)
     with_it, without = ({way.name: way for way in ways(call, replace(INPUTS, perturbation=given_perturbation))}
                         for given_perturbation in (perturbation, Perturbation()))  # fmt: skip
@@ -330,21 +330,20 @@ def test_every_way_has_the_same_perturbation(perturbation: Perturbation) -> None
 
 
 def test_ways_that_do_not_fit_come_last() -> None:
-    """The sequence on every rank is what a GPU has no room for; of what fits nothing changes."""
     call, inputs = Call(8192, 32, nodes=4, kv_heads=4), replace(INPUTS, phases=FORWARD)
-    every = {way.name: way for way in ways(call, inputs)}
-    exactly = every["all-gather of K/V"].memory
+    by_name = {way.name: way for way in ways(call, inputs)}
+    exactly = by_name["all-gather of K/V"].memory
     assert all(way.passes for way in ways(call, inputs, capacity=exactly) if way.memory <= exactly)
     *fitting, gathered = ways(call, inputs, capacity=exactly - 1)
     assert gathered.name == "all-gather of K/V" and gathered.note.startswith("does not fit: needs 956 MB")
-    assert not gathered.passes and fitting == [way for way in every.values() if way.name != gathered.name]
+    assert not gathered.passes and fitting == [way for way in by_name.values() if way.name != gathered.name]
 
 
 @pytest.mark.parametrize("sees_first", [True, False])
-def test_a_tile_in_which_the_rows_that_see_something_end_is_on_an_edge(sees_first: bool) -> None:
+def test_a_tile_with_the_last_visible_row_is_an_edge(sees_first: bool) -> None:
     rows = torch.arange(3 * TILE_ROWS)
-    seen = (rows < TILE_ROWS + 5) == sees_first
-    lo = torch.where(seen | (not sees_first), 0, 9).int()
-    hi = torch.where(seen | sees_first, 9, 0).int()
+    visible = (rows < TILE_ROWS + 5) == sees_first
+    lo = torch.where(visible | (not sees_first), 0, 9).int()
+    hi = torch.where(visible | sees_first, 9, 0).int()
     area = area_of(Bounds(lo, hi), len(rows), 9)
-    assert (area.pairs, area.edges) == (9 * int(seen.sum()), TILE_ROWS)
+    assert (area.pairs, area.edges) == (9 * int(visible.sum()), TILE_ROWS)

@@ -1,4 +1,4 @@
-"""The flags and files of ``ringattn predict``: each one counts, or is refused by name with what it takes."""
+"""Tests of the flags and files of ``ringattn predict``: each has an effect or is refused by name."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def invoke(*arguments: str, columns: str = "1000") -> Any:
 
 
 def results(*arguments: str) -> dict[str, Any]:
-    """The JSON of a call."""
+    """Return the JSON of a call."""
     done = invoke(*arguments, "--json", "-")
     assert done.exit_code == 0, done.output
-    made: dict[str, Any] = json.loads(done.output)
-    return made
+    result: dict[str, Any] = json.loads(done.output)
+    return result
 
 
 def own(*arguments: str) -> dict[str, Any]:
-    """The row of the flat ring."""
+    """Return the row of the flat ring."""
     row: dict[str, Any] = next(row for row in results(*arguments)["rows"] if row["way"] == "flat ring")
     return row
 
@@ -96,9 +96,9 @@ def test_text_and_files_of_one_ring(tmp_path: Path) -> None:
     flags = ["--gpus", "4", "--nodes", "2", "--kv-heads", "8", "--gpu", "a800", "--nics", "1", "--slow", "2=1.25"]
     done = invoke(*flags, *files)
     assert done.exit_code == 0, done.output
-    made = read(target)
+    result = read(target)
     first, second, *_ = done.output.splitlines()
-    assert re.fullmatch(r".+: \d+% of ideal", first) and made.notes[-1] == f"best: {first}"
+    assert re.fullmatch(r".+: \d+% of ideal", first) and result.notes[-1] == f"best: {first}"
     assert second.startswith("8,192 tokens on each of 4 A800 on 2 nodes, B1, zigzag, causal")
     for fragment in (
         "47 GB/s per NIC, 1 NIC per node",
@@ -107,14 +107,14 @@ def test_text_and_files_of_one_ring(tmp_path: Path) -> None:
         "Layout.balanced",
     ):
         assert fragment in " ".join(done.output.split())
-    assert [row["way"] for row in csv.DictReader(rows.read_text().splitlines())] == [row["way"] for row in made.rows]
-    for row in made.rows:
+    assert [row["way"] for row in csv.DictReader(rows.read_text().splitlines())] == [row["way"] for row in result.rows]
+    for row in result.rows:
         assert row["TFLOP/s"] * (row["fwd"] + row["bwd"]) == pytest.approx(
             1e-9 * 3.5 * 4 * 128 * 32 * whole(4 * 8192, causal=True).pairs / 4
         )
         assert 0 < row["worst hop"] <= row["exposed"] * (1 + 1e-9) and row["exposed"] < row["fwd"] + row["bwd"]
     assert from_chrome(json.loads(trace.read_text())).world == 4
-    assert made.provenance["call"]["tokens"] == 8192 and made.provenance["speed"]["name"] == "A800"
+    assert result.provenance["call"]["tokens"] == 8192 and result.provenance["speed"]["name"] == "A800"
 
 
 def test_text_of_a_large_ring_fits_a_terminal() -> None:
@@ -124,22 +124,21 @@ def test_text_of_a_large_ring_fits_a_terminal() -> None:
     assert "tokens per GPU for 90% of ideal by the two-level ring: " in done.output
 
 
-def test_columns_are_of_what_is_asked() -> None:
+def test_columns_depend_on_the_flags() -> None:
     both, alone, jitter = own(*TWO), own(*TWO, "--pass", "forward"), own("--jitter", "0.1", *TWO)
     assert alone["fwd"] == both["fwd"] and "bwd" not in alone and alone["exposed"] < both["exposed"]
     assert 0 < jitter["spread"] < jitter["fwd"] + jitter["bwd"] and "spread" not in both
 
 
 def test_other_masks_than_full_and_causal() -> None:
-    """A prefix of one is a causal mask, and one of all of them none at all; other ways are left out."""
+    # A prefix of 1 equals a causal mask, and a prefix of all tokens a full mask.
     flags = ["--gpus", "2", "--tokens", "2k", "--layout", "contiguous", "--kv-heads", "1", "--pass", "forward"]
     masks = ("", "--prefix-length 1", "--prefix-length 3k", "--prefix-length 4k", "--full")
     causal, prefix_of_one, most, every, full = (own(*flags, *mask.split())["fwd"] for mask in masks)
     assert prefix_of_one == causal and every == full and causal < most < full
-    made = results(*flags, "--prefix-length", "3k")
-    assert [row["way"] for row in made["rows"]] == ["flat ring"] and "other methods need at least 2 GPUs" in made[
-        "notes"
-    ][0]
+    result = results(*flags, "--prefix-length", "3k")
+    assert [row["way"] for row in result["rows"]] == ["flat ring"]
+    assert "other methods need at least 2 GPUs" in result["notes"][0]
     blocks = own(*flags, *["--tokens", "8k", "--full", "--block-mask", "strided,block=128,stride=1k"])
     assert blocks["fwd"] < own(*flags, "--tokens", "8k", "--full")["fwd"] / 3
 
@@ -156,9 +155,9 @@ def test_memory_of_a_forward_alone() -> None:
     ("gpu", "peak"), [("B200", 2250), ("L40S", 362), ("A10", 125), ("h100-PCIe", 756), ("H100", 989)]
 )
 def test_presets_ignore_case(gpu: str, peak: int) -> None:
-    made = results(*TWO, "--gpu", gpu, "--link", "NVLink4")
-    assert made["provenance"]["speed"]["peak"] == peak * 1e12
-    assert made["provenance"]["links"]["inside"]["source"].startswith("450 GB/s")
+    result = results(*TWO, "--gpu", gpu, "--link", "NVLink4")
+    assert result["provenance"]["speed"]["peak"] == peak * 1e12
+    assert result["provenance"]["links"]["inside"]["source"].startswith("450 GB/s")
     assert f"(assumed); published peak {peak}" in invoke(*TWO, "--gpu", gpu).output
 
 
@@ -167,22 +166,22 @@ def test_presets_ignore_case(gpu: str, peak: int) -> None:
     [("NVIDIA A10", "a10"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA A100-PCIE-40GB", "a100-pcie"),
      ("NVIDIA B200", "b200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie")],
 )  # fmt: skip
-def test_the_gpu_of_a_file_is_known_by_its_name(name: str, base: str, tmp_path: Path) -> None:
+def test_the_gpu_of_a_file_is_found_by_name(name: str, base: str, tmp_path: Path) -> None:
     about = {"name": name, "multiprocessors": 7, "memory_gib": 8.0}
     speed, _ = measured(result_file(tmp_path, ROWS, gpu=about), Call(16384, 8), None)
     assert (speed.name, speed.link, speed.memory) == (name, gpu_speed(base).link, gpu_speed(base).memory)
 
 
-def test_the_nic_between_nodes_is_told_and_a_flat_ring_has_a_range() -> None:
+def test_text_names_the_nic_and_the_range_of_a_flat_ring() -> None:
     nodes = (*TWO[2:], "--gpus", "8", "--nodes", "2", "--tokens", "2k")
-    told = invoke(*nodes).output
-    assert "between nodes 47 GB/s per NIC, one NIC per GPU (assumed: 400G InfiniBand" in told.replace("\n", " ")
-    given = invoke(*nodes, "--link-between", "ib200", "--nics", "2").output.replace("\n", " ")
-    assert "between nodes 23 GB/s per NIC, 2 NICs per node (200G InfiniBand" in given
-    made = results(*nodes)
-    (note,) = [one for one in " ".join(made["notes"]).split("flat ring: ")[1:2]]
+    text = invoke(*nodes).output
+    assert "between nodes 47 GB/s per NIC, one NIC per GPU (assumed: 400G InfiniBand" in text.replace("\n", " ")
+    with_nics = invoke(*nodes, "--link-between", "ib200", "--nics", "2").output.replace("\n", " ")
+    assert "between nodes 23 GB/s per NIC, 2 NICs per node (200G InfiniBand" in with_nics
+    result = results(*nodes)
+    (note,) = [word for word in " ".join(result["notes"]).split("flat ring: ")[1:2]]
     slow, fast = (float(number) for number in re.findall(r"([\d.]+) ms", note)[:2])
-    row = next(row for row in made["rows"] if row["way"] == "flat ring")
+    row = next(row for row in result["rows"] if row["way"] == "flat ring")
     assert fast < slow and slow == pytest.approx(row["fwd"] + row["bwd"], rel=1e-3)
     wide = next(row for row in results(*nodes, "--link-between", "188,20us")["rows"] if row["way"] == "flat ring")
     assert fast == pytest.approx(wide["fwd"] + wide["bwd"], rel=1e-3)
@@ -192,11 +191,10 @@ def test_the_nic_between_nodes_is_told_and_a_flat_ring_has_a_range() -> None:
 QUESTIONS = Path(__file__).parents[2] / "docs" / "questions.md"
 
 
-def test_the_example_of_the_page_of_questions() -> None:
-    """Its table is what `predict` says, and its arithmetic is that of its sizes."""
+def test_the_example_of_the_faq() -> None:
     text = QUESTIONS.read_text().partition("## Why not gather")[2]
     table = {
-        name.strip(): [float(one.split()[0].replace(",", "")) for one in cells]
+        name.strip(): [float(word.split()[0].replace(",", "")) for word in cells]
         for name, *cells in (line.strip("|").split("|") for line in text.splitlines() if line.startswith("| "))
         if "*" not in name
     }
@@ -219,7 +217,7 @@ def test_the_example_of_the_page_of_questions() -> None:
     call = Call(tokens, ranks, heads=32, kv_heads=32)
     gathered = ranks * tokens * width * 4
     slots = call.memory(backward=False)["K/V slots"]
-    assert table["K and V on a GPU"] == [pytest.approx(one / 1e9, abs=0.05) for one in (gathered, slots)]
+    assert table["K and V on a GPU"] == [pytest.approx(word / 1e9, abs=0.05) for word in (gathered, slots)]
     received = (ranks - 1) * tokens * width * 4
     gather, attention = received / bandwidth, 4 * tokens * ranks * tokens * width / flops
     for number in (
@@ -235,7 +233,7 @@ def test_the_example_of_the_page_of_questions() -> None:
         assert number in " ".join(text.split()), number
 
 
-def test_the_map(tmp_path: Path) -> None:
+def test_sweep_draws_a_map(tmp_path: Path) -> None:
     target, points = tmp_path / "map.svg", tmp_path / "map.csv"
     flags = ["--sweep", "tokens=1k..4k,gpus=2..8", "--picture", str(target), "--csv", str(points), "--kv-heads", "8"]
     done = invoke(*flags, "--memory", "0.2", "--pass", "forward")
@@ -280,25 +278,24 @@ def result_file(folder: Path, rows: list[dict[str, Any]], **provenance: Any) -> 
 
 @pytest.mark.parametrize(("call", "rate"), [
     (Call(8192, 8), 400), (Call(131072, 8), 500), (Call(8192, 8, head_dim=64), 350),  # head dim before length
-    (Call(8192, 8, mask=Mask()), 510), (Call(8192, 8, dtype="float32"), 120),  # and the mask before length
+    (Call(8192, 8, mask=Mask()), 510), (Call(8192, 8, dtype="float32"), 120),  # mask before length
 ])  # fmt: skip
-def test_the_nearest_row_of_ours_is_taken(call: Call, rate: float, tmp_path: Path) -> None:
-    """In whatever order they stand."""
-    assert {*ROWS[0]} < {*UNITS}  # columns that `bench kernels` writes
+def test_the_nearest_row_of_a_file_is_used(call: Call, rate: float, tmp_path: Path) -> None:
+    assert {*ROWS[0]} < {*UNITS}  # `bench kernels` writes these columns
     for rows in (ROWS, ROWS[::-1]):
         _, (_, forward, *_) = measured(result_file(tmp_path, rows, gpu=GPU), call, None)
         assert forward.startswith(f"forward {rate} TFLOP/s of {call.dtype}")
 
 
-def test_a_launch_takes_what_its_row_says(tmp_path: Path) -> None:
+def test_a_launch_takes_the_time_of_its_row(tmp_path: Path) -> None:
     call, area = Call(16384, 8, heads=16, kv_heads=16), whole(16384, causal=True)
     speed, lines = measured(result_file(tmp_path, ROWS, gpu=GPU), call, None)
     assert len(lines) == 3 and "NVIDIA H200" in lines[0]
     flops = 4 * 128 * 16 * area.pairs
     first, later = (speed.seconds(FOLD, area, call, hop=hop) for hop in (0, 1))
     assert flops / first == pytest.approx(500e12)
-    assert later - first == pytest.approx(speed.moved((4 + 4) * 16384 * 16 * 128))  # out so far, read and written
-    # the rate is that of the products; the sums that the second kernel keeps are the ring's, and come on top
+    assert later - first == pytest.approx(speed.moved((4 + 4) * 16384 * 16 * 128))  # the state is read and written
+    # The rate covers the products. The accumulators of the second kernel belong to the ring and are added.
     products = speed.launch + speed.products(area, call, backward=True)
     assert 2.5 * flops / products == pytest.approx(300e12)
     assert sum(speed.seconds(launch, area, call, hop=1) for launch in (DQ, DKDV)) > products
@@ -315,7 +312,8 @@ LINK_ROWS = [transfer(nbytes, 1e3 + nbytes / 2e3) for nbytes in (1 << 16, 1 << 2
 
 
 def test_links_of_presets_numbers_and_files(tmp_path: Path) -> None:
-    """Of a file the slowest edge of the fastest transport; not virtual ranks, registered buffers, or other channels."""
+    # The slowest edge of a file's fastest transport counts. Virtual ranks, registered buffers and other
+    # numbers of channels do not.
     for text, *expected in (("200", 200e9, 0.0), ("200,10us", 200e9, 1e-5), ("1,2", 1e9, 2e-6)):
         assert [link_of(text).rate, link_of(text).latency] == pytest.approx(expected)
     others = [

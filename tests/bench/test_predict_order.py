@@ -1,7 +1,7 @@
-"""Do `predict` and `bench ring` agree on who is faster: a ring, Ulysses, or Ulysses inside of rings?
+"""Test that `predict` and `bench ring` agree on which of ring, Ulysses and both combined is faster.
 
-The ranks' links are slowed, so that it is bytes and not the wake-ups of processes that share cores that decide, as
-between GPUs. The predictor knows that rate, and how fast one process computes.
+The links between ranks are slowed so that bytes decide, as between GPUs, and not wake-ups of processes on shared
+cores. The predictor knows the rate of the links and the speed of one process.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ringattn.bench.predict.speed import Speed
 
 HEADS, HEAD_DIM = 4, 64
 FLAT, RING = "flat ring", f"{OURS} zigzag"
-"""One way, as the predictor and as the bench call it; Ulysses' meshes have one name in both."""
-CLEAR = 1.15  # times as long: to be told apart
+"""Names of the ring in the predictor and in the bench; meshes have the same name in both."""
+CLEAR = 1.15  # ratio of times that tells two candidates apart
 
 
 class Case(NamedTuple):
     world: int
     batch: int
     kv_heads: int
-    rate: int  # bytes per second of a link
+    rate: int  # bytes per second per link
     lengths: tuple[int, ...]
-    first: str  # at the shortest of them
-    last: str = ""  # the first at the longest
+    first: str  # fastest at the shortest length
+    last: str = ""  # fastest at the longest length
 
 
 CASES = (
@@ -48,14 +48,14 @@ CASES = (
 
 
 def measured(case: Case, target: Path) -> dict[int, dict[str, float]]:
-    """Seconds by tokens in all and candidate."""
+    """Return the measured seconds by total tokens and candidate."""
     flags = f"--world {case.world} --batch {case.batch} --heads {HEADS} --kv-heads {case.kv_heads} --repeats 3"
     flags += f" --head-dim {HEAD_DIM} --by {OURS},{ULYSSES} --bytes-per-second {case.rate} --device cpu"
     lengths = ",".join(map(str, case.lengths))
-    ended = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["bench", "ring", *flags.split(), "--seqlen", lengths, "--json", str(target)], catch_exceptions=False
     )
-    assert ended.exit_code == 0, ended.output
+    assert result.exit_code == 0, result.output
     seconds: dict[int, dict[str, float]] = {}
     for row in read(target).rows:
         seconds.setdefault(row["tokens"], {})[row["candidate"]] = row["time"] / 1e3
@@ -63,20 +63,20 @@ def measured(case: Case, target: Path) -> dict[int, dict[str, float]]:
 
 
 def predicted(case: Case, tokens: int, speed: Speed) -> dict[str, float]:
-    """Seconds by candidate, as the bench calls them."""
+    """Return the predicted seconds by candidate, under the bench's names."""
     call = Call(
         tokens // case.world, case.world, heads=HEADS, kv_heads=case.kv_heads, head_dim=HEAD_DIM, batch=case.batch,
         dtype="float32",
     )  # fmt: skip
-    link = Link(case.rate, 0.0)  # a message's latency passes while the link is held back
+    link = Link(case.rate, 0.0)  # the throttled link hides the latency
     return {way.name.replace(FLAT, RING): way.seconds for way in ways(call, Inputs(speed, Links(link, link)))}
 
 
 def speed_of(case: Case, longest: int, seconds: float) -> Speed:
-    """Of a rank, whose cores others have too, given what one process takes for all."""
+    """Return the speed of a rank that shares its cores, from the seconds of one process for the whole call."""
     flops = AttentionConfig(longest, 1, case.batch, HEADS, case.kv_heads, HEAD_DIM).flops * (1 + BACKWARD_FLOPS)
     rate = flops / seconds * min(1, cores() / case.world)
-    # of a core: one program at a time, and half a millisecond of Python and torch for a launch
+    # A core runs one program at a time. A launch takes half a millisecond of Python and PyTorch.
     return Speed(
         "a core", rate, rate, memory=8e9, multiprocessors=1, capacity=8e9, launch=5e-4, edge=64, beside=0, host=3e-4
     )
@@ -87,14 +87,14 @@ def speed_of(case: Case, longest: int, seconds: float) -> Speed:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("case", CASES, ids=["two", "four", "one-key-head"])
 def test_predict_and_bench_ring_agree_on_the_order(case: Case, tmp_path: Path) -> None:
-    """Whatever one of them tells apart has the same order in the other; short shards are Ulysses' where K/V are as
-    many as queries, long ones and few key heads the ring's."""
+    # Candidates that either one tells apart have the same order in the other. Ulysses wins with short shards and many
+    # key heads, the ring with long shards and few key heads.
     seconds = measured(case, tmp_path / "ring.json")
     speed = speed_of(case, max(seconds), seconds[max(seconds)].pop(WHOLE))
     for tokens, by_bench in seconds.items():
         by_predictor = predicted(case, tokens, speed)
         names = [name for name in by_bench if name != WHOLE]
-        # the ring, and a mesh for every power of two that divides the ranks
+        # the ring, and a mesh for every power of two that divides the world
         assert {*names} <= {*by_predictor} and len(names) == case.world.bit_length()
         for a, b in permutations(names, 2):
             for times, others in ((by_bench, by_predictor), (by_predictor, by_bench)):

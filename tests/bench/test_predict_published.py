@@ -1,8 +1,8 @@
-"""What others have measured and published, predicted with one set of constants.
+"""Tests of the predictor against published measurements, with one set of constants.
 
-Every number has its source beside it. What is given to the predictor is one GPU's published attention speed, or its
-preset, and the nominal speed of its links. The constants of kernels were looked at on the first table's first row
-alone, the order of the host's on the last table; none was fitted to either.
+Every number has its source beside it. The predictor gets a GPU's published attention speed or its preset, and the
+nominal speed of the links. The kernel constants were checked on the first row of the first table only, the host's on
+the last table; none was fitted.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def links(inside: str) -> Links:
 
 
 # github.com/zhuzilin/ring-flash-attention, README, "Performance Summary" (read 2026-11): 8192 tokens per GPU.
-# Iterations per second of flash-attention on one GPU, forward and forward with backward, and what percentage of it,
-# divided by 8, its rings reach on 8; 32 query and 8 key heads of 128, bf16, causal.
+# Iterations per second of flash-attention on one GPU, forward and forward with backward, and the percentage of an
+# eighth of it that rings reach on 8 GPUs; 32 query and 8 key heads of 128, bf16, causal.
 ALONE = {"h800": (591.5, 154.7), "a100": (373.4, 94.7)}
 PERCENT = [
     ("h800", "contiguous", 52.1, 53.9), ("h800", "zigzag", 85.2, 90.2), ("h800", "striped", 74.4, 82.9),
@@ -38,7 +38,7 @@ POINTS = 8
 
 
 @pytest.mark.parametrize(("gpu", "layout", "ahead", "both"), PERCENT)
-def test_ring_zigzag_and_stripe_of_a_readme(gpu: str, layout: str, ahead: float, both: float) -> None:
+def test_rings_of_ring_flash_attention(gpu: str, layout: str, ahead: float, both: float) -> None:
     call, one_device = Call(8192, 8, layout), Call(8192, 1)
     forward, backward = ALONE[gpu][0], 1 / (1 / ALONE[gpu][1] - 1 / ALONE[gpu][0])
     area = whole(8192, causal=True)
@@ -51,28 +51,24 @@ def test_ring_zigzag_and_stripe_of_a_readme(gpu: str, layout: str, ahead: float,
 
 
 def fa3() -> Speed:
-    """FlashAttention-3's 616 TFLOP/s: forward, causal, 16k tokens, hidden dim 2048, D128, bf16/fp16 (its paper)."""
+    """Return the speed of FlashAttention-3: 616 TFLOP/s, causal forward, 16k tokens, D128, 16 bits (its paper)."""
     return H100.fitted((616e12, Call(16384, 1, heads=16, kv_heads=16)))
 
 
 @pytest.mark.parametrize("world", [8, 16, 32, 64])
-def test_a_rings_teraflops_on_h100(world: int) -> None:
-    """MagiAttention's page: its ring baseline reaches 421 to 446 TFLOP/s per GPU, causal forward, cp 8 to 64.
-
-    64 query and 8 key heads of 128, bf16, 8192 tokens per GPU.
-    """
+def test_ring_of_magi_attention(world: int) -> None:
+    # MagiAttention's page: its ring baseline reaches 421 to 446 TFLOP/s per GPU, causal forward, cp 8 to 64. 64 query
+    # and 8 key heads of 128, bf16, 8192 tokens per GPU.
     call = Call(8192, world, heads=64, kv_heads=8, nodes=world // 8)
     (result,) = baseline(call, fa3(), links("nvlink4"), phases=FORWARD)
     flops = FORWARD_FLOPS * call.head_dim * call.heads * whole(call.seqlen, causal=True).pairs / world
     assert 421e12 * 0.9 <= flops / result.seconds <= 446e12 * 1.1
 
 
-def test_a_prefill_of_a_million_tokens() -> None:
-    """Meta, arXiv:2411.01783: 1M tokens, Llama 3 405B, 128 H100s: 93% parallel efficiency.
-
-    16 nodes are the ring, the 8 GPUs of a node share the heads: 16 query and 1 key head of 128 per GPU. Of attention
-    alone, which is most of it at this length; one GPU's share of the whole sequence is what is divided.
-    """
+def test_prefill_of_a_million_tokens_at_meta() -> None:
+    # Meta, arXiv:2411.01783: 1M tokens, Llama 3 405B, 128 H100s, 93% parallel efficiency. The 16 nodes are the ring,
+    # and the 8 GPUs of a node share the heads: 16 query and 1 key head of 128 per GPU. Only attention is predicted,
+    # which dominates at this length.
     call, speed = Call(2**20 // 16, 16, nodes=16, heads=16, kv_heads=1), fa3()
     (result,) = baseline(call, speed, links("nvlink4"), phases=FORWARD)
     alone = speed.launch + speed.products(whole(2**20, causal=True), call)
@@ -80,11 +76,9 @@ def test_a_prefill_of_a_million_tokens() -> None:
 
 
 @pytest.mark.parametrize(("degree", "published"), [(8, 21.0), (4, 21.9), (2, 21.4), (1, 18.2)])
-def test_ulysses_by_ring_of_a_readme(degree: int, published: float) -> None:
-    """github.com/feifeibear/long-context-attention (USP), README: it/s of a forward on 8 x A100, causal.
-
-    Batch 2, 128k tokens, 8 heads of 128; so many ranks exchange heads, a ring of such groups does the rest.
-    """
+def test_ulysses_with_rings_of_usp(degree: int, published: float) -> None:
+    # github.com/feifeibear/long-context-attention (USP), README: it/s of a causal forward on 8 x A100. Batch 2, 128k
+    # tokens, 8 heads of 128. `degree` ranks exchange heads inside a ring of such groups.
     call, inputs = Call(2**17 // 8, 8, heads=8, kv_heads=8, batch=2), Inputs(A100, links("nvlink3"), phases=FORWARD)
     if degree == 1:
         (result,) = baseline(call, A100, inputs.links, phases=FORWARD)
@@ -97,12 +91,10 @@ def test_ulysses_by_ring_of_a_readme(degree: int, published: float) -> None:
     (40, 2048, 99, 15), (40, 8192, 52, 40), (40, 32768, 10, 10),
     (5, 2048, 253, 15), (5, 8192, 68, 15), (5, 32768, 18, 15), (5, 65536, 8, 15),
 ])  # fmt: skip
-def test_rings_that_are_slower_than_a_gather(kv_heads: int, tokens: int, published: float, points: float) -> None:
-    """github.com/vllm-project/vllm-omni/issues/5092: on NVLink, 4 GPUs, forward, full: by how many percent.
-
-    The table names neither GPU nor heads: taken are an H100 and the 40 heads of 128 of Wan2.2, the model with as many
-    key heads, and an eighth of them. With 32 heads it would be 131, 17 and 5; 275, 71, 19 and 10.
-    """
+def test_ring_against_gather_of_vllm_omni(kv_heads: int, tokens: int, published: float, points: float) -> None:
+    # github.com/vllm-project/vllm-omni/issues/5092: by how many percent a ring is slower; 4 GPUs, NVLink, full forward.
+    # The table names neither GPU nor heads. Assumed are an H100, 40 heads of 128 (Wan2.2), and as many or an eighth as
+    # many key heads. With 32 heads the result would be 131, 17 and 5; 275, 71, 19 and 10.
     call = Call(tokens // 4, 4, mask=Mask(), heads=40, kv_heads=kv_heads)
     inputs = Inputs(H100, links("nvlink4"), phases=FORWARD)
     (ring,), (gather,) = baseline(call, H100, inputs.links, phases=FORWARD), gathered(call, inputs)

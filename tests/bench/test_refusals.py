@@ -1,4 +1,4 @@
-"""What the benches refuse before anything starts, in one line."""
+"""Tests of arguments that the benches refuse before anything starts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ REFUSED_ON_A_GPU = {
     ("command", "message", "gpu"),
     [*((*case, False) for case in REFUSED.items()), *((*case, True) for case in REFUSED_ON_A_GPU.items())],
 )
-def test_refused_in_a_line(
+def test_refusals_are_one_line(
     command: str, message: str, gpu: bool, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)

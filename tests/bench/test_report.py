@@ -1,4 +1,4 @@
-"""The report: what it reads and refuses, what stands where, that it needs no network, that files cannot script it."""
+"""Tests of the report: the files it reads, its order, its charts, and that a file's text cannot become markup."""
 
 from __future__ import annotations
 
@@ -56,16 +56,13 @@ def test_rank_0_alone_writes_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     assert invoke(folder).output == "" and not (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("run/results.json", "results.json is not a folder"),
-        ("empty", "empty holds no results: no file that a command wrote with --json"),
-        ("damaged", "holds no results: no file that a command wrote with --json; a.json: Expecting"),
-        ("run --out .", "cannot write .: it is a folder; name a file in it"),
-        ("run --out nowhere/page.html", "there is no folder nowhere"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ("run/results.json", "results.json is not a folder"),
+    ("empty", "empty holds no results: no file that a command wrote with --json"),
+    ("damaged", "holds no results: no file that a command wrote with --json; a.json: Expecting"),
+    ("run --out .", "cannot write .: it is a folder; name a file in it"),
+    ("run --out nowhere/page.html", "there is no folder nowhere"),
+])  # fmt: skip
 def test_refusals(flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run", results=report_cases.suite())
@@ -76,17 +73,14 @@ def test_refusals(flags: str, message: str, tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "run/report.html").exists()
 
 
-def test_a_page_that_cannot_be_written_costs_no_results(tmp_path: Path) -> None:
+def test_an_unwritable_page_keeps_the_results(tmp_path: Path) -> None:
     write(tmp_path, results=report_cases.suite())
     assert command.write_beside(tmp_path) == str(tmp_path / "report.html")
     write(tmp_path, results={"schema": "other"})
     assert command.write_beside(tmp_path).startswith(f"no report.html: ValueError: {tmp_path} holds no results")
 
 
-# the page
-
-
-def test_provenance_is_first_then_what_failed_then_the_files(page: str) -> None:
+def test_page_shows_provenance_failures_and_files_in_order(page: str) -> None:
     places = [
         page.index(text)
         for text in ("ringattn bench suite</dd>", "2 failed", 'id="timelines"', "<small>results", "<small>kernels")
@@ -97,7 +91,7 @@ def test_provenance_is_first_then_what_failed_then_the_files(page: str) -> None:
     assert "<strong>memory.json</strong>: memory per rank differs by 33.3% between worlds, 2% allowed" in failed
     assert "<p>Parts of the suite: 1 done, 1 failed.</p>" in failed
     assert "<p>nccl_one_sided does not open here: device is cpu</p>" in page
-    assert '<button type="button">busbw, GB/s</button>' in page and ">note<" not in page  # an empty column
+    assert '<button type="button">busbw, GB/s</button>' in page and ">note<" not in page  # an empty column is left out
     outline = Outline(page)
     assert all(re.fullmatch(r"\d*", tag["data-order"] or "") for tag in outline.tags("td"))
     assert len(outline.tags("caption")) == len(outline.tags("table")) == 4
@@ -130,13 +124,13 @@ def test_the_page_needs_no_network(page: str) -> None:
 
 
 def test_no_string_of_a_file_becomes_markup(page: str, tmp_path: Path) -> None:
-    """Whatever the strings say, the page has the same elements with the same attributes, in the same order."""
+    # Whatever the strings say, the page has the same elements with the same attributes in the same order.
     hostile = page_of(tmp_path / "run", **tainted(everything()))
     assert hostile.count("&lt;script&gt;alert(1)") > 50
     harmless, attacked = Outline(page), Outline(hostile)
 
     def shape(outline: Outline) -> list[tuple[str, list[str]]]:
-        # long text leaves a picture less room, and it has other ticks
+        # Long text leaves less room for a picture, which changes its ticks.
         return [(tag, sorted(each)) for tag, each in outline.elements if tag not in DRAWN]
 
     assert shape(attacked) == shape(harmless)
@@ -153,12 +147,9 @@ def test_tables_sort_by_numbers_and_by_words() -> None:
     assert order(["b", None, "A", "b", "c", 7]) == [2, "", 1, 2, 3, 0]
 
 
-def test_cells_are_short() -> None:
+def test_numbers_in_cells_are_short() -> None:
     assert [shown(value) for value in (12345, 0.123456, 1e10, False)] == ["12345", "0.1235", "1e+10", "no"]
     assert len(shown("x" * 10_000)) < 500
-
-
-# charts
 
 
 def drawn(data: dict[str, Any]) -> list[charts.Chart]:
@@ -169,36 +160,33 @@ def chart(units: dict[str, str], *rows: tuple[Any, ...]) -> list[charts.Chart]:
     return charts.charts(Result("x", units, [dict(zip(units, row, strict=True)) for row in rows]))
 
 
-def test_charts_are_of_the_columns_that_vary() -> None:
+def test_charts_show_the_columns_that_vary() -> None:
     (links,) = drawn(report_cases.links())
     assert (links.title, links.x, links.y) == ("bench links: busbw by size", "size, bytes", "busbw, GB/s")
     assert links.lines == {"0->1": {2.0**16: 1.0, 2.0**20: 9.0}, "1->0": {2.0**16: 2.0, 2.0**20: 8.0}}
-    (kernels,) = drawn(report_cases.kernels())  # one length of an error is no course
+    (kernels,) = drawn(report_cases.kernels())  # a single length makes no line
     rates = {1024.0: 90.0, 2048.0: 360.0, 4096.0: 1440.0}
     assert kernels.y == "value, TFLOP/s" and kernels.lines == {"ringattn": rates, "flash": rates}
     assert drawn(report_cases.suite()) == []
 
 
-def test_what_a_chart_is_drawn_of() -> None:
+def test_axes_and_lines_of_a_chart() -> None:
     units = {"world": "", "seqlen": "tokens", "by": "", "ms": "ms", "rate": "TFLOP/s", "note": "", "hits": "elements"}
     rows = [(w, s, "a", 1.0, float(w * s), str(w * s), w * s) for w in (2, 4) for s in (64, 128)]
-    (drawn,) = chart(units, *rows)  # a rate before a time; lengths before ranks, which are the lines
+    (drawn,) = chart(units, *rows)  # a rate takes precedence over a time, lengths over ranks; ranks are the lines
     assert drawn.y == "rate, TFLOP/s" and drawn.lines["world 4"] == {64.0: 256.0, 128.0: 512.0}
     twice = {"seqlen": "", "ms": "ms"}
     (drawn,) = chart(twice, (1, 1.0), (1, 3.0), (1, 9.0), (2, 1.0))
-    assert drawn.lines == {"ms": {1.0: 3.0, 2.0: 1.0}}  # the median
+    assert drawn.lines == {"ms": {1.0: 3.0, 2.0: 1.0}}  # median of the repeats
     assert charts.draw(drawn).axes[0].get_xscale() == "linear"
     (drawn,) = chart(twice, (1, 1.0), (64, 99.0))
     assert charts.draw(drawn).axes[0].get_xscale() == charts.draw(drawn).axes[0].get_yscale() == "log"
     (drawn,) = chart(twice, (1, 0.0), (2, 99.0))
-    assert charts.draw(drawn).axes[0].get_yscale() == "linear"  # a zero has no place on another
+    assert charts.draw(drawn).axes[0].get_yscale() == "linear"  # a log axis cannot show zero
     for value in (HOSTILE, None, True, 10**299):
         assert chart(twice, (1, value), (2, value)) == []
     (many,) = chart({"seqlen": "", "by": "", "ms": "ms"}, *((s, f"n{n}", 1.0) for s in (1, 2) for n in range(20)))
     assert len(many.lines) == 12 and many.title.endswith("first 12 of 20 lines")
-
-
-# pictures of timelines
 
 
 def test_measured_and_predicted_share_one_time_axis() -> None:
@@ -234,8 +222,8 @@ def test_an_svg_is_the_same_for_the_same_figure_and_has_ids_of_its_own() -> None
     assert {*re.findall(r'(?:url\(|href=")#([^")]+)', first)} <= ids[0]
 
 
-def test_an_svg_is_the_same_whatever_the_last_bits_of_its_layout() -> None:
-    """Constrained layouts leave them to the order of a solver, which differs from process to process."""
+def test_an_svg_does_not_depend_on_rounding_of_the_layout() -> None:
+    # The last bits of a constrained layout depend on the order of a solver, which differs between processes.
 
     def drawn(left: float) -> str:
         figure = Figure()
@@ -245,16 +233,16 @@ def test_an_svg_is_the_same_whatever_the_last_bits_of_its_layout() -> None:
     assert drawn(0.1) == drawn(math.nextafter(0.1, 1)) != drawn(0.2)
 
 
-def test_pictures_take_the_colours_of_the_page(page: str) -> None:
-    """Of its dark form too: no white box, and no text in dark ink."""
+def test_pictures_use_the_colours_of_the_page(page: str) -> None:
+    # In the page's dark form there must be no white box and no dark text.
     svgs = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert svgs and all("var(--paper)" in one and "var(--ink)" in one for one in svgs)
-    assert not any(getattr(LIGHT, name) in one for one in svgs for name in OF_THE_PAGE)
+    assert svgs and all("var(--paper)" in svg and "var(--ink)" in svg for svg in svgs)
+    assert not any(getattr(LIGHT, name) in svg for svg in svgs for name in OF_THE_PAGE)
     assert all(f"--{name}:" in page for name in OF_THE_PAGE)
 
 
-def test_a_column_that_some_rows_have_cuts_no_line() -> None:
-    """Of `bench links`: compute beside the largest transfer alone; and channels, where they tell rows apart."""
+def test_a_partly_filled_column_does_not_split_lines() -> None:
+    # `bench links` measures compute only beside the largest transfer, and channels only tell some rows apart.
     units = {"transport": "", "channels": "", "size": "B", "busbw": "GB/s", "compute": "", "compute note": ""}
     rows: list[Any] = [
         {"transport": "nccl", "channels": n, "size": 4**i, "busbw": i + 1.0} for n in (1, 4) for i in range(3)
@@ -262,9 +250,9 @@ def test_a_column_that_some_rows_have_cuts_no_line() -> None:
     rows += [{"transport": "local", "channels": None, "size": 4**i, "busbw": i + 2.0} for i in range(3)]
     for row in rows[2::3]:
         row |= {"compute": "matmul", "compute note": "why"}
-    made = charts.chart_of("links", rows, units)
-    assert made is not None
-    assert {name: len(points) for name, points in made.lines.items()} == {
+    chart = charts.chart_of("links", rows, units)
+    assert chart is not None
+    assert {name: len(points) for name, points in chart.lines.items()} == {
         "nccl, channels 1": 3, "nccl, channels 4": 3, "local": 3,
     }  # fmt: skip
 
@@ -277,5 +265,5 @@ def test_legends_are_outside_of_the_axes() -> None:
     assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
-def test_provenance_without_a_commit_says_nothing_of_it() -> None:
+def test_provenance_without_a_commit() -> None:
     assert plain({"version": "1", "commit": None, "modified": None}) == "version 1"

@@ -1,4 +1,4 @@
-"""The one result of every command: its table, its files, and what is refused as such a file."""
+"""Tests of the result of every command: its table, its files, and files that are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_table_leaves_out_columns_from_the_right_and_names_them() -> None:
 def test_constant_columns_of_wide_tables_are_printed_once() -> None:
     rows: list[Row] = [{"edge": edge, "GB/s": 12.5, "checked": "", "remark": edge * 9} for edge in ("0 -> 1", "1 -> 0")]
     wide, narrow = Result("", FOUND.units, rows).text(100).splitlines(), Result("", FOUND.units, rows).text(70)
-    assert wide[0].split() == ["edge", "GB/s", "GB/s", "remark"]  # no empty columns
+    assert wide[0].split() == ["edge", "GB/s", "GB/s", "remark"]  # empty columns are left out
     assert narrow.splitlines()[0] == "GB/s 12.5 GB/s" and narrow.splitlines()[1].split() == ["edge", "remark"]
 
 
@@ -61,7 +61,7 @@ def test_failure_ends_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_failure_ends_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also those that print nothing."""
+    # Ranks that print nothing fail, too.
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(typer.Exit) as ended:
@@ -69,35 +69,29 @@ def test_a_failure_ends_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert ended.value.exit_code == 1 and capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"schema": "other"}, "its schema is not"),
-        ({"rows": 3}, "result.rows is 3: it must be of type list"),
-        ({"rows": [{"other": 1}]}, "fields that are not columns of units"),
-        ({"rows": [{"edge": [1]}]}, "must be of type str | bool | float | None"),
-        ({"notes": [3]}, "is 3: it must be of type str"),
-        ({"units": {"edge": 3}}, "is 3: it must be of type str"),
-        ({"extra": 3}, "result has an unknown field 'extra'"),
-    ],
-)
-def test_other_files_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("change", "why"), [
+    ({"schema": "other"}, "its schema is not"),
+    ({"rows": 3}, "result.rows is 3: it must be of type list"),
+    ({"rows": [{"other": 1}]}, "fields that are not columns of units"),
+    ({"rows": [{"edge": [1]}]}, "must be of type str | bool | float | None"),
+    ({"notes": [3]}, "is 3: it must be of type str"),
+    ({"units": {"edge": 3}}, "is 3: it must be of type str"),
+    ({"extra": 3}, "result has an unknown field 'extra'"),
+])  # fmt: skip
+def test_files_without_a_result_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text(json.dumps({**FOUND.as_json(), **change}))
     with pytest.raises(ValueError, match=re.escape(why)):
         read(path)
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (11960.4, "11960"),
-        (8803.2, "8803"),
-        (9999.96, "10000"),
-        (0.084, "0.084"),
-        (-12345.6, "-12346"),
-        (2.5e12, "2.5e+12"),
-    ],
-)
+@pytest.mark.parametrize(("number", "text"), [
+    (11960.4, "11960"),
+    (8803.2, "8803"),
+    (9999.96, "10000"),
+    (0.084, "0.084"),
+    (-12345.6, "-12346"),
+    (2.5e12, "2.5e+12"),
+])  # fmt: skip
 def test_numbers_of_one_table_have_no_exponent_beside_others(number: float, text: str) -> None:
     assert cell(number) == text

@@ -1,4 +1,4 @@
-"""``bench ring``: candidates agree, columns are what they say, what does not fit or dies ends with a reason."""
+"""Tests of ``bench ring``: candidates agree, columns are right, and unusable candidates state a reason."""
 
 from __future__ import annotations
 
@@ -37,39 +37,36 @@ WAYS = (OURS, BASELINE, ALL_GATHER, ULYSSES)
 
 
 def by_name(result: Result) -> dict[str, Any]:
-    """Rows of one problem."""
+    """Return the rows of one problem by candidate."""
     return {row["candidate"]: row for row in result.rows}
-
-
-# processes
 
 
 def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
     flags = "--seqlen 256,512 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1 --layout zigzag,striped --batch 2"
-    by = "ringattn,baseline,all-gather,Ulysses,PyTorch"  # others take long to import
+    by = "ringattn,baseline,all-gather,Ulysses,PyTorch"  # other libraries take long to import
     ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags.split(), "--by", by, "--json", str(tmp_path / "r.json")])
     assert ran.exit_code == 0, ran.output
     result = read(tmp_path / "r.json")
     assert not result.failed and result.provenance["versions"]
     for tokens in (256, 512):
         rows = by_name(Result("", {}, [row for row in result.rows if row["tokens"] == tokens]))
-        ours = [f"{OURS} {layout}" for layout in ("zigzag", "striped")]
-        assert {WHOLE, *ours, BASELINE, ALL_GATHER, ULYSSES} <= set(rows)
+        rings = [f"{OURS} {layout}" for layout in ("zigzag", "striped")]
+        assert {WHOLE, *rings, BASELINE, ALL_GATHER, ULYSSES} <= set(rows)
         assert all(row["over tolerance"] == "" and row["error"] < 1e-4 for row in rows.values())
-        for part, names in (("exposed", (*ours, BASELINE, ALL_GATHER, ULYSSES)), ("compute", ours)):
-            here = [rows[name][part] / rows[name]["time"] for name in names if rows[name][part] is not None]
-            assert all(0 <= ratio <= 1 for ratio in here), part  # none where the machine was busy meanwhile
+        for part, names in (("exposed", (*rings, BASELINE, ALL_GATHER, ULYSSES)), ("compute", rings)):
+            ratios = [rows[name][part] / rows[name]["time"] for name in names if rows[name][part] is not None]
+            assert all(0 <= ratio <= 1 for ratio in ratios), part  # the part is missing if the machine was busy
         kv, queries = 2 * 2 * 2 * 16 * 4, 2 * 4 * 16 * 4  # bytes per token of both batch rows
-        assert rows[ALL_GATHER]["sent"] * 1e6 == tokens // 2 * 2 * kv  # K/V there, fp32 dK/dV back
+        assert rows[ALL_GATHER]["sent"] * 1e6 == tokens // 2 * 2 * kv  # K/V sent, fp32 dK/dV returned
         assert rows[ULYSSES]["sent"] * 1e6 == tokens // 2 * (4 * queries + 2 * kv) // 2
-        assert rows[ours[0]]["sent"] * 1e6 == tokens // 2 * 3 * kv  # the local dK/dV never leave
+        assert rows[rings[0]]["sent"] * 1e6 == tokens // 2 * 3 * kv  # the local dK/dV never leave
         assert rows[BASELINE]["sent"] * 1e6 == tokens // 2 * 4 * kv
         flops = 2 * 3.5 * 4 * 16 * 4 * tokens * (tokens + 1) / 2
-        for name, ranks in ((WHOLE, 1), (ours[0], 2)):
-            of = rows[name]
-            assert of["rate of a rank"] == pytest.approx(flops / (of["time"] / 1e3) / ranks / 1e12)
-            assert of["of ideal"] == pytest.approx(100 * rows[WHOLE]["time"] / 2 / of["time"])
-            assert of["throughput"] == pytest.approx(2 * tokens / (of["time"] / 1e3))
+        for name, ranks in ((WHOLE, 1), (rings[0], 2)):
+            row = rows[name]
+            assert row["rate of a rank"] == pytest.approx(flops / (row["time"] / 1e3) / ranks / 1e12)
+            assert row["of ideal"] == pytest.approx(100 * rows[WHOLE]["time"] / 2 / row["time"])
+            assert row["throughput"] == pytest.approx(2 * tokens / (row["time"] / 1e3))
     assert runs.ONE_RUN in result.notes
     assert f"not available: {CONTEXT_PARALLEL}: it has no sharding strategy" in ran.stdout
     assert [note.split()[2] for note in result.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
@@ -77,50 +74,50 @@ def test_all_candidates_agree_in_real_processes(tmp_path: Path) -> None:
 
 
 def left_open(place: Member, device: torch.device, config: RingConfig) -> Result:
-    """What there is of rings and groups after a measurement, as notes."""
+    """Measure, and note the number of groups and rings that are still open."""
     result = measure(place, device, config)
     groups = dist.distributed_c10d._world.pg_map
-    rings = [thing for group in groups for thing in kept_of(group).values() if isinstance(thing, Ring)]
+    rings = [value for group in groups for value in kept_of(group).values() if isinstance(value, Ring)]
     return replace(result, notes=[f"{len(groups)} group, {len(rings)} rings"])
 
 
 @pytest.mark.nightly
-def test_meshes_end_with_their_length() -> None:
-    """Of every length a mesh, on slow links; one key head for both ranks, and what a rank sends of it."""
+def test_meshes_are_closed_after_each_length() -> None:
+    # The links are slow, and both ranks share one key head.
     problems = tuple(AttentionConfig(tokens, 2, heads=4, kv_heads=1, head_dim=16) for tokens in (64, 128))
     result = spawn(2, left_open, RingConfig(problems, ("zigzag",), 1, (ULYSSES,), bytes_per_second=1e6))
     assert result.notes == ["1 group, 0 rings"] and not result.failed
     rows = {row["tokens"]: row for row in result.rows if row["candidate"] == "Ulysses 2 x ring 1"}
     for tokens, row in rows.items():
-        # half of q, out, dout, dq; k and v for the other rank, dk and dv of its part of the queries
+        # Half of q, out, dout and dq; k and v for the other rank; dk and dv of the other rank's queries.
         assert row["sent"] * 1e6 == tokens // 2 * (4 * 2 + 4 * 1) * 16 * 4
         assert row["time"] > row["sent"] * 1e6 / 1e6 * 1e3
         assert row["error"] < 1e-4
     assert len(rows) == 2
 
 
-def test_only_the_cpu_is_slowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_per_second_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags, "device_name", lambda name: name)
     ran = CliRunner().invoke(cli.app, ["bench", "ring", "--device", "cuda", "--bytes-per-second", "1m"])
     assert ran.exit_code == 2 and "--bytes-per-second" in ran.output
 
 
-def test_one_process_has_no_links_to_slow() -> None:
+def test_bytes_per_second_is_refused_for_one_process() -> None:
     flags_of_two = ["--device", "cpu", "--seqlen", "16", "--bytes-per-second", "1m", "--world", "1,2"]
     ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags_of_two])
     assert ran.exit_code == 2 and "--world is 1" in ran.output
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_every_length_has_processes_of_its_own(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peaks count what an earlier one left in the heap; a launcher's ranks measure all, which the notes say."""
-    taken: list[list[int]] = []
+def test_every_length_runs_in_its_own_processes(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A peak counts what an earlier length left on the heap. Ranks of a launcher measure all lengths, which a note says.
+    lengths: list[list[int]] = []
 
     def measured(setting: Setting, *_: object) -> Result:
         return Result("bench ring", runs.UNITS)
 
     def spawned(world: int, measure: Any, config: RingConfig, **_: object) -> Result:
-        taken.append([problem.seqlen for problem in config.problems])
+        lengths.append([problem.seqlen for problem in config.problems])
         part: Result = measure(Member(0, 1, 0, 1), CPU, config)
         return part
 
@@ -130,14 +127,14 @@ def test_every_length_has_processes_of_its_own(launched: bool, monkeypatch: pyte
     monkeypatch.setattr(command, "member", lambda: Member(0, 1, 0, 1) if launched else None)
     ran = CliRunner().invoke(cli.app, ["bench", "ring", "--world", "1", "--seqlen", "512,256", "--device", "cpu"])
     assert ran.exit_code == 0, ran.output
-    assert taken == ([[256, 512]] if launched else [[256], [512]])
+    assert lengths == ([[256, 512]] if launched else [[256], [512]])
     assert ("peaks after the first length are upper bounds" in ran.output) == launched
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_peer_with_another_order_of_heads_is_right(causal: bool) -> None:
-    """Its out and dq; its dk and dv are wrong on the CPU with one head of queries to each of K/V, too."""
+def test_a_library_with_another_head_order_is_right(causal: bool) -> None:
+    # On the CPU this library's dk and dv are wrong even with one query head per key head.
     problem = AttentionConfig(64, 2, heads=6, kv_heads=2, head_dim=16, causal=causal)
     result = spawn(2, measure, RingConfig((problem,), ("zigzag",), 1, (LUCIDRAINS,)))
     assert not {"out", "dq"} & {*by_name(result)[LUCIDRAINS]["over tolerance"].split(", ")} and not result.failed
@@ -157,31 +154,28 @@ def test_three_ranks_and_a_full_mask() -> None:
     assert not result.failed and {BASELINE, ALL_GATHER, ULYSSES} <= set(by_name(result))
 
 
-UNCOUNTED = 0.05  # of 90 to 105 MB: an operator's scratch per thread, gloo's buffers, lse; pieces of half a shard
+UNCOUNTED = 0.05  # of 90 to 105 MB: operators' scratch, gloo's buffers, lse, pieces of half a shard
 
 
 @pytest.mark.nightly
-def test_memory_is_what_was_counted() -> None:
-    """Where tensors are much larger than what a process takes anyway: neither less nor more than the count."""
+def test_counted_memory_matches_the_measured_peaks() -> None:
+    # Tensors are much larger than a process's other memory, so the count must match in both directions.
     problem = AttentionConfig(2 * 4096, 2, heads=8, kv_heads=4, head_dim=64)
     (q, k), tokens = memory_table.elements(problem), memory_table.shard(problem)
-    spared = {  # what a count has for other worlds and dtypes, and two ranks in fp32 do not take
-        # the second pair of K/V buffers has no third rank's shard to hold; the running dQ is the result
+    unused = {  # counted for other worlds and dtypes, but not taken by two ranks in fp32
+        # Without a third rank the second pair of K/V buffers is unused. The running dQ is the result.
         BASELINE: tokens * (2 * k * 4 + q * 4),
-        # gradients by heads are the fp32 accumulators themselves, and dout by heads is gone when they travel
+        # Gradients by heads are the fp32 accumulators. dout by heads is freed before they are sent.
         ULYSSES: tokens * 2 * q * 4,
-        # and its own part of what it exchanges is not copied
+        # In addition, the rank's own part of an exchange is not copied.
         "Ulysses 2 x ring 1": tokens * (2 * q + q // 2) * 4,
     }
     rows = by_name(spawn(2, measure, RingConfig((problem,), ("zigzag",), 1, WAYS)))
     assert len(rows) == 2 + len(WAYS)
     for name, row in rows.items():
         counted = row["counted peak"] * 1e6
-        least, most = (1 - UNCOUNTED) * (counted - spared.get(name, 0)), (1 + UNCOUNTED) * counted
+        least, most = (1 - UNCOUNTED) * (counted - unused.get(name, 0)), (1 + UNCOUNTED) * counted
         assert least < row["peak"] * 1e6 < most, f"{name}: {row['peak']:,} MB, {least:,.0f} to {most:,.0f} bytes"
-
-
-# what follows from rows
 
 
 def rows(tokens: int = 1024, world: int = 2, **seconds: float) -> list[Row]:
@@ -194,7 +188,7 @@ def rows(tokens: int = 1024, world: int = 2, **seconds: float) -> list[Row]:
 
 
 def test_parts_of_a_slower_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another run may have waited for longer than the timed ones took in all."""
+    # An extra run may wait longer than the timed runs take in all.
     monkeypatch.setattr(runs, "where_time_goes", lambda *_: (0.3, 0.2))
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
     candidate, checked = Candidate(BASELINE, None, partial(sdpa, causal=True)), runs.Checked((), 0, {}, ())
@@ -216,7 +210,7 @@ def test_last_notes() -> None:
 @pytest.mark.usefixtures("rank_zero")
 @pytest.mark.parametrize("name", rest_nightly([BASELINE, LUCIDRAINS], BASELINE))
 def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that returns a wrong dk, on rank 0 of one rank; who holds the same tokens holds the same memory."""
+    # The candidate returns a wrong dk. Candidates with the same positions share their shards.
     problem, positions = AttentionConfig(16, 1, heads=2, kv_heads=2, head_dim=8), torch.randperm(16).sort().values
 
     def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -225,8 +219,8 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k, v, causal=True)
 
-    able = {WHOLE: Candidate(WHOLE, positions, right), name: Candidate(name, positions.clone(), wrong)}
-    monkeypatch.setattr(runs, "candidates", lambda *_: (able, {"another": "it needs a GPU"}))
+    available = {WHOLE: Candidate(WHOLE, positions, right), name: Candidate(name, positions.clone(), wrong)}
+    monkeypatch.setattr(runs, "candidates", lambda *_: (available, {"another": "it needs a GPU"}))
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
     result = runs.measured(setting(problem), RingConfig((problem,), ("zigzag",), 1), 0)
     assert [row["over tolerance"] for row in result.rows] == ["", "out, dq, dk, dv"]
@@ -236,13 +230,10 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(name: str, monkeypatch: py
     assert f"{name}: out, dq, dk, dv has an error above its limit" in line
     assert bool(result.failed) == (name == BASELINE)
     assert "not available: another: it needs a GPU" in result.notes
-    able["flipped"] = Candidate("flipped", positions.flip(0), right)
-    first, second, third = runs.checked(able, problem, CPU, 0).values()
+    available["flipped"] = Candidate("flipped", positions.flip(0), right)
+    first, second, third = runs.checked(available, problem, CPU, 0).values()
     assert first.shards is second.shards and len(second.shards) == 4
     assert torch.equal(third.shards[0], first.shards[0].flip(1))
-
-
-# candidates
 
 
 def setting(problem: AttentionConfig, device: str = "cpu", shared: bool = False) -> Setting:
@@ -257,44 +248,41 @@ def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
 
 
-def test_a_candidate_takes_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+def test_a_candidate_sets_its_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     tensors = tuple(torch.randn(1, 4, 1, 8) for _ in range(4))
     Candidate("x", torch.arange(4), partial(sdpa, causal=True), threads=3).run(tensors)
-    assert asked == [3]
+    assert threads == [3]
 
 
-def test_every_candidate_is_taken_by_its_name() -> None:
+def test_candidates_are_chosen_by_name() -> None:
     names = [*candidates.chosen(["zigzag"], (), [2, 4])]
     assert "Ulysses 2 x ring 2" in names
     assert all(command.chosen_prefixes(["zigzag"], name, [2, 4]) == (name,) for name in names)
 
 
 @pytest.mark.usefixtures("rank_zero")
-@pytest.mark.parametrize(
-    ("make", "ring_setting", "message"),
-    [
-        (candidates.ulysses, setting(AttentionConfig(64, 3, heads=8, kv_heads=8)), "heads is 8: .* of the 3 ranks"),
-        (candidates.ulysses, setting(AttentionConfig(64, 2), "cuda", shared=True), "one rank per GPU"),
-        (partial(candidates.ulysses_by_ring, 2), setting(AttentionConfig(64, 4, heads=3, kv_heads=3)), "may have 1, 3"),
-        (candidates.all_gather, setting(AttentionConfig(65, 2)), "65 tokens"),
-        (candidates.baseline_ring, setting(AttentionConfig(66, 2)), "66 tokens"),
-        (candidates.baseline_ring, setting(AttentionConfig(64, 2), "cuda"), "CPU's operator"),
-        (candidates.all_cores, setting(AttentionConfig(64, 2, threads=10**6)), "no more threads than one rank has"),
-        (candidates.context_parallel, setting(AttentionConfig(64, 2)), "needs a GPU"),
-        (candidates.context_parallel, setting(AttentionConfig(64, 2, kv_heads=2), "cuda"), "as many key/value heads"),
-        (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16")), "needs a GPU"),
-        (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16"), "cuda"), "is not installed"),
-    ],
-)
+@pytest.mark.parametrize(("make", "ring_setting", "message"), [
+    (candidates.ulysses, setting(AttentionConfig(64, 3, heads=8, kv_heads=8)), "heads is 8: .* of the 3 ranks"),
+    (candidates.ulysses, setting(AttentionConfig(64, 2), "cuda", shared=True), "one rank per GPU"),
+    (partial(candidates.ulysses_by_ring, 2), setting(AttentionConfig(64, 4, heads=3, kv_heads=3)), "may have 1, 3"),
+    (candidates.all_gather, setting(AttentionConfig(65, 2)), "65 tokens"),
+    (candidates.baseline_ring, setting(AttentionConfig(66, 2)), "66 tokens"),
+    (candidates.baseline_ring, setting(AttentionConfig(64, 2), "cuda"), "CPU's operator"),
+    (candidates.all_cores, setting(AttentionConfig(64, 2, threads=10**6)), "no more threads than one rank has"),
+    (candidates.context_parallel, setting(AttentionConfig(64, 2)), "needs a GPU"),
+    (candidates.context_parallel, setting(AttentionConfig(64, 2, kv_heads=2), "cuda"), "as many key/value heads"),
+    (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16")), "needs a GPU"),
+    (candidates.zhuzilin, setting(AttentionConfig(64, 2, dtype="bfloat16"), "cuda"), "is not installed"),
+])  # fmt: skip
 def test_refused_candidates(make: Any, ring_setting: Setting, message: str) -> None:
     with pytest.raises(Refused, match=message):
         make(ring_setting)
 
 
 @pytest.mark.usefixtures("rank_zero")
-def test_a_key_head_that_several_ranks_share_travels_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_key_head_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("init_device_mesh", "resolve_mesh"):
         monkeypatch.setattr(candidates, name, lambda *_, **named: None)
     by_ring = []
@@ -305,11 +293,8 @@ def test_a_key_head_that_several_ranks_share_travels_whole(monkeypatch: pytest.M
     assert by_ring[0] == by_ring[1] > 0
 
 
-# memory
-
-
 def test_the_rings_of_all_layouts_keep_their_slots() -> None:
-    """What a ring holds between calls, counted on one that ran; each layout more than the first adds that much."""
+    # Slots that a ring keeps between calls; every further layout adds as many.
     problem = AttentionConfig(2 * 512, 2, heads=4, kv_heads=2, head_dim=16)
 
     def held(group: LocalGroup) -> int:
@@ -323,11 +308,11 @@ def test_the_rings_of_all_layouts_keep_their_slots() -> None:
     with LocalWorld(2) as world:
         slots = world.run(held)[0]
     assert slots == memory_table.ring_slots(problem)
-    shards = 2 * 512 * memory_table.inputs(problem)  # a copy of them on both ranks
+    shards = 2 * 512 * memory_table.inputs(problem)  # a copy on both ranks
     for device in ("cpu", "cuda"):
         for kinds, more in (([OURS], 4 * slots), ([OURS, ALL_GATHER], 4 * slots), ([ALL_GATHER], 0)):
             single, three = (
-                runs.needs(replace(problem, device=device), layouts=layouts, kinds=kinds)  # two ranks share a GPU
+                runs.needs(replace(problem, device=device), layouts=layouts, kinds=kinds)  # two ranks on one GPU
                 for layouts in (["zigzag"], ["zigzag", "contiguous", "striped"])
             )
             assert three.host + three.gpu - single.host - single.gpu == 2 * shards + more

@@ -1,4 +1,4 @@
-"""``bench suite``: command lines run as processes within a budget, and one file that a later call goes on from."""
+"""Tests of ``bench suite``: parts run as processes within a budget, and a later call continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def part(name: str, *words: str, code: str = "", seconds: float = 5.0, **more: Any) -> Part:
-    """A part that needs neither torch nor this package."""
+    """Return a part that imports neither torch nor this package."""
     return Part(name, "", (PYTHON, "-S", "-c", code, *words), seconds, **more)
 
 
@@ -48,25 +48,19 @@ ROW = {"part": "good", "state": "done", "seconds": 1.0, "found": "", "about": ""
 
 
 def results(**changes: Any) -> dict[str, Any]:
-    """A file of the suite, read as JSON."""
-    made = Result("bench suite", suite.UNITS, [ROW], provenance=HERE).as_json()
-    return dict(json.loads(json.dumps(made | changes)))
+    """Return a result file of the suite as JSON."""
+    result = Result("bench suite", suite.UNITS, [ROW], provenance=HERE).as_json()
+    return dict(json.loads(json.dumps(result | changes)))
 
 
-# going on from a folder
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[1]", "it must be a JSON object"),
-        (json.dumps({"schema": "ringattn bench suite 1"}), "its schema is not 'ringattn result'"),
-        (json.dumps(results(case="bench links")), "holds bench links"),
-        (json.dumps(results(units={"part": ""}, rows=[{"part": "x"}])), "holds bench suite"),
-        (json.dumps(results(provenance={**HERE, "ringattn": {"sources": "other"}})), "ringattn.sources other, not"),
-    ],
-)
-def test_a_folder_of_something_else_is_refused(text: str, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "message"), [
+    ("[1]", "it must be a JSON object"),
+    (json.dumps({"schema": "ringattn bench suite 1"}), "its schema is not 'ringattn result'"),
+    (json.dumps(results(case="bench links")), "holds bench links"),
+    (json.dumps(results(units={"part": ""}, rows=[{"part": "x"}])), "holds bench suite"),
+    (json.dumps(results(provenance={**HERE, "ringattn": {"sources": "other"}})), "ringattn.sources other, not"),
+])  # fmt: skip
+def test_a_folder_with_other_results_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps(results(provenance={**HERE, "date": "another"})))
     assert suite.earlier(tmp_path, HERE) == [ROW]
     (tmp_path / "results.json").write_text(text)
@@ -75,23 +69,17 @@ def test_a_folder_of_something_else_is_refused(text: str, message: str, tmp_path
     assert message in str(refused.value) and "results.json" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--device", "cuda"], "torch finds no CUDA device"),
-        (["--only", "nothing"], "--only is 'nothing': no part's name contains it"),
-        (["--out", __file__], "cannot write to this folder"),
-        (["--out", "/proc/no/suite"], "--out is /proc/no/suite: cannot write to this folder"),
-        (["--budget", "0"], "--budget"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--device", "cuda"], "torch finds no CUDA device"),
+    (["--only", "nothing"], "--only is 'nothing': no part's name contains it"),
+    (["--out", __file__], "cannot write to this folder"),
+    (["--out", "/proc/no/suite"], "--out is /proc/no/suite: cannot write to this folder"),
+    (["--budget", "0"], "--budget"),
+])  # fmt: skip
 def test_refusals(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ran = CliRunner().invoke(suite.app, ["--device", "cpu", *flags], env={"COLUMNS": "300"})
     assert ran.exit_code == 2 and message in ran.output, ran.output
-
-
-# the processes
 
 
 def run(parts: list[Part], out: Path, budget: float = 60.0) -> dict[object, Row]:
@@ -104,13 +92,13 @@ HANGS = "import time; time.sleep(60)"
 
 
 def leaves(failed: list[str] | None = None, notes: list[str] | None = None) -> str:
-    """Code that writes a result to the file that is its argument."""
-    made = Result("x", {"a": ""}, [{"a": 1}], failed or [], notes or []).as_json()
-    return f"import sys; open(sys.argv[1], 'w').write({json.dumps(json.dumps(made))}); "
+    """Return code that writes a result to the file in its first argument."""
+    result = Result("x", {"a": ""}, [{"a": 1}], failed or [], notes or []).as_json()
+    return f"import sys; open(sys.argv[1], 'w').write({json.dumps(json.dumps(result))}); "
 
 
 def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One hangs, and so does what it started in a session of its own: none of it runs on."""
+    # The part that hangs has a child in another session, which must end, too.
     monkeypatch.setattr(processes, "GRACE_SECONDS", 60.0)
     child = CHILD.format(repr(HANGS)) + f"open({str(tmp_path / 'child')!r}, 'w').write(str(p.pid)); "
     result = run(
@@ -126,7 +114,7 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
             part("silent", FILE),
             part("last", code="print('here')"),
         ],
-        tmp_path, budget=500.0,  # of which it has 3 seconds
+        tmp_path, budget=500.0,  # the part gets 3 seconds of it
     )  # fmt: skip
     assert {name: row["state"] for name, row in result.items()} == {
         "good": "done", "plain": "done", "raises": "failed", "crashes": "failed", "lacks": "not here",
@@ -139,12 +127,12 @@ def test_failing_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytes
         "silent": "silent.json cannot be read", "last": "",
     }.items():  # fmt: skip
         assert words in str(result[name]["found"]), name
-    assert "Fatal Python error: Aborted" in (tmp_path / "logs" / "hangs.txt").read_text()  # and where it was
+    assert "Fatal Python error: Aborted" in (tmp_path / "logs" / "hangs.txt").read_text()  # with the stack of the hang
     assert not Path("/proc", (tmp_path / "child").read_text(), "exe").exists()
     assert (tmp_path / "logs" / "last.txt").read_text() == "here\n"
 
 
-def test_parts_of_a_call_that_was_killed_are_ended_by_the_next(tmp_path: Path) -> None:
+def test_the_next_call_ends_orphaned_parts(tmp_path: Path) -> None:
     orphan, other = (
         subprocess.Popen(
             [sys.executable, "-S", "-c", HANGS], env=os.environ | {processes.MARK: f"{processes.mark_of(out)}1.1|"}
@@ -159,7 +147,7 @@ def test_parts_of_a_call_that_was_killed_are_ended_by_the_next(tmp_path: Path) -
         other.wait()
 
 
-def test_a_signal_ends_parts_and_keeps_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_parts_and_keeps_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signals = f"import os, signal; os.kill({os.getpid()}, signal.SIGTERM); "
     listed = [part("first"), part("hangs", code=signals + HANGS, beside="x"), part("waits", beside="x")]
     monkeypatch.setattr(parts, "parts_of", lambda kind: listed)
@@ -171,7 +159,7 @@ def test_a_signal_ends_parts_and_keeps_what_is_known(tmp_path: Path, monkeypatch
 
 
 def test_unused_time_goes_to_later_parts(tmp_path: Path) -> None:
-    """A part's share is of the time left, at least its own seconds; its command gets half of that."""
+    # A part gets a share of the time left, at least its own seconds. Its command gets half of the share.
     three = [part(name, SECONDS, code="import sys; print(sys.argv[1])", seconds=10.0) for name in "abc"]
     run(three, tmp_path, budget=90.0)
     budgets = [int((tmp_path / "logs" / f"{name}.txt").read_text()) for name in "abc"]
@@ -182,17 +170,16 @@ def test_unused_time_goes_to_later_parts(tmp_path: Path) -> None:
 
 
 def test_parts_that_are_not_timed_run_side_by_side(tmp_path: Path) -> None:
-    """Two at a time, though there are three; and alone what stands alone."""
     code = f"""
 import os, sys, time
 def there():
     return [name for name in os.listdir() if len(name) == 1]
 os.chdir({str(tmp_path)!r})
 open(sys.argv[1], "w").close()
-while len(there()) < 2 and not os.path.exists("together"):  # the first waits for the second
+while len(there()) < 2 and not os.path.exists("together"):  # wait until two parts run
     time.sleep(0.01)
 open("together", "w").close()
-time.sleep(0.3)  # were there more, they would come
+time.sleep(0.3)  # a third part would start meanwhile
 print(len(there()))
 os.remove(sys.argv[1])
 """
@@ -204,15 +191,12 @@ os.remove(sys.argv[1])
     assert [processes.seconds_of(group, 2) for group in groups] == [10.0, 5.0, 0.0]
 
 
-def test_time_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the part that takes least, of which half its time is enough; what is not here takes none."""
+def test_missing_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The shortest part needs at least half of its time. A missing part needs none.
     listed = [part("long", seconds=60.0), part("short", seconds=10.0), part("absent", seconds=1.0, missing="no GPU")]
     now = Clock(monkeypatch).now
     assert processes.short_of(listed, now + 6) == processes.short_of(listed[2:], now) == 0
     assert processes.short_of(listed, now + 2) == 3
-
-
-# the lists
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cuda", 2), ("cuda", 4), ("cpu", 0)])
@@ -221,7 +205,7 @@ def test_parts_are_commands_that_leave_a_result(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     listed = parts.parts_of(device)
-    assert len({each.file for each in listed}) == len(listed)
+    assert len({candidate.file for candidate in listed}) == len(listed)
     places = {FILE: str(tmp_path / "a.json"), OUT: str(tmp_path), SECONDS: "10"}
     for candidate in listed:
         assert FILE in candidate.command and "tests" not in candidate.command_line
@@ -230,26 +214,24 @@ def test_parts_are_commands_that_leave_a_result(
         if module == "ringattn":
             name = " ".join(words[: 1 + (words[0] == "bench")])
             app = import_module(f"ringattn.{cli.COMMANDS[name][0]}").app
-            context = typer.main.get_command(app).make_context(
-                name, words[len(name.split()) :]
-            )  # refuses unknown flags
+            # raises on unknown flags
+            context = typer.main.get_command(app).make_context(name, words[len(name.split()) :])
             if name == "bench links":
                 assert steps(*(context.params[flag] for flag in ("minbytes", "maxbytes", "stepfactor")))
         else:
             inspect.signature(device_cases.CASES[device][words[0]]).bind(CPU)
 
 
-def test_ranks_that_share_a_gpu_load_another_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_library_is_preloaded_if_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(parts.NCCL_LIBRARY, "/opt/libnccl.so.2")
     for gpus, before in ((1, ("env", "LD_PRELOAD=/opt/libnccl.so.2")), (2, ())):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         for name in ("nccl-2", "killed nccl"):
-            (found,) = [each for each in parts.gpu_parts() if each.name == name]
+            (found,) = [candidate for candidate in parts.gpu_parts() if candidate.name == name]
             assert found.command[: len(before)] == before and found.command[len(before)] == PYTHON
 
 
-def test_a_gpu_is_asked_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each takes all of its time, those of correctness side by side; what takes whatever is left comes last."""
+def test_parts_of_a_gpu_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = parts.gpu_parts()
     total = sum(processes.seconds_of(group, len(listed)) for group in processes.grouped(listed))
     assert total <= 480 - suite.WRITING_SECONDS
@@ -261,21 +243,17 @@ def test_a_gpu_is_asked_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> No
         assert [part.name for part in parts.gpu_parts()] == [*names[:-1], "links", "overlap", *between, "tune"]
 
 
-def test_candidates_of_four_gpus_are_in_one_part_or_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_candidate_of_four_gpus_is_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     prefixes = [
         part.command[part.command.index("--by") + 1].split(",") for part in parts.gpu_parts() if "--by" in part.command
     ]
     names = [{*chosen(["zigzag"], by, [8])} for by in prefixes]
     assert len(names) == 2 and names[0] & names[1] == {WHOLE}
-    assert names[0] | names[1] == {*chosen(["zigzag"], (), [8])} - {ALL_CORES, BASELINE}  # those are of the CPU
+    assert names[0] | names[1] == {*chosen(["zigzag"], (), [8])} - {ALL_CORES, BASELINE}  # these run on the CPU
 
 
-# the command
-
-
-def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first call does some, a second one the others, a third what did not end well; the file is there meanwhile."""
+def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, count = tmp_path / "out", tmp_path / "count"
     shown = f"print(open({str(out / 'results.json')!r}).read())"
     listed = [
@@ -295,7 +273,7 @@ def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 0 and states == {"first": "done"} and (out / "report.html").exists()
     assert "1 parts take at most 25 s" in text and "--budget 480 is enough" in text
     assert "is not enough for all of them" in call("--only", "last", "--budget", "1")[2]
-    code, states, text = call("--only", "fails", "--budget", "21")  # the page has its time
+    code, states, text = call("--only", "fails", "--budget", "21")  # writing the page takes the rest
     assert code == 2 and "fails" not in states and "--budget is 21: too short for any part" in text
     code, states, text = call()
     assert code == 1 and states == {"first": "done", "fails": "failed", "last": "not here"}
@@ -306,14 +284,13 @@ def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     code, states, text = call("--only", "last")
     assert code == 0 and len(states) == 3 and "1 parts have results" in text and "first" not in text
     assert count.read_text() == "x"
-    assert "1 parts take at most" in call("--only", "fails")[2]  # what failed is run again
+    assert "1 parts take at most" in call("--only", "fails")[2]  # a failed part runs again
     listed[0] = replace(listed[0], command=(*listed[0].command, "another"))
     assert "1 parts take at most 25 s" in call("--only", "first")[2] and count.read_text() == "xx"
 
 
 @pytest.mark.nightly
-def test_one_visit_to_a_gpu_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All parts in their order on stand-ins, in under three minutes; a second call has nothing left to do."""
+def test_rehearsal_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = suite_stand_in.rehearsed()
     monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setattr(parts, "parts_of", lambda kind: listed)
@@ -323,7 +300,8 @@ def test_one_visit_to_a_gpu_rehearsed(tmp_path: Path, monkeypatch: pytest.Monkey
     ran = CliRunner().invoke(cli.app, flags)
     assert ran.exit_code == 0, ran.output
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180  # whatever else runs here
+    # CPU time, because other processes may be running
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180
     rows = read(tmp_path / "results.json").rows
     assert [row["part"] for row in rows] == [part.name for part in parts.gpu_parts()]
     assert {row["state"] for row in rows} == {"done"}

@@ -1,4 +1,4 @@
-"""Timelines: the trace that keeps them, and real rings whose ranks' clocks are brought to one."""
+"""Tests of timelines: the trace file, and the alignment of ranks' clocks."""
 
 from __future__ import annotations
 
@@ -44,13 +44,11 @@ EVENTS = (
     Event(1, "slot 1", "forward", 1, 0.25e-3, 1.5e-3, "K/V of 0"),
 )
 TWO_RANKS = Timeline("two ranks", "measured", 2, EVENTS, {"provenance": {"command": "ringattn"}, "clock_error": 2e-6})
-"""One that computes for 3 ms of 4 and waits for 1, and one that computes for all 4."""
-
-# the trace
+"""Rank 0 computes for 3 of 4 ms and waits for 1 ms; rank 1 computes for all 4 ms."""
 
 
 def test_a_trace_reads_back_as_it_was() -> None:
-    """With a process per rank and a thread per lane, in microseconds."""
+    # A trace has a process per rank and a thread per lane, in microseconds.
     trace = json.loads(json.dumps(as_chrome(TWO_RANKS)))
     assert from_chrome(trace) == TWO_RANKS and TWO_RANKS.seconds == pytest.approx(4e-3)
     named = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
@@ -59,17 +57,14 @@ def test_a_trace_reads_back_as_it_was() -> None:
     assert (spans[-1]["ts"], spans[-1]["dur"]) == (250.0, 1250.0)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema": "ringattn timeline 9"}, "schema is 'ringattn timeline 9': a timeline has"),
-        ({"source": "guessed"}, "source is 'guessed': it must be one of measured, predicted"),
-        ({"world": 1}, "an event has rank 1: it must be 0 to 0"),
-        ({"world": "2"}, "world is '2'"),
-        ({"world": 1025}, "timeline.world is 1025: it must be at most 1024"),
-    ],
-)
-def test_what_is_no_timeline_is_refused(change: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("change", "message"), [
+    ({"schema": "ringattn timeline 9"}, "schema is 'ringattn timeline 9': a timeline has"),
+    ({"source": "guessed"}, "source is 'guessed': it must be one of measured, predicted"),
+    ({"world": 1}, "an event has rank 1: it must be 0 to 0"),
+    ({"world": "2"}, "world is '2'"),
+    ({"world": 1025}, "timeline.world is 1025: it must be at most 1024"),
+])  # fmt: skip
+def test_files_without_a_timeline_are_refused(change: dict[str, Any], message: str) -> None:
     trace = as_chrome(TWO_RANKS)
     trace["otherData"] |= change
     with pytest.raises(ValueError, match=message):
@@ -86,10 +81,7 @@ def test_rows_of_a_timeline() -> None:
     assert result.provenance == {"command": "ringattn"}
 
 
-# clocks
-
-
-def test_clock_of_another_machine_is_brought_to_rank_0_within_its_error() -> None:
+def test_clocks_of_other_machines_are_aligned_with_rank_0() -> None:
     ahead, machines = (0.0, 1000.0, 0.0, -3.5), "abac"
 
     def of_a_rank(group: LocalGroup) -> Offset:
@@ -108,27 +100,23 @@ def clock_of(rank: int) -> str:
     return runs.clock_name()
 
 
-def test_processes_of_one_machine_read_one_clock() -> None:
-    """And only those of its boot and time namespace."""
+def test_processes_of_one_machine_share_a_clock() -> None:
+    # The clock is shared only within a boot and a time namespace.
     names = results(2, clock_of)
     assert {*names} == {runs.clock_name()}
     parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/time")]
     assert all(part in names[0] for part in parts)
 
 
-def test_processes_whose_clocks_are_unknown_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_with_unknown_clocks_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "Path", lambda path: Path("/nowhere"))
     mine = runs.clock_name()
     monkeypatch.setattr(os, "getpid", lambda: -1)
     assert mine != runs.clock_name()
 
 
-# recorded
-
-
 @pytest.mark.parametrize(("layout", "causal"), [("zigzag", True), ("contiguous", False)])
-def test_a_prediction_has_the_slots_of_the_ring_that_runs(layout: str, causal: bool) -> None:
-    """Of K/V and of sums: the same shards in the same slots at the same hops; and it says that it is of that call."""
+def test_a_prediction_uses_the_slots_of_the_real_ring(layout: str, causal: bool) -> None:
     call = Call(32, 4, layout, Mask(causal=causal), heads=2, kv_heads=2, head_dim=16, dtype="float32")
     prediction = timeline("", predicted(call, gpu_speed("h100"), Links(PRESETS["nvlink4"], PRESETS["ib400"])), call)
     measured = runs.virtual(replace(PROBLEM, layout=layout, causal=causal), CPU, 1)
@@ -154,7 +142,7 @@ def test_a_timeline_of_virtual_ranks() -> None:
         sorted((event.phase, event.name, event.nbytes) for event in measured.events if event.lane == lane)
         for lane in ("send", "receive")
     )
-    assert sent == received and len(sent) == 4 * (3 + 3 + 3)  # K/V forward, K/V backward, sums
+    assert sent == received and len(sent) == 4 * (3 + 3 + 3)  # K/V of the forward, K/V of the backward, partial dK/dV
 
 
 @pytest.mark.usefixtures("alone")
@@ -175,7 +163,7 @@ def test_timeline_of_real_processes(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("flags", "where"), [(["--device", "cpu"], "cpu"), ([], "cuda:1")])
 def test_device_under_a_launcher(flags: list[str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine of two GPUs, which is not here: nothing runs."""
+    # The two GPUs are simulated; nothing runs.
     for name, value in zip(LAUNCHERS[0], ("1", "2", "1", "2"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

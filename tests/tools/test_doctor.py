@@ -1,4 +1,4 @@
-"""``ringattn doctor``: well machines pass, and every kind of illness is named with what to do."""
+"""Tests of ``ringattn doctor``: healthy machines pass, and every fault is reported with what to do."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ringattn.tools.doctor.findings import FAIL, OK, SKIPPED, Finding
 from ..support.clusters import cpus, hgx
 
 pytestmark = pytest.mark.usefixtures("alone")
-WELL = {
+HEALTHY = {
     "versions": {"torch": "2.13", "triton": "3.7", "driver": "580", "Python": "3.11"},
     "libraries": [["/x/libnccl.so.2", "2.29.7"]],
     "no_nccl": "",
@@ -59,17 +59,17 @@ def run(*arguments: str) -> Result:
 
 
 def checks(target: Path) -> dict[str, str]:
-    """Status and text of every check, of the JSON."""
+    """Return the status and text of every check in the JSON."""
     return {row["check"]: f"{row['status']} {row['found']}" for row in read(target).rows}
 
 
 def failing(target: Path, *arguments: str) -> dict[str, str]:
-    """Those of a run that fails."""
+    """Return the checks of a run that fails."""
     assert run("--json", str(target), *arguments).exit_code == 1
     return checks(target)
 
 
-def test_a_well_machine(target: Path) -> None:
+def test_a_healthy_machine_passes(target: Path) -> None:
     table = target.with_suffix(".csv")
     result = run("--json", str(target), "--csv", str(table))
     assert result.exit_code == 0, result.output
@@ -87,7 +87,7 @@ def test_a_well_machine(target: Path) -> None:
 
 
 def read_back(path: Path) -> int:
-    """How many ranks the ring of a result has that failed in nothing."""
+    """Return the number of ranks in a result without failures."""
     result = read(path)
     assert result.case == "doctor" and result.failed == [] and result.notes[-1].startswith("no problems found: ")
     assert result.provenance["device"] == "cpu"
@@ -95,7 +95,7 @@ def read_back(path: Path) -> int:
 
 
 def in_a_launcher(*arguments: str) -> tuple[int, str]:
-    """What the command does on one of the ranks that a launcher started."""
+    """Run the command on one of a launcher's ranks and return its exit code and output."""
     result = run(*arguments)
     if member().rank != 0:  # type: ignore[union-attr]
         assert result.stdout == ""
@@ -123,15 +123,13 @@ def test_two_nodes(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
 
 
 def test_one_rank(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
-    """Its JSON is all there is on standard output."""
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     target.write_text(run("--world", "1", "--json", "-").stdout)
     assert read_back(target) == 1
     rows = checks(target)
     assert rows["transport local"] == "ok patterned bytes over 1 edge" and "GB/s local" not in rows
-    off = "ok NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1 (NVLink and PCIe peers are not used)"
-    assert rows["NCCL_* settings"] == off
+    assert rows["NCCL_* settings"] == "ok NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1 (NVLink and PCIe peers are not used)"
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -144,23 +142,20 @@ def test_refusals(flags: str, message: str) -> None:
     assert result.exit_code == 2 and message in result.output and len(result.output.splitlines()) == 1
 
 
-# -- illnesses
-
-
 def corrupting(source: int, destination: int, *, least: int = 0) -> Callable[[LocalTransport, Any], None]:
-    """A transport on which one edge flips a byte of messages that are large enough."""
-    sound = LocalTransport._receive
+    """Return a `LocalTransport._receive` that flips a bit of every large enough message on one edge."""
+    original = LocalTransport._receive
 
     def receive(self: LocalTransport, message: Any) -> None:
-        sound(self, message)
+        original(self, message)
         if (message.peer, self.rank) == (source, destination) and message.tensor.nbytes >= least:
             message.tensor.view(-1).view(torch.uint8)[7] ^= 0x40
 
     return receive
 
 
-@pytest.mark.parametrize("edge", [(2, 3), (3, 1)])  # of the ring, and one that only dK/dV on their way home take
-def test_an_edge_that_corrupts_bytes(edge: tuple[int, int], monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+@pytest.mark.parametrize("edge", [(2, 3), (3, 1)])  # an edge of the ring, and one that only returning dK/dV use
+def test_a_corrupting_edge_is_named(edge: tuple[int, int], monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     monkeypatch.setattr(LocalTransport, "_receive", corrupting(*edge))
     rows = failing(target)
     assert f"rank {edge[1]} got 1 wrong bytes of 4096 from rank {edge[0]}" in rows["transport local"]
@@ -171,15 +166,15 @@ def test_an_edge_that_corrupts_bytes(edge: tuple[int, int], monkeypatch: pytest.
     assert read(target).failed[0].startswith("transport local: ")
 
 
-def test_an_edge_that_corrupts_large_messages(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+def test_an_edge_that_corrupts_only_large_messages_is_named(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     monkeypatch.setattr(LocalTransport, "_receive", corrupting(1, 2, least=1 << 16))
     rows = failing(target, "--bytes", "64k")
     assert rows["transport local"].startswith("ok") and rows["ring of 128 tokens"].startswith("ok")
     assert rows["GB/s local"] == "FAIL rank 2: 1->2: 1 wrong bytes of 65536"
 
 
-def test_a_slow_edge(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
-    """What this machine carries is far less than NVLink: every edge is slow."""
+def test_a_slow_edge_fails(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+    # The CPU carries far less than NVLink, so every edge counts as slow.
     ring = ring_topology([replace(place, unknown=None) for place in hgx("a")[:2]])
     monkeypatch.setattr(doctor_ring, "discover", lambda control, device: ring)
     slow = failing(target, "--world", "2")["GB/s local"]
@@ -190,7 +185,7 @@ def test_a_slow_edge(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
 def test_the_slower_end_of_an_edge_counts(
     share: float, status: str, monkeypatch: pytest.MonkeyPatch, target: Path
 ) -> None:
-    """Below a quarter of what the link carries it fails."""
+    # An edge fails below a quarter of its link's nominal rate.
     ring, clock = ring_topology([replace(place, unknown=None) for place in hgx("a")[:2]]), threading.local()
 
     def run_ends(ends: Any, count: int) -> None:
@@ -205,8 +200,8 @@ def test_the_slower_end_of_an_edge_counts(
 
 
 @pytest.mark.parametrize("lacking", [False, True])
-def test_a_transport_that_does_not_open(lacking: bool, monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
-    """Also where another rank lacks what it takes, which by itself is no failure."""
+def test_a_transport_that_does_not_open_fails(lacking: bool, monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+    # A rank that lacks the transport's requirements (`lacking`) is no failure by itself.
 
     def opens(group: Any, *, transport: str, **rest: Any) -> Any:
         opened = open_transports(group, transport=transport, **rest)
@@ -220,7 +215,7 @@ def test_a_transport_that_does_not_open(lacking: bool, monkeypatch: pytest.Monke
     assert failing(target)["transport local"] == "FAIL rank 1: TransportError: no memory"
 
 
-def test_a_wrong_result(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     def wrong(*arguments: Any, **rest: Any) -> Any:
         out, lse = ring_attention(*arguments, **rest)
         return out * (1.001 if rest["ring"].rank == 3 else 1), lse
@@ -229,7 +224,7 @@ def test_a_wrong_result(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     assert failing(target)["ring of 128 tokens"].startswith("FAIL wrong in out, dq, dk, dv; causal")
 
 
-def test_a_ring_that_raises(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+def test_an_exception_in_the_ring_fails(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     def raises(*_: Any, ring: Any, **__: Any) -> Any:
         raise ZeroDivisionError(f"on {ring.rank}")
 
@@ -238,15 +233,12 @@ def test_a_ring_that_raises(monkeypatch: pytest.MonkeyPatch, target: Path) -> No
     assert row == "FAIL rank 0: ZeroDivisionError: on 0; rank 1: ZeroDivisionError: on 1"
 
 
-def test_no_answer(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+def test_a_rank_that_does_not_answer_fails(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     def silent(control: object, device: object) -> Topology:
         raise TransportError("the devices of the ranks: no answer from rank 1 within 300 s")
 
     monkeypatch.setattr(doctor_ring, "discover", silent)
     assert "no answer from rank 1" in failing(target, "--world", "2")["all ranks answer"]
-
-
-# -- the machine
 
 
 MAPS = """\
@@ -261,7 +253,7 @@ MAPS = """\
 
 
 def test_two_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: Path) -> None:
-    """One with two names is one."""
+    # A library mapped under two names counts once.
     assert [*map(str, loaded_libraries(MAPS))] == ["/venv/nvidia/nccl/lib/libnccl.so.2"]
     maps = tmp_path / "maps"
     maps.write_text(MAPS + "7f8-7f9 r-xp 00000000 08:01 14 /usr/lib/my folder/libnccl.so.2.27.3 (deleted)\n")
@@ -272,47 +264,45 @@ def test_two_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert read(target).notes[-1].startswith("what to do: keep one")
 
 
-TORCH_14 = {**WELL, "versions": {**WELL["versions"], "torch": "2.14", "driver": "570"}}  # type: ignore[dict-item]
-OTHER_NCCL = {**WELL, "libraries": [["/y/libnccl.so.2", "2.27.3"]]}
-NO_NCCL = {**WELL, "libraries": []}
+TORCH_14 = {**HEALTHY, "versions": {**HEALTHY["versions"], "torch": "2.14", "driver": "570"}}  # type: ignore[dict-item]
+TRITON_38 = {**HEALTHY, "versions": {**HEALTHY["versions"], "triton": "3.8"}}  # type: ignore[dict-item]
+OTHER_NCCL = {**HEALTHY, "libraries": [["/y/libnccl.so.2", "2.27.3"]]}
+NO_NCCL = {**HEALTHY, "libraries": []}
 UNKNOWN = "NVML knows no GPU-7, which torch calls cuda:0 (NVMLError)"
 
 
-def stranger(unknown: str) -> list[DeviceInfo]:
+def unknown_gpu(unknown: str) -> list[DeviceInfo]:
     return [*hgx("a")[:1], DeviceInfo("a", "GPU-7", unknown=unknown)]
 
 
 @pytest.mark.parametrize(("finding", "status", "text"), [
-    (machine.versions([WELL, WELL]), OK, "torch 2.13, triton 3.7, driver 580, Python 3.11"),
-    (machine.versions([WELL, WELL, TORCH_14]), FAIL, "torch ranks 0 and 1: 2.13; rank 2: 2.14"),
-    (machine.versions([WELL, {**WELL, "versions": {**WELL["versions"], "triton": "3.8"}}]), FAIL, "rank 1: 3.8"),  # type: ignore[dict-item]
-    (machine.libraries([WELL, OTHER_NCCL], on_gpu=True), FAIL, "rank 0: 2.29.7; rank 1: 2.27.3"),
+    (machine.versions([HEALTHY, HEALTHY]), OK, "torch 2.13, triton 3.7, driver 580, Python 3.11"),
+    (machine.versions([HEALTHY, HEALTHY, TORCH_14]), FAIL, "torch ranks 0 and 1: 2.13; rank 2: 2.14"),
+    (machine.versions([HEALTHY, TRITON_38]), FAIL, "rank 1: 3.8"),
+    (machine.libraries([HEALTHY, OTHER_NCCL], on_gpu=True), FAIL, "rank 0: 2.29.7; rank 1: 2.27.3"),
     (machine.libraries([NO_NCCL], on_gpu=False), SKIPPED, "none is loaded: nothing on a CPU loads it"),
-    (machine.cupy([WELL, {**WELL, "no_nccl": "no CuPy"}]), SKIPPED, "no transport nccl: rank 1: no CuPy"),
+    (machine.cupy([HEALTHY, {**HEALTHY, "no_nccl": "no CuPy"}]), SKIPPED, "no transport nccl: rank 1: no CuPy"),
     (machine.gpus(hgx("a"), on_gpu=True), OK, "8 x H100, matched with NVML by UUID"),
     (machine.gpus([hgx("a")[0]] * 2 + hgx("a")[1:2], on_gpu=True), OK, "; ranks 0 and 1 share one"),
-    (machine.gpus(stranger(UNKNOWN), on_gpu=True), FAIL, f"rank 1: {UNKNOWN}"),
-    (machine.gpus(stranger("no pynvml"), on_gpu=True), SKIPPED, "rank 1: no pynvml"),
+    (machine.gpus(unknown_gpu(UNKNOWN), on_gpu=True), FAIL, f"rank 1: {UNKNOWN}"),
+    (machine.gpus(unknown_gpu("no pynvml"), on_gpu=True), SKIPPED, "rank 1: no pynvml"),
     (machine.links(hgx("a") + hgx("b")), OK, "56 pairs by NVLink 4 x18 switch; PCIe slots of 64 GB/s nominal"),
     (machine.nics(cpus("a", 2)), SKIPPED, "/sys shows none"),
     (machine.nics(hgx("a") + hgx("b", adapters=2)), OK, ", one of 2 kinds of hosts"),
     (
-        machine.settings([WELL, {**WELL, "settings": {"NCCL_ALGO": "Ring"}}, WELL]), OK,
+        machine.settings([HEALTHY, {**HEALTHY, "settings": {"NCCL_ALGO": "Ring"}}, HEALTHY]), OK,
         "NCCL_ALGO=ranks 0 and 2: unset; rank 1: Ring; " + machine.ORDERED,
     ),
-    (machine.settings([{**WELL, "settings": {"NCCL_P2P_DISABLE": "0"}}]), OK, "NCCL_P2P_DISABLE=0; "),
-    (machine.settings([{**WELL, "settings": {machine.IMPLICIT_ORDER: "1"}}]), OK, "NCCL_LAUNCH_ORDER_IMPLICIT=1"),
+    (machine.settings([{**HEALTHY, "settings": {"NCCL_P2P_DISABLE": "0"}}]), OK, "NCCL_P2P_DISABLE=0; "),
+    (machine.settings([{**HEALTHY, "settings": {machine.IMPLICIT_ORDER: "1"}}]), OK, "NCCL_LAUNCH_ORDER_IMPLICIT=1"),
 ])  # fmt: skip
-def test_the_machine(finding: Finding, status: str, text: str) -> None:
+def test_findings_of_the_machine(finding: Finding, status: str, text: str) -> None:
     assert finding.status == status and text in finding.text, finding
     assert bool(finding.todo) == (status == FAIL)
     assert f"{machine.IMPLICIT_ORDER}=1; " not in finding.text
 
 
-# -- parts
-
-
-def test_rounds_share_no_node() -> None:
+def test_edges_of_a_round_share_no_node() -> None:
     ring = ring_topology([place for host in range(16) for place in hgx(f"h{host}")])
     turns, edges = [*doctor_ring.rounds(ring)], []
     for turn in turns:
@@ -322,7 +312,7 @@ def test_rounds_share_no_node() -> None:
     assert sorted(edges) == sorted(ring.edges) and len(turns) < 32
 
 
-def test_warmed_edges() -> None:
+def test_number_of_warmed_edges() -> None:
     counts = {1: 1, 16: 16 * 15, 17: 17 * 2}
     assert {world: len(doctor_ring.warmed(Topology.flat(world), None)) for world in counts} == counts
     rails = set(doctor_ring.warmed(Topology.grid(2, 3), 1))
@@ -336,8 +326,8 @@ def test_one_token_per_rank_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_level_warms_its_own_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     ring, warmed = Topology.grid(2, 3), list[Any]()
-    two = [SimpleNamespace(reason="", warm_up=warmed.append) for _ in range(2)]
-    monkeypatch.setattr(doctor_ring, "open_transports", lambda *_, **how: two)
+    levels = [SimpleNamespace(reason="", warm_up=warmed.append) for _ in range(2)]
+    monkeypatch.setattr(doctor_ring, "open_transports", lambda *_, **how: levels)
     ranks: Any = SimpleNamespace(
         group=None, device=None, together=lambda what, do, merge=lambda values: None: merge([do()])
     )
@@ -365,7 +355,7 @@ def test_versions_of_cuda_and_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> 
     assert (versions["CUDA of torch"], versions["driver"]) == ("13.0", "580.1")
 
 
-def test_texts() -> None:
+def test_texts_of_findings() -> None:
     finding = Finding("a check", FAIL, "broken", "mend it")
     assert str(finding) == "FAIL     a check: broken"
     assert findings.closing([finding, Finding("b", OK, "")])[-1] == "what to do: mend it"

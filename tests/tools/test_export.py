@@ -1,4 +1,4 @@
-"""``ringattn export``: the launcher compiles, and passes what the binary and Triton's own launcher say."""
+"""Tests of ``ringattn export``: the launcher compiles, and its argument checks match the binary."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def filled(kernel: dict[str, Any], rows: int) -> dict[str, int | float]:
-    """A different value for every argument, none of which is misaligned."""
+    """Return a different, aligned value for every argument of a kernel."""
     own: dict[str, int | float] = {"rows": rows, "heads": 6, "group": 3, "softmax_scale": 0.125}
     parameters = kernel["arguments"]
     others = {entry["name"]: 160000 + 1000 * i * entry.get("multiple_of", 1) for i, entry in enumerate(parameters, 1)}
@@ -67,15 +67,15 @@ def test_the_launcher_refuses_what_the_binary_cannot_take(export: Export) -> Non
         values, before = filled(kernel, 100), record.launches
         aligned = {entry["name"]: entry["multiple_of"] for entry in kernel["arguments"] if "multiple_of" in entry}
         assert {key for key in values if key in ("q", "k", "v", "out", "lse", "dq", "turns_gates")} <= {*aligned}
-        wrongs: list[dict[str, int | float]] = [{key: values[key] + unit // 2} for key, unit in aligned.items()]
-        wrongs += [{"rows": -1}, {"columns": -1}, {"heads": -6}, {"softmax_scale": 0.0}, {"softmax_scale": math.nan}]
-        wrongs += [{"rows": 2**31 - 1, "heads": 3 * 2**20}, {"group": 4 if name in ("forward", "dq") else 0}]
-        wrongs += [{"rows": 2**31 - 1, "heads": 3 * 2**29}]  # a multiple of 2^64 programs
-        for wrong in wrongs:
-            if {*wrong} <= {*values}:
-                batch = 2**11 if wrong.get("heads") == 3 * 2**29 else 2
-                assert export.launch(library, name, values | wrong, batch) == 1, (name, wrong)
-        for batch, rows in ((0, 100), (2, 0)):  # nothing to do is no error
+        invalid: list[dict[str, int | float]] = [{key: values[key] + unit // 2} for key, unit in aligned.items()]
+        invalid += [{"rows": -1}, {"columns": -1}, {"heads": -6}, {"softmax_scale": 0.0}, {"softmax_scale": math.nan}]
+        invalid += [{"rows": 2**31 - 1, "heads": 3 * 2**20}, {"group": 4 if name in ("forward", "dq") else 0}]
+        invalid += [{"rows": 2**31 - 1, "heads": 3 * 2**29}]  # the number of programs overflows to a multiple of 2^64
+        for change in invalid:
+            if {*change} <= {*values}:
+                batch = 2**11 if change.get("heads") == 3 * 2**29 else 2
+                assert export.launch(library, name, values | change, batch) == 1, (name, change)
+        for batch, rows in ((0, 100), (2, 0)):  # an empty launch is no error
             assert export.launch(library, name, values | {"rows": rows}, batch) == 0
         assert record.launches == before
 
@@ -104,11 +104,9 @@ def test_the_manifest_says_what_and_whence(export: Export) -> None:
         if name in export.kernels and export.manifest["head_dim"] == [point.head_dim, point.head_dim_v]:
             kernel = export.kernels[name]
             assert kernel["tile"] == vars(tile) and kernel["tile_from"].startswith("table of NVIDIA A100-SXM4-80GB")
-    for kernel in export.manifest["kernels"]:  # nothing of the machine that made it
+    for kernel in export.manifest["kernels"]:  # the binary names no path of this machine
         assert str(ROOT).encode() not in (export.folder / kernel["cubin"]).read_bytes()
 
-
-# tiles of tables
 
 ENTRIES = [
     entry(POINT, Tile(64, 64, 4, 2)),
@@ -125,35 +123,32 @@ NEVER = "built-in default, never timed"
 
 
 def tiles_of(config: ExportConfig) -> Tiles:
-    """Of tables as they are now."""
+    """Return the tiles of the tables as they are now, without the cache."""
     return chosen_tiles.__wrapped__(config)
 
 
-@pytest.mark.parametrize(
-    ("changed", "name", "tile", "whence"),
-    [
-        ({}, "forward", Tile(64, 64, 4, 2), AT_8192),  # the longest, of the most heads per key head
-        ({}, "dq", None, NEVER),  # an estimate is no default
-        ({"gpu": None}, "forward", None, NEVER),
-        ({"bounded": True}, "forward", None, "is for forward_kernel='hopper', which is not exported"),
-        ({"bounded": True, "forward_kernel": "hopper"}, "forward", HOPPER, AT_8192),
-        ({"forward_kernel": "hopper"}, "forward", None, "is for forward_kernel='portable', which is not exported"),
-        ({"backward": "single_pass"}, "gradients", Tile(32, 128, 4, 1), AT_8192),
-        ({"backward": "hopper"}, "gradients", hopper_backward_launch.default_tile(128), NEVER),  # no table has it
-        ({"backward": "single_pass", "head_dim": 192, "head_dim_v": 192}, "gradients", Tile(16, 32, 8, 1), AT_8192),
-    ],
-)
+@pytest.mark.parametrize(("changed", "name", "tile", "source"), [
+    ({}, "forward", Tile(64, 64, 4, 2), AT_8192),  # the longest point with the largest group
+    ({}, "dq", None, NEVER),  # an estimate is not a default
+    ({"gpu": None}, "forward", None, NEVER),
+    ({"bounded": True}, "forward", None, "is for forward_kernel='hopper', which is not exported"),
+    ({"bounded": True, "forward_kernel": "hopper"}, "forward", HOPPER, AT_8192),
+    ({"forward_kernel": "hopper"}, "forward", None, "is for forward_kernel='portable', which is not exported"),
+    ({"backward": "single_pass"}, "gradients", Tile(32, 128, 4, 1), AT_8192),
+    ({"backward": "hopper"}, "gradients", hopper_backward_launch.default_tile(128), NEVER),  # not in a table
+    ({"backward": "single_pass", "head_dim": 192, "head_dim_v": 192}, "gradients", Tile(16, 32, 8, 1), AT_8192),
+])  # fmt: skip
 def test_tiles_of_a_table(
-    changed: dict[str, Any], name: str, tile: Tile | None, whence: str, folders: tuple[Path, Path]
+    changed: dict[str, Any], name: str, tile: Tile | None, source: str, folders: tuple[Path, Path]
 ) -> None:
     save(folders[0], *ENTRIES)
-    tiles, source = tiles_of(replace(CONFIG, **changed))[name]
-    assert tiles == (tile or getattr(config_for(90, BF16, 128), name)) and source.endswith(whence)
+    chosen, reported = tiles_of(replace(CONFIG, **changed))[name]
+    assert chosen == (tile or getattr(config_for(90, BF16, 128), name)) and reported.endswith(source)
 
 
 @pytest.mark.parametrize("over", [0, 1])
 def test_shared_memory_beyond_the_chips_is_refused(over: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything else of the binary is read."""
+    # `symbols_of` raises, so the test sees whether the check runs before the binary is read.
     limit = MULTIPROCESSOR_SPECS[90].shared_per_block
     binary = SimpleNamespace(metadata=SimpleNamespace(shared=limit + over), asm={"cubin": b""})
     monkeypatch.setattr(kernels, "compiled_launch", lambda *_: SimpleNamespace(binary=binary))
@@ -199,23 +194,20 @@ def test_the_bounds_of_a_causal_mask(export: Export) -> None:
     assert pairs[11:] == [(1, 3), (2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("--arch 75", f"it must be one of {', '.join(f'sm_{arch}' for arch in ARCHS)}"),
-        ("--role lone", f"role is lone: it must be one of {', '.join(ROLES)}"),
-        ("", "TRITON_INTERPRET is set"),
-        ("--forward-kernel fast", "forward_kernel is fast: it must be one of portable, hopper"),
-        ("--backward one", "single_pass_deterministic, hopper"),
-        ("--arch 80 --forward-kernel hopper", "supports GPUs of compute capability 9.0"),
-        ("--forward-kernel hopper --head-dim 96", "supports 64, 128, 256"),
-        ("--backward hopper --no-grouped", "grouped is False: with backward='hopper' it must be True"),
-        ("--backward single_pass --head-dim 192", "has no tile for a single-pass backward that fits sm_90; "),
-        ("--gpu x --config-dir /nowhere", "config_dir is '/nowhere': there is no such folder; `ringattn tune"),
-        ("--config-dir .", "--config-dir is given without --gpu"),
-        ("--gpu NVIDIA-H100", "there is no table of NVIDIA-H100, sm_90, for this version of Triton; "),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ("--arch 75", f"it must be one of {', '.join(f'sm_{arch}' for arch in ARCHS)}"),
+    ("--role lone", f"role is lone: it must be one of {', '.join(ROLES)}"),
+    ("", "TRITON_INTERPRET is set"),
+    ("--forward-kernel fast", "forward_kernel is fast: it must be one of portable, hopper"),
+    ("--backward one", "single_pass_deterministic, hopper"),
+    ("--arch 80 --forward-kernel hopper", "supports GPUs of compute capability 9.0"),
+    ("--forward-kernel hopper --head-dim 96", "supports 64, 128, 256"),
+    ("--backward hopper --no-grouped", "grouped is False: with backward='hopper' it must be True"),
+    ("--backward single_pass --head-dim 192", "has no tile for a single-pass backward that fits sm_90; "),
+    ("--gpu x --config-dir /nowhere", "config_dir is '/nowhere': there is no such folder; `ringattn tune"),
+    ("--config-dir .", "--config-dir is given without --gpu"),
+    ("--gpu NVIDIA-H100", "there is no table of NVIDIA-H100, sm_90, for this version of Triton; "),
+])  # fmt: skip
 def test_unsupported_exports(arguments: str, expected: str, tmp_path: Path, folders: tuple[Path, Path]) -> None:
     flags = ["--arch", "sm_90", *arguments.split(), "--out-dir", str(tmp_path / "out")]
     done = CliRunner().invoke(app, flags, env=WIDE)

@@ -1,4 +1,4 @@
-"""An export for this GPU, launched by its own launcher and the driver; without one, by a driver that records."""
+"""Tests that launch an export: on a GPU by the driver, and on a CPU by a driver that records the calls."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ..support.export.exports import EXPORTED, Export, exported, needs_compiler
 
 BATCH, ROWS, HEADS, KEY_HEADS, HEAD_DIM = 2, 200, 4, 2, 64
 SCALE = 0.125
-TOLERANCE = 2e-2  # bf16 has 8 bits: 2^-8 for rounding what is of size 1, and room for sums of rounded weights
+TOLERANCE = 2e-2  # bf16 rounds to 2^-8; the rest allows for sums of rounded weights
 
 
 class Case:
-    """Causal attention, forward and backward, and where an export writes its results."""
+    """Inputs of causal attention, forward and backward, and the tensors that an export writes."""
 
     def __init__(self, device: str) -> None:
         torch.manual_seed(3)
         shapes = {"q": HEADS, "k": KEY_HEADS, "v": KEY_HEADS, "dout": HEADS}
-        made = {name: torch.randn(BATCH, ROWS, n, HEAD_DIM, device=device).bfloat16() for name, n in shapes.items()}
+        tensors = {name: torch.randn(BATCH, ROWS, n, HEAD_DIM, device=device).bfloat16() for name, n in shapes.items()}
         results = {"out": "q", "dq_out": "q", "dk_out": "k", "dv_out": "v"}
-        made |= {name: torch.full_like(made[like], torch.nan) for name, like in results.items()}
-        made |= {name: torch.full((BATCH, HEADS, ROWS), torch.nan, device=device) for name in ("lse", "delta")}
-        made["dq"] = torch.zeros(made["q"].shape, device=device)  # fp32, added to
-        self.tensors = made
+        tensors |= {name: torch.full_like(tensors[like], torch.nan) for name, like in results.items()}
+        tensors |= {name: torch.full((BATCH, HEADS, ROWS), torch.nan, device=device) for name in ("lse", "delta")}
+        tensors["dq"] = torch.zeros(tensors["q"].shape, device=device)  # fp32, accumulated in place
+        self.tensors = tensors
         ends = torch.arange(ROWS, device=device, dtype=torch.int32)
         zero, last = torch.zeros_like(ends), torch.full_like(ends, ROWS)
         self.bounds = {"by query": {"lo": zero, "hi": ends + 1}, "by key": {"lo": ends, "hi": last}}
 
     def turns(self, tile: Tile) -> dict[str, Tensor]:
-        """Whose turn it is to add to dq, and room for the gates, which the launch is to clear."""
+        """Return the order in which key tiles add to dq, and gates that the launch has to clear."""
         by_query, device = self.bounds["by query"], self.tensors["q"].device
         table = add_order(Bounds(by_query["lo"], by_query["hi"]), BATCH, ROWS, ROWS, tile, device)
         assert table is not None
@@ -44,19 +44,19 @@ class Case:
         return {"turns_numbers": table, "turns_gates": gates}
 
     def arguments(self, kernel: dict[str, Any]) -> dict[str, Any]:
-        """All that a kernel may be asked for."""
+        """Return a value for every argument that a kernel may have."""
         by_key = kernel["name"] in ("dkdv", "gradients")
         shape = {"rows": ROWS, "columns": ROWS, "heads": KEY_HEADS if by_key else HEADS, "softmax_scale": SCALE}
         values: dict[str, Any] = {**shape, "group": HEADS // KEY_HEADS}
-        self.held = self.turns(Tile(**kernel["tile"])) if kernel["name"] == "gradients" else {}
-        for argument, x in (self.tensors | self.bounds["by key" if by_key else "by query"] | self.held).items():
+        self.turn_tensors = self.turns(Tile(**kernel["tile"])) if kernel["name"] == "gradients" else {}
+        for argument, x in (self.tensors | self.bounds["by key" if by_key else "by query"] | self.turn_tensors).items():
             values[argument] = x.data_ptr()
             if x.dim() == 4:
                 values |= {f"{argument}_stride_{axis}": x.stride(i) for i, axis in enumerate("bsh")}
         return values
 
     def expected(self) -> dict[str, Tensor]:
-        """What torch has for the results."""
+        """Return the results that PyTorch computes."""
         q, k, v = (self.tensors[name].float().transpose(1, 2).requires_grad_() for name in ("q", "k", "v"))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         grads = torch.autograd.grad(out, (q, k, v), self.tensors["dout"].float().transpose(1, 2))
@@ -70,7 +70,7 @@ class Case:
     "flags",
     ["", "--forward-kernel hopper --backward single_pass", "--backward single_pass_deterministic", "--backward hopper"],
 )
-def test_it_launches(flags: str, tmp_path: Path) -> None:
+def test_exported_kernels_compute_attention(flags: str, tmp_path: Path) -> None:
     arch = "{}{}".format(*torch.cuda.get_device_capability())
     if "hopper" in flags and arch != "90":
         pytest.skip("Hopper kernels are for sm_90")
@@ -90,7 +90,6 @@ def test_it_launches(flags: str, tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize("name", ["causal", "described"])
 def test_the_same_calls_without_a_gpu(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """That the launches above are complete, where there is nothing to launch on."""
     export, case = exported(name, tmp_path_factory), Case("cpu")
     library, record = export.recording()
     for kernel in export.kernels.values():

@@ -1,4 +1,4 @@
-"""An export's launcher against Triton's own: the same calls, byte for byte, on a driver that records."""
+"""Tests of an export's launcher against Triton's: the same driver calls, byte for byte, on a recording driver."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from ..support.nightly import rest_nightly
 
 pytestmark = [needs_compiler, EXPORTED]
 
-OLD, NEW = 13010, 13020  # CUDA's version of a driver that sets a bit wrongly, and of one that does not
-KNOWN = OLD if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) else NEW  # 3.6 knows of no such driver
+OLD, NEW = 13010, 13020  # CUDA versions of a driver that sets one descriptor bit wrongly, and of a driver that is right
+# Triton 3.6 does not correct the bit
+KNOWN = OLD if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) else NEW
 CASES = [
     {"batch": 2, "rows": 300, "columns": 260, "key_heads": 2, "group": 3, "driver": NEW},
     {"batch": 1, "rows": 40, "columns": 1, "key_heads": 1, "group": 2, "driver": KNOWN},
@@ -43,13 +44,14 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """By the name of a config: what Triton's launcher passes in each case; of all that are run together at once."""
+def triton_calls_by_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """Return a function from a config's name to the calls that Triton's launcher makes in each case."""
     folder = tmp_path_factory.mktemp("driver")
-    built(folder / "libcuda.so.1", DATA / "driver.c", options=("-Wl,-soname,libcuda.so.1",))  # as Triton looks for it
+    # the name that Triton loads
+    built(folder / "libcuda.so.1", DATA / "driver.c", options=("-Wl,-soname,libcuda.so.1",))
 
     @cache
-    def told(nightly: bool) -> dict[str, list[dict[str, Any]]]:
+    def triton_calls(nightly: bool) -> dict[str, list[dict[str, Any]]]:
         names = [*(NIGHTLY_CONFIGS if nightly else CONFIGS)]
         configs = {name: exported(name, tmp_path_factory).config for name in names}
         done = command(
@@ -58,7 +60,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dic
         recorded: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
         return recorded
 
-    return lambda name: told(name in NIGHTLY_CONFIGS)[name]
+    return lambda name: triton_calls(name in NIGHTLY_CONFIGS)[name]
 
 
 @pytest.fixture(scope="module", params=rest_nightly([*CONFIGS, *NIGHTLY_CONFIGS], *CONFIGS))
@@ -72,13 +74,13 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Export:
 
 
 def test_it_passes_what_tritons_own_launcher_passes(
-    export: Export, theirs: Callable[[str], list[dict[str, Any]]]
+    export: Export, triton_calls_by_config: Callable[[str], list[dict[str, Any]]]
 ) -> None:
     library, record = export.recording()
     for kernel in export.kernels.values():
         layout = parameter_layout((export.folder / kernel["cubin"]).read_bytes()).parameters
         assert layout == [(parameter["offset"], parameter["size"]) for parameter in kernel["parameters"]]
-    for case, calls in zip(CASES, theirs(export.config_name), strict=True):
+    for case, calls in zip(CASES, triton_calls_by_config(export.config_name), strict=True):
         assert {*calls} == {*export.kernels}
         for name, call in calls.items():
             record.expect([len(value) // 2 for value in call["values"]], case["driver"])
@@ -88,12 +90,12 @@ def test_it_passes_what_tritons_own_launcher_passes(
             assert record.symbol.decode() == kernel["symbol"]
             assert record.allowed == kernel["shared_memory"] or kernel["shared_memory"] <= 48 * 1024
             names = [parameter["name"] for parameter in export.kernels[name]["parameters"]]
-            ours = [*zip(names, (value.hex() for value in record.passed()), strict=True)]
-            assert ours == [*zip(names, call["values"], strict=True)], (name, case)
+            passed = [*zip(names, (value.hex() for value in record.passed()), strict=True)]
+            assert passed == [*zip(names, call["values"], strict=True)], (name, case)
 
 
 def launched(export: Export, name: str, **changed: int) -> tuple[int, dict[str, Map]]:
-    """(what a launch returns, its tensor maps by tensor): 2 batch rows, 300 queries, 260 keys, 6 heads on 2."""
+    """Launch with 2 batch rows, 300 queries, 260 keys and 6 heads on 2; return the status and tensor maps."""
     library, record = export.recording()
     record.expect([size_of["size"] for size_of in export.kernels[name]["parameters"]])
     rows, columns, heads = (260, 300, 2) if name == "gradients" else (300, 260, 6)
@@ -118,7 +120,7 @@ def test_unsupported_descriptor_maps_are_refused(described: Export) -> None:
     before = record.launches
     assert [launched(described, "forward", **wrong)[0] for wrong in NO_MAP] == [1] * len(NO_MAP)
     assert record.launches == before
-    # but a stride that counts nothing is replaced
+    # a stride of a dimension of size 1 is replaced, not refused
     result, maps = launched(described, "forward", batch=1, q_stride_b=0, k_stride_b=-(1 << 30))
     assert result == 0
     assert maps["q"].strides[2] == maps["k"].strides[2] == 256

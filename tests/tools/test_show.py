@@ -1,4 +1,4 @@
-"""``ringattn show``: what it prints, writes and draws agrees with the schedule and with every pair."""
+"""Tests of ``ringattn show``: its text, files and pictures agree with the schedule and the mask."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def target(tmp_path: Path) -> Path:
 
 
 def written(flags: str, target: Path) -> tuple[Result, dict[str, Any]]:
-    """The JSON, and the call as it says it."""
+    """Return the result in the JSON and its description of the call."""
     run(f"{flags} --json {target}")
     result = read(target)
     return result, result.provenance["call"]
@@ -96,7 +96,7 @@ def test_defaults_and_large_rings() -> None:
     assert run("").startswith("zigzag, causal, 8,192 tokens over 4 ranks; batch 1, 32 heads (32 of K/V) of dim\n128,")
     text = run("--seqlen 4k --world 100 --layout striped --full")
     assert text.startswith("striped, full, 4,096 tokens over 100 ranks") and len(text.splitlines()) < 120
-    assert "rank 99" in text and "rank 50 " not in text.partition("mask:")[0]  # abridged
+    assert "rank 99" in text and "rank 50 " not in text.partition("mask:")[0]  # ranks in the middle are left out
 
 
 @pytest.mark.parametrize("flags", ["--world 16 --nodes 4", "--world 1k --layout contiguous", "--cu-seqlens 0,99,8k"])
@@ -104,12 +104,12 @@ def test_lines_fit_a_terminal(flags: str) -> None:
     text = run(flags)
     assert max(map(len, text.splitlines())) <= 80
     owners, *rows = text.partition("mask:")[2].partition("\n\n")[0].splitlines()[2:]
-    assert {len(row.split()) for row in rows} == {len(owners.split()) + 2}  # also of rank 1,000
+    assert {len(row.split()) for row in rows} == {len(owners.split()) + 2}  # including rank 1,000
 
 
 @st.composite
 def calls(draw: st.DrawFn, max_seqlen: int) -> ShownCall:
-    """Any layout with any mask that is made of intervals, or blocks of both."""
+    """Draw a call with any layout and mask."""
     world, block = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     mask = draw(masks(global_tokens=True, used=True))
     if draw(st.booleans()) and type(mask) is Mask:
@@ -124,22 +124,22 @@ def calls(draw: st.DrawFn, max_seqlen: int) -> ShownCall:
 
 @settings(max_examples=30)
 @given(calls(max_seqlen=16))
-def test_pairs_and_cells_are_those_of_the_mask(call: ShownCall) -> None:
+def test_pairs_and_cells_agree_with_the_mask(call: ShownCall) -> None:
     layout, mask = call.layout, call.mask
     for rank in range(layout.world):
         for hop in call.plan.hops(rank):
             expected = visible_pairs(mask, layout.positions(rank), layout.positions(hop.shard))
             assert call.pairs[rank, hop.index] == expected
-    whole = torch.arange(layout.seqlen)
-    assert call.pairs.sum() == visible_pairs(mask, whole, whole)  # no pair is where there is no hop
+    positions = torch.arange(layout.seqlen)
+    assert call.pairs.sum() == visible_pairs(mask, positions, positions)  # every visible pair belongs to a hop
     ranks, grid = mask_cells(call, cells=64)
-    when = {(rank, hop.shard): hop.index for rank in range(layout.world) for hop in call.plan.hops(rank)}
+    hop_of = {(rank, hop.shard): hop.index for rank in range(layout.world) for hop in call.plan.hops(rank)}
     assert ranks.tolist() == [
         rank for p in range(layout.seqlen) for rank in range(layout.world) if p in layout.positions(rank)
     ]
     for query in range(layout.seqlen):
         for key in range(layout.seqlen):
-            index = when.get((int(ranks[query]), int(ranks[key])))
+            index = hop_of.get((int(ranks[query]), int(ranks[key])))
             assert grid[query, key] == (index if sees(call.mask, query, key) else -1)
 
 
@@ -175,7 +175,7 @@ def test_padding_is_counted_row_by_row(used: str, pairs: int, forward: int, targ
 
 def test_cells_of_many_tokens() -> None:
     ranks, grid = mask_cells(call_of(Layout.striped(1024, 4), Mask(causal=True)), cells=8)
-    assert ranks.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]  # stripes stay visible
+    assert ranks.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]  # all ranks of the stripes appear
     assert np.array_equal(grid >= 0, np.tri(8, dtype=bool))
     assert call_of(Layout.contiguous(2, 2), Mask(causal=True)).balance == 3 / 4
 
@@ -186,7 +186,7 @@ def test_a_zigzag_per_document(target: Path) -> None:
     assert call["spans"] == [[[*span] for span in spans] for spans in expected]
 
 
-def test_files_say_what_the_schedule_says(target: Path) -> None:
+def test_files_agree_with_the_schedule(target: Path) -> None:
     table = target.with_suffix(".csv")
     flags = "--lengths 4,1,3 --direction -1 --dtype float32 --batch 2 --heads 4 --kv-heads 2 --head-dim 8"
     result, call = written(f"{flags} --csv {table}", target)
@@ -195,9 +195,10 @@ def test_files_say_what_the_schedule_says(target: Path) -> None:
     assert of_ranks(call, "sends forward") == [*plan.bytes(per_token)]
     assert of_ranks(call, "sends backward") == [*plan.bytes(per_token, per_token)]
     assert of_ranks(call, "visible pairs") == [10, 5, 21]
-    assert call["balance"] == 36 / (3 * (10 + 12 + 4))  # the slowest of each hop: ranks 0, 2 and 1
-    moved = [(row["rank"], row["index"], row["kv_to"]) for row in result.rows]
-    assert moved == [(rank, hop.index, hop.kv_to) for rank in range(3) for hop in plan.hops(rank)]
+    # the sum over hops of the slowest rank's pairs: ranks 0, 2 and 1
+    assert call["balance"] == 36 / (3 * (10 + 12 + 4))
+    sends = [(row["rank"], row["index"], row["kv_to"]) for row in result.rows]
+    assert sends == [(rank, hop.index, hop.kv_to) for rank in range(3) for hop in plan.hops(rank)]
     with table.open() as file:
         assert [int(row["pairs"]) for row in csv.DictReader(file)] == [row["pairs"] for row in result.rows]
 
@@ -205,7 +206,7 @@ def test_files_say_what_the_schedule_says(target: Path) -> None:
 def test_two_nodes(target: Path) -> None:
     text = run(f"--seqlen 64 --world 4 --nodes 2 --layout contiguous --heads 1 --json {target}")
     kv, dkv = 16 * 2 * 128 * 2, 16 * 2 * 128 * 4
-    # shards 0 and 1 go to the second node; their gradients come back from there
+    # Shards 0 and 1 go to the second node, and their gradients come back.
     line = " ".join(text.split())
     assert f"({2 * kv / 1e3:.1f} kB between nodes)" in line and f"({(2 * kv + 2 * dkv) / 1e3:.1f} kB between" in line
     assert f"\n\n{schedule(Layout.contiguous(64, 4), Mask(causal=True), topology=Topology.grid(2, 2))}\n\n" in text
@@ -226,7 +227,7 @@ def test_pictures(flags: str, name: str, begins: bytes, tmp_path: Path, monkeypa
     assert Path(name).read_bytes().startswith(begins)
 
 
-def test_a_picture_has_the_mask_at_the_left_and_the_schedule_at_the_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_shows_the_mask_and_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
     monkeypatch.setattr(pictures, "write_figure", lambda figure, *_: figures.append(figure))
     run("--world 8 --seqlen 1k --layout contiguous --window 100,0 --out x.png")
